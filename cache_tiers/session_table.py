@@ -10,11 +10,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cache_tiers.blocks import session_of
+from cache_tiers.doors import Item, Use
 
 NODES_MAX = 3
 """Nodes remembered per lineage, latest first: an older copy has gone cold."""
@@ -293,6 +294,11 @@ class SessionTable:
         rows = [change for _, change in part if isinstance(change, SessionRow)]
         return rows, [change for _, change in part if isinstance(change, SessionsCleared)], seq
 
+    def cleared_unix_s(self, tenant: bytes, session: bytes) -> float:
+        """Return when a lineage's session was last cleared, by itself or with its tenant; -inf: never."""
+        clears = (self._cleared.get((tenant, of)) for of in (session_of(session), None))
+        return max((cleared.unix_s for cleared in clears if cleared is not None), default=-math.inf)
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         assert len(self._rows) <= self._sessions_max, "too many sessions are remembered"
@@ -354,16 +360,11 @@ class SessionTable:
 
     def _newborn(self, tenant: bytes, session: bytes, now_unix_s: float) -> SessionRow:
         """Return a row created after all its clears, even if the clock was set back since."""
-        born_s = max(now_unix_s, math.nextafter(self._cleared_unix_s(tenant, session), math.inf))
+        born_s = max(now_unix_s, math.nextafter(self.cleared_unix_s(tenant, session), math.inf))
         return SessionRow(tenant, session, 0, created_unix_s=born_s)
 
     def _is_cleared(self, row: SessionRow) -> bool:
-        return row.created_unix_s <= self._cleared_unix_s(row.tenant, row.session)
-
-    def _cleared_unix_s(self, tenant: bytes, session: bytes) -> float:
-        """Return when a lineage's session was last cleared, by itself or with its tenant."""
-        clears = (self._cleared.get((tenant, of)) for of in (session_of(session), None))
-        return max((cleared.unix_s for cleared in clears if cleared is not None), default=-math.inf)
+        return row.created_unix_s <= self.cleared_unix_s(row.tenant, row.session)
 
 
 Move = Literal["promote", "demote"]
@@ -371,17 +372,27 @@ Move = Literal["promote", "demote"]
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """Changes from an ingress. `incarnation`, `since`: of the directory, as in its last reply."""
+    """Changes from an ingress. `incarnation`, `since`: of the directory, as in its last reply.
+
+    `door`: the ingress; empty: it shares no limits. `uses`: what tenants (tags) have open there, and `asked`:
+    how often it had asked for more before it counted that.
+    """
 
     incarnation: str
     since: int
     rows: tuple[SessionRow, ...] = ()
     clears: tuple[SessionsCleared, ...] = ()
+    door: str = ""
+    uses: Mapping[bytes, Use] = field(default_factory=dict)
+    asked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """Changes from the directory. `is_all`: nothing was left over. `draining`: node ids."""
+    """Changes from the directory. `is_all`: nothing was left over. `draining`: node ids.
+
+    `doors`: ingresses that live; 0: that is not known yet.
+    """
 
     incarnation: str
     seq: int
@@ -389,3 +400,12 @@ class Synced:
     rows: tuple[SessionRow, ...] = ()
     clears: tuple[SessionsCleared, ...] = ()
     draining: tuple[str, ...] = ()
+    doors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What an ingress is told of a session that it does not know: replies, the latest last, and rows."""
+
+    replies: tuple[Item, ...] = ()
+    rows: tuple[SessionRow, ...] = ()

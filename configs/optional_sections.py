@@ -5,18 +5,69 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from configs.sections import GIB, KIB, MIB, TIB, Section
 
 HttpUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]{1,1000}$")]
 
 
+DOORS_MAX = 64
+Doors = Annotated[int, Field(ge=1, le=DOORS_MAX)]
+
+
+def _auto_as_none(given: object) -> object:
+    """Return None for `auto`."""
+    return None if given == "auto" else given
+
+
 class PageSettings(Section):
-    """Whether the ingress shows its work; a base of the section `server`."""
+    """How many ingresses there are, and whether they show their work; a base of the section `server`."""
+
+    ingress_replicas: Annotated[Doors | None, BeforeValidator(_auto_as_none)] = Field(
+        None,
+        description="processes that parse, tokenise and stream; any may die at any time; empty or `auto` = "
+        "one on each node of a cluster, and one on a single machine; with server.record or "
+        "knowledge.enabled there is one",
+    )
 
     page: bool = Field(
         True, description="serve the live page at / and its stream at /v1/live; false = neither exists"
+    )
+
+
+class DoorSettings(Section):
+    """What ingresses share by the session directory, so that any of them may die."""
+
+    kept_bytes_max: int = Field(
+        64 * MIB,
+        ge=0,
+        le=100 * GIB,
+        description="memory for what ingresses must find again: tokens of replies, stored responses; the "
+        "tenant with most gives way first; 0 = each ingress knows its own only",
+    )
+    replies_per_session: int = Field(
+        4, ge=1, le=64, description="replies kept of one session; each holds all tokens up to its end"
+    )
+    kept_s_max: float = Field(
+        7 * 86400.0,
+        ge=1,
+        le=366 * 86400,
+        description="how long they are kept at most; a reply not longer than its blocks",
+    )
+    wait_s: float = Field(
+        0.25,
+        gt=0,
+        le=10,
+        description="how long a request waits for what another ingress knows, and the end of an answer until "
+        "the others may know of it",
+    )
+    silent_s: float = Field(
+        3.0,
+        ge=0.5,
+        le=600,
+        description="an ingress that was not heard of for so long is dead: the others share its part of the "
+        "limits of a tenant; at least two router.sync_s",
     )
 
 
@@ -192,6 +243,7 @@ class KnowledgeSettings(Section):
 class OptionalSections(Section):
     """The optional sections; a base of the whole tree."""
 
+    doors: DoorSettings = DoorSettings()
     live: LiveSettings = LiveSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
     telemetry: TelemetrySettings = TelemetrySettings()

@@ -82,14 +82,6 @@ class ServerSettings(PageSettings):
         description="origins (`https://app.example`, or `*`) whose pages may call the API from a browser, "
         "keys in headers, never with cookies; none by default; `*` needs API keys",
     )
-    # The field exists so that configurations need not change when more are allowed.
-    ingress_replicas: int = Field(
-        1,
-        ge=1,
-        le=1,
-        description="processes that parse, tokenise and stream; one for now: limits per key, the memory of "
-        "replies and /metrics are kept in the process, and are not shared between processes yet",
-    )
     graceful_shutdown_s: float = Field(
         30.0, ge=0, le=3600, description="how long running answers may take to finish after a stop"
     )
@@ -571,6 +563,19 @@ class Settings(OptionalSections):
                 "server.cors_origins holds '*' and auth.api_keys is empty: any web page could use this "
                 "endpoint. Name the origins, or set auth.api_keys"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_ingress_writes(self) -> Settings:
+        for key, is_on in (
+            ("server.record", self.server.record),
+            ("knowledge.enabled", self.knowledge.enabled),
+        ):
+            if is_on and (self.server.ingress_replicas or 1) > 1:
+                raise ValueError(
+                    f"server.ingress_replicas={self.server.ingress_replicas} and {key} is set: one ingress "
+                    "writes that file. Use server.ingress_replicas=1, or switch the other off"
+                )
         return self
 
     @model_validator(mode="after")

@@ -26,10 +26,13 @@ from ray import serve
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import NodeStats
+from cache_tiers.pricing import PrefillPrice
 from configs.imports import collector_paused
 from configs.settings import Settings
 from configs.telemetry import Tracer, open_tracer, set_up_logs
+from replicas.links import DoorLoads
 from replicas.messages import (
+    Admitted,
     EngineStats,
     Event,
     Failed,
@@ -193,6 +196,7 @@ class Replica:
         self._streams: dict[int, EventStream | EventSender] = {}
         self._untold: dict[int, AnswerSpans] = {}  # traced requests whose prompt is not computed yet
         self._links = Links(settings.cluster.links, settings.router.heartbeat_s)
+        self._door_loads = DoorLoads(replica_id)
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread.start()
@@ -234,6 +238,7 @@ class Replica:
                 return
         key, stream = next(self._keys), await self._stream_of(request)
         self._streams[key] = stream
+        self._door_loads.began(key, request)
         spans = self._spans(request)
         if spans is not None:
             self._untold[key] = spans
@@ -246,6 +251,7 @@ class Replica:
                 spans.end(is_complete=stream.is_over)
             self._untold.pop(key, None)
             del self._streams[key]
+            self._door_loads.ended(key)
             stream.close()
             if not stream.is_over:
                 self._thread.abort(key)
@@ -294,7 +300,13 @@ class Replica:
     async def record_routing_stats(self) -> dict[str, object]:
         """Return what all routers are told periodically about this replica (Ray Serve hook)."""
         price = await asyncio.wrap_future(self._thread.call(lambda engine: engine.meter.price))
-        return {"prefill": [price.c0_s, price.a_s, price.b_s], "step_tokens": price.step_tokens}
+        return {
+            "prefill": [price.c0_s, price.a_s, price.b_s],
+            "step_tokens": price.step_tokens,
+            "load": self._door_loads.report(
+                PrefillPrice(price.c0_s, price.a_s, price.b_s, price.step_tokens)
+            ),
+        }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load that the autoscaler decides from (Ray Serve hook)."""
@@ -413,6 +425,8 @@ class Replica:
             stream = self._streams.get(key)
             if stream is not None:  # else its reader has just disconnected
                 stream.put(event)
+                if isinstance(event, Admitted):
+                    self._door_loads.computed(key)
                 spans = self._untold.get(key)
                 if spans is not None:
                     spans.saw([event])

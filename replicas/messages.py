@@ -88,7 +88,8 @@ class Route:
     `home`: id of the replica that served the session last, `node`: that replica's node. `cached_tokens`:
     prompt tokens that the last turn left there. `avoid`: replicas on which this request has failed. `peers`:
     nodes whose tiers may hold the session's blocks, the likeliest first. `ticket`: identifies this call to
-    the front door (a request id is chosen by the client, and one request may be several calls).
+    the front door (a request id is chosen by the client, and one request may be several calls). `door`: that
+    front door.
     """
 
     home: str = ""
@@ -97,6 +98,7 @@ class Route:
     avoid: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     ticket: str = ""
+    door: str = ""
 
 
 @dataclass(frozen=True, slots=True)

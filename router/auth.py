@@ -20,6 +20,7 @@ from typing import Literal
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from cache_tiers.doors import Use
 from configs.settings import AuthSettings, LimitsSettings
 from router.openai import AuthenticationFailed, Forbidden, InvalidValue, TooManyRequests
 
@@ -223,9 +224,9 @@ class ConcurrencyLimit:
         *,
         has_keys: bool = True,
     ) -> None:
-        self._limits = limits
+        self.limits = limits
+        self.has_keys = has_keys
         self._per_key = per_key
-        self._has_keys = has_keys
         self._open_of: dict[str, list[RequestLease]] = {}
         self._open_total = 0
 
@@ -238,20 +239,30 @@ class ConcurrencyLimit:
         """Return the number of requests of `tenant` open now."""
         return len(self._open_of.get(tenant, ()))
 
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Those who have requests open."""
+        return tuple(self._open_of)
+
+    def use_of(self, tenant: str) -> Use:
+        """Return what the requests of `tenant` hold now."""
+        needs = [lease.need for lease in self._open_of.get(tenant, ())]
+        return Use(len(needs), sum(need.sequences for need in needs), sum(need.tokens for need in needs))
+
     @contextmanager
     def lease(self, tenant: str) -> Iterator[RequestLease]:
         """Hold one place while the request is open; declare its further needs with `RequestLease.ask`.
 
         Raises `TooManyRequests` with `Retry-After` if the tenant or the ingress has no place left.
         """
-        limit: int = getattr(self._limits, self._per_key)
-        if self._has_keys and self.open_of(tenant) >= limit:
+        limit: int = getattr(self.limits, self._per_key)
+        if self.has_keys and self.open_of(tenant) >= limit:
             message = f"{limit} requests of this API key are open (limits.{self._per_key}). Try again later."
-            raise TooManyRequests(message, self._limits.retry_after_s, code=CODE)
-        if self._open_total >= self._limits.concurrent_total:
-            limit = self._limits.concurrent_total
+            raise TooManyRequests(message, self.limits.retry_after_s, code=CODE)
+        if self._open_total >= self.limits.concurrent_total:
+            limit = self.limits.concurrent_total
             message = f"{limit} requests are open on this server (limits.concurrent_total). Try again later."
-            raise TooManyRequests(message, self._limits.retry_after_s, code=CODE)
+            raise TooManyRequests(message, self.limits.retry_after_s, code=CODE)
         lease = RequestLease(self, tenant)
         self._open_of.setdefault(tenant, []).append(lease)
         self._open_total += 1
@@ -265,9 +276,9 @@ class ConcurrencyLimit:
 
     def check(self, lease: RequestLease, need: Need) -> None:
         """Raise if `need` exceeds what the lease's tenant has left: 429, or 400 if it can never fit."""
-        if not self._has_keys:
+        if not self.has_keys:
             return
-        limits = self._limits
+        limits = self.limits
         others = [other.need for other in self._open_of[lease.tenant] if other is not lease]
         for name, what, asked, taken, limit, param in (
             (
@@ -308,7 +319,7 @@ class ConcurrencyLimit:
 
 
 class RequestLease:
-    """The share of its tenant's limits that an open request holds."""
+    """The part of its tenant's limits that an open request holds."""
 
     def __init__(self, limit: ConcurrencyLimit, tenant: str) -> None:
         self.tenant = tenant

@@ -473,6 +473,15 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._exported)
 
+    def own_text(self) -> bytes:
+        """Return the metrics of this ingress, without what all ingresses know alike."""
+        told = self._replicas.stats, self._replicas.nodes, self._replicas.tiers_up
+        self._replicas.stats, self._replicas.nodes, self._replicas.tiers_up = [], [], {}
+        try:
+            return self.text()
+        finally:
+            self._replicas.stats, self._replicas.nodes, self._replicas.tiers_up = told
+
 
 class RequestTimer:
     """Measures one generation and reports it to `metrics`. Times are `loop.time()` seconds."""

@@ -21,10 +21,14 @@ from ray._private.state import state as gcs_state
 from cache_tiers.actors import rpc
 from cache_tiers.actors.tier import tier_actors
 from cache_tiers.blocks import Clear
+from cache_tiers.doors import Item, KeptBounds, KeptShelf, Kind, NotErased, Quotas, Use
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
 from cache_tiers.session_table import (
     Move,
+    Recalled,
+    SessionRow,
+    SessionsCleared,
     SessionTable,
     Sync,
     Synced,
@@ -47,22 +51,31 @@ ROWS_MAX = 2000
 REBUILD_SESSIONS_MAX = 100_000
 
 
+DOOR_SILENT_S = 3.0
+"""An ingress that was not heard of for so long is dead."""
+
+
 def session_actor(
-    sessions_max: int, lineages_max: int, clear_s_max: float, telemetry: TelemetrySettings | None = None
+    sessions_max: int,
+    lineages_max: int,
+    clear_s_max: float,
+    telemetry: TelemetrySettings | None = None,
+    kept: KeptBounds | None = None,
+    door_silent_s: float = DOOR_SILENT_S,
 ) -> Any:
     """Return the handle of the cluster's session directory, creating the actor if needed.
 
     Does not wait for it to be ready.
     """
     actor = ray.remote(
-        concurrency_groups={"sync": 2, "ask": 4},
+        concurrency_groups={"sync": 2, "ask": 4, "kept": 2},
         num_cpus=0,
         resources=ON_HEAD,
         max_restarts=-1,
         max_task_retries=0,
     )(SessionActor)
     return actor.options(name=NAME, lifetime="detached", get_if_exists=True).remote(
-        sessions_max, lineages_max, clear_s_max, telemetry
+        sessions_max, lineages_max, clear_s_max, telemetry, kept, door_silent_s
     )
 
 
@@ -70,7 +83,8 @@ class SessionActor:
     """Serves `SessionTable` to all ingresses and forwards session calls to the nodes' tier actors.
 
     `sessions_max`, `lineages_max`: see `SessionTable`; `clear_s_max`: how long a clear waits for the nodes.
-    `telemetry`: how it logs. They only count when the actor is created.
+    `telemetry`: how it logs. `kept`: bounds of what ingresses keep here (`doors/`); None: the default ones.
+    `door_silent_s`: see `Quotas`. They only count when the actor is created.
     """
 
     def __init__(
@@ -79,11 +93,15 @@ class SessionActor:
         lineages_max: int,
         clear_s_max: float,
         telemetry: TelemetrySettings | None = None,
+        kept: KeptBounds | None = None,
+        door_silent_s: float = DOOR_SILENT_S,
     ) -> None:
         set_up_logs(telemetry or TelemetrySettings())
         self._clear_s_max = clear_s_max
         self._table = SessionTable(sessions_max, lineages_max)
         self._lock = threading.Lock()
+        self._quotas = Quotas(door_silent_s, time.monotonic)
+        self._kept = KeptShelf(kept or KeptBounds(), self._cleared_at)
         self._incarnation = uuid.uuid4().hex
         self._draining: tuple[str, ...] = ()
         self._actors: dict[str, Any] = {}
@@ -93,15 +111,63 @@ class SessionActor:
     @ray.method(concurrency_group="sync")  # type: ignore[untyped-decorator]
     def sync(self, sync: Sync) -> Synced:
         """Merge an ingress's updates and return what changed since its last sync."""
+        for cleared in sync.clears:
+            self._forget(cleared)
         with self._lock:
-            for cleared in sync.clears:
-                self._table.clear(cleared)
             self._table.merge(sync.rows)
             since = sync.since if sync.incarnation == self._incarnation else 0
             rows, clears, seq = self._table.changes(since, ROWS_MAX)
+            if sync.door:
+                self._quotas.report(sync.door, sync.uses, sync.asked)
             return Synced(
-                self._incarnation, seq, seq == self._table.seq, tuple(rows), tuple(clears), self._draining
+                self._incarnation,
+                seq,
+                seq == self._table.seq,
+                tuple(rows),
+                tuple(clears),
+                self._draining,
+                self._quotas.doors,
             )
+
+    @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
+    def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
+        """Return whether an ingress may have `wanted` of a tenant open, see `Quotas.ask`."""
+        with self._lock:
+            return self._quotas.ask(door, asked, tenant, wanted, limit)
+
+    @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
+    def keep(self, items: Sequence[Item], rows: Sequence[SessionRow]) -> int:
+        """Keep what a turn has left, and where its session is now; return how many items are kept."""
+        with self._lock:
+            self._table.merge(rows)
+        return self._kept.put(items)
+
+    @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
+    def recall(self, tenant: bytes, session: bytes) -> Recalled:
+        """Return a session's replies, and where its lineages are."""
+        with self._lock:
+            rows = tuple(self._table.lineages(tenant, session))
+        return Recalled(tuple(self._kept.replies(tenant, session)), rows)
+
+    @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
+    def kept(self, tenant: bytes, kind: Kind, name: bytes) -> Item | None:
+        """Return what was kept under a name; None if there is nothing."""
+        return self._kept.get(tenant, kind, name)
+
+    @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
+    def discard(self, tenant: bytes, kind: Kind, name: bytes) -> bool:
+        """Erase what was kept under a name; return whether there was something. Raises `NotErased`."""
+        return self._kept.delete(tenant, kind, name)
+
+    @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
+    def forget(self, clears: Sequence[SessionsCleared]) -> int:
+        """Erase what was kept of sessions or tenants; return how many items. Raises `NotErased`."""
+        erased = 0
+        for cleared in clears:
+            with self._lock:
+                self._table.clear(cleared)
+            erased += self._kept.clear(cleared.tenant, cleared.session, cleared.unix_s)
+        return erased
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def held(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
@@ -165,9 +231,24 @@ class SessionActor:
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def check_integrity(self) -> int:
         """Return the number of sessions; raise `AssertionError` if the accounting is inconsistent."""
+        self._kept.check_integrity()
         with self._lock:
+            self._quotas.check_integrity()
             self._table.check_integrity()
             return len(self._table)
+
+    def _cleared_at(self, tenant: bytes, session: bytes) -> float:
+        with self._lock:
+            return self._table.cleared_unix_s(tenant, session)
+
+    def _forget(self, cleared: SessionsCleared) -> None:
+        """Apply an ingress's clear, which it has asked for by `forget` too, unless that did not get here."""
+        with self._lock:
+            self._table.clear(cleared)
+        try:
+            self._kept.clear(cleared.tenant, cleared.session, cleared.unix_s)
+        except NotErased as error:
+            logger.error("what was to be forgotten is still on disk: %s", error)
 
     def _watch(self) -> None:
         """Learn what the tiers hold, then watch for draining nodes; in a thread, because GCS may hang."""

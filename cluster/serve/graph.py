@@ -15,10 +15,12 @@ from ray.serve.schema import LoggingConfig
 
 from cache_tiers.actors import ON_HEAD
 from cluster.serve.autoscale import autoscaling_config
+from cluster.serve.front_doors import one_door_per_node
 from cluster.serve.preflight import uses_gpu
 from configs.settings import Settings
 from replicas.deployment import Replica
 from replicas.messages import REPLICA_DEPLOYMENT
+from router.doors.door_count import door_count
 from router.http import app as ingress_app
 
 FRONT_APP = "samovar"
@@ -30,6 +32,7 @@ REQUEST_ROUTERS = {
 }
 """`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's default."""
 
+DOOR_ROUTER = "router.doors.door_router.DoorRouter"
 HEALTH_PERIOD_S = 2.0
 RANK_CPUS = 0.001
 """Of a rank without a GPU where replicas reserve no CPU: Ray refuses an empty bundle."""
@@ -90,7 +93,6 @@ def build_front_app(
     """
     ingress: Any = serve.deployment(
         name=INGRESS_DEPLOYMENT,
-        num_replicas=settings.server.ingress_replicas,
         max_ongoing_requests=4 * settings.limits.concurrent_total,  # our own limit is reached first
         # An old ingress finishes its requests while a new one admits others. A stop of the whole service
         # drains it before, and bounds that wait itself (`app.Service.stop`).
@@ -99,8 +101,9 @@ def build_front_app(
         graceful_shutdown_timeout_s=settings.limits.request_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
-        ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
+        request_router_config=RequestRouterConfig(request_router_class=DOOR_ROUTER),
         logging_config=serve_logs(settings),
+        **_doors(settings),
     )(ingress_app.Ingress)
     _set_version(ingress, settings, model_dir or "", model_app)
     application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
@@ -148,6 +151,15 @@ def _where(settings: Settings, *, has_gpu: bool) -> dict[str, Any]:
         "placement_group_bundles": [first, *(bundle for _ in range(ranks - 1))],
         "placement_group_strategy": "STRICT_PACK",
     }
+
+
+def _doors(settings: Settings) -> dict[str, Any]:
+    """Return how many front doors there are, and where: a single one is on the head, which never drains."""
+    count = door_count(settings)
+    if count == 1:
+        return {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0, "resources": ON_HEAD}}
+    doors = {"autoscaling_config": one_door_per_node()} if count is None else {"num_replicas": count}
+    return {"ray_actor_options": {"num_cpus": 0}, **doors}
 
 
 def _how_many(settings: Settings, replicas: int) -> dict[str, Any]:

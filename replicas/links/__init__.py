@@ -5,12 +5,15 @@ Serve: who serves it, whether it still runs, its end and its cancelling. What th
 link: one message for all streams of a step (docs/adr/015).
 """
 
+from replicas.links.door_loads import DoorLoad, DoorLoads, others_load
 from replicas.links.events import EventSender, events_of, pack_event
 from replicas.links.inlet import Inlet, Mailbox
 from replicas.links.link import Link, Links
 from replicas.links.wire import LinkLost, Pace
 
 __all__ = [
+    "DoorLoad",
+    "DoorLoads",
     "EventSender",
     "Inlet",
     "Link",
@@ -19,5 +22,6 @@ __all__ = [
     "Mailbox",
     "Pace",
     "events_of",
+    "others_load",
     "pack_event",
 ]

@@ -24,6 +24,7 @@ from configs.settings import Settings
 from configs.telemetry import Span, Tracer
 from replicas.messages import Delta, GenerateRequest, TurnContext
 from router.auth import ConcurrencyLimit, Need, RequestLease, tenant_of, tenant_salt
+from router.doors import KeptResponses, KnownSessions, Peers, SessionTurn, TenantShares
 from router.generation.answer import Answer, answer_headers
 from router.generation.context import Context, ContextSource, in_context
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
@@ -94,6 +95,7 @@ def need_of(asks: Sequence[GenerateRequest]) -> Need:
     )
 
 
+ENTRIES_A_REPLY = 2  # with its reasoning and without
 REMEMBER_S = 1.0  # how long the end of an answer may wait for the reply memory
 
 
@@ -104,7 +106,8 @@ class IngressServices:
     `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
-    `knowledge`: where chats get context from, if that is switched on.
+    `knowledge`: where chats get context from, if that is switched on. `shares`, `known`, `responses`: what is
+    shared with the other ingresses, `peers`; None: there are none.
     """
 
     settings: Settings
@@ -119,6 +122,10 @@ class IngressServices:
     concurrency: ConcurrencyLimit
     reads: ConcurrencyLimit
     directory: SessionDirectory
+    shares: TenantShares
+    known: KnownSessions
+    responses: KeptResponses
+    peers: Peers | None = None
     recorder: IngressRecorder | None = None
     usage: UsageBook = field(default_factory=UsageBook)
     generation: Mapping[str, float] = field(default_factory=dict)
@@ -153,7 +160,7 @@ class _Exchange:
     lineages: tuple[bytes, ...]  # of each prompt: the tag of the session's lineage that it belongs to
     placement: Placement | None
     turn: TurnContext
-    forgets: int  # the tenant's forget counter at the request's arrival
+    known: SessionTurn
     request_id: str
     span: Span
     send: Send
@@ -190,6 +197,7 @@ class GenerationEndpoint:
                 raise Unavailable(message, self._limits.retry_after_s, code="draining")
             raise Loading(self._limits.retry_after_s)
         with service.concurrency.lease(tenant) as lease:
+            await service.shares.check(tenant)
             body = await read_body(receive, Headers(scope=scope), self._limits)
             sender = ResponseSender(send)
             work = self._serve(lease, scope, body, sender)
@@ -202,7 +210,9 @@ class GenerationEndpoint:
         try:
             async with asyncio.timeout_at(deadline_s):
                 exchange = await self._open(lease, scope, body, send, now_s, deadline_s)
-                async with EventPump(self._calls(exchange, lease)) as pump:
+                calls = self._calls(exchange, lease)
+                await self._service.shares.check(exchange.tenant)
+                async with EventPump(calls) as pump:
                     if exchange.request.stream:
                         await self._stream(exchange, pump)
                     else:
@@ -247,7 +257,8 @@ class GenerationEndpoint:
         self, lease: RequestLease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
     ) -> _Exchange:
         service, request_id, tenant = self._service, scope["state"]["request_id"], lease.tenant
-        request = self._dialect.parse(body, tenant)
+        began_unix_s = time.time()
+        request = await service.responses.parsed(self._dialect.parse, body, tenant)
         service.refuse_other_model(request.model)
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
         biased = (token_id for token_id, _ in request.sampling.logit_bias)
@@ -263,7 +274,6 @@ class GenerationEndpoint:
         headers = Headers(scope=scope)
         where = placement(service.settings.tiers, tenant, headers, request.cache)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
-        forgets = service.prompts.forgets(tenant)
         session = session_key(
             service.secret,
             tenant,
@@ -273,10 +283,13 @@ class GenerationEndpoint:
             service.settings.router.session_ids,
             service.settings.router.prefix.volatile_lines,
         )
+        owner = Owner(tenant, session_tag(session))
+        forgets = service.prompts.forgets(tenant)
+        known = SessionTurn(tenant_tag(service.secret, tenant), owner, salt, forgets, began_unix_s)
         began_s = asyncio.get_running_loop().time()
         context: Context | None = None
         if isinstance(request, ParsedChat):
-            owner = Owner(tenant, session_tag(session))
+            await service.known.recall(known, request)
             placed, context = await in_context(service.knowledge, request, tenant, owner.session)
             prompts = [await service.prompts.chat(salt.hex(), placed, tenant, owner=owner, forgets=forgets)]
         else:
@@ -310,7 +323,7 @@ class GenerationEndpoint:
             ),
             placement=where,
             turn=turn_context(service.settings.tiers, tenant, headers, request),
-            forgets=forgets,
+            known=known,
             request_id=request_id,
             span=span,
             send=send,
@@ -430,6 +443,7 @@ class GenerationEndpoint:
         last = exchange.shape.closing(
             answer.usage(), answer.receipt.json(), tells_usage=exchange.request.include_usage
         )
+        await self._service.responses.tell()
         await self._write(exchange, last, more=False)
 
     async def _reply(self, exchange: _Exchange, pump: EventPump) -> None:
@@ -445,6 +459,7 @@ class GenerationEndpoint:
             return json_bytes(whole)
 
         body = await self._built(exchange, build)
+        await self._service.responses.tell()
         await self._start(exchange, "application/json", len(body))
         await self._write(exchange, body, more=False)
 
@@ -521,17 +536,18 @@ class GenerationEndpoint:
             return
         try:
             async with asyncio.timeout(REMEMBER_S):
-                owner = Owner(exchange.tenant, session_tag(exchange.session))
                 for choice in exchange.answer.choices:
                     await self._service.prompts.remember(
                         exchange.salt.hex(),
                         exchange.answer.prompt_of(choice),
                         choice.text,
                         choice.token_ids,
-                        owner=owner,
-                        forgets=exchange.forgets,
+                        owner=exchange.known.owner,
+                        forgets=exchange.known.forgets,
                         reply=exchange.shape.sent(choice),
                     )
+            replies = ENTRIES_A_REPLY * len(exchange.answer.choices)
+            await self._service.known.keep(exchange.known, replies, exchange.lineages, exchange.placement)
         except (TimeoutError, TooManyRequests):
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
 

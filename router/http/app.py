@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
 
@@ -23,7 +23,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cache_tiers.actors import rpc, session_actor
+from cache_tiers.blocks import tenant_tag
+from cache_tiers.doors import KeptBounds
 from configs.imports import collector_paused
+from configs.optional_sections import DOORS_MAX
 from configs.settings import Settings
 from configs.telemetry import Tracer, open_tracer, set_up_logs
 from replicas.messages import REPLICA_DEPLOYMENT
@@ -37,7 +40,12 @@ from router.auth import (
     ConcurrencyLimit,
     require_admin,
     server_secret,
+    tenant_salt,
 )
+from router.doors import KeptResponses, KnownSessions, Peers, TenantShares
+from router.doors.door_count import door_count
+from router.doors.door_metrics import merged
+from router.doors.ray_peers import RayPeers
 from router.generation import (
     ContextSource,
     GenerationEndpoint,
@@ -56,7 +64,7 @@ from router.http.middleware import (
     LocalHosts,
 )
 from router.http.operations import OPENAPI_ROUTE, methods_of, openapi_document
-from router.http.operator_routes import CacheRoutes, SessionRoutes
+from router.http.operator_routes import CacheRoutes, SessionRoutes, forget_here
 from router.http.response_routes import ResponseRoutes
 from router.http.tokenizer_routes import TokenizerRoutes
 from router.live import LiveHub, LiveRoutes, PageFiles
@@ -72,10 +80,14 @@ from router.openai import (
     retry_after_header,
 )
 from router.prompt import PromptBuilder
-from router.responses import ResponsesDialect, ResponsesParser, ResponseStore
+from router.responses import ResponsesDialect, ResponsesParser
 from router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_clients
 
 DISTRIBUTION = "samovar"
+KEPT_FILE = "replies.sqlite"
+"""Beside the nvme tier's records."""
+TENANTS_MAX = 4096
+"""Tenants whose tags are remembered: a tag is an HMAC."""
 MESSAGES_PATH = "/v1/messages"
 NODE_CHARS = 8
 """Characters of a node's id shown in a message."""
@@ -95,15 +107,28 @@ def build_service(
     generation: Mapping[str, float] | None = None,
     commit: str | None = None,
     tracer: Tracer | None = None,
+    peers: Peers | None = None,
 ) -> IngressServices:
     """Create the parts of one ingress.
 
     `secret`: see `auth.server_secret`. `directory`: by default a local one without link. `model`:
     fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
     `generation`: the model's own defaults, used unless the settings say no. `commit`: of the hub.
-    `tracer`: None: requests are not traced.
+    `tracer`: None: requests are not traced. `peers`: all ingresses; None: there is no other.
     """
     start_s = settings.server.start_timeout_s if waits else 0.0
+    directory = directory or SessionDirectory(None, load_tracker.BOOK, settings.router)
+    concurrency = ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys))
+    tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))
+    shares = TenantShares(
+        load_tracker.BOOK.door,
+        None if peers is None else directory.link,
+        concurrency,
+        tag_of,
+        doors_at_start=door_count(settings) or DOORS_MAX,
+        wait_s=settings.doors.wait_s,
+    )
+    directory.report = None if peers is None else shares
     return IngressServices(
         settings=settings,
         client=client,
@@ -114,9 +139,20 @@ def build_service(
         model=model,
         readiness=Readiness(client, settings.cluster.replicas, start_s=start_s),
         metrics=Metrics(),
-        concurrency=ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys)),
+        concurrency=concurrency,
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
-        directory=directory or SessionDirectory(None, load_tracker.BOOK, settings.router),
+        directory=directory,
+        shares=shares,
+        known=KnownSessions(prompts.replies, directory, settings.doors),
+        responses=KeptResponses(
+            settings.limits.responses_max,
+            settings.limits.responses_bytes_max,
+            directory=directory,
+            settings=settings.doors,
+            tag_of=tag_of,
+            salt_of=partial(tenant_salt, secret, cache_salt=None),
+        ),
+        peers=peers,
         recorder=open_recorder(settings),
         generation=(generation or {}) if settings.model.generation_config == "auto" else {},
         commit=commit,
@@ -154,12 +190,12 @@ def build_api(service: IngressServices) -> FastAPI:
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     settings, limits = service.settings, service.settings.limits
-    stored = ResponseStore(limits.responses_max, limits.responses_bytes_max)
+    stored = service.responses
     parser = RequestParser(limits, service.context_tokens_configured, service.generation)
     variables = service.prompts.template.variables
     messages = MessagesParser(parser, limits, variables)
-    simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service, stored), SessionRoutes(service)
-    tokenizer, responses = TokenizerRoutes(service, parser, messages), ResponseRoutes(stored)
+    simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service), SessionRoutes(service)
+    tokenizer, responses = TokenizerRoutes(service, parser, messages), ResponseRoutes(service)
     hub = LiveHub(service)
     live, page = LiveRoutes(service, hub), PageFiles()
     messages_api = MessagesDialect(messages, service.prompts.vocabulary.text)
@@ -257,7 +293,10 @@ class _SimpleRoutes:
             told = await asyncio.gather(client.stats(), client.cache_stats(), client.tiers_up())
             self._service.metrics.set_replicas(*told)
         self._service.metrics.set_sessions(*directory.counts(), self._service.prompts.salts_changed)
-        return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+        text, peers = self._service.metrics.text(), self._service.peers
+        if peers is not None:
+            text = await asyncio.to_thread(merged, text, await peers.metrics())
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def embeddings(self, request: Request) -> Response:
         message = f"{self._service.model_name!r} is a chat model: this server makes no embeddings."
@@ -339,6 +378,21 @@ def _context_tokens(settings: Settings, spec: ModelSpec) -> int:
     return min(wanted, spec.context_tokens_max)
 
 
+def kept_bounds(settings: Settings) -> KeptBounds:
+    """Return how much of what ingresses share is kept; on disk if blocks are."""
+    nvme = settings.tiers.nvme
+    path = settings.nvme_dir / KEPT_FILE if settings.tiers.enabled and nvme.bytes_max > 0 else None
+    return KeptBounds(settings.doors.kept_bytes_max, settings.doors.replies_per_session, path)
+
+
+def _peers(settings: Settings) -> Peers | None:
+    """Return all ingresses of the deployment that this process belongs to; None if there is only one."""
+    if door_count(settings) == 1:
+        return None
+    own = serve.get_replica_context()
+    return RayPeers(serve.get_deployment_handle(own.deployment, own.app_name))
+
+
 @serve.ingress()
 class Ingress:
     """The Serve deployment class: one process that parses, tokenises and streams.
@@ -378,6 +432,7 @@ class Ingress:
             context_tokens_max=_context_tokens(settings, spec),
             model=spec.fingerprint.hex(),
             waits=waits,
+            peers=_peers(settings),
             secret=server_secret(settings.auth),
             generation=spec.generation,
             commit=spec.commit,
@@ -390,6 +445,8 @@ class Ingress:
                             settings.router.lineages_max,
                             settings.tiers.store_s_max,
                             settings.telemetry,
+                            kept_bounds(settings),
+                            settings.doors.silent_s,
                         ),
                         restart_backoff_s_max=settings.tiers.node.restart_backoff_s_max,
                     ),
@@ -409,6 +466,21 @@ class Ingress:
         `replicas`: the wanted number of replicas.
         """
         self._service.readiness.wanted = config["replicas"]
+
+    async def forget_here(self, tenant: str, sessions: tuple[bytes, ...] | None) -> int:
+        """Forget a tenant's replies and responses, as another ingress was asked; return how many replies."""
+        return await forget_here(self._service, tenant, sessions)
+
+    def discard_here(self, tenant: str, response_id: str) -> bool:
+        """Delete a stored response, as another ingress was asked; return whether it was here."""
+        return self._service.responses.delete(tenant, response_id)
+
+    def metrics_here(self) -> tuple[str, bytes]:
+        """Return this ingress's name and its own metrics, as text."""
+        metrics, directory = self._service.metrics, self._service.directory
+        outcomes, _, unsynced = directory.counts()
+        metrics.set_sessions(outcomes, {}, unsynced, self._service.prompts.salts_changed)
+        return load_tracker.BOOK.door, metrics.own_text()
 
     def drain(self) -> int:
         """Stop admitting work, permanently. Returns how many generations are still open."""

@@ -21,7 +21,14 @@ from starlette.responses import JSONResponse, Response
 from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Clear, root_tokens, session_of, tenant_tag
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared
-from cache_tiers.session_table import Move, SessionRow, SessionState, SessionView, latest
+from cache_tiers.session_table import (
+    Move,
+    SessionRow,
+    SessionsCleared,
+    SessionState,
+    SessionView,
+    latest,
+)
 from configs.settings import TenantName
 from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
 from router.diagnosis import settings_told
@@ -36,7 +43,6 @@ from router.openai import (
     read_body,
     shown,
 )
-from router.responses import ResponseStore
 from router.routing import (
     SESSION_PREFIX,
     ClearCounts,
@@ -303,9 +309,8 @@ class ClearBody(BaseModel):
 class CacheRoutes:
     """Handlers that clear the cache and report its statistics. They raise `ApiError`."""
 
-    def __init__(self, service: IngressServices, stored: ResponseStore) -> None:
+    def __init__(self, service: IngressServices) -> None:
         self._service = service
-        self._stored = stored
         # A tenant removed from the configuration has no replies here; its blocks are cleared by name.
         self._tenants = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
 
@@ -375,14 +380,14 @@ class CacheRoutes:
     async def _cleared(self, tenants: Sequence[str], sessions: tuple[bytes, ...] | None) -> Response:
         service = self._service
         counts: ClearCounts | None = None
-        replies, silent_nodes = 0, 0
+        replies, silent_nodes, silent_doors = 0, 0, 0
         for tenant in tenants:
             tag = tenant_tag(service.secret, tenant)
-            if tenant in self._tenants:
-                replies += await service.prompts.forget(tenant, sessions)
-            self._stored.forget(tenant, sessions)
-            for session in [None] if sessions is None else sessions:
-                service.directory.forget(tag, session)
+            clears = [
+                service.directory.forget(tag, one) for one in ([None] if sessions is None else sessions)
+            ]
+            forgotten, silent = await self._forgotten(tenant, sessions, tuple(clears))
+            replies, silent_doors = replies + forgotten, silent_doors + silent
             reached = await service.client.clear(tag, sessions)
             counts = reached if counts is None else counts + reached
             elsewhere, silent = await self._cleared_elsewhere(tag, sessions)
@@ -391,7 +396,7 @@ class CacheRoutes:
             for tenant in tenants:
                 await service.knowledge.forget(tenant, sessions)
         assert counts is not None, "a clear without a tenant"
-        self._refuse_incomplete(counts, silent_nodes)
+        self._refuse_incomplete(counts, silent_nodes, silent_doors)
         cleared = {
             "replies": replies,
             "pages": counts.pages,
@@ -399,6 +404,27 @@ class CacheRoutes:
             "bytes": counts.nbytes,
         }
         return JSONResponse({"object": "cache.cleared", "cleared": cleared, "replicas": counts.replicas})
+
+    async def _forgotten(
+        self, tenant: str, sessions: tuple[bytes, ...] | None, clears: tuple[SessionsCleared, ...]
+    ) -> tuple[int, int]:
+        """Forget replies and responses, here, in the directory, and then at all other ingresses.
+
+        Returns how many replies ingresses have forgotten, and how many of those did not answer.
+        """
+        service, silent = self._service, 0
+        replies = await forget_here(service, tenant, sessions)
+        link = service.directory.link
+        if link is not None:
+            try:
+                await link.forget(clears)
+            except DirectoryLost as lost:
+                logger.warning("a clear did not reach the session directory: %s", lost)
+                silent += 1
+        if service.peers is not None:
+            elsewhere, unheard = await service.peers.forget(tenant, sessions)
+            replies, silent = replies + elsewhere, silent + unheard
+        return replies, silent
 
     async def _cleared_elsewhere(
         self, tenant: bytes, sessions: tuple[bytes, ...] | None
@@ -416,11 +442,13 @@ class CacheRoutes:
             done.append(None)
         return [one for one in done if one is not None], sum(one is None for one in done)
 
-    def _refuse_incomplete(self, counts: ClearCounts, silent_nodes: int) -> None:
+    def _refuse_incomplete(self, counts: ClearCounts, silent_nodes: int, silent_doors: int) -> None:
         wanted = max(self._service.readiness.wanted, counts.replicas + counts.silent)
         problems = []
         if counts.replicas < wanted:
             problems.append(f"{wanted - counts.replicas} of {wanted} replicas did not answer")
+        if silent_doors:
+            problems.append("replies that ingresses keep for each other are not all forgotten")
         if silent_nodes:
             problems.append("the tiers of some nodes did not answer")
         if counts.unreachable:
@@ -431,6 +459,15 @@ class CacheRoutes:
                 f"Not everything is cleared: {'; '.join(problems)}. Repeat the request until it succeeds."
             )
             raise Unavailable(message, self._service.settings.limits.retry_after_s, code="clear_incomplete")
+
+
+async def forget_here(service: IngressServices, tenant: str, sessions: Sequence[bytes] | None) -> int:
+    """Forget what this ingress itself knows of a tenant, or of these sessions of it; return how many replies.
+
+    A tenant that is no longer configured has no replies here.
+    """
+    service.responses.forget(tenant, sessions)
+    return await service.prompts.forget(tenant, sessions)
 
 
 def _plain(value: Any) -> Any:

@@ -6,26 +6,37 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from router.auth import tenant_of
-from router.responses import ResponseNotFound, ResponseStore
+from router.generation import IngressServices
+from router.openai import Unavailable
+from router.responses import ResponseNotFound
 
 
 class ResponseRoutes:
     """Handlers of /v1/responses/{id}. They raise `ApiError`. A tenant sees its own responses only."""
 
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
+    def __init__(self, service: IngressServices) -> None:
+        self._service = service
 
     async def one(self, request: Request) -> Response:
         """Handle GET /v1/responses/{id}: the response as it was sent."""
-        response_id = request.path_params["response_id"]
-        stored = self._store.get(tenant_of(request.scope), response_id)
+        response_id, tenant = request.path_params["response_id"], tenant_of(request.scope)
+        responses = self._service.responses
+        stored = responses.get(tenant, response_id)
+        if stored is None and await responses.fetch(tenant, response_id):
+            stored = responses.get(tenant, response_id)
         if stored is None:
             raise ResponseNotFound(response_id)
         return Response(stored.response, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         """Handle DELETE /v1/responses/{id}. Its blocks stay until the session is deleted."""
-        response_id = request.path_params["response_id"]
-        if not self._store.delete(tenant_of(request.scope), response_id):
+        response_id, tenant = request.path_params["response_id"], tenant_of(request.scope)
+        was_there = await self._service.responses.discard(tenant, response_id)
+        peers = self._service.peers
+        if peers is not None and await peers.discard(tenant, response_id):
+            message = "The response is not deleted everywhere: a front door did not answer. Repeat it."
+            retry_s = self._service.settings.limits.retry_after_s
+            raise Unavailable(message, retry_s, code="clear_incomplete")
+        if not was_there:
             raise ResponseNotFound(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})

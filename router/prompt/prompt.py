@@ -49,6 +49,7 @@ from router.prompt.prefix_memory import (
 )
 from router.prompt.prompt_parts import TokenSizes, parts_of, tool_digest
 from router.prompt.reply_memory import Owner, ReplyMemory, key_of
+from router.prompt.shared_replies import SharedReplies
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
 from router.prompt.tool_template import TEMPLATE_FAULTS, inspect_template
 from router.prompt.vocabulary import ServedVocabulary
@@ -188,6 +189,7 @@ class PromptBuilder:
         self._prefix_key = secrets.token_bytes(KEY_BYTES)
         self._sizes = TokenSizes(self._backend.get_vocab(), vocab_tokens)
         self._memory_lock = threading.Lock()  # of both memories
+        self.replies = SharedReplies(self._memory, self._memory_lock, vocab_tokens)
         self._threads = TokenizerThreads(limits, settings.share_of_tenant(limits.tenant_share))
         self._grammars = GrammarCompiler(self._backend.to_str, vocab_tokens, eos_token_ids, settings.grammar)
 

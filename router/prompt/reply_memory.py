@@ -20,7 +20,7 @@ from configs.json_text import parse_json
 from router.openai import ChatMessage
 
 # Python's cost of an entry besides its ids: key, digests, owner, dict slots. Measured with tracemalloc.
-ENTRY_OVERHEAD_BYTES = 1050
+ENTRY_OVERHEAD_BYTES = 1250
 
 KEYED = "reply\0"
 """Sets keys apart from replies that are found by their text."""
@@ -53,6 +53,20 @@ class Owner:
         return (tenant is None or self.tenant == tenant) and (sessions is None or self.session in sessions)
 
 
+@dataclass(frozen=True, slots=True)
+class RememberedReply:
+    """An entry of the memory, as another front door may take it: see `ReplyMemory` for its digests.
+
+    `is_lost`: see `KnownText.lost`.
+    """
+
+    reply: bytes
+    chars: int
+    whole: bytes
+    is_lost: bool
+    token_ids: array[int]
+
+
 class ReplyMemory:
     """LRU memory of replies by salt and text. `bytes_max=0` remembers nothing.
 
@@ -64,6 +78,7 @@ class ReplyMemory:
         self._bytes_used = 0
         self._ids: OrderedDict[_Key, array[int]] = OrderedDict()
         self._owners: dict[_Key, Owner] = {}
+        self._of_owner: dict[Owner, dict[_Key, None]] = {}  # the latest stored last
         self._lost: set[_Key] = set()  # they end where the reply begins
         self._forgets_all = 0
         self._forgets_of: dict[str, int] = {}
@@ -120,21 +135,29 @@ class ReplyMemory:
             return
         reply_digest = _digest(reply_text) if key is None else _digest(KEYED, key)
         whole = _digest(rendered_prompt, reply_text)
-        place = (salt, reply_digest, len(rendered_prompt) + len(reply_text), whole)
         ids = array("I", prompt_ids)
         ids.extend(reply_ids)
-        if place in self._ids:
-            self._drop(place)
-        if _cost(ids) > self._bytes_max:
-            return
-        self._ids[place] = ids
-        self._owners[place] = owner
-        if not reply_text:
-            self._lost.add(place)
-        self._places.setdefault((salt, reply_digest), {}).setdefault(place[2], set()).add(whole)
-        self._bytes_used += _cost(ids)
-        while self._bytes_used > self._bytes_max:
-            self._drop(next(iter(self._ids)))
+        chars = len(rendered_prompt) + len(reply_text)
+        self._keep(salt, RememberedReply(reply_digest, chars, whole, not reply_text, ids), owner)
+
+    def newest(self, salt: str, owner: Owner, count: int) -> list[RememberedReply]:
+        """Return the `count` entries of an owner under this salt that were stored last, in their order."""
+        keys = [key for key in self._of_owner.get(owner, ()) if key[0] == salt][-count:]
+        return [RememberedReply(*key[1:], key in self._lost, self._ids[key]) for key in keys]
+
+    def take(self, salt: str, owner: Owner, replies: Iterable[RememberedReply], *, forgets: int) -> int:
+        """Store what another memory has remembered, as `remember` does; return how many entries are new."""
+        if forgets != self.forgets(owner.tenant):
+            return 0
+        new = [one for one in replies if (salt, one.reply, one.chars, one.whole) not in self._ids]
+        for one in new:
+            self._keep(salt, one, owner)
+        return len(new)
+
+    def knows(self, salt: str, owner: Owner, text: str, key: str) -> bool:
+        """Return whether a reply is remembered of this owner, by its text or by its key."""
+        digests = (_digest(text), _digest(KEYED, key))
+        return any(held[0] == salt and held[1] in digests for held in self._of_owner.get(owner, ()))
 
     def match(
         self, salt: str, rendered: str, replies: Iterable[str], keys: Iterable[str] = ()
@@ -175,6 +198,9 @@ class ReplyMemory:
         assert self._bytes_used == sum(_cost(ids) for ids in self._ids.values())
         assert self._bytes_used <= self._bytes_max or not self._ids
         assert set(self._owners) == set(self._ids), "owners and entries differ"
+        of_owners = {key: owner for owner, keys in self._of_owner.items() for key in keys}
+        assert of_owners == self._owners, "the owners' lists differ from the owners"
+        assert all(self._of_owner.values()), "an owner without entries is remembered"
         assert self._lost <= set(self._ids), "an entry is lost and gone"
         indexed = {
             (salt, reply, chars, whole)
@@ -186,10 +212,30 @@ class ReplyMemory:
         assert all(self._places.values()), "an empty index row was left behind"
         assert all(digests for row in self._places.values() for digests in row.values())
 
+    def _keep(self, salt: str, one: RememberedReply, owner: Owner) -> None:
+        place = salt, one.reply, one.chars, one.whole
+        if place in self._ids:
+            self._drop(place)
+        cost = _cost(one.token_ids)
+        if cost > self._bytes_max:
+            return
+        self._ids[place] = one.token_ids
+        self._owners[place] = owner
+        self._of_owner.setdefault(owner, {})[place] = None
+        if one.is_lost:
+            self._lost.add(place)
+        self._places.setdefault((salt, one.reply), {}).setdefault(one.chars, set()).add(one.whole)
+        self._bytes_used += cost
+        while self._bytes_used > self._bytes_max:
+            self._drop(next(iter(self._ids)))
+
     def _drop(self, key: _Key) -> None:
         salt, reply_digest, chars, whole = key
         self._bytes_used -= _cost(self._ids.pop(key))
-        del self._owners[key]
+        owner = self._owners.pop(key)
+        del self._of_owner[owner][key]
+        if not self._of_owner[owner]:
+            del self._of_owner[owner]
         self._lost.discard(key)
         row = self._places[salt, reply_digest]
         row[chars].discard(whole)

@@ -221,6 +221,7 @@ class ResponseNotFound(ApiError):
             "(limits.responses_max, limits.responses_bytes_max), deleted, or asked for with store=false."
         )
         super().__init__(404, message, param=param, code="response_not_found")
+        self.wanted_id = response_id
 
 
 def _later(place: str) -> str:

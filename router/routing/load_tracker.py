@@ -1,10 +1,11 @@
 """Tracks the load of the replicas as one ingress knows it. Pure.
 
-A replica's queue is the prompts sent to it that it has not reported as computed yet. Prompts are priced
-when they are routed, and the price is scaled by the replica's pace: how much longer than priced its prompts
-have taken lately. Load prices per token are learned from receipts. Of many replicas a few are ranked: the
-session's home, those beside its blocks, the first by its hash, and the least loaded. `BOOK` is shared by the
-router and the client of one process, which Serve creates independently.
+A replica's queue is the prompts sent to it that it has not reported as computed yet, and what it reports that
+other ingresses have sent. Prompts are priced when they are routed, and the price is scaled by the replica's
+pace: how much longer than priced its prompts have taken lately. Load prices per token are learned from
+receipts. Of many replicas a few are ranked: the session's home, those beside its blocks, the first by its
+hash, and the least loaded. `BOOK` is shared by the router and the client of one process, which Serve creates
+independently.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import heapq
 import math
 import random
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
 from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice
+from replicas.links import DoorLoad, others_load
 from replicas.messages import Receipt
 from router.routing.score import (
     NOWHERE,
@@ -78,6 +81,9 @@ class _ReplicaLoad:
     pace: float = 1.0  # measured seconds per priced second
     suspect_until_s: float = -math.inf
     rank_no: int = 0
+    others: DoorLoad = field(default_factory=DoorLoad)  # what other front doors have sent, as it has reported
+    others_no: int = 0  # number of that report
+    others_since_s: float = -math.inf
 
     @property
     def head(self) -> _Sent | None:
@@ -85,7 +91,13 @@ class _ReplicaLoad:
         return next(iter(self.waiting.values()), None)
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds that the waiting prompts need, by their prices and the pace."""
+        """Return the seconds that the waiting prompts need, by their prices and the pace.
+
+        Of prompts from other front doors what the replica has reported, less the time since.
+        """
+        return self._own_s(now_s) + max(0.0, self.pace * self.others.wait_s - (now_s - self.others_since_s))
+
+    def _own_s(self, now_s: float) -> float:
         head = self.head
         if head is None:
             return 0.0
@@ -129,7 +141,9 @@ class _LeastLoaded:
         """Take in a replica's load."""
         self._numbers += 1
         replica.rank_no = self._numbers
-        load = replica.pace * replica.work_s, replica.open_requests, self._rng.random()
+        others, rng = replica.others, self._rng
+        work_s, opened = replica.work_s + others.wait_s, replica.open_requests + others.open_requests
+        load = replica.pace * work_s, opened, rng.random()
         heapq.heappush(self._heap, (*load, replica.rank_no, name))
 
     def tidy(self, replicas: Mapping[str, _ReplicaLoad]) -> None:
@@ -181,6 +195,8 @@ class ReplicaLoadTracker:
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic, rng: random.Random | None = None) -> None:
+        self.door = uuid.uuid4().hex
+        """Names this ingress to the replicas, which tell each ingress what the others have sent."""
         self.nodes: dict[str, str] = {}
         """Replica -> node, of the replicas that exist now."""
         self.prefill: dict[str, PrefillPrice] = {}
@@ -190,18 +206,24 @@ class ReplicaLoadTracker:
         self._clock = clock
         self._lock = threading.RLock()
         self._sent: dict[str, _Sent] = {}
+        self._others_open = 0  # requests of other ingresses at all replicas
         self._over: OrderedDict[str, None] = OrderedDict()  # the last CHOSEN_MAX calls that ended
         self._replicas: dict[str, _ReplicaLoad] = {}
         self._on_node: dict[str, list[str]] = {}
         self._least_loaded = _LeastLoaded(rng or random.Random())
 
-    def update_replicas(self, nodes: Mapping[str, str], prefill: Mapping[str, PrefillPrice]) -> None:
-        """Replace the set of replicas, with their nodes and prefill prices."""
+    def update_replicas(
+        self,
+        nodes: Mapping[str, str],
+        prefill: Mapping[str, PrefillPrice],
+        reports: Mapping[str, object] | None = None,
+    ) -> None:
+        """Replace the set of replicas, with their nodes, prefill prices and `DoorLoads.report`s."""
         with self._lock:
             self.nodes = dict(nodes)
             self.prefill = {name: price for name, price in prefill.items() if name in nodes}
             for name in [name for name in self._replicas if name not in nodes]:
-                del self._replicas[name]
+                self._others_open -= self._replicas.pop(name).others.open_requests
             self._on_node = {}
             for name, node in nodes.items():
                 self._on_node.setdefault(node, []).append(name)
@@ -209,6 +231,17 @@ class ReplicaLoadTracker:
                     self._changed(name, self._load_of(name))
             for ticket in [ticket for ticket, sent in self._sent.items() if sent.replica not in nodes]:
                 del self._sent[ticket]
+            for name, report in (reports or {}).items():
+                if name in nodes:
+                    self._take_report(name, report)
+
+    def _take_report(self, name: str, report: object) -> None:
+        number, others = others_load(report, self.door)
+        known = self._load_of(name)
+        if number and number != known.others_no:  # else it is an old one, in news of another replica
+            self._others_open += others.open_requests - known.others.open_requests
+            known.others, known.others_no, known.others_since_s = others, number, self._clock()
+            self._changed(name, known)
 
     def shortlist(
         self, ask: RoutingRequest, names: Collection[str], ring: Rendezvous, full: Callable[[str], bool]
@@ -255,7 +288,7 @@ class ReplicaLoadTracker:
                         name=name,
                         node=self.nodes.get(name, ""),
                         wait_s=known.wait_s(now_s),
-                        open_requests=known.open_requests,
+                        open_requests=known.open_requests + known.others.open_requests,
                         prefill=self.prefill.get(name, UNKNOWN_PREFILL),
                         is_full=full(name),
                         is_leaving=self._is_leaving(name, now_s),
@@ -280,7 +313,8 @@ class ReplicaLoadTracker:
         loads = self.loads if has_tiers else {}
         elsewhere = NOWHERE
         if replicas > len(views):
-            open_requests = len(self._sent) - sum(view.open_requests for view in views)
+            everywhere = len(self._sent) + self._others_open
+            open_requests = everywhere - sum(view.open_requests for view in views)
             elsewhere = Elsewhere(replicas - len(views), max(0, open_requests))
         return rank(
             ask,
@@ -358,6 +392,8 @@ class ReplicaLoadTracker:
                 opened[sent.replica] += 1
                 if not sent.is_admitted:
                     waiting[sent.replica].append(ticket)
+            others = sum(known.others.open_requests for known in self._replicas.values())
+            assert self._others_open == others, "the sum of others' requests is another"
             for name, known in self._replicas.items():
                 assert PACE_MIN <= known.pace <= PACE_MAX, "a pace out of bounds"
                 assert known.open_requests == opened[name], f"{name} has not so many open requests"

@@ -18,9 +18,10 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from cache_tiers.actors import rpc
 from cache_tiers.blocks import Clear
+from cache_tiers.doors import Item, Kind, Use
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance, NodeStats
-from cache_tiers.session_table import Move, Sync, Synced
+from cache_tiers.session_table import Move, Recalled, SessionRow, SessionsCleared, Sync, Synced
 from cache_tiers.transport import PeerError
 from configs.telemetry import Tracer
 from replicas.links import Inlet, LinkLost
@@ -84,7 +85,7 @@ class RayReplicaClient:
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         ticket = uuid.uuid4().hex
-        request = replace(request, route=replace(request.route, ticket=ticket))
+        request = replace(request, route=replace(request.route, ticket=ticket, door=load_tracker.BOOK.door))
         inlet = await self._open_inlet()
         if inlet is not None:
             request = replace(request, reply_to=await inlet.address())
@@ -269,6 +270,30 @@ class RayDirectoryLink:
             "clear", self._clear_s_max + self._timeout_s, clear
         )
         return cleared
+
+    async def keep(self, items: tuple[Item, ...], rows: tuple[SessionRow, ...]) -> int:
+        kept: int = await self._ask("keep", self._timeout_s, items, rows)
+        return kept
+
+    async def recall(self, tenant: bytes, session: bytes) -> Recalled:
+        found: Recalled = await self._ask("recall", self._timeout_s, tenant, session)
+        return found
+
+    async def kept(self, tenant: bytes, kind: Kind, name: bytes) -> Item | None:
+        found: Item | None = await self._ask("kept", self._timeout_s, tenant, kind, name)
+        return found
+
+    async def discard(self, tenant: bytes, kind: Kind, name: bytes) -> bool:
+        was_there: bool = await self._ask("discard", self._timeout_s, tenant, kind, name)
+        return was_there
+
+    async def forget(self, clears: tuple[SessionsCleared, ...]) -> int:
+        erased: int = await self._ask("forget", self._timeout_s, clears)
+        return erased
+
+    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
+        may: bool = await self._ask("allow", self._timeout_s, door, asked, tenant, wanted, limit)
+        return may
 
     async def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
         try:

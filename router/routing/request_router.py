@@ -89,7 +89,8 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             nodes = {replica.replica_id.unique_id: str(replica.node_id or "") for replica in replicas}
             prices = {replica.replica_id.unique_id: _prefill(replica.routing_stats) for replica in replicas}
             known = {name: price for name, price in prices.items() if price is not None}
-            load_tracker.BOOK.update_replicas(nodes, known)
+            loads = {replica.replica_id.unique_id: replica.routing_stats.get("load") for replica in replicas}
+            load_tracker.BOOK.update_replicas(nodes, known, loads)
         except Exception:  # the router still works, with older information
             logger.exception("updates from the replicas could not be processed")
 

@@ -82,7 +82,7 @@ class LoadPrice:
 class ReplicaView:
     """The router's current view of a replica.
 
-    `wait_s`: until it could start another prompt. `open_requests`: its open requests from this caller.
+    `wait_s`: until it could start another prompt. `open_requests`: its open requests from all callers.
     `is_full`: it accepts no more. `is_leaving`: its node is draining, or it does not answer.
     """
 

@@ -10,16 +10,18 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cache_tiers.blocks import Clear, lineage_tag, session_of
+from cache_tiers.doors import Item, Kind, Use
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
 from cache_tiers.pricing import PrefillPrice
 from cache_tiers.session_table import (
     Move,
+    Recalled,
     SessionRow,
     SessionsCleared,
     SessionState,
@@ -66,6 +68,29 @@ class DirectoryLink(Protocol):
 
     async def clear(self, clear: Clear) -> dict[str, Cleared | None]: ...
 
+    async def keep(self, items: tuple[Item, ...], rows: tuple[SessionRow, ...]) -> int: ...
+
+    async def recall(self, tenant: bytes, session: bytes) -> Recalled: ...
+
+    async def kept(self, tenant: bytes, kind: Kind, name: bytes) -> Item | None: ...
+
+    async def discard(self, tenant: bytes, kind: Kind, name: bytes) -> bool: ...
+
+    async def forget(self, clears: tuple[SessionsCleared, ...]) -> int: ...
+
+    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool: ...
+
+
+class DoorReport(Protocol):
+    """What this ingress tells of itself at each synchronisation, and is told of the others."""
+
+    door: str
+    asked: int
+
+    def uses(self) -> Mapping[bytes, Use]: ...
+
+    def heard(self, doors: int) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
@@ -89,6 +114,8 @@ class SessionDirectory:
     ) -> None:
         self.table = SessionTable(settings.sessions_max, settings.lineages_max)
         self.link = link
+        self.report: DoorReport | None = None
+        """Of this ingress; None: it shares no limits."""
         self._tracker = tracker
         self._settings = settings
         self._wall_clock = wall_clock
@@ -148,9 +175,11 @@ class SessionDirectory:
         returns_unix_s = None if return_in_s is None else self._wall_clock() + return_in_s
         return self.table.hint(tenant, session, state, returns_unix_s)
 
-    def forget(self, tenant: bytes, session: bytes | None) -> int:
-        """Forget one session or all of a tenant; return how many. Other copies follow at their next sync."""
-        return self.table.clear(SessionsCleared(tenant, session, self._wall_clock()))
+    def forget(self, tenant: bytes, session: bytes | None) -> SessionsCleared:
+        """Forget one session or all of a tenant. Other copies follow at their next sync."""
+        cleared = SessionsCleared(tenant, session, self._wall_clock())
+        self.table.clear(cleared)
+        return cleared
 
     def prefill_price(self, replica: str) -> PrefillPrice | None:
         """Return what computing takes on a replica; None if it has not reported that yet, or is gone."""
@@ -192,7 +221,13 @@ class SessionDirectory:
         """Synchronise once; return whether either side has more to send. Raises `DirectoryLost`."""
         rows, clears, sent = self.table.changes(self._sent_seq, ROWS_MAX)
         had_all = sent == self.table.seq
-        reply = await link.sync(Sync(self._incarnation, self._since, tuple(rows), tuple(clears)))
+        wanted = Sync(self._incarnation, self._since, tuple(rows), tuple(clears))
+        if self.report is not None:
+            own = self.report
+            wanted = replace(wanted, door=own.door, asked=own.asked, uses=own.uses())
+        reply = await link.sync(wanted)
+        if self.report is not None:
+            self.report.heard(reply.doors)
         is_new = reply.incarnation != self._incarnation
         if is_new and self._incarnation:
             logger.warning("the session directory was restarted: sending it all known sessions")

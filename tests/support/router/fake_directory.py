@@ -6,9 +6,10 @@ from collections import Counter
 
 from cache_tiers.actors.sessions import SessionActor
 from cache_tiers.blocks.extent import Clear
+from cache_tiers.doors import Item, Kind, Use
 from cache_tiers.forecast.turns import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
-from cache_tiers.session_table import Move, Sync, Synced
+from cache_tiers.session_table import Move, Recalled, SessionRow, SessionsCleared, Sync, Synced
 from router.routing.session_directory import DirectoryLost
 
 
@@ -33,6 +34,7 @@ class FakeLink:
         self.nodes: dict[str, Cleared | None] = {}
         self.shows: dict[str, NodeGlance] = {}
         self.glances: list[tuple[tuple[bytes, ...], bool]] = []
+        self.recalls = 0
 
     def restart(self) -> None:
         """A new incarnation, which knows nothing."""
@@ -89,6 +91,31 @@ class FakeLink:
         self._answer()
         self.clears.append(clear)
         return dict(self.nodes)
+
+    async def keep(self, items: tuple[Item, ...], rows: tuple[SessionRow, ...]) -> int:
+        self._answer()
+        return self.actor.keep(items, rows)
+
+    async def recall(self, tenant: bytes, session: bytes) -> Recalled:
+        self._answer()
+        self.recalls += 1
+        return self.actor.recall(tenant, session)
+
+    async def kept(self, tenant: bytes, kind: Kind, name: bytes) -> Item | None:
+        self._answer()
+        return self.actor.kept(tenant, kind, name)
+
+    async def discard(self, tenant: bytes, kind: Kind, name: bytes) -> bool:
+        self._answer()
+        return self.actor.discard(tenant, kind, name)
+
+    async def forget(self, clears: tuple[SessionsCleared, ...]) -> int:
+        self._answer()
+        return self.actor.forget(clears)
+
+    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
+        self._answer()
+        return self.actor.allow(door, asked, tenant, wanted, limit)
 
     def _answer(self) -> None:
         if self.is_lost:

@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_not_kept(bytes_max: int) -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    memory = ReplyMemory(2500)
+    memory = ReplyMemory(2900)
     memory.remember("a", "1", [1], "r", [2], **BY)
     memory.remember("a", "2", [1], "r", [2], **BY)
     assert memory.match("a", "1r", ["r"]) is not None

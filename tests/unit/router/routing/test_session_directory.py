@@ -266,7 +266,7 @@ async def test_clears_go_both_ways_and_no_copy_brings_a_session_back() -> None:
     await one.level()
     await other.level()
     other.now_s = one.now_s + 1
-    assert other.directory.forget(TENANT, S1) == 1
+    other.directory.forget(TENANT, S1)
     await other.level()
     assert one.home(S1) is not None
     await one.level()

@@ -1,0 +1,76 @@
+"""How many front doors a cluster has: one on each node, while nodes come and go.
+
+Serve has no deployment with one replica a node. It has autoscaling, whose policy here counts nodes, not load;
+Serve spreads the front doors over the nodes as well as it can, and makes a new one where one has died.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from configs.optional_sections import DOORS_MAX
+from router.doors.door_count import one_per_node
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+
+
+def nodes_alive() -> int:
+    """Return the number of nodes that are alive and not leaving."""
+    import ray
+    from ray._private.state import state as gcs_state
+
+    leaving = set(gcs_state.get_draining_nodes())
+    return sum(bool(node["Alive"]) and node["NodeID"] not in leaving for node in ray.nodes())
+
+
+class OneDoorPerNode:
+    """The autoscaling policy that Ray Serve calls in its controller, ten times a second. Never raises.
+
+    Nodes are counted in a thread: GCS may hang, and the controller must not.
+    """
+
+    def __init__(self, count: Callable[[], int] = nodes_alive, look_s: float = LOOK_S) -> None:
+        self._count = count
+        self._look_s = look_s
+        self._nodes = 0
+        self._pause = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return how many front doors there should be."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="count-nodes", daemon=True)
+            self._thread.start()
+        return one_per_node(self._nodes, context.target_num_replicas), {}
+
+    def look(self) -> None:
+        """Count the nodes once."""
+        try:
+            self._nodes = self._count()
+        except Exception:  # GCS unavailable: what was seen last stays
+            logger.exception("the nodes of the cluster could not be counted")
+
+    def _watch(self) -> None:
+        while not self._pause.wait(self._look_s if self._nodes else 0):
+            self.look()
+            if not self._nodes:
+                self._pause.wait(self._look_s)
+
+
+def one_door_per_node() -> AutoscalingConfig:
+    """Return Serve's configuration of a front door on each node."""
+    return AutoscalingConfig(
+        min_replicas=1,
+        initial_replicas=1,
+        max_replicas=DOORS_MAX,
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        policy=AutoscalingPolicy(policy_function="cluster.serve.front_doors:OneDoorPerNode"),
+    )
