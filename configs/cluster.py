@@ -203,6 +203,12 @@ class GcsSettings(Section):
     )
     dir: Path = Field(Path("~/samovar-gcs"), description="directory of rocksdb, on the head node")
     redis_address: HostAddress | None = Field(None, description="HOST:PORT of the redis server")
+    away_s_max: int = Field(
+        600,
+        ge=60,
+        le=86400,
+        description="how long nodes go on without the head (Ray's own: 60)",
+    )
 
     @model_validator(mode="after")
     def _redis_is_somewhere(self) -> GcsSettings:

@@ -53,7 +53,7 @@ def head_store_bytes(settings: Settings) -> int:
 def node_environment(settings: Settings) -> dict[str, str]:
     """Return the environment of all Ray processes, equal on every node.
 
-    The head's health checks apply to all nodes.
+    The head's health checks apply to all nodes, and they wait for a head that is away.
     """
     health = settings.launch.health
     return {
@@ -62,6 +62,7 @@ def node_environment(settings: Settings) -> dict[str, str]:
         "RAY_health_check_period_ms": str(health.period_ms),
         "RAY_health_check_timeout_ms": str(health.timeout_ms),
         "RAY_health_check_failure_threshold": str(health.failures),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(settings.launch.gcs.away_s_max),
     }
 
 

@@ -1,11 +1,11 @@
 """Keeps Ray's GCS alive on the head, beside `ray start`: `python -m cluster.launch.keep_gcs --port 6379`.
 
-Ray starts `gcs_server` once. When it dies, raylets wait a minute for it, then exit, and with them the
-cluster. This program restarts it with the same command line and environment, as often as `Restarts` allows,
-and exits when the head's raylet has ended. That helps only if GCS recovers its state (RocksDB, Redis): with
-state in memory a new GCS would know no node, so this program says so and exits. It never logs the
-environment, which may hold secrets. systemd's `Restart=` and supervisor cannot do it: GCS is started by
-`ray start`, with arguments that only the running process knows.
+Ray starts `gcs_server` once. When it dies, raylets wait `launch.gcs.away_s_max` for it, then exit, and
+with them the cluster. This program restarts it with the same command line and environment, as often as
+`Restarts` allows, and exits when the head's raylet has ended. That helps only if GCS recovers its state
+(RocksDB, Redis): with state in memory a new GCS would know no node, so this program says so and exits. It
+never logs the environment, which may hold secrets. systemd's `Restart=` and supervisor cannot do it: GCS is
+started by `ray start`, with arguments that only the running process knows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_S = 0.2
 RESTARTS_MAX = 10
 WINDOW_S = 600.0
 DELAY_S_MAX = 15.0
-"""Well below the 60 s after which a raylet gives up without GCS."""
+"""Well below the least `launch.gcs.away_s_max` (60 s), after which a raylet gives up without GCS."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ S3_PORT, GCS_PORT, HTTP_PORT = 9000, 6379, 8000
 BUCKET = "kv"
 START_S = 300.0
 STORE_BYTES = 448 * MIB
+VOLUME = "/mnt/lab/gcs"
+"""Where GCS keeps its state: as a network volume that another machine can have when the head's is lost."""
 MARK = "FOUND "
 NODES_SCRIPT = f"""
 import json, ray
@@ -89,13 +91,13 @@ def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
         "launch": {
             "up_timeout_s": START_S,
             "health": {"initial_delay_ms": 1000, "period_ms": 500, "timeout_ms": 1000, "failures": 3},
-            "gcs": {"storage": "rocksdb", "dir": "/var/log/samovar-gcs"},
+            "gcs": {"storage": "rocksdb", "dir": VOLUME},
         },
     }
 
 
 class SamovarLab(Guests):
-    """`head` has the front door; `workers` by name. Requests come in by the head's proxy."""
+    """`head` has the front door; `workers` by name. Requests come in by the head's proxy at first."""
 
     def __init__(self, lab: Lab, **cluster: object) -> None:
         self.lab = lab
@@ -105,7 +107,7 @@ class SamovarLab(Guests):
         self.settings = self._settings()
         self.head = lab.boot("head")
         self.workers: dict[str, Host] = {}
-        self.url = f"http://127.0.0.1:{lab.forward(self.head, HTTP_PORT)}"
+        self.enter_at(self.head)
 
     # -- what runs -------------------------------------------------------------------------------
 
@@ -134,6 +136,16 @@ class SamovarLab(Guests):
     def lose(self, name: str) -> None:
         """Power off."""
         self.workers.pop(name).kill()
+
+    def replace_head(self) -> None:
+        """Another machine with the lost head's address and volume, and Ray on it."""
+        self.head = self.lab.boot("head", self.head.ip)
+        self.start_head()
+
+    def enter_at(self, host: Host) -> None:
+        """From now on requests come in by that host's proxy."""
+        self.url = f"http://127.0.0.1:{self.lab.forward(host, HTTP_PORT)}"
+        self._clients.clear()
 
     def deploy(self, **settings: object) -> str:
         """What `samovar deploy` says. Raises LabError with it, when it fails."""

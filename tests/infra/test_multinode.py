@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 from rich.console import Console
 from rich.table import Table
 
@@ -24,13 +26,14 @@ from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import LabError
 from tests.infra.samovar_lab import GCS_PORT, SamovarLab, samovar_lab
 from tests.support.services.guests import Conversation, Reply
-from tests.support.services.service import until
+from tests.support.services.service import MODEL, until
 
 pytestmark = [needs_infra, pytest.mark.timeout(1500)]
 
 FIRST = "first turns"
 GUESTS = 6
 AGAIN_S = 120.0
+LONG_TOKENS = 200
 DRAIN_S = 20.0
 WHOLE = 0.99
 """Of what was said before, cached: all but the last token or two, which every turn computes."""
@@ -253,3 +256,43 @@ def test_the_heads_gcs_is_killed(story: Story) -> None:
         story.rows.append(("GCS answers again", "-", f"{time.monotonic() - began_s:.1f}", "", "", "", ""))
     assert story.next_turns("GCS is back") >= WHOLE
     story.check_answers()
+
+
+def test_the_heads_machine_is_lost(story: Story) -> None:
+    """A stream at another node's front door goes on; with another machine in its place, so does all else."""
+    samovar = story.samovar
+    samovar.wait_for_replicas(2)
+    story.next_turns("nothing")
+    samovar.settle()
+    samovar.enter_at(next(iter(samovar.workers.values())))
+    long = Guest(Conversation(GUESTS + 1, turn_words=30))
+    messages = long.conversation.next_messages()
+    client = samovar.openai()
+    asked: Any = {"messages": messages, "temperature": 0, "max_tokens": LONG_TOKENS}
+    with client.chat.completions.create(model=MODEL, stream=True, **asked) as stream:
+        chunks = iter(stream)
+        text = _next_text(chunks)
+        began_s = time.monotonic()
+        samovar.head.kill()
+        while piece := _next_text(chunks):
+            text += piece
+    streamed_s = time.monotonic() - began_s
+    story.rows.append(("stream over the head's loss", "1", "", f"{streamed_s:.1f}", "0", "", ""))
+    assert story.next_turns("head lost", began_s) >= WHOLE
+    story.next_turns("head lost, a new session", of=[Guest(Conversation(GUESTS + 2))])
+    begun_s = time.monotonic()
+    samovar.replace_head()
+    story.next_turns("head replaced, a new session", begun_s, [Guest(Conversation(GUESTS + 3))])
+    samovar.enter_at(samovar.head)
+    assert story.next_turns("by the new head's front door", begun_s) >= WHOLE
+    samovar.wait_for_replicas(2)
+    story.check_answers()
+    assert text == samovar.uncached(messages, max_tokens=LONG_TOKENS).text
+
+
+def _next_text(chunks: Iterator[ChatCompletionChunk]) -> str:
+    """The next words of a stream; empty at its end."""
+    for chunk in chunks:
+        if chunk.choices and chunk.choices[0].delta.content:
+            return chunk.choices[0].delta.content
+    return ""
