@@ -6,6 +6,7 @@ Nothing imports it while `knowledge.enabled` is false.
 from router.knowledge.body import (
     EntryBody,
     ImportBody,
+    QuestionBody,
     RevertAllBody,
     RevertBody,
     SearchBody,
@@ -15,6 +16,7 @@ from router.knowledge.body import (
     imported,
     origin_of,
     questions_of,
+    whole_number,
 )
 from router.knowledge.embedder import Embedder, StaticEmbedder, open_embedder
 from router.knowledge.entries import (
@@ -26,6 +28,7 @@ from router.knowledge.entries import (
     EntryNotFound,
     EntryRef,
     EntryVersion,
+    Kind,
     KnowledgeError,
     KnowledgeStore,
     Limits,
@@ -40,12 +43,21 @@ from router.knowledge.entries import (
     StoreBusy,
     Vector,
     VersionConflict,
+    clean,
     diff,
 )
 from router.knowledge.harness import Check, Comparison, Found, Question, Verdict, broken, verdicts
-from router.knowledge.knowledge import RANKINGS, Approval, KnowledgeBase, PlacedContext, PromptText
+from router.knowledge.knowledge import (
+    RANKINGS,
+    Approval,
+    AskedTurn,
+    KnowledgeBase,
+    PlacedContext,
+    PromptText,
+    TurnMemory,
+)
 from router.knowledge.placement import Fence, as_data, fenced, place, turn_keys
-from router.knowledge.retrieval import Budget, Candidate, canonical, fuse, rerank, select
+from router.knowledge.retrieval import Budget, Candidate, canonical, fuse, rerank, select, words_of
 from router.knowledge.sqlite_store import SqliteStore, open_store, store_file
 
 __all__ = [
@@ -53,6 +65,7 @@ __all__ = [
     "KINDS",
     "RANKINGS",
     "Approval",
+    "AskedTurn",
     "Authorship",
     "Budget",
     "Candidate",
@@ -68,6 +81,7 @@ __all__ = [
     "Fence",
     "Found",
     "ImportBody",
+    "Kind",
     "KnowledgeBase",
     "KnowledgeError",
     "KnowledgeStore",
@@ -78,6 +92,7 @@ __all__ = [
     "PromptText",
     "Provenance",
     "Question",
+    "QuestionBody",
     "QuotaExceeded",
     "RecordBounds",
     "RecordKind",
@@ -91,12 +106,14 @@ __all__ = [
     "StoreBusy",
     "TagBody",
     "TestBody",
+    "TurnMemory",
     "Vector",
     "Verdict",
     "VersionConflict",
     "as_data",
     "broken",
     "canonical",
+    "clean",
     "content_of",
     "diff",
     "fenced",
@@ -112,4 +129,6 @@ __all__ = [
     "store_file",
     "turn_keys",
     "verdicts",
+    "whole_number",
+    "words_of",
 ]

@@ -268,7 +268,10 @@ class KnowledgeStore(Protocol):
         ...
 
     def transaction(self) -> AbstractContextManager[object]:
-        """Make one write of all that this thread writes inside: whole or not at all. They may be nested."""
+        """Make one write of all that this thread writes inside: whole or not at all.
+
+        One inside of another is a part of it, that is undone alone if it fails and the outer one goes on.
+        """
         ...
 
     def write(

@@ -139,13 +139,14 @@ class SqliteFile:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Write whole or not at all; inside of another one, as a part of it.
+        """Write whole or not at all; inside of another one as a part of it, that can be undone alone.
 
         Raises `StoreBusy` if another writer does not finish in time.
         """
         db = self.db
         if self.is_writing:
-            yield db
+            with self._part(db):
+                yield db
             return
         try:
             db.execute("BEGIN IMMEDIATE")
@@ -165,6 +166,18 @@ class SqliteFile:
             raise
         finally:
             self._local.is_writing = False
+
+    @contextmanager
+    def _part(self, db: sqlite3.Connection) -> Iterator[None]:
+        db.execute("SAVEPOINT part")  # the innermost of a name is meant
+        try:
+            yield
+        except BaseException:
+            with suppress(sqlite3.Error):  # an error of the disk has undone all
+                db.execute("ROLLBACK TO part")
+                db.execute("RELEASE part")
+            raise
+        db.execute("RELEASE part")
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:

@@ -46,24 +46,20 @@ class SqliteRecords:
         count, nbytes = db.execute(
             "SELECT count(*), coalesce(sum(nbytes), 0) FROM records WHERE tenant = ? AND kind = ?", of_kind
         ).fetchone()
-        if count <= bounds.count_max and nbytes <= bounds.bytes_max:
-            return
         states = ", ".join("?" * len(bounds.leaving))
-        oldest = db.execute(
-            "SELECT id, nbytes FROM records WHERE tenant = ? AND kind = ? AND record <> ?"
-            f" AND state IN ({states}) ORDER BY id",
-            (*of_kind, record.id, *bounds.leaving),
-        ).fetchall()
-        for number, size in oldest:
-            if count <= bounds.count_max and nbytes <= bounds.bytes_max:
-                return
-            db.execute("DELETE FROM records WHERE id = ?", (number,))
-            count, nbytes = count - 1, nbytes - size
-        if count > bounds.count_max or nbytes > bounds.bytes_max:
-            raise QuotaExceeded(
-                f"there would be {count} records of kind {record.kind} with {nbytes} bytes, and"
-                f" {bounds.count_max} with {bounds.bytes_max} are kept"
-            )
+        while count > bounds.count_max or nbytes > bounds.bytes_max:
+            oldest = db.execute(
+                "SELECT id, nbytes FROM records INDEXED BY records_by_age WHERE tenant = ? AND kind = ?"
+                f" AND record <> ? AND state IN ({states}) ORDER BY id LIMIT 1",
+                (*of_kind, record.id, *bounds.leaving),
+            ).fetchone()
+            if oldest is None:
+                raise QuotaExceeded(
+                    f"there would be {count} records of kind {record.kind} with {nbytes} bytes, and"
+                    f" {bounds.count_max} with {bounds.bytes_max} are kept"
+                )
+            db.execute("DELETE FROM records WHERE id = ?", (oldest[0],))
+            count, nbytes = count - 1, nbytes - oldest[1]
 
     def find(
         self,

@@ -46,6 +46,8 @@ CREATE TABLE records(id INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL,
     record TEXT NOT NULL, turn TEXT NOT NULL, session BLOB NOT NULL, state TEXT NOT NULL, key BLOB NOT NULL,
     at_s REAL NOT NULL, expires_s REAL NOT NULL, nbytes INTEGER NOT NULL, body TEXT NOT NULL,
     embedder TEXT NOT NULL, vector BLOB, UNIQUE(tenant, kind, record));
+CREATE INDEX records_by_age ON records(tenant, kind);
+CREATE INDEX records_by_size ON records(tenant, kind, nbytes);
 CREATE INDEX records_by_key ON records(tenant, kind, key);
 CREATE INDEX records_by_session ON records(tenant, session);
 CREATE INDEX records_by_turn ON records(tenant, turn);

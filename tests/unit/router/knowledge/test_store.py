@@ -260,6 +260,12 @@ def test_entries_and_records_are_written_together_or_not_at_all(desk: Desk) -> N
     assert desk.store.heads("tea") == []
     assert desk.store.records.find("tea", "candidate") == []
     write(1)
+    with desk.store.transaction():
+        with pytest.raises(QuotaExceeded):
+            desk.store.records.put("tea", record("b"), RecordBounds(0, 10_000, ()))
+        with pytest.raises(QuotaExceeded):
+            desk.store.write("tea", [Change(content("both"), ME)], Limits(0, 10_000, 9))
+    assert len(desk.found("both")) == 1
     assert len(desk.store.heads("tea")) == len(desk.store.records.find("tea", "candidate")) == 1
     assert desk.store.authorship("tea", "me", 1000.0) == Authorship(1, 1, 1)
     assert desk.store.authorship("tea", "me", 1000.5) == Authorship(1, 1, 0)
