@@ -233,6 +233,8 @@ class KnowledgeBase:
             return ApiError(409, message, param="base", code="version_conflict")
         if isinstance(error, QuotaExceeded):
             return InvalidValue("text", f"No room for it: {message}", code="quota_exceeded")
+        if isinstance(error, StateChanged):
+            return Unavailable(f"Nothing was changed: {message}", self._retry_after_s, code="knowledge_busy")
         logger.warning("the knowledge base fails: %s", error)
         return Unavailable(message, self._retry_after_s, code="knowledge_unavailable")
 

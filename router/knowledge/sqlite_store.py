@@ -113,7 +113,7 @@ class SqliteStore:
     ) -> list[EntryVersion]:
         with self._file.transaction() as db:
             if since is not None and self.state(tenant) != since:
-                raise StateChanged("others have changed the knowledge base in between")
+                raise StateChanged("others have changed the knowledge base while the change was tried")
             made = self._apply(db, tenant, changes)
             (entries,) = db.execute(
                 "SELECT count(*) FROM heads WHERE tenant = ? AND NOT is_retired", (tenant,)
