@@ -25,7 +25,6 @@ from router.knowledge import (
     QuotaExceeded,
     RecordBounds,
     StateChanged,
-    Vector,
     clean,
     content_of,
     origin_of,
@@ -197,7 +196,6 @@ class LearningLoop:
         if self._records.count(tenant, "candidate", session=record.session) >= most:
             return None, f"this conversation has {most} candidates (knowledge.loop.candidates_per_session)"
         (vector,) = self._base.vectors([made.content.words])
-        similar = self._similar(tenant, made, vector, [one.id for one in alike])
         fresh = LoopRecord(
             "candidate",
             CANDIDATE_PREFIX + secrets.token_hex(10),
@@ -211,26 +209,24 @@ class LearningLoop:
             vector,
         )
         try:
-            self._put(tenant, fresh, replace(made, similar=similar))
+            self._put(tenant, fresh, replace(made, similar=self._similar(tenant, made, fresh)))
         except QuotaExceeded:
             return None, "there is no room for candidates: decide on some (knowledge.loop.candidates_max)"
         return fresh.id, ""
 
-    def _similar(
-        self, tenant: str, made: CandidateEntry, vector: Vector | None, alike: Sequence[str]
-    ) -> tuple[str, ...]:
-        """Return entries and candidates that are about the same as a candidate."""
+    def _similar(self, tenant: str, made: CandidateEntry, record: LoopRecord) -> tuple[str, ...]:
+        """Return entries and other candidates that are about the same as a candidate."""
         store, least = self._base.store, self._settings.similar_min
-        found = list(alike)
-        if vector is not None:
-            near = self._records.similar(tenant, "candidate", vector, least, SIMILAR_SHOWN)
+        found = [one.id for one in self._records.find(tenant, "candidate", key=record.key)]
+        if record.vector is not None:
+            near = self._records.similar(tenant, "candidate", record.vector, least, SIMILAR_SHOWN)
             found += [name for name, _ in near]
-            entries = store.by_meaning(tenant, vector, (), SIMILAR_SHOWN)
+            entries = store.by_meaning(tenant, record.vector, (), SIMILAR_SHOWN)
             found += [ref.entry for ref, cosine in entries if cosine >= least]
         for one in self._base.search(tenant, made.question, limit=SIMILAR_SHOWN):
             if says_the_same(made.question, one.version.content.title, least):
                 found.append(one.ref.entry)
-        return tuple(dict.fromkeys(found))
+        return tuple(one for one in dict.fromkeys(found) if one != record.id)
 
     def _put(
         self, tenant: str, record: LoopRecord, candidate: CandidateEntry, state: State | None = None
@@ -298,7 +294,9 @@ class LearningLoop:
             return capture_refusals(candidate, tenant, counts, self._settings)
 
         def allowed(candidate: CandidateEntry, record: LoopRecord) -> None:
-            reasons = refusals(candidate, record.session)
+            # What is similar now: others may have written since the candidate was made.
+            similar = self._similar(tenant, candidate, record)
+            reasons = refusals(replace(candidate, similar=similar), record.session)
             if reasons:
                 raise _Held(reasons)
 
