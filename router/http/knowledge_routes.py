@@ -16,7 +16,6 @@ from starlette.routing import Route
 
 from configs.settings import Settings
 from router.auth import tenant_of
-from router.feedback import feedback_routes
 from router.generation import IngressServices
 from router.http.middleware import KNOWLEDGE_ROUTE
 from router.knowledge import (
@@ -42,7 +41,7 @@ from router.knowledge import (
     questions_of,
     whole_number,
 )
-from router.knowledge.loop import Gate, LoopMemory, asked
+from router.learning import Gate, LoopMemory, asked, feedback_routes
 from router.openai import (
     ApiError,
     InvalidValue,

@@ -67,7 +67,7 @@ def _body(name: str) -> Any:
 
 
 def _loop_body(name: str) -> Any:
-    return partial(_kb_body, "router.knowledge.loop", name)
+    return partial(_kb_body, "router.learning", name)
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {

@@ -517,7 +517,7 @@ class KnowledgeBase:
     ) -> tuple[dict[int, PlacedTurn], int]:
         """Return what earlier turns got; nothing of it if the window has no room for all, and how many left.
 
-        All at once: to drop a little in each turn would compute the rest of the prompt anew in each.
+        All at once: to drop a little in each turn would compute the rest of the prompt in each.
         """
         known = self.store.versions(tenant, _refs_of(turns))
         if not known:

@@ -187,7 +187,7 @@ async def test_what_the_page_and_the_knowledge_base_take_and_answer_is_in_the_do
             told = DOCUMENT["paths"][template]["get"]["responses"]
             assert (again.status_code, again.content, told["304"].keys()) == (304, b"", {"description"})
     router = Path(operations.__file__).parent.parent
-    files = ("http/knowledge_routes.py", "feedback/feedback_routes.py")
+    files = ("http/knowledge_routes.py", "learning/feedback_routes.py")
     source = "".join((router / name).read_text(encoding="utf-8") for name in files)
     told = {
         parameter["name"]

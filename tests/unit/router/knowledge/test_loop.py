@@ -15,8 +15,8 @@ import pytest
 
 from replicas.messages import GenerateRequest
 from router.knowledge import KnowledgeBase, SqliteStore
-from router.knowledge.loop import AUTHOR
 from router.knowledge.placement import BEGIN, END, QUOTE
+from router.learning import AUTHOR
 from tests.house import ROOT
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
 from tests.support.router.fake_replica import Script
@@ -481,7 +481,7 @@ import os, signal, sys
 from pathlib import Path
 from configs.optional_sections import KnowledgeSettings
 from router.knowledge import *
-from router.knowledge.loop import *
+from router.learning import *
 from router.openai import ChatMessage
 
 class Text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.optional_sections import LoopSettings
-from router.knowledge.loop.candidates import CandidateEntry
+from router.learning.candidates import CandidateEntry
 
 AUTHOR = "auto-capture"
 """`who` of versions that no person has confirmed."""

@@ -1,10 +1,11 @@
 """What answers teach: turns are kept, feedback makes candidates, and few of them become entries.
 
 Nothing enters the knowledge base without a person's word, or a policy that the operator has switched on.
+Nothing imports it while `knowledge.enabled` is false.
 """
 
-from router.knowledge.loop.bodies import ConfirmBody, FeedbackBody, LoopVerdict, QuestionsBody, RejectBody
-from router.knowledge.loop.candidates import (
+from router.learning.bodies import ConfirmBody, FeedbackBody, LoopVerdict, QuestionsBody, RejectBody
+from router.learning.candidates import (
     CandidateEntry,
     Evidence,
     KeptTurn,
@@ -12,12 +13,14 @@ from router.knowledge.loop.candidates import (
     TurnCall,
     says_the_same,
 )
-from router.knowledge.loop.gate import Gate, asked
-from router.knowledge.loop.learning import LearningLoop, LoopMemory
-from router.knowledge.loop.policy import AUTHOR, CaptureCounts, capture_refusals
+from router.learning.feedback_routes import FEEDBACK, feedback_routes
+from router.learning.gate import Gate, asked
+from router.learning.learning import LearningLoop, LoopMemory
+from router.learning.policy import AUTHOR, CaptureCounts, capture_refusals
 
 __all__ = [
     "AUTHOR",
+    "FEEDBACK",
     "CandidateEntry",
     "CaptureCounts",
     "ConfirmBody",
@@ -34,5 +37,6 @@ __all__ = [
     "TurnCall",
     "asked",
     "capture_refusals",
+    "feedback_routes",
     "says_the_same",
 ]

@@ -14,15 +14,9 @@ from starlette.routing import Route
 from router.auth import tenant_of
 from router.generation import IngressServices
 from router.knowledge import KnowledgeBase, whole_number
-from router.knowledge.loop import (
-    ConfirmBody,
-    FeedbackBody,
-    LearningLoop,
-    LoopVerdict,
-    QuestionsBody,
-    RejectBody,
-    State,
-)
+from router.learning.bodies import ConfirmBody, FeedbackBody, LoopVerdict, QuestionsBody, RejectBody
+from router.learning.candidates import State
+from router.learning.learning import LearningLoop
 from router.openai import InvalidValue, check_structure, read_body, shown, validated
 
 FEEDBACK = "/v1/feedback"

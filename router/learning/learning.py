@@ -30,8 +30,8 @@ from router.knowledge import (
     origin_of,
     questions_of,
 )
-from router.knowledge.loop.bodies import ConfirmBody, FeedbackBody, QuestionsBody
-from router.knowledge.loop.candidates import (
+from router.learning.bodies import ConfirmBody, FeedbackBody, QuestionsBody
+from router.learning.candidates import (
     CandidateEntry,
     Evidence,
     KeptTurn,
@@ -43,8 +43,8 @@ from router.knowledge.loop.candidates import (
     question_key,
     says_the_same,
 )
-from router.knowledge.loop.gate import Gate
-from router.knowledge.loop.policy import AUTHOR, CaptureCounts, capture_refusals
+from router.learning.gate import Gate
+from router.learning.policy import AUTHOR, CaptureCounts, capture_refusals
 from router.openai import ApiError, ChatMessage, InvalidValue, shown
 
 TURN_PREFIX, FEEDBACK_PREFIX, CANDIDATE_PREFIX = "turn_", "fb_", "cand_"
