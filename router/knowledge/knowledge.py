@@ -26,6 +26,7 @@ from router.knowledge.entries import (
     KnowledgeError,
     KnowledgeStore,
     Limits,
+    LoopRecord,
     Operation,
     PlacedTurn,
     Provenance,
@@ -114,8 +115,12 @@ class AskedTurn:
 class TurnMemory(Protocol):
     """Keeps turns, so that feedback need not say what was asked and answered."""
 
-    def remember(self, asked: AskedTurn, said: ChatMessage) -> str | None:
-        """Keep a turn and return its id; None if it is not kept. Raises `KnowledgeError`."""
+    def record(self, asked: AskedTurn, said: ChatMessage) -> LoopRecord | None:
+        """Return a turn as it is to be kept; None if it is not."""
+        ...
+
+    def keep(self, tenant: str, record: LoopRecord) -> None:
+        """Write it. Raises `KnowledgeError`."""
         ...
 
 
@@ -422,13 +427,16 @@ class KnowledgeBase:
             logger.warning("a turn is not kept, so that there is no feedback on it: %s", error)
 
     def _answered(self, asked: AskedTurn, said: ChatMessage) -> str | None:
+        # Before the write, which others wait for: the texts of tools are looked at.
+        record = self._memory.record(asked, said) if self._memory is not None and asked.is_kept else None
         with self.store.transaction():
             if asked.key is not None:
                 key = chained(asked.key, said)
                 self.store.note_turn(asked.tenant, asked.session, key, asked.placed)
-            if self._memory is None or not asked.is_kept:
+            if self._memory is None or record is None:
                 return None
-            return self._memory.remember(asked, said)
+            self._memory.keep(asked.tenant, record)
+        return record.id
 
     async def measure(self, context: PlacedContext, rendered: str | None) -> None:
         """Count the tokens of a context in its prompt."""

@@ -50,7 +50,7 @@ from router.openai import ApiError, ChatMessage, InvalidValue, shown
 TURN_PREFIX, FEEDBACK_PREFIX, CANDIDATE_PREFIX = "turn_", "fb_", "cand_"
 QUESTIONS = "questions"
 SIMILAR_SHOWN = 5
-CALLS_MAX = 64
+CALLS_MAX = 16
 TURNS_LOOKED_AT = 64
 """Turns of a conversation that are searched for a tool call."""
 
@@ -65,8 +65,8 @@ class LoopMemory:
         self._settings = settings
         self._clock = clock
 
-    def remember(self, asked: AskedTurn, said: ChatMessage) -> str | None:
-        """Keep a turn and return its id; None for one that is too long."""
+    def record(self, asked: AskedTurn, said: ChatMessage) -> LoopRecord | None:
+        """Return a turn as it is to be kept; None for one that is too long."""
         results = [(TurnCall(one.call_id, one.tool), one.content) for one in asked.results[-CALLS_MAX:]]
         turn = KeptTurn(
             asked.question,
@@ -79,10 +79,12 @@ class LoopMemory:
             return None
         now_s, name = self._clock(), TURN_PREFIX + secrets.token_hex(12)
         end_s = now_s + self._settings.turns_s
-        record = LoopRecord("turn", name, turn.json(), name, asked.session, "", b"", now_s, end_s)
+        return LoopRecord("turn", name, turn.json(), name, asked.session, "", b"", now_s, end_s)
+
+    def keep(self, tenant: str, record: LoopRecord) -> None:
+        """Write a turn; the oldest make room for it."""
         bounds = RecordBounds(self._settings.turns_max, self._settings.turns_bytes_max)
-        self._store.records.put(asked.tenant, record, bounds)
-        return name
+        self._store.records.put(tenant, record, bounds)
 
 
 class LearningLoop:

@@ -16,8 +16,15 @@ from router.learning.candidates import candidate_of, passed_calls, question_key,
 
 SETTINGS = LoopSettings(auto_of=("tea",), auto_per_session=2, auto_per_window=5, auto_share_max=0.5)
 TURN = KeptTurn("Why?", "So.", (EntryRef("kb_1", 2),), (TurnCall("c1", "run"),), (TurnCall("c0", "run"),))
-MADE = candidate_of(TURN, None, "", Evidence("run", "c0"))
-assert MADE is not None
+
+
+def made() -> CandidateEntry:
+    found = candidate_of(TURN, None, "", Evidence("run", "c0"))
+    assert found is not None
+    return found
+
+
+MADE = made()
 ROOM = CaptureCounts(entries=10, of_auto=0, of_window=0, of_session=0)
 
 
@@ -59,15 +66,15 @@ def test_turns_and_candidates_come_back_as_they_were(
     if not encodable:
         return
     assert KeptTurn.of(turn.json()) == turn
-    made = candidate_of(turn, said or None, comment, Evidence("run", "c"))
-    if made is None:
+    one = candidate_of(turn, said or None, comment, Evidence("run", "c"))
+    if one is None:
         assert not question.strip() or not (said or answer).strip()
         return
-    held = replace(made, similar=("kb_1", "cand_2"), held=("x",))
+    held = replace(one, similar=("kb_1", "cand_2"), held=("x",))
     assert CandidateEntry.of(held.json()) == held
     done = held.decided("kb_9", "why")
     assert (done.question, done.answer, done.said, done.comment) == ("", "", "", "")
-    assert done.digest == made.digest, "the same one is known again"
+    assert done.digest == one.digest, "the same one is known again"
 
 
 @pytest.mark.parametrize(

@@ -497,7 +497,8 @@ memory = LoopMemory(store, settings.loop)
 base = KnowledgeBase(store, None, Text(), settings, 1.0, memory)
 loop = LearningLoop(base, settings)
 asked = AskedTurn("tea", b"s", "Why?", (), (), None, PlacedTurn(), True)
-turn = memory.remember(asked, ChatMessage("assistant", "So."))
+record = memory.record(asked, ChatMessage("assistant", "So."))
+memory.keep("tea", record)
 put = store.records.put
 def dying(tenant, record, bounds):
     if point == "in the candidate" and record.kind == "candidate": die()
@@ -505,7 +506,7 @@ def dying(tenant, record, bounds):
     if point == "behind the log" and record.kind == "log": die()
     if point == "in the capture" and record.state == "captured": die()
 store.records.put = dying
-loop.feedback("tea", FeedbackBody(turn_id=turn, verdict="success"))
+loop.feedback("tea", FeedbackBody(turn_id=record.id, verdict="success"))
 die()
 """
 
