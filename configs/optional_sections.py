@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -150,6 +151,74 @@ class TelemetrySettings(Section):
     )
 
 
+class LoopSettings(Section):
+    """What answers teach: feedback, candidates for the knowledge base, and what enters without a person."""
+
+    enabled: bool = Field(
+        True,
+        description="serve /v1/feedback; keep question and answer of turns that use knowledge, for feedback",
+    )
+    turn_bytes_max: int = Field(
+        64 * KIB, ge=256, le=MIB, description="question and answer of a turn; longer ones are not kept"
+    )
+    turns_max: int = Field(
+        10_000, ge=1, le=10_000_000, description="turns kept of a tenant; the oldest leave"
+    )
+    turns_bytes_max: int = Field(32 * MIB, ge=KIB, le=100 * GIB, description="... and their bytes")
+    turns_s: float = Field(86_400.0, gt=0, le=3.2e7, description="how long a turn is kept")
+    candidates_max: int = Field(
+        1000,
+        ge=1,
+        le=1_000_000,
+        description="candidates of a tenant; if none is decided on, no more are made",
+    )
+    candidates_bytes_max: int = Field(16 * MIB, ge=KIB, le=100 * GIB, description="... and their bytes")
+    candidates_s: float = Field(2_592_000.0, gt=0, le=3.2e8, description="how long a candidate is kept")
+    candidates_per_session: int = Field(20, ge=1, le=100_000, description="candidates of one conversation")
+    log_max: int = Field(
+        10_000, ge=1, le=10_000_000, description="feedback kept of a tenant; the oldest leaves"
+    )
+    log_bytes_max: int = Field(16 * MIB, ge=KIB, le=100 * GIB, description="... and its bytes")
+    log_s: float = Field(2_592_000.0, gt=0, le=3.2e8, description="how long feedback is kept")
+    comment_chars_max: int = Field(2000, ge=1, le=100_000, description="characters of a comment")
+    questions_bytes_max: int = Field(
+        MIB, ge=KIB, le=GIB, description="a tenant's kept questions, which what the loop adds must not break"
+    )
+    similar_min: float = Field(
+        0.85, gt=0, le=1, description="cosine, or share of common words, from which on two texts say the same"
+    )
+    auto_of: tuple[str, ...] = Field(
+        (), max_length=1024, description="tenants whose candidates may enter without a person (auto-capture)"
+    )
+    auto_evidence: Literal["tool", "verdict"] = Field(
+        "tool",
+        description="what auto-capture asks for: tool = a tool's result that passed, verdict = a success",
+    )
+    confirming_tools: dict[str, str] = Field(
+        default_factory=dict,
+        description="tool -> pattern of its results that confirm an answer (of auto-capture)",
+    )
+    auto_share_max: float = Field(
+        0.1, ge=0, le=1, description="share of a tenant's entries that auto-capture may have written"
+    )
+    auto_per_session: int = Field(2, ge=0, le=100_000, description="auto-captures of one conversation")
+    auto_per_window: int = Field(
+        10, ge=0, le=100_000, description="auto-captures of a tenant in auto_window_s"
+    )
+    auto_window_s: float = Field(3600.0, gt=0, le=3.2e7, description="see auto_per_window")
+
+    @model_validator(mode="after")
+    def _patterns_are_patterns(self) -> LoopSettings:
+        for tool, pattern in self.confirming_tools.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"knowledge.loop.confirming_tools: the pattern of {tool} is none: {error}"
+                ) from None
+        return self
+
+
 class KnowledgeSettings(Section):
     """The knowledge base: entries of a tenant that a chat request can ask for as context."""
 
@@ -185,8 +254,7 @@ class KnowledgeSettings(Section):
         30.0,
         gt=0,
         le=600,
-        description="how long the questions of one request may take; of a change, before it and again after "
-        "it, while other writes wait",
+        description="how long the questions of one request may take; of a change, before and after it",
     )
     results_max: int = Field(50, ge=1, le=1000, description="entries that one search returns")
     candidates: int = Field(
@@ -229,6 +297,7 @@ class KnowledgeSettings(Section):
         64, ge=1, le=10_000, description="calls that wait for those threads; more get 429"
     )
     busy_s: float = Field(5.0, gt=0, le=600, description="how long a write waits for another process's write")
+    loop: LoopSettings = LoopSettings()
 
     @model_validator(mode="after")
     def _default_is_allowed(self) -> KnowledgeSettings:

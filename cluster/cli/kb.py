@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from router.knowledge import SqliteStore
 
 ROUTE = "/v1/knowledge"
+CANDIDATES = f"{ROUTE}/candidates"
 TIMEOUT_S = 300.0
 PAGE = 200
 SEED = 18
@@ -90,17 +91,18 @@ class _Server:
             _exit(
                 "the knowledge base of this server is off. Serve with --knowledge.enabled true", EXIT_FAILED
             )
+        if error.get("code") == "entry_not_found" and reply.url.path.startswith(CANDIDATES):
+            _exit("the loop of this server is off. Serve with --knowledge.loop.enabled true", EXIT_FAILED)
         _exit(str(error.get("message", f"status {reply.status_code}")), EXIT_FAILED)
 
-    def entries(self) -> Iterator[dict[str, Any]]:
-        """Return all entries, page by page."""
-        after = ""
+    def items(self, path: str, name: str = "id", **params: Any) -> Iterator[dict[str, Any]]:
+        """Return all items of a list, page by page. `name`: the field by which pages go on."""
         while True:
-            page = self.ask("GET", ROUTE, limit=PAGE, after=after)
+            page = self.ask("GET", path, limit=PAGE, **params)
             yield from page["data"]
             if not page["has_more"]:
                 return
-            after = page["data"][-1]["id"]
+            params["after"] = page["data"][-1][name]
 
 
 @kb.command(cls=Command)
@@ -168,7 +170,7 @@ def log(
     from datetime import UTC, datetime
 
     server = _Server(url, api_key)
-    for one in server.ask("GET", f"{ROUTE}/{entry}/history")["data"]:
+    for one in server.items(f"{ROUTE}/{entry}/history", "version"):
         at = datetime.fromtimestamp(one["created"], UTC).isoformat(timespec="seconds")
         turn = f"  turn {one['turn']}" if one["turn"] else ""
         typer.echo(
@@ -216,7 +218,7 @@ def tag(
 @kb.command(cls=Command)
 def export(url: UrlOption = None, api_key: ApiKeyOption = None) -> None:
     """Print all entries as JSONL, which `samovar kb add` reads."""
-    for entry in _Server(url, api_key).entries():
+    for entry in _Server(url, api_key).items(ROUTE):
         typer.echo(json.dumps(entry, ensure_ascii=False))
 
 
@@ -290,9 +292,76 @@ def _change(was: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 @kb.command(cls=Command)
+def candidates(
+    candidate: Annotated[str | None, typer.Argument(help="show this one whole; none: list them")] = None,
+    state: Annotated[
+        str, typer.Option(metavar="STATE", help="open, confirmed, captured or rejected; of a list")
+    ] = "open",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+    url: UrlOption = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Show what feedback would add to the knowledge base, the newest first. `confirm` or `reject` it."""
+    server = _Server(url, api_key)
+    if candidate is not None:
+        one = server.ask("GET", f"{CANDIDATES}/{candidate}")
+        typer.echo(json.dumps(one) if as_json else _whole(one))
+        return
+    for one in server.items(CANDIDATES, state=state):
+        typer.echo(json.dumps(one) if as_json else _short(one))
+
+
+@kb.command(cls=Command)
+def confirm(
+    candidate: Annotated[str, typer.Argument(help="id of a candidate")],
+    text: Annotated[str | None, typer.Option(metavar="TEXT", help="in place of its own")] = None,
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="in place of its own")] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="in place of its own")] = None,
+    why: WhyOption = "",
+    test: QuestionsOption = None,
+    url: UrlOption = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Make a candidate an entry: you have read it, and it is right."""
+    given = {"text": text, "title": title, "kind": kind}
+    body = {name: value for name, value in given.items() if value is not None}
+    server = _Server(url, api_key)
+    said = {**body, "why": why, "questions": _questions(test)}
+    made = server.ask("POST", f"{CANDIDATES}/{candidate}/confirm", said)
+    typer.echo(_line(server.ask("GET", f"{ROUTE}/{made['entry']}")))
+    _report(made.get("test"))
+
+
+@kb.command(cls=Command)
+def reject(
+    candidate: Annotated[str, typer.Argument(help="id of a candidate")],
+    why: WhyOption = "",
+    url: UrlOption = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Refuse a candidate: its texts are dropped, and the same one is not made again."""
+    done = _Server(url, api_key).ask("POST", f"{CANDIDATES}/{candidate}/reject", {"why": why})
+    typer.echo(_short(done))
+
+
+def _short(one: dict[str, Any]) -> str:
+    words = " ".join(one["question"].split())
+    told = f"{one['id']}  {one['state']}  {one['kind']}  seen {one['seen']}  {words[:80]}".rstrip()
+    return f"{told}  (similar: {', '.join(one['similar'])})" if one["similar"] else told
+
+
+def _whole(one: dict[str, Any]) -> str:
+    lines = [_short(one), *(f"held: {reason}" for reason in one["held"])]
+    lines += [f"{name}: {one[name]}" for name in ("turn", "entry", "why", "said", "comment") if one[name]]
+    if one["evidence"]:
+        lines.append(f"confirmed by a result of {one['evidence']['tool']}")
+    return "\n".join([*lines, *([one["preview"]] if one["preview"] else [])])
+
+
+@kb.command(cls=Command)
 def backup(target: Annotated[Path, typer.Argument(help="a new file")], config: ConfigOption = None) -> None:
     """Copy this machine's store into a file, while it is in use: all tenants, all versions."""
-    _local(config, lambda store: store.backup(target))
+    _local(config, lambda store: store.backup(target), must_exist=True)
 
 
 @kb.command(cls=Command)
@@ -303,10 +372,13 @@ def restore(
     _local(config, lambda store: store.restore(source))
 
 
-def _local(config: str | None, work: Any) -> None:
-    from router.knowledge import KnowledgeError, open_store
+def _local(config: str | None, work: Any, must_exist: bool = False) -> None:
+    from router.knowledge import KnowledgeError, open_store, store_file
 
     settings = load_or_exit(config, None, None, None, None, []).settings
+    path = store_file(settings.knowledge, settings.model.cache_dir)
+    if must_exist and not path.is_file():
+        _exit(f"there is no knowledge base {path}. Give the config of its server (--config)", EXIT_REFUSED)
     try:
         store: SqliteStore = open_store(settings.knowledge, settings.model.cache_dir)
         try:

@@ -141,7 +141,7 @@ class Answer:
         self._n = n
         self._generates = generates
         self._request_id = request_id
-        self._context = context
+        self.context = context
         self._retry_after_s = retry_after_s
         self._admitted: dict[int, Admitted] = {}
         self._replica_ids: set[str] = set()
@@ -216,7 +216,7 @@ class Answer:
             miss=_together(misses, ""),
             kept_by=list(kept_by),
             request_id=self._request_id,
-            context=self._context,
+            context=self.context,
         )
 
     def attributes(self, tenant: str, *, stream: bool) -> dict[str, Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from router.openai import ParsedChat, UnsupportedParameter
+from router.openai import ChatMessage, ParsedChat, UnsupportedParameter
 
 
 class Context(Protocol):
@@ -27,6 +27,10 @@ class ContextSource(Protocol):
 
     async def measure(self, context: Any, rendered: str | None) -> None:
         """Count the tokens of a context in its rendered prompt; None: the prompt was cut."""
+        ...
+
+    async def answered(self, context: Any, said: ChatMessage) -> None:
+        """Take note of the answer to a prompt with a context, before the receipt is told."""
         ...
 
     async def forget(self, tenant: str, sessions: Collection[bytes] | None) -> None:

@@ -37,6 +37,7 @@ from router.openai import (
     AnswerHead,
     AnswerShape,
     ApiError,
+    ChatMessage,
     ClientClosedRequest,
     Dialect,
     InternalError,
@@ -488,6 +489,7 @@ class GenerationEndpoint:
         if answer.is_over:
             timer.finished(now_s)
             self._note_home(exchange)
+            await self._learn(exchange)
         return deltas
 
     async def _built(self, exchange: _Exchange, build: Callable[[], bytes]) -> bytes:
@@ -529,6 +531,19 @@ class GenerationEndpoint:
             usage = replace(exchange.answer.usage(), completion_tokens=exchange.tokens_sent)
             told[0]["usage"] = usage.json()
         return told
+
+    async def _learn(self, exchange: _Exchange) -> None:
+        """Tell the source of a prompt's context the first answer to it, before the receipt is sent."""
+        source, context = self._service.knowledge, exchange.answer.context
+        if source is None or context is None:
+            return
+        choice = exchange.answer.choices[0]
+        said = exchange.shape.sent(choice) or ChatMessage("assistant", choice.reply.content)
+        try:
+            async with asyncio.timeout(REMEMBER_S):
+                await source.answered(context, said)
+        except TimeoutError:
+            logger.info("request %s: the knowledge base is busy, its turn is not kept", exchange.request_id)
 
     async def _remember(self, exchange: _Exchange) -> None:
         """Store the token ids of this turn before the client can send its next one."""

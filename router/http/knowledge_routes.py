@@ -5,8 +5,7 @@ Imported only where `knowledge.enabled` is true.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,30 +22,26 @@ from router.knowledge import (
     KINDS,
     Candidate,
     Change,
-    Comparison,
     EntryBody,
     EntryRef,
     EntryVersion,
-    Found,
     ImportBody,
     KnowledgeBase,
-    Question,
     RevertAllBody,
     RevertBody,
     SearchBody,
     TagBody,
     TestBody,
-    Verdict,
     content_of,
     diff,
-    fenced,
     imported,
     open_embedder,
     open_store,
     origin_of,
     questions_of,
-    verdicts,
+    whole_number,
 )
+from router.learning import Gate, LoopMemory, asked, feedback_routes
 from router.openai import (
     ApiError,
     InvalidValue,
@@ -60,7 +55,7 @@ from router.prompt import PromptBuilder
 
 KNOWLEDGE = "/v1/knowledge"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
-BROKEN_SHOWN = 3
+VERSION_MAX = 2**31 - 1
 
 Result = TypeVar("Result")
 Body = TypeVar("Body", bound=BaseModel)
@@ -93,13 +88,17 @@ def open_knowledge(settings: Settings, prompts: PromptBuilder, context_tokens_ma
     name = "" if embedder is None else embedder.name
     store = open_store(own, settings.model.cache_dir, name, must_open=False)
     text = ServedText(prompts, context_tokens_max)
-    return KnowledgeBase(store, embedder, text, own, settings.limits.retry_after_s)
+    memory = LoopMemory(store, own.loop) if own.loop.enabled else None
+    return KnowledgeBase(store, embedder, text, own, settings.limits.retry_after_s, memory)
 
 
 def knowledge_routes(service: IngressServices) -> list[Route]:
     """Return the routes of an ingress whose knowledge base is open."""
-    assert isinstance(service.knowledge, KnowledgeBase)
-    return KnowledgeRoutes(service, service.knowledge).routes()
+    base = service.knowledge
+    assert isinstance(base, KnowledgeBase)
+    own = KnowledgeRoutes(service, base).routes()
+    # First: /v1/knowledge/candidates would be taken for an entry.
+    return [*feedback_routes(service, base), *own] if base.settings.loop.enabled else own
 
 
 class KnowledgeRoutes:
@@ -134,7 +133,7 @@ class KnowledgeRoutes:
     async def all(self, request: Request) -> Response:
         """Handle GET /v1/knowledge?kind=&limit=&after=: entries by id, with their newest version."""
         tenant, params = tenant_of(request.scope), request.query_params
-        limit = _whole(params, "limit", PAGE_DEFAULT, PAGE_MAX)
+        limit = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX)
         kinds = [kind for kind in KINDS if kind == params.get("kind", kind)]
         if not kinds:
             raise InvalidValue("kind", f"kind={shown(params['kind'])} is none of {', '.join(KINDS)}.")
@@ -171,25 +170,29 @@ class KnowledgeRoutes:
     async def get(self, request: Request) -> Response:
         """Handle GET /v1/knowledge/{id}?version=: its newest version, or that one."""
         tenant, entry = tenant_of(request.scope), request.path_params["entry"]
-        number = _whole(request.query_params, "version", 0, 2**31 - 1)
+        number = whole_number(request.query_params, "version", 0, VERSION_MAX)
         store = self._base.store
         work = partial(store.version, tenant, EntryRef(entry, number)) if number else None
         return JSONResponse(_card(await self._run(tenant, work or partial(store.head, tenant, entry))))
 
     async def history(self, request: Request) -> Response:
-        """Handle GET /v1/knowledge/{id}/history: all versions, the newest first."""
-        tenant = tenant_of(request.scope)
-        work = partial(self._base.store.history, tenant, request.path_params["entry"])
+        """Handle GET /v1/knowledge/{id}/history?limit=&after=: its versions, the newest first."""
+        tenant, params = tenant_of(request.scope), request.query_params
+        limit = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX)
+        after = whole_number(params, "after", VERSION_MAX, VERSION_MAX)
+        entry = request.path_params["entry"]
+        work = partial(self._base.store.history, tenant, entry, limit=limit + 1, before=after)
         found = await self._run(tenant, work)
-        return JSONResponse({"object": "list", "data": [_card(one) for one in reversed(found)]})
+        page = [_card(one) for one in reversed(found)]
+        return JSONResponse({"object": "list", "data": page[:limit], "has_more": len(page) > limit})
 
     async def diff(self, request: Request) -> Response:
         """Handle GET /v1/knowledge/{id}/diff?from=&to=: by default the newest version and the one before."""
         tenant, entry = tenant_of(request.scope), request.path_params["entry"]
         params = request.query_params
         head = await self._run(tenant, partial(self._base.store.head, tenant, entry))
-        to = _whole(params, "to", head.ref.number, 2**31 - 1)
-        before = _whole(params, "from", max(1, to - 1), 2**31 - 1)
+        to = whole_number(params, "to", head.ref.number, VERSION_MAX)
+        before = whole_number(params, "from", max(1, to - 1), VERSION_MAX)
 
         def work() -> str:
             one, other = (self._base.store.version(tenant, EntryRef(entry, each)) for each in (before, to))
@@ -205,8 +208,8 @@ class KnowledgeRoutes:
         origin, entry = origin_of(tenant, body.why), request.path_params["entry"]
 
         def work() -> dict[str, Any]:
-            gate = _Gate(self._base, tenant, questions)
-            made = self._base.revert(tenant, entry, body.version, origin, gate.check)
+            gate = Gate(self._base, tenant, questions)
+            made = self._base.revert(tenant, entry, body.version, origin, gate.approval)
             return {**_card(made), **gate.report}
 
         return JSONResponse(await self._run(tenant, work))
@@ -217,8 +220,8 @@ class KnowledgeRoutes:
         questions = questions_of(body.questions, self._settings)
 
         def work() -> dict[str, Any]:
-            gate = _Gate(self._base, tenant, questions)
-            made = self._base.revert_to(tenant, body.tag, origin_of(tenant, body.why), gate.check)
+            gate = Gate(self._base, tenant, questions)
+            made = self._base.revert_to(tenant, body.tag, origin_of(tenant, body.why), gate.approval)
             return {"object": "list", "data": [_card(one) for one in made], **gate.report}
 
         return JSONResponse(await self._run(tenant, work))
@@ -229,8 +232,8 @@ class KnowledgeRoutes:
         questions = questions_of(body.questions, self._settings)
 
         def work() -> dict[str, Any]:
-            gate = _Gate(self._base, tenant, questions)
-            made = self._base.write(tenant, imported(body, self._settings, tenant), gate.check)
+            gate = Gate(self._base, tenant, questions)
+            made = self._base.write(tenant, imported(body, self._settings, tenant), gate.approval)
             return {"object": "list", "data": [_card(one) for one in made], **gate.report}
 
         return JSONResponse(await self._run(tenant, work), status_code=201)
@@ -253,7 +256,7 @@ class KnowledgeRoutes:
         """Handle POST /v1/knowledge/test: run questions; checks of answers are left to the client."""
         tenant, body = await self._body(request, TestBody)
         questions = questions_of(body.questions, self._settings)
-        found = await self._run(tenant, partial(_asked, self._base, tenant, questions))
+        found = await self._run(tenant, partial(asked, self._base, tenant, questions))
         passed = sum(not one.failures for one in found)
         return JSONResponse(
             {
@@ -301,50 +304,6 @@ class KnowledgeRoutes:
         return tenant, validated(model, raw)
 
 
-class _Gate:
-    """Refuses a change that breaks a question which holds before it."""
-
-    def __init__(self, base: KnowledgeBase, tenant: str, questions: Sequence[Question]) -> None:
-        self._base = base
-        self._tenant = tenant
-        self._questions = questions
-        self._before = _asked(base, tenant, questions)
-        self.report: dict[str, Any] = {}
-
-    def check(self) -> None:
-        """Run the questions on the changed state. Raises `ApiError`, which undoes the change."""
-        if not self._questions:
-            return
-        compared = Comparison(self._before, _asked(self._base, self._tenant, self._questions))
-        self.report = {"test": compared.json()}
-        if compared.worse:
-            said = "; ".join(
-                f"{shown(one.question)} ({one.failures[0]})" for one in compared.worse[:BROKEN_SHOWN]
-            )
-            message = (
-                f"Nothing was changed: {len(compared.worse)} of {len(self._questions)} questions hold, and "
-                f"would not any more: {said}."
-            )
-            raise ApiError(409, message, param="questions", code="questions_broken")
-
-
-def _asked(base: KnowledgeBase, tenant: str, questions: Sequence[Question]) -> list[Verdict]:
-    def retrieve(question: str) -> Found:
-        found = base.excerpt(tenant, question)
-        entries = tuple((one.ref.entry, one.version.content.title) for one in found)
-        return Found(entries, fenced([one.version for one in found], ()))
-
-    most_s = base.settings.questions_s
-    until_s = time.monotonic() + most_s
-
-    def go_on() -> None:
-        if time.monotonic() > until_s:
-            message = f"questions take longer than {most_s:g} s (knowledge.questions_s). Send fewer."
-            raise InvalidValue("questions", message)
-
-    return verdicts(questions, retrieve, go_on)
-
-
 def _card(version: EntryVersion) -> dict[str, Any]:
     content, origin = version.content, version.provenance
     return {
@@ -362,12 +321,3 @@ def _card(version: EntryVersion) -> dict[str, Any]:
         "turn": origin.turn,
         "created": int(version.at_s),
     }
-
-
-def _whole(params: Any, name: str, default: int, most: int) -> int:
-    given = params.get(name)
-    if given is None:
-        return default
-    if not given.isascii() or not given.isdigit() or len(given) > 10 or not 1 <= int(given) <= most:
-        raise InvalidValue(name, f"{name}={shown(given)} is no number from 1 to {most}.")
-    return int(given)

@@ -36,8 +36,12 @@ _clear = partial(
 _page = partial(Operation, group="Page", access="open", statuses={304: None})
 _knowledge = partial(Operation, group="Knowledge", answer=dict)
 _KB, _ENTRY = "/v1/knowledge", KNOWLEDGE_ROUTE
+_FEEDBACK, _CANDIDATES = "/v1/feedback", f"{_KB}/candidates"
+_CANDIDATE = f"{_CANDIDATES}/{{candidate}}"
 _MADE = {201: dict}
 _KIND = QueryParameter("kind", "entries of this kind only", {"type": "string"})
+_VERDICT = QueryParameter("verdict", "success or failure only", {"type": "string"})
+_STATE = QueryParameter("state", "open, confirmed, captured or rejected only", {"type": "string"})
 
 
 def _number(name: str, description: str) -> QueryParameter:
@@ -52,14 +56,18 @@ _LIMIT = QueryParameter(
 _AFTER = QueryParameter("after", "the id of the last item of the page before", {"type": "string"})
 
 
-def _kb_body(name: str, limits: LimitsSettings) -> type[BaseModel]:
+def _kb_body(module: str, name: str, limits: LimitsSettings) -> type[BaseModel]:
     """Return a body of the knowledge base, which is imported only where it is enabled."""
-    model: type[BaseModel] = getattr(importlib.import_module("router.knowledge"), name)
+    model: type[BaseModel] = getattr(importlib.import_module(module), name)
     return model
 
 
 def _body(name: str) -> Any:
-    return partial(_kb_body, name)
+    return partial(_kb_body, "router.knowledge", name)
+
+
+def _loop_body(name: str) -> Any:
+    return partial(_kb_body, "router.learning", name)
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -186,7 +194,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", _ENTRY): _knowledge(summary="Write an entry's next version", body=_body("EntryBody")),
     ("DELETE", _ENTRY): _knowledge(summary="Delete an entry"),
-    ("GET", f"{_ENTRY}/history"): _knowledge(summary="List an entry's versions"),
+    ("GET", f"{_ENTRY}/history"): _knowledge(
+        summary="List an entry's versions",
+        query=(_LIMIT, _number("after", "the version of the last item of the page before")),
+    ),
     ("GET", f"{_ENTRY}/diff"): _knowledge(
         summary="Compare two versions of an entry",
         query=(_number("from", "by default the one before `to`"), _number("to", "by default the newest")),
@@ -194,6 +205,28 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", f"{_ENTRY}/revert"): _knowledge(
         summary="Make an older version the newest again", body=_body("RevertBody")
     ),
+    ("POST", _FEEDBACK): _knowledge(
+        summary="Say what became of an answer",
+        description="`turn_id`: of the answer's receipt. What it teaches becomes a candidate.",
+        body=_loop_body("FeedbackBody"),
+        answer=None,
+        statuses=_MADE,
+    ),
+    ("GET", _FEEDBACK): _knowledge(summary="List what was said", query=(_VERDICT, _LIMIT, _AFTER)),
+    ("GET", _CANDIDATES): _knowledge(
+        summary="List the candidates for the knowledge base", query=(_STATE, _LIMIT, _AFTER)
+    ),
+    ("GET", _CANDIDATE): _knowledge(summary="Return a candidate"),
+    ("DELETE", _CANDIDATE): _knowledge(summary="Delete a candidate"),
+    ("POST", f"{_CANDIDATE}/confirm"): _knowledge(
+        summary="Make a candidate an entry", body=_loop_body("ConfirmBody")
+    ),
+    ("POST", f"{_CANDIDATE}/reject"): _knowledge(summary="Refuse a candidate", body=_loop_body("RejectBody")),
+    ("GET", f"{_KB}/questions"): _knowledge(summary="Return the questions that new entries must not break"),
+    ("POST", f"{_KB}/questions"): _knowledge(
+        summary="Keep such questions, in place of those before", body=_loop_body("QuestionsBody")
+    ),
+    ("DELETE", f"{_KB}/questions"): _knowledge(summary="Delete these questions"),
 }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,6 @@ from router.knowledge.embedder import Embedder
 from router.knowledge.entries import (
     KINDS,
     Change,
-    Content,
     EntryNotFound,
     EntryRef,
     EntryVersion,
@@ -26,18 +26,32 @@ from router.knowledge.entries import (
     KnowledgeError,
     KnowledgeStore,
     Limits,
+    LoopRecord,
     Operation,
     PlacedTurn,
     Provenance,
     QuotaExceeded,
+    StateChanged,
+    Vector,
     VersionConflict,
     clean,
     names_in,
 )
-from router.knowledge.placement import Fence, asks_now, fenced, is_first_turn, place, spans, turn_keys
+from router.knowledge.placement import (
+    Fence,
+    TurnKey,
+    asks_now,
+    chained,
+    fenced,
+    is_first_turn,
+    place,
+    spans,
+    turn_keys,
+)
 from router.knowledge.retrieval import Budget, Candidate, fuse, rerank, select, tells, words_of
 from router.openai import (
     ApiError,
+    ChatMessage,
     InvalidValue,
     KnowledgeWish,
     ParsedChat,
@@ -80,9 +94,42 @@ class PromptText(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class AskedTurn:
+    """A turn before its answer, as the front door has read it. `refs`: the entries in its prompt.
+
+    `results`: of the tools that were called since the question. `key`: of the conversation up to the question
+    if that is its last message; else None. `is_kept`: whether the client lets question and answer be kept.
+    """
+
+    tenant: str
+    session: bytes
+    question: str
+    refs: tuple[EntryRef, ...]
+    results: tuple[ChatMessage, ...]
+    key: bytes | None
+    placed: PlacedTurn
+    is_kept: bool
+
+
+class TurnMemory(Protocol):
+    """Keeps turns, so that feedback need not say what was asked and answered."""
+
+    def record(self, asked: AskedTurn, said: ChatMessage) -> LoopRecord | None:
+        """Return a turn as it is to be kept; None if it is not."""
+        ...
+
+    def keep(self, tenant: str, record: LoopRecord) -> None:
+        """Write it. Raises `KnowledgeError`."""
+        ...
+
+
 @dataclass(slots=True)
 class PlacedContext:
-    """What a prompt holds of the knowledge base, for the receipt. `measure` first, then `told`."""
+    """What a prompt holds of the knowledge base, for the receipt. `measure` first, then `told`.
+
+    `dropped`: entries that earlier turns got and that have no room any more. `turn_id`: for feedback.
+    """
 
     fences: Sequence[Fence]
     versions: Mapping[EntryRef, EntryVersion]
@@ -92,6 +139,9 @@ class PlacedContext:
     budget_tokens: int
     has_meaning: bool
     text: PromptText
+    asked: AskedTurn
+    dropped: int = 0
+    turn_id: str | None = None
     places: Sequence[tuple[int, int]] = ()  # of each fence: first token, tokens
     is_measured: bool = False
 
@@ -110,10 +160,12 @@ class PlacedContext:
         """Return the receipt's part: entries with score, version and place; how much was cached."""
         cached = sum(max(0, min(cached_tokens - first, count)) for first, count in self.places)
         return {
+            "turn_id": self.turn_id,
             "tokens": sum(count for _, count in self.places),
             "cached_tokens": cached if self.is_measured else None,
             "budget_tokens": self.budget_tokens,
             "meaning": self.has_meaning,
+            "dropped": self.dropped,
             "entries": [
                 {
                     "id": ref.entry,
@@ -130,11 +182,15 @@ class PlacedContext:
         }
 
 
+Approval = Callable[["KnowledgeBase"], None]
+"""Looks at a knowledge base as it would be with a change; what it raises keeps the change out."""
+
+
 class KnowledgeBase:
     """Entries, their search, and the context of chats. Its methods block: call them by `run`. Thread-safe.
 
     They raise `KnowledgeError`, and `ApiError` for what a client asks wrongly. `embedder`: None: entries are
-    found by words and names only.
+    found by words and names only. `memory`: keeps answered turns; None: they are not kept.
     """
 
     def __init__(
@@ -144,8 +200,10 @@ class KnowledgeBase:
         text: PromptText,
         settings: KnowledgeSettings,
         retry_after_s: float = 1.0,
+        memory: TurnMemory | None = None,
     ) -> None:
         self.store = store
+        self._memory = memory
         self.settings = settings
         self.limits = Limits(settings.entries_max, settings.bytes_max, settings.tags_max)
         self._embedder = embedder
@@ -180,6 +238,8 @@ class KnowledgeBase:
             return ApiError(409, message, param="base", code="version_conflict")
         if isinstance(error, QuotaExceeded):
             return InvalidValue("text", f"No room for it: {message}", code="quota_exceeded")
+        if isinstance(error, StateChanged):
+            return Unavailable(f"Nothing was changed: {message}", self._retry_after_s, code="knowledge_busy")
         logger.warning("the knowledge base fails: %s", error)
         return Unavailable(message, self._retry_after_s, code="knowledge_unavailable")
 
@@ -193,21 +253,63 @@ class KnowledgeBase:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 
+    def over(self, store: KnowledgeStore) -> KnowledgeBase:
+        """Return a knowledge base that searches another store: a trial of this one's."""
+        other = copy.copy(self)
+        other.store, other._counted = store, OrderedDict()
+        return other
+
     def write(
-        self, tenant: str, changes: Sequence[Change], approve: Callable[[], None] | None = None
+        self, tenant: str, changes: Sequence[Change], approve: Approval | None = None
     ) -> list[EntryVersion]:
-        """Append versions, all or none. `approve` sees them first, and what it raises undoes them."""
-        vectors = self._vectors([change.content for change in changes if change.operation != "retire"])
-        fitted = [
+        """Append versions, all or none. `approve` sees them first, and what it raises keeps them out."""
+        fitted = self.fitted(changes)
+        if approve is None:
+            return self.store.write(tenant, fitted, self.limits)
+        return self.land(tenant, lambda: fitted, approve)
+
+    def fitted(self, changes: Sequence[Change]) -> list[Change]:
+        """Return changes with the vectors of their texts."""
+        vectors = self.vectors([change.content.words for change in changes if change.operation != "retire"])
+        return [
             change if change.operation == "retire" else replace(change, vector=next(vectors))
             for change in changes
         ]
-        return self.store.write(tenant, fitted, self.limits, approve)
 
-    def _vectors(self, contents: Sequence[Content]) -> Any:
-        if self._embedder is None:
-            return iter([None] * len(contents))
-        return iter(self._embedder.embed([content.words for content in contents]))
+    def vectors(self, texts: Sequence[str]) -> Iterator[Vector | None]:
+        """Return the vector of each text; None without an embedder."""
+        return iter([None] * len(texts) if self._embedder is None else self._embedder.embed(texts))
+
+    def land(
+        self,
+        tenant: str,
+        make: Callable[[], Sequence[Change]],
+        approve: Approval | None,
+        along: Callable[[list[EntryVersion]], None] | None = None,
+    ) -> list[EntryVersion]:
+        """Write what `make` returns for the present state, once it is approved. `along`: in the same write.
+
+        Others do not wait for the approval, which sees a copy. If they have written meanwhile, all is done
+        again, once; then `StateChanged` is raised. What `make` and `along` raise keeps the change out.
+        """
+        for is_last in (False, True):
+            state = self.store.state(tenant)
+            changes = make()
+            if not changes:
+                return []
+            if approve is not None:
+                with self.store.trial(tenant, changes) as tried:
+                    approve(self.over(tried))
+            try:
+                with self.store.transaction():
+                    made = self.store.write(tenant, changes, self.limits, state)
+                    if along is not None:
+                        along(made)
+                return made
+            except StateChanged:
+                if is_last:
+                    raise
+        raise AssertionError("unreachable")
 
     def revert(
         self,
@@ -215,7 +317,7 @@ class KnowledgeBase:
         entry: str,
         number: int,
         provenance: Provenance,
-        approve: Callable[[], None] | None = None,
+        approve: Approval | None = None,
     ) -> EntryVersion:
         """Append a version that repeats an earlier one."""
         before = self.store.version(tenant, EntryRef(entry, number))
@@ -223,26 +325,30 @@ class KnowledgeBase:
         return made
 
     def revert_to(
-        self, tenant: str, tag: str, provenance: Provenance, approve: Callable[[], None] | None = None
+        self, tenant: str, tag: str, provenance: Provenance, approve: Approval | None = None
     ) -> list[EntryVersion]:
         """Append versions to all entries that differ from the named state, so that they are as they were.
 
         What was created since is retired; what was erased since is gone.
         """
-        tags = self.store.tags(tenant)
-        if tag not in tags:
-            raise EntryNotFound(f"there is no tag {shown(tag)}")
-        then = self.store.state_at(tenant, tags[tag])
-        now = self.store.state_at(tenant, 2**62)
-        changes = []
-        for entry, head in sorted(now.items()):
-            before = then.get(entry)
-            if before is None:
-                if head.operation != "retire":
-                    changes.append(Change(head.content, provenance, entry, "retire"))
-            elif not _is_same(before, head):
-                changes.append(_repeated(before, provenance))
-        return self.write(tenant, changes, approve) if changes else []
+
+        def make() -> list[Change]:
+            tags = self.store.tags(tenant)
+            if tag not in tags:
+                raise EntryNotFound(f"there is no tag {shown(tag)}")
+            then = self.store.state_at(tenant, tags[tag])
+            now = self.store.state_at(tenant, 2**62)
+            changes = []
+            for entry, head in sorted(now.items()):
+                before = then.get(entry)
+                if before is None:
+                    if head.operation != "retire":
+                        changes.append(Change(head.content, provenance, entry, "retire"))
+                elif not _is_same(before, head):
+                    changes.append(_repeated(before, provenance))
+            return self.fitted(changes)
+
+        return self.land(tenant, make, approve)
 
     def search(
         self,
@@ -313,6 +419,25 @@ class KnowledgeBase:
         """Forget what the turns of these sessions got, or of all (None)."""
         await self.run(partial(self.store.forget_sessions, tenant, sessions))
 
+    async def answered(self, context: PlacedContext, said: ChatMessage) -> None:
+        """Keep a turn with its answer, as the client gets it. Where that fails, its receipt has no id."""
+        try:
+            context.turn_id = await self.run(partial(self._answered, context.asked, said))
+        except ApiError as error:  # the answer is the client's all the same
+            logger.warning("a turn is not kept, so that there is no feedback on it: %s", error)
+
+    def _answered(self, asked: AskedTurn, said: ChatMessage) -> str | None:
+        # Before the write, which others wait for: the texts of tools are looked at.
+        record = self._memory.record(asked, said) if self._memory is not None and asked.is_kept else None
+        with self.store.transaction():
+            if asked.key is not None:
+                key = chained(asked.key, said)
+                self.store.note_turn(asked.tenant, asked.session, key, asked.placed)
+            if self._memory is None or record is None:
+                return None
+            self._memory.keep(asked.tenant, record)
+        return record.id
+
     async def measure(self, context: PlacedContext, rendered: str | None) -> None:
         """Count the tokens of a context in its prompt."""
         await self.run(partial(context.measure, rendered))
@@ -324,14 +449,17 @@ class KnowledgeBase:
         keys = turn_keys(messages)
         if not keys:
             return request, None
-        recorded = self.store.turns(tenant, session, list(keys.values()))
-        turns = {index: recorded[key] for index, key in keys.items() if key in recorded}
-        now = max(keys) if wish.retrieve and asks_now(messages) else None
+        turns = self._recorded(tenant, session, keys)
+        last = max(keys)
+        is_asked = asks_now(messages)
+        # What another conversation that began alike got for its question, or this one the time before.
+        before = turns.pop(last, None) if is_asked else None
+        turns, dropped = self._fitting(request, tenant, turns)
+        now = last if wish.retrieve and is_asked else None
         scores: dict[EntryRef, float] = {}
         budget_tokens = 0
         if now is not None:
-            before = turns.pop(now, None)
-            placed = {ref for turn in turns.values() for ref in (*turn.front, *turn.beside)}
+            placed = _refs_of(turns)
             known = self.store.versions(tenant, placed)
             asked = settings.budget_tokens if wish.budget_tokens is None else wish.budget_tokens
             spent = sum(self._tokens(version) for version in known.values())
@@ -360,16 +488,50 @@ class KnowledgeBase:
                 tuple(one.ref for one in chosen if not (is_first and one.is_stable)),
             )
             if got != (before or PlacedTurn()):
-                self.store.note_turn(tenant, session, keys[now], got)
+                self.store.note_turn(tenant, session, keys[now].asked, got)
             turns[now] = got
-        refs = {ref for turn in turns.values() for ref in (*turn.front, *turn.beside)}
+        refs = _refs_of(turns)
         known = self.store.versions(tenant, refs)
         made, fences = place(messages, turns, known, self._text.marks)
         numbers = {index: number for number, index in enumerate(sorted(keys), 1)}
+        turn = AskedTurn(
+            tenant,
+            session,
+            messages[last].content,
+            tuple(known),
+            tuple(one for one in messages[last:] if one.role == "tool"),
+            keys[last].asked if is_asked else None,
+            turns.get(last, PlacedTurn()),
+            wish.remember,
+        )
         context = PlacedContext(
-            fences, known, scores, numbers, now, budget_tokens, self.has_meaning, self._text
+            fences, known, scores, numbers, now, budget_tokens, self.has_meaning, self._text, turn, dropped
         )
         return replace(request, messages=made), context
+
+    def _recorded(self, tenant: str, session: bytes, keys: Mapping[int, TurnKey]) -> dict[int, PlacedTurn]:
+        """Return what the turns got: those that were answered so, before those that were only asked so."""
+        wanted = [key for one in keys.values() for key in (one.answered, one.asked) if key is not None]
+        found = self.store.turns(tenant, session, wanted)
+        turns = {}
+        for index, key in keys.items():
+            got = found.get(key.answered or b"", found.get(key.asked))
+            if got is not None:
+                turns[index] = got
+        return turns
+
+    def _fitting(
+        self, request: ParsedChat, tenant: str, turns: dict[int, PlacedTurn]
+    ) -> tuple[dict[int, PlacedTurn], int]:
+        """Return what earlier turns got; nothing of it if the window has no room for all, and how many left.
+
+        All at once: to drop a little in each turn would compute the rest of the prompt in each.
+        """
+        known = self.store.versions(tenant, _refs_of(turns))
+        if not known:
+            return turns, 0
+        kept, _ = place(request.messages, turns, known, self._text.marks)
+        return (turns, 0) if self._room(request, kept) >= 0 else ({}, len(known))
 
     def _room(self, request: ParsedChat, messages: Sequence[Any]) -> int:
         """Return how many tokens the context window has left beside the conversation and its answer."""
@@ -393,6 +555,10 @@ class KnowledgeBase:
             if len(self._counted) > COUNTED_MAX:
                 self._counted.popitem(last=False)
         return count
+
+
+def _refs_of(turns: Mapping[int, PlacedTurn]) -> set[EntryRef]:
+    return {ref for turn in turns.values() for ref in (*turn.front, *turn.beside)}
 
 
 def _repeated(before: EntryVersion, provenance: Provenance) -> Change:

@@ -59,20 +59,38 @@ def fenced(versions: Sequence[EntryVersion], marks: Collection[str]) -> str:
     return "\n".join([*parts, END, ""])
 
 
-def turn_keys(messages: Sequence[ChatMessage]) -> dict[int, bytes]:
-    """Return a key for each user message, by index: a digest of the conversation up to it, as it was sent."""
-    chain, keys = b"", {}
+@dataclass(frozen=True, slots=True)
+class TurnKey:
+    """Digests of a conversation as it was sent: up to a question, and up to the answer that follows it.
+
+    Two conversations that begin alike have the first in common, and the second only if they were answered
+    alike. `answered`: None if no answer follows the question at once.
+    """
+
+    asked: bytes
+    answered: bytes | None = None
+
+
+def turn_keys(messages: Sequence[ChatMessage]) -> dict[int, TurnKey]:
+    """Return the key of each user message, by index."""
+    chain, keys = b"", dict[int, TurnKey]()
     for index, message in enumerate(messages):
-        calls = [f"{call.call_id}\0{call.name}\0{call.arguments}" for call in message.calls]
-        parts = (message.role, message.content, message.call_id, *calls)
-        digest = hashlib.sha256(chain)
-        for part in parts:
-            raw = part.encode("utf-8", "surrogatepass")
-            digest.update(len(raw).to_bytes(8, "little") + raw)
-        chain = digest.digest()
+        chain = chained(chain, message)
         if message.role == "user":
-            keys[index] = chain
+            keys[index] = TurnKey(chain)
+        elif message.role == "assistant" and index - 1 in keys:
+            keys[index - 1] = replace(keys[index - 1], answered=chain)
     return keys
+
+
+def chained(chain: bytes, message: ChatMessage) -> bytes:
+    """Return the digest of a conversation of digest `chain` and its next message."""
+    calls = [f"{call.call_id}\0{call.name}\0{call.arguments}" for call in message.calls]
+    digest = hashlib.sha256(chain)
+    for part in (message.role, message.content, message.call_id, *calls):
+        raw = part.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.digest()
 
 
 def asks_now(messages: Sequence[ChatMessage]) -> bool:

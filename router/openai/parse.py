@@ -94,7 +94,8 @@ class KnowledgeWish:
     """What a chat wants of the tenant's knowledge base.
 
     `retrieve`: False: only what earlier turns got stays in the prompt. `query`: looked up in place of the
-    question. `kinds`: of entries; all, if empty. Budgets: None is the setting's.
+    question. `kinds`: of entries; all, if empty. Budgets: None is the setting's. `remember`: False: question
+    and answer are not kept, so that there is no feedback on them.
     """
 
     retrieve: bool = True
@@ -102,6 +103,7 @@ class KnowledgeWish:
     entries: int | None = None
     kinds: tuple[str, ...] = ()
     query: str | None = None
+    remember: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,6 +442,7 @@ def _knowledge_wish(given: KnowledgeOptions | None) -> KnowledgeWish | None:
         given.entries,
         tuple(given.kinds or ()),
         given.query,
+        given.remember is not False,
     )
 
 

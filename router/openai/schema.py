@@ -247,6 +247,7 @@ class KnowledgeOptions(_Strict):
     entries: Annotated[Whole, Field(ge=1, le=COUNT_MAX)] | None = None
     kinds: Annotated[list[Word], Field(max_length=16)] | None = None
     query: Annotated[str, Field(min_length=1)] | None = None
+    remember: bool | None = None
 
 
 class _Body(_Strict):

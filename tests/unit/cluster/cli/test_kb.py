@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from tests.support.router.router_harness import House, make_settings, spoken
+from tests.support.router.router_harness import MODEL, House, make_settings, spoken
 
 Run = Callable[..., Awaitable[str]]
 MARKDOWN = (
@@ -23,10 +25,11 @@ QUESTION = (
 
 
 @pytest.fixture
-async def run(tmp_path: Path) -> AsyncIterator[Run]:
+async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
     own = {"enabled": True, "dir": tmp_path / "kb", "embedder": "none"}
     house = House(lambda _: spoken("Fine."), settings=make_settings(knowledge=own))
     async with house.server() as url:
+        monkeypatch.setenv("TEST_KB_URL", url)
 
         async def run(*words: str, code: int = 0) -> str:
             env = {"SAMOVAR_URL": url, "SAMOVAR_API_KEY": ""}
@@ -76,6 +79,61 @@ async def test_questions_gate_a_change_and_report_what_broke(run: Run, tmp_path:
     assert "orders_raw?  (held before)" in told
     assert "answer contains 'Wrong'" in told
     assert entry["version"] == 1
+
+
+async def test_candidates_are_listed_shown_confirmed_and_rejected(run: Run) -> None:
+    async with httpx.AsyncClient(base_url=os.environ["TEST_KB_URL"]) as client:
+
+        async def learn(question: str) -> str:
+            chat = {"model": MODEL, "knowledge": {}, "messages": [{"role": "user", "content": question}]}
+            receipt = (await client.post("/v1/chat/completions", json=chat)).json()["receipt"]
+            told = {"turn_id": receipt["knowledge"]["turn_id"], "verdict": "success"}
+            candidate = (await client.post("/v1/feedback", json=told)).json()["candidate"]["id"]
+            return str(candidate)
+
+        assert await run("candidates") == ""
+        first, second = [await learn(question) for question in ("What of refunds?", "Who pays?")]
+    lines = (await run("candidates")).splitlines()
+    assert lines[0] == f"{second}  open  query_template  seen 1  Who pays?"
+    assert [json.loads(line)["id"] for line in (await run("candidates", "--json")).splitlines()] == [
+        second,
+        first,
+    ]
+    assert "| Question: What of refunds?\n| Answer: Fine." in await run("candidates", first)
+    assert "query_template  Refunds" in await run("confirm", first, "--title", "Refunds", "--why", "read it")
+    assert "is confirmed already" in await run("reject", first, code=1)
+    assert "rejected  query_template" in await run("reject", second, "--why", "no")
+    assert await run("candidates") == ""
+    assert second in await run("candidates", "--state", "rejected")
+    assert json.loads(await run("export"))["text"] == "Question: What of refunds?\nAnswer: Fine."
+    assert "why: no" in await run("candidates", second)
+    assert "there is no candidate" in await run("confirm", "cand_x", code=1)
+
+
+async def test_a_log_of_many_versions_is_whole(run: Run) -> None:
+    entry = (await run("add", "--text", "x", "--kind", "gotcha")).split()[0]
+    for _ in range(4):
+        await run("revert", entry, "--version", "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cluster.cli.kb.PAGE", 2)
+        lines = (await run("log", entry)).splitlines()
+    assert [line.split()[0] for line in lines] == ["v5", "v4", "v3", "v2", "v1"]
+
+
+async def test_a_loop_that_is_off_says_how_to_switch_it_on(tmp_path: Path) -> None:
+    own = {"enabled": True, "dir": tmp_path / "kb", "embedder": "none", "loop": {"enabled": False}}
+    house = House(settings=make_settings(knowledge=own))
+    async with house.server() as url:
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["kb", "candidates", "--url", url])
+    assert (done.exit_code, "--knowledge.loop.enabled true" in done.output) == (1, True)
+    house.service.knowledge.close()  # type: ignore[union-attr]
+
+
+def test_a_backup_of_a_store_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    env = {"SAMOVAR_KNOWLEDGE__DIR": str(tmp_path / "wrong")}
+    done = CliRunner().invoke(app, ["kb", "backup", str(tmp_path / "copy")], env=env)
+    assert (done.exit_code, "there is no knowledge base" in done.output) == (2, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_mistakes_are_named(run: Run, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ async def test_the_administrator_sees_sessions_and_a_starting_service_says_so_as
     assert wrong(loading.json(), schema_of("GET", "/health", 503)) == []
 
 
-QUERY_READ = re.compile(r"(?:params\.get\(|_whole\([\w.]+, )\"(\w+)\"")
+QUERY_READ = re.compile(r"(?:params\.get\(|whole_number\([\w.]+, |_one_of\(request, )\"(\w+)\"")
 
 
 async def test_what_the_page_and_the_knowledge_base_take_and_answer_is_in_the_document() -> None:
@@ -186,11 +186,13 @@ async def test_what_the_page_and_the_knowledge_base_take_and_answer_is_in_the_do
             again = await client.get(path, headers={"if-none-match": whole.headers["etag"]})
             told = DOCUMENT["paths"][template]["get"]["responses"]
             assert (again.status_code, again.content, told["304"].keys()) == (304, b"", {"description"})
-    source = (Path(operations.__file__).parent / "knowledge_routes.py").read_text(encoding="utf-8")
+    router = Path(operations.__file__).parent.parent
+    files = ("http/knowledge_routes.py", "learning/feedback_routes.py")
+    source = "".join((router / name).read_text(encoding="utf-8") for name in files)
     told = {
         parameter["name"]
         for path, item in DOCUMENT["paths"].items()
-        if path.startswith("/v1/knowledge")
+        if path.startswith(("/v1/knowledge", "/v1/feedback"))
         for one in item.values()
         if isinstance(one, dict)
         for parameter in one.get("parameters", ())

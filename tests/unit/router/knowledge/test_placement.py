@@ -27,7 +27,7 @@ from router.knowledge import (
     select,
     turn_keys,
 )
-from router.knowledge.placement import BEGIN, END, spans
+from router.knowledge.placement import BEGIN, END, TurnKey, spans
 from router.openai import ChatMessage, ToolCall
 from tests.support.engines.tiny_models import SPECIAL_TOKENS
 from tests.support.router.router_harness import TOKENIZER
@@ -129,7 +129,7 @@ def test_a_turn_is_known_by_all_that_was_said_before_it() -> None:
     messages = [user("a"), said("b"), user("c")]
     keys = turn_keys(messages)
     assert sorted(keys) == [0, 2]
-    assert turn_keys(messages[:1])[0] == keys[0]
+    assert turn_keys(messages[:1])[0] == TurnKey(keys[0].asked)
     call = replace(said("b"), calls=(ToolCall("1", "f", "{}"),))
     for other in (
         [user("a"), said("B"), user("c")],
