@@ -86,16 +86,18 @@ class Database:
         """
         current: Connection | None = getattr(self._local, "current", None)
         if current is not None:
+            outer = self._local.seen
             try:
                 self._see(current, tenant)
                 yield current
+                self._see(current, outer)
             except psycopg.Error as error:
                 raise self._connections.told(error) from None
             return
         if not self._is_open:
             self._open()
         with self._connections.lease(partial(self._begin, MODES[mode])) as connection:
-            self._local.current, self._local.seen = connection, None
+            self._local.current, self._local.seen = connection, ""
             try:
                 self._see(connection, tenant)
                 yield connection
@@ -125,6 +127,8 @@ class Database:
         # In one message, and for this transaction only: nothing is left for who gets the connection next,
         # also from a pooler between here and the server.
         values = {
+            SETTING_TENANT: "",
+            SETTING_EVERYONE: "off",
             "search_path": self._path,
             "statement_timeout": f"{round(1000 * self._statement_s)}ms",
             "lock_timeout": f"{round(1000 * self._busy_s)}ms",

@@ -416,10 +416,10 @@ class PostgresStore:
     @contextmanager
     def trial(self, tenant: str, changes: Sequence[Change]) -> Iterator[SqliteStore]:
         # A copy in memory: both stores rank alike, and the database has no lock to hold meanwhile.
-        copy = SqliteStore(None, embedder=self._embedder, clock=self._clock)
+        copy, has_vectors = SqliteStore(None, embedder=self._embedder, clock=self._clock), self._database.has(VECTORS)
         try:
             with self._database.transaction(tenant, "snapshot") as db, copy.transaction() as to:
-                copy_newest(db, to, tenant, self._database.has(VECTORS))
+                copy_newest(db, to, tenant, has_vectors)
             copy.write(tenant, changes, NO_LIMITS)
             yield copy
         finally:
