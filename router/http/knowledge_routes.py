@@ -21,6 +21,7 @@ from router.generation import IngressServices
 from router.http.middleware import KNOWLEDGE_ROUTE
 from router.knowledge import (
     KINDS,
+    Approval,
     Candidate,
     Change,
     Comparison,
@@ -205,8 +206,8 @@ class KnowledgeRoutes:
         origin, entry = origin_of(tenant, body.why), request.path_params["entry"]
 
         def work() -> dict[str, Any]:
-            gate = _Gate(self._base, tenant, questions)
-            made = self._base.revert(tenant, entry, body.version, origin, gate.check)
+            gate = Gate(self._base, tenant, questions)
+            made = self._base.revert(tenant, entry, body.version, origin, gate.approval)
             return {**_card(made), **gate.report}
 
         return JSONResponse(await self._run(tenant, work))
@@ -217,8 +218,8 @@ class KnowledgeRoutes:
         questions = questions_of(body.questions, self._settings)
 
         def work() -> dict[str, Any]:
-            gate = _Gate(self._base, tenant, questions)
-            made = self._base.revert_to(tenant, body.tag, origin_of(tenant, body.why), gate.check)
+            gate = Gate(self._base, tenant, questions)
+            made = self._base.revert_to(tenant, body.tag, origin_of(tenant, body.why), gate.approval)
             return {"object": "list", "data": [_card(one) for one in made], **gate.report}
 
         return JSONResponse(await self._run(tenant, work))
@@ -229,8 +230,8 @@ class KnowledgeRoutes:
         questions = questions_of(body.questions, self._settings)
 
         def work() -> dict[str, Any]:
-            gate = _Gate(self._base, tenant, questions)
-            made = self._base.write(tenant, imported(body, self._settings, tenant), gate.check)
+            gate = Gate(self._base, tenant, questions)
+            made = self._base.write(tenant, imported(body, self._settings, tenant), gate.approval)
             return {"object": "list", "data": [_card(one) for one in made], **gate.report}
 
         return JSONResponse(await self._run(tenant, work), status_code=201)
@@ -301,21 +302,24 @@ class KnowledgeRoutes:
         return tenant, validated(model, raw)
 
 
-class _Gate:
+class Gate:
     """Refuses a change that breaks a question which holds before it."""
 
     def __init__(self, base: KnowledgeBase, tenant: str, questions: Sequence[Question]) -> None:
         self._base = base
         self._tenant = tenant
         self._questions = questions
-        self._before = _asked(base, tenant, questions)
         self.report: dict[str, Any] = {}
 
-    def check(self) -> None:
-        """Run the questions on the changed state. Raises `ApiError`, which undoes the change."""
-        if not self._questions:
-            return
-        compared = Comparison(self._before, _asked(self._base, self._tenant, self._questions))
+    @property
+    def approval(self) -> Approval | None:
+        """What approves a change; None without questions."""
+        return self.check if self._questions else None
+
+    def check(self, changed: KnowledgeBase) -> None:
+        """Run the questions on the present and on the changed state. Raises `ApiError`."""
+        before = _asked(self._base, self._tenant, self._questions)
+        compared = Comparison(before, _asked(changed, self._tenant, self._questions))
         self.report = {"test": compared.json()}
         if compared.worse:
             said = "; ".join(

@@ -20,6 +20,7 @@ from router.knowledge.embedder import Embedder, StaticEmbedder, open_embedder
 from router.knowledge.entries import (
     ID_PATTERN,
     KINDS,
+    Authorship,
     Change,
     Content,
     EntryNotFound,
@@ -31,20 +32,28 @@ from router.knowledge.entries import (
     PlacedTurn,
     Provenance,
     QuotaExceeded,
+    Record,
+    RecordBounds,
+    RecordKind,
+    Records,
+    StateChanged,
     StoreBusy,
+    Vector,
     VersionConflict,
     diff,
 )
 from router.knowledge.harness import Check, Comparison, Found, Question, Verdict, broken, verdicts
-from router.knowledge.knowledge import RANKINGS, KnowledgeBase, PlacedContext, PromptText
+from router.knowledge.knowledge import RANKINGS, Approval, KnowledgeBase, PlacedContext, PromptText
 from router.knowledge.placement import Fence, as_data, fenced, place, turn_keys
 from router.knowledge.retrieval import Budget, Candidate, canonical, fuse, rerank, select
-from router.knowledge.sqlite_store import SqliteStore, open_store
+from router.knowledge.sqlite_store import SqliteStore, open_store, store_file
 
 __all__ = [
     "ID_PATTERN",
     "KINDS",
     "RANKINGS",
+    "Approval",
+    "Authorship",
     "Budget",
     "Candidate",
     "Change",
@@ -69,14 +78,20 @@ __all__ = [
     "Provenance",
     "Question",
     "QuotaExceeded",
+    "Record",
+    "RecordBounds",
+    "RecordKind",
+    "Records",
     "RevertAllBody",
     "RevertBody",
     "SearchBody",
     "SqliteStore",
+    "StateChanged",
     "StaticEmbedder",
     "StoreBusy",
     "TagBody",
     "TestBody",
+    "Vector",
     "Verdict",
     "VersionConflict",
     "as_data",
@@ -94,6 +109,7 @@ __all__ = [
     "questions_of",
     "rerank",
     "select",
+    "store_file",
     "turn_keys",
     "verdicts",
 ]

@@ -6,7 +6,8 @@ import difflib
 import re
 import secrets
 import unicodedata
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -124,6 +125,57 @@ class Limits:
     tags_max: int
 
 
+RecordKind = Literal["turn", "candidate", "log", "questions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the loop keeps of a tenant beside its entries: turns, candidates, rows of its log, its questions.
+
+    `body`: JSON. `turn`: the answer that it is about; `session`: the conversation that the answer is of.
+    `state`: of a candidate. `key`: a digest by which equal ones are found. `at_s`, `expires_s`: Unix times;
+    from the second on it is not there. `vector`: of the store's embedder.
+    """
+
+    kind: RecordKind
+    id: str
+    body: str
+    turn: str = ""
+    session: bytes = b""
+    state: str = ""
+    key: bytes = b""
+    at_s: float = 0.0
+    expires_s: float = float("inf")
+    vector: Vector | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are accounted for it."""
+        return len(self.body.encode()) + RECORD_BYTES + (0 if self.vector is None else self.vector.nbytes)
+
+
+RECORD_BYTES = 256
+"""What a record takes beside its body."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordBounds:
+    """How much a tenant may have of a kind. `leaving`: the states whose oldest records make room."""
+
+    count_max: int
+    bytes_max: int
+    leaving: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True, slots=True)
+class Authorship:
+    """How much of a tenant's base somebody wrote: entries whose newest version is theirs, versions lately."""
+
+    entries: int
+    entries_of: int
+    versions_since: int
+
+
 class KnowledgeError(Exception):
     """The store refuses: the message says why, without any entry's text."""
 
@@ -136,12 +188,71 @@ class VersionConflict(KnowledgeError):
     """The entry has a newer version than the writer has seen."""
 
 
+class StateChanged(KnowledgeError):
+    """Others have written since the state that a change was tried on."""
+
+
 class QuotaExceeded(KnowledgeError):
     """The tenant has no room for it."""
 
 
 class StoreBusy(KnowledgeError):
     """Another writer did not finish in time; nothing was written."""
+
+
+class Records(Protocol):
+    """Records of many tenants, in the store of the entries and in its transactions. See `KnowledgeStore`."""
+
+    def put(self, tenant: str, record: Record, bounds: RecordBounds) -> None:
+        """Write a record, in place of that with its kind and id.
+
+        The oldest of the kind that may leave make room for it. Raises `QuotaExceeded` if there is none.
+        """
+        ...
+
+    def find(
+        self,
+        tenant: str,
+        kind: RecordKind,
+        *,
+        ids: Collection[str] | None = None,
+        session: bytes | None = None,
+        state: str | None = None,
+        key: bytes | None = None,
+        limit: int | None = None,
+        after: str = "",
+    ) -> list[Record]:
+        """Return records that fit all that is given, the newest first; `after`: from behind that id on."""
+        ...
+
+    def count(
+        self,
+        tenant: str,
+        kind: RecordKind,
+        *,
+        session: bytes | None = None,
+        state: str | None = None,
+        since_s: float = 0.0,
+    ) -> int:
+        """Return how many records fit."""
+        ...
+
+    def similar(
+        self, tenant: str, kind: RecordKind, vector: Vector, cosine_min: float, limit: int
+    ) -> list[tuple[str, float]]:
+        """Return ids of the records nearest in meaning, with the cosine."""
+        ...
+
+    def erase(
+        self,
+        tenant: str,
+        *,
+        kind: RecordKind | None = None,
+        ids: Collection[str] | None = None,
+        sessions: Collection[bytes] | None = None,
+    ) -> int:
+        """Erase records that fit all that is given, so that no file holds a byte of them."""
+        ...
 
 
 class KnowledgeStore(Protocol):
@@ -151,17 +262,34 @@ class KnowledgeStore(Protocol):
     what others have. All methods raise `KnowledgeError`.
     """
 
-    def write(
-        self,
-        tenant: str,
-        changes: Sequence[Change],
-        limits: Limits,
-        approve: Callable[[], None] | None = None,
-    ) -> list[EntryVersion]:
-        """Append versions, all or none.
+    @property
+    def records(self) -> Records:
+        """What is kept beside the entries."""
+        ...
 
-        `approve` is called before they are kept, and sees them on this thread; what it raises undoes them.
+    def transaction(self) -> AbstractContextManager[object]:
+        """Make one write of all that this thread writes inside: whole or not at all. They may be nested."""
+        ...
+
+    def write(
+        self, tenant: str, changes: Sequence[Change], limits: Limits, since: int | None = None
+    ) -> list[EntryVersion]:
+        """Append versions, all or none. `since`: the tenant's state; `StateChanged` if it is another one."""
+        ...
+
+    def state(self, tenant: str) -> int:
+        """Return a number that is another one after each change of what the tenant's searches find."""
+        ...
+
+    def trial(self, tenant: str, changes: Sequence[Change]) -> AbstractContextManager[KnowledgeStore]:
+        """Give the tenant's newest versions as they would be with these changes, for searches of this thread.
+
+        Nothing of it is kept, and quotas are not looked at. Others need not wait.
         """
+        ...
+
+    def authorship(self, tenant: str, who: str, since_s: float) -> Authorship:
+        """Return how much of the base `who` wrote, and how many versions since that Unix time."""
         ...
 
     def head(self, tenant: str, entry: str) -> EntryVersion:
@@ -176,8 +304,10 @@ class KnowledgeStore(Protocol):
         """Return those versions that are there."""
         ...
 
-    def history(self, tenant: str, entry: str) -> list[EntryVersion]:
-        """Return all versions of an entry, the first one first."""
+    def history(
+        self, tenant: str, entry: str, *, limit: int | None = None, before: int | None = None
+    ) -> list[EntryVersion]:
+        """Return the newest versions of an entry, of those before number `before`; the first one first."""
         ...
 
     def heads(
@@ -213,7 +343,10 @@ class KnowledgeStore(Protocol):
         ...
 
     def erase(self, tenant: str, entry: str | None) -> int:
-        """Erase an entry with its history, or all of a tenant, so that no file holds a byte of it."""
+        """Erase an entry with its history, or all of a tenant, so that no file holds a byte of it.
+
+        With an entry go the records of the turns that its versions were learned from.
+        """
         ...
 
     def tag(self, tenant: str, name: str, limits: Limits) -> int:
@@ -241,7 +374,7 @@ class KnowledgeStore(Protocol):
         ...
 
     def forget_sessions(self, tenant: str, sessions: Collection[bytes] | None) -> None:
-        """Forget what the turns of these sessions got; None: of all."""
+        """Forget what the turns of these sessions got, and erase their records; None: of all."""
         ...
 
     def close(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,6 @@ from router.knowledge.embedder import Embedder
 from router.knowledge.entries import (
     KINDS,
     Change,
-    Content,
     EntryNotFound,
     EntryRef,
     EntryVersion,
@@ -30,6 +30,8 @@ from router.knowledge.entries import (
     PlacedTurn,
     Provenance,
     QuotaExceeded,
+    StateChanged,
+    Vector,
     VersionConflict,
     clean,
     names_in,
@@ -130,6 +132,10 @@ class PlacedContext:
         }
 
 
+Approval = Callable[["KnowledgeBase"], None]
+"""Looks at a knowledge base as it would be with a change; what it raises keeps the change out."""
+
+
 class KnowledgeBase:
     """Entries, their search, and the context of chats. Its methods block: call them by `run`. Thread-safe.
 
@@ -193,21 +199,55 @@ class KnowledgeBase:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 
+    def over(self, store: KnowledgeStore) -> KnowledgeBase:
+        """Return a knowledge base that searches another store: a trial of this one's."""
+        other = copy.copy(self)
+        other.store, other._counted = store, OrderedDict()
+        return other
+
     def write(
-        self, tenant: str, changes: Sequence[Change], approve: Callable[[], None] | None = None
+        self, tenant: str, changes: Sequence[Change], approve: Approval | None = None
     ) -> list[EntryVersion]:
-        """Append versions, all or none. `approve` sees them first, and what it raises undoes them."""
-        vectors = self._vectors([change.content for change in changes if change.operation != "retire"])
-        fitted = [
+        """Append versions, all or none. `approve` sees them first, and what it raises keeps them out."""
+        fitted = self.fitted(changes)
+        if approve is None:
+            return self.store.write(tenant, fitted, self.limits)
+        return self._landed(tenant, lambda: fitted, approve)
+
+    def fitted(self, changes: Sequence[Change]) -> list[Change]:
+        """Return changes with the vectors of their texts."""
+        vectors = self.vectors([change.content.words for change in changes if change.operation != "retire"])
+        return [
             change if change.operation == "retire" else replace(change, vector=next(vectors))
             for change in changes
         ]
-        return self.store.write(tenant, fitted, self.limits, approve)
 
-    def _vectors(self, contents: Sequence[Content]) -> Any:
-        if self._embedder is None:
-            return iter([None] * len(contents))
-        return iter(self._embedder.embed([content.words for content in contents]))
+    def vectors(self, texts: Sequence[str]) -> Iterator[Vector | None]:
+        """Return the vector of each text; None without an embedder."""
+        return iter([None] * len(texts) if self._embedder is None else self._embedder.embed(texts))
+
+    def _landed(
+        self, tenant: str, make: Callable[[], Sequence[Change]], approve: Approval | None
+    ) -> list[EntryVersion]:
+        """Write what `make` returns for the present state, once it is approved.
+
+        Others do not wait for the approval, which sees a copy. If they have written meanwhile, it is asked
+        again, once.
+        """
+        for is_last in (False, True):
+            state = self.store.state(tenant)
+            changes = make()
+            if not changes:
+                return []
+            if approve is not None:
+                with self.store.trial(tenant, changes) as tried:
+                    approve(self.over(tried))
+            try:
+                return self.store.write(tenant, changes, self.limits, state)
+            except StateChanged:
+                if is_last:
+                    raise
+        raise AssertionError("unreachable")
 
     def revert(
         self,
@@ -215,7 +255,7 @@ class KnowledgeBase:
         entry: str,
         number: int,
         provenance: Provenance,
-        approve: Callable[[], None] | None = None,
+        approve: Approval | None = None,
     ) -> EntryVersion:
         """Append a version that repeats an earlier one."""
         before = self.store.version(tenant, EntryRef(entry, number))
@@ -223,26 +263,30 @@ class KnowledgeBase:
         return made
 
     def revert_to(
-        self, tenant: str, tag: str, provenance: Provenance, approve: Callable[[], None] | None = None
+        self, tenant: str, tag: str, provenance: Provenance, approve: Approval | None = None
     ) -> list[EntryVersion]:
         """Append versions to all entries that differ from the named state, so that they are as they were.
 
         What was created since is retired; what was erased since is gone.
         """
-        tags = self.store.tags(tenant)
-        if tag not in tags:
-            raise EntryNotFound(f"there is no tag {shown(tag)}")
-        then = self.store.state_at(tenant, tags[tag])
-        now = self.store.state_at(tenant, 2**62)
-        changes = []
-        for entry, head in sorted(now.items()):
-            before = then.get(entry)
-            if before is None:
-                if head.operation != "retire":
-                    changes.append(Change(head.content, provenance, entry, "retire"))
-            elif not _is_same(before, head):
-                changes.append(_repeated(before, provenance))
-        return self.write(tenant, changes, approve) if changes else []
+
+        def make() -> list[Change]:
+            tags = self.store.tags(tenant)
+            if tag not in tags:
+                raise EntryNotFound(f"there is no tag {shown(tag)}")
+            then = self.store.state_at(tenant, tags[tag])
+            now = self.store.state_at(tenant, 2**62)
+            changes = []
+            for entry, head in sorted(now.items()):
+                before = then.get(entry)
+                if before is None:
+                    if head.operation != "retire":
+                        changes.append(Change(head.content, provenance, entry, "retire"))
+                elif not _is_same(before, head):
+                    changes.append(_repeated(before, provenance))
+            return self.fitted(changes)
+
+        return self._landed(tenant, make, approve)
 
     def search(
         self,

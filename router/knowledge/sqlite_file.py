@@ -6,7 +6,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +18,8 @@ PRAGMAS = ("synchronous=FULL", "secure_delete=ON", "trusted_schema=OFF")
 
 
 WAL_TRIES = 100
+IN_MEMORY = Path(":memory:")
+"""The path of a file that only one thread uses, and that is gone when it is closed."""
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
@@ -37,18 +39,24 @@ def _use_wal(db: sqlite3.Connection) -> None:
         db.execute("ROLLBACK")
 
 
+def _make(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # to open and close it would end this process's locks on it
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
 class SqliteFile:
     """A file of one schema, made with mode 0600; each thread has a connection of its own. Thread-safe.
 
-    `schema`: statements, each ended by ";" and a line's end, run where the file is new. `form`: its
-    `user_version`. `busy_s`: how long a write waits for that of another. Raises `KnowledgeError` if
-    it cannot be opened; without `must_open` that is logged, and every use tries again.
+    `path`: or `IN_MEMORY`. `schemas`: what each format of the file, its `user_version`, adds
+    to the one before; statements that end with ";" and a line's end. An older file gets what it lacks.
+    `busy_s`: how long a write waits for that of another. Raises `KnowledgeError` if it cannot be opened;
+    without `must_open` that is logged, and every use tries again.
     """
 
-    def __init__(self, path: Path, schema: str, form: int, busy_s: float, must_open: bool = True) -> None:
+    def __init__(self, path: Path, schemas: Sequence[str], busy_s: float, must_open: bool = True) -> None:
         self.path = path
-        self._schema = schema
-        self._form = form
+        self._schemas = schemas
         self._busy_s = busy_s
         self._local = threading.local()
         self._lock = threading.Lock()  # of the list of connections
@@ -67,9 +75,8 @@ class SqliteFile:
             if self._is_open:
                 return
             try:
-                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                with suppress(FileExistsError):  # to open and close it would end this process's locks on it
-                    os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                if self.path != IN_MEMORY:
+                    _make(self.path)
                 self._connect()
                 self._prepare()
                 self._is_open = True
@@ -82,24 +89,26 @@ class SqliteFile:
     def _prepare(self) -> None:
         with self.transaction() as db:
             (found,) = db.execute("PRAGMA user_version").fetchone()
-            if found == 0:
-                for statement in self._schema.split(";\n"):
+            form = len(self._schemas)
+            if not 0 <= found <= form:
+                raise KnowledgeError(f"{self.path} has format {found}, and this version reads {form}")
+            for schema in self._schemas[found:]:
+                for statement in schema.split(";\n"):
                     db.execute(statement)
-                db.execute(f"PRAGMA user_version = {self._form}")
-            elif found != self._form:
-                raise KnowledgeError(f"{self.path} has format {found}, and this version reads {self._form}")
+            db.execute(f"PRAGMA user_version = {form}")
 
     def _connect(self) -> sqlite3.Connection:
         # mode=rw: a file that is gone must not come back empty, and for everyone to read.
         made = sqlite3.connect(
-            f"{self.path.absolute().as_uri()}?mode=rw",
+            str(IN_MEMORY) if self.path == IN_MEMORY else f"{self.path.absolute().as_uri()}?mode=rw",
             timeout=self._busy_s,
             isolation_level=None,
             check_same_thread=False,
             uri=True,
         )
         try:
-            _use_wal(made)
+            if self.path != IN_MEMORY:
+                _use_wal(made)
             for pragma in PRAGMAS:
                 made.execute(f"PRAGMA {pragma}")
         except BaseException:
@@ -195,9 +204,11 @@ class SqliteFile:
             with closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True)) as copy:
                 (found,) = copy.execute("PRAGMA user_version").fetchone()
                 (answer,) = copy.execute("PRAGMA integrity_check(1)").fetchone()
-                if found != self._form or answer != "ok":
-                    raise KnowledgeError(f"{source} is no whole backup of format {self._form}")
+                form = len(self._schemas)
+                if not 1 <= found <= form or answer != "ok":
+                    raise KnowledgeError(f"{source} is no whole backup of format {form} or before")
                 copy.backup(self.db)
+            self._prepare()
         except sqlite3.Error as error:
             raise KnowledgeError(f"the backup {source} could not be restored: {error}") from None
 

@@ -1,11 +1,24 @@
-"""The tables of the knowledge base's SQLite file."""
+"""The tables of the knowledge base's SQLite file, and what their rows say."""
 
 from __future__ import annotations
 
-FORMAT = 1
-"""`user_version` of the file."""
+import json
+import sqlite3
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, cast
 
-SCHEMA = """
+from configs.json_text import parse_json
+from router.knowledge.entries import Change, Content, EntryRef, EntryVersion, Kind, Operation, Provenance
+
+VERSION_BYTES = 128
+"""What a version takes of the quota beside its texts."""
+COLUMNS = (
+    "v.seq, v.entry, v.number, v.operation, v.kind, v.title, v.text, v.topics, v.who, v.why, v.turn, v.at_s,"
+    " v.of_number"
+)
+
+_ENTRIES = """
 CREATE TABLE tenants(number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL UNIQUE,
     changes INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE versions(seq INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, entry TEXT NOT NULL,
@@ -27,3 +40,91 @@ CREATE TABLE turns(id INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, s
     turn BLOB NOT NULL, front TEXT NOT NULL, beside TEXT NOT NULL, UNIQUE(tenant, session, turn));
 CREATE INDEX turns_with_front ON turns(tenant, id) WHERE front <> '[]';
 """
+
+_RECORDS = """
+CREATE TABLE records(id INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, kind TEXT NOT NULL,
+    record TEXT NOT NULL, turn TEXT NOT NULL, session BLOB NOT NULL, state TEXT NOT NULL, key BLOB NOT NULL,
+    at_s REAL NOT NULL, expires_s REAL NOT NULL, nbytes INTEGER NOT NULL, body TEXT NOT NULL,
+    embedder TEXT NOT NULL, vector BLOB, UNIQUE(tenant, kind, record));
+CREATE INDEX records_by_key ON records(tenant, kind, key);
+CREATE INDEX records_by_session ON records(tenant, session);
+CREATE INDEX records_by_turn ON records(tenant, turn);
+CREATE INDEX records_by_end ON records(expires_s);
+"""
+
+SCHEMAS = (_ENTRIES, _RECORDS)
+"""What each format of the file adds to the one before; the first one is format 1."""
+
+
+def copy_tenant(db: sqlite3.Connection, source: Path, tenant: str) -> None:
+    """Fill an empty database with the newest versions of a tenant, and with what finds them."""
+    db.execute("ATTACH ? AS source", (f"{source.absolute().as_uri()}?mode=ro",))
+    db.execute("BEGIN")  # one state of the source
+    own = "SELECT seq FROM source.heads WHERE tenant = ?"
+    for table in ("tenants", "heads"):
+        db.execute(f"INSERT INTO main.{table} SELECT * FROM source.{table} WHERE tenant = ?", (tenant,))
+    for table in ("versions", "vectors", "names"):
+        db.execute(f"INSERT INTO main.{table} SELECT * FROM source.{table} WHERE seq IN ({own})", (tenant,))
+    live = f"SELECT {COLUMNS} FROM main.versions v JOIN main.heads USING(seq) WHERE NOT is_retired"
+    rows = db.execute(live).fetchall()
+    for (number,) in db.execute("SELECT number FROM main.tenants").fetchall():
+        table = make_words(db, number)
+        for row in rows:
+            put_words(db, table, version_of(row))
+    db.execute("COMMIT")
+    db.execute("DETACH source")
+
+
+def make_words(db: sqlite3.Connection, number: int) -> str:
+    """Create a tenant's table of words and return its name; without a copy of the text: `versions` has it."""
+    db.execute(
+        f"CREATE VIRTUAL TABLE main.words_{number} USING fts5(title, text, topics, content='',"
+        " tokenize='porter unicode61 remove_diacritics 2')"
+    )
+    return f"words_{number}"
+
+
+def put_words(db: sqlite3.Connection, table: str, made: EntryVersion) -> None:
+    """Write a version into a table of words."""
+    content = made.content
+    db.execute(
+        f"INSERT INTO main.{table}(rowid, title, text, topics) VALUES(?, ?, ?, ?)",
+        (made.seq, content.title, content.text, " ".join(content.topics)),
+    )
+
+
+def version_bytes(change: Change) -> int:
+    """Return what a version takes of the quota: short texts in many versions fill a disk, too."""
+    origin = change.provenance
+    said = len(origin.why.encode()) + len((origin.turn or "").encode())
+    return change.content.nbytes + said + VERSION_BYTES
+
+
+def of_kinds(kinds: Collection[Kind]) -> str:
+    """Return a condition on the kind of `v`, with a mark for each of `kinds`; empty for all."""
+    return f"AND v.kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
+
+
+def version_of(row: tuple[Any, ...]) -> EntryVersion:
+    """Return a version, from a row of `COLUMNS`."""
+    seq, entry, number, operation, kind, title, text, topics, who, why, turn, at_s, of_number = row
+    content = Content(cast(Kind, kind), title, text, tuple(parse_json(topics)))
+    return EntryVersion(
+        EntryRef(entry, number),
+        cast(Operation, operation),
+        content,
+        Provenance(who, why, turn),
+        at_s,
+        seq,
+        of_number,
+    )
+
+
+def refs_of(text: str) -> tuple[EntryRef, ...]:
+    """Return the versions that `refs_text` wrote."""
+    return tuple(EntryRef(entry, number) for entry, number in parse_json(text))
+
+
+def refs_text(refs: Sequence[EntryRef]) -> str:
+    """Return versions as JSON."""
+    return json.dumps([[ref.entry, ref.number] for ref in refs], separators=(",", ":"))

@@ -14,44 +14,49 @@ import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
-from configs.json_text import parse_json
 from configs.optional_sections import KnowledgeSettings
 from router.knowledge.entries import (
+    Authorship,
     Change,
-    Content,
     EntryNotFound,
     EntryRef,
     EntryVersion,
     Kind,
     Limits,
-    Operation,
     PlacedTurn,
-    Provenance,
     QuotaExceeded,
+    StateChanged,
     Vector,
     VersionConflict,
     names_in,
     new_entry_id,
 )
-from router.knowledge.sqlite_file import SqliteFile
-from router.knowledge.sqlite_schema import FORMAT, SCHEMA
+from router.knowledge.sqlite_file import IN_MEMORY, SqliteFile
+from router.knowledge.sqlite_records import SqliteRecords
+from router.knowledge.sqlite_schema import (
+    COLUMNS,
+    SCHEMAS,
+    copy_tenant,
+    make_words,
+    of_kinds,
+    put_words,
+    refs_of,
+    refs_text,
+    version_bytes,
+    version_of,
+)
 
 FILE_NAME = "knowledge.sqlite"
-VERSION_BYTES = 128
-"""What a version takes of the quota beside its texts."""
 PRUNE_EVERY = 256
 PRUNE_SHARE = 0.1
-COLUMNS = (
-    "v.seq, v.entry, v.number, v.operation, v.kind, v.title, v.text, v.topics, v.who, v.why, v.turn, v.at_s,"
-    " v.of_number"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,9 @@ class _Matrix:
 class SqliteStore:
     """The store of one file, which several threads and processes may use at once.
 
-    `embedder`: name of what makes the vectors; those of another are not compared. `turns_max`: turns that
-    are remembered, all tenants together. `busy_s`: how long a write waits for that of another process.
+    `path`: or `IN_MEMORY`. `embedder`: name of what makes the vectors; those of another are not compared.
+    `turns_max`: turns that are remembered, all tenants together. `busy_s`: how long a write waits for that of
+    another process.
     `clock`: Unix time. The file is made with mode 0600. Raises `KnowledgeError` if it cannot be used;
     without `must_open` each call does.
     """
@@ -93,23 +99,22 @@ class SqliteStore:
         self._turns_max = turns_max
         self._vectors_bytes_max = vectors_bytes_max
         self._clock = clock
-        self._file = SqliteFile(path, SCHEMA, FORMAT, busy_s, must_open)
-        self._drafts = threading.local()  # vectors of a transaction under way
+        self._file = SqliteFile(path, SCHEMAS, busy_s, must_open)
+        self.records = SqliteRecords(self._file, embedder, clock)
         self._lock = threading.Lock()  # of what follows
         self._matrices: OrderedDict[str, _Matrix] = OrderedDict()
         self._notes = 0
 
+    def transaction(self) -> AbstractContextManager[object]:
+        return self._file.transaction()
+
     def write(
-        self,
-        tenant: str,
-        changes: Sequence[Change],
-        limits: Limits,
-        approve: Callable[[], None] | None = None,
+        self, tenant: str, changes: Sequence[Change], limits: Limits, since: int | None = None
     ) -> list[EntryVersion]:
-        self._drafts.matrix = None
         with self._file.transaction() as db:
-            table = self._words_table(db, tenant, create=True)
-            made = [self._append(db, tenant, table, change) for change in changes]
+            if since is not None and self.state(tenant) != since:
+                raise StateChanged("others have changed the knowledge base in between")
+            made = self._apply(db, tenant, changes)
             (entries,) = db.execute(
                 "SELECT count(*) FROM heads WHERE tenant = ? AND NOT is_retired", (tenant,)
             ).fetchone()
@@ -124,10 +129,44 @@ class SqliteStore:
                 raise QuotaExceeded(
                     f"all versions would take {nbytes} bytes of {limits.bytes_max} (knowledge.bytes_max)"
                 )
-            self._changed(db, tenant)
-            if approve is not None:
-                approve()
         return made
+
+    def _apply(self, db: sqlite3.Connection, tenant: str, changes: Sequence[Change]) -> list[EntryVersion]:
+        table = self._words_table(db, tenant, create=True)
+        made = [self._append(db, tenant, table, change) for change in changes]
+        self._changed(db, tenant)
+        return made
+
+    def state(self, tenant: str) -> int:
+        with self._file.reading() as db:
+            found = db.execute("SELECT changes FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+        return 0 if found is None else int(found[0])
+
+    @contextmanager
+    def trial(self, tenant: str, changes: Sequence[Change]) -> Iterator[SqliteStore]:
+        assert self.path != IN_MEMORY, "a trial of a trial"
+        copy = SqliteStore(IN_MEMORY, embedder=self._embedder, clock=self._clock)
+        try:
+            with copy._file.reading() as db:
+                copy_tenant(db, self.path, tenant)
+            with copy._file.transaction() as db:
+                copy._apply(db, tenant, changes)
+            yield copy
+        finally:
+            copy.close()
+
+    def authorship(self, tenant: str, who: str, since_s: float) -> Authorship:
+        with self._file.reading() as db:
+            (entries, own) = db.execute(
+                "SELECT count(*), coalesce(sum(v.who = ?), 0) FROM heads h JOIN versions v USING(seq)"
+                " WHERE h.tenant = ? AND NOT h.is_retired",
+                (who, tenant),
+            ).fetchone()
+            (lately,) = db.execute(
+                "SELECT count(*) FROM versions WHERE tenant = ? AND who = ? AND at_s >= ?",
+                (tenant, who, since_s),
+            ).fetchone()
+        return Authorship(entries, own, lately)
 
     def _append(self, db: sqlite3.Connection, tenant: str, table: str, change: Change) -> EntryVersion:
         entry, number, before = change.entry, 1, None
@@ -149,7 +188,7 @@ class SqliteStore:
         cursor = db.execute(
             "INSERT INTO versions(tenant, entry, number, operation, kind, title, text, topics, who, why,"
             " turn, at_s, of_number, nbytes) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*row, origin.who, origin.why, origin.turn, at_s, change.of_number, _nbytes(change)),
+            (*row, origin.who, origin.why, origin.turn, at_s, change.of_number, version_bytes(change)),
         )
         seq = cast(int, cursor.lastrowid)
         made = EntryVersion(
@@ -170,14 +209,10 @@ class SqliteStore:
     def _index(
         self, db: sqlite3.Connection, tenant: str, table: str, made: EntryVersion, vector: Vector | None
     ) -> None:
-        content = made.content
-        db.execute(
-            f"INSERT INTO {table}(rowid, title, text, topics) VALUES(?, ?, ?, ?)",
-            (made.seq, content.title, content.text, " ".join(content.topics)),
-        )
+        put_words(db, table, made)
         db.executemany(
             "INSERT INTO names(tenant, name, seq) VALUES(?, ?, ?)",
-            [(tenant, name, made.seq) for name in names_in(content.words)],
+            [(tenant, name, made.seq) for name in names_in(made.content.words)],
         )
         if vector is not None:
             self._put_vector(db, tenant, made.seq, vector)
@@ -210,12 +245,7 @@ class SqliteStore:
         number = db.execute(
             "INSERT INTO tenants(tenant, changes) VALUES(?, abs(random() % 1000000000))", (tenant,)
         ).lastrowid
-        # Without a copy of the text: `versions` has it.
-        db.execute(
-            f"CREATE VIRTUAL TABLE words_{number} USING fts5(title, text, topics, content='',"
-            " tokenize='porter unicode61 remove_diacritics 2')"
-        )
-        return f"words_{number}"
+        return make_words(db, cast(int, number))
 
     def _changed(self, db: sqlite3.Connection, tenant: str) -> None:
         db.execute("UPDATE tenants SET changes = changes + 1 WHERE tenant = ?", (tenant,))
@@ -225,7 +255,7 @@ class SqliteStore:
             f"SELECT {COLUMNS} FROM heads h JOIN versions v USING(seq) WHERE h.tenant = ? AND h.entry = ?",
             (tenant, entry),
         ).fetchone()
-        return None if row is None else _version(row)
+        return None if row is None else version_of(row)
 
     def head(self, tenant: str, entry: str) -> EntryVersion:
         with self._file.reading() as db:
@@ -249,18 +279,21 @@ class SqliteStore:
                     (tenant, ref.entry, ref.number),
                 ).fetchone()
                 if row is not None:
-                    found[ref] = _version(row)
+                    found[ref] = version_of(row)
         return found
 
-    def history(self, tenant: str, entry: str) -> list[EntryVersion]:
+    def history(
+        self, tenant: str, entry: str, *, limit: int | None = None, before: int | None = None
+    ) -> list[EntryVersion]:
         with self._file.reading() as db:
             rows = db.execute(
-                f"SELECT {COLUMNS} FROM versions v WHERE tenant = ? AND entry = ? ORDER BY number",
-                (tenant, entry),
+                f"SELECT {COLUMNS} FROM versions v WHERE tenant = ? AND entry = ? AND number < ?"
+                " ORDER BY number DESC LIMIT ?",
+                (tenant, entry, 2**62 if before is None else before, -1 if limit is None else limit),
             ).fetchall()
         if not rows:
-            raise EntryNotFound(f"there is no entry {entry}")
-        return [_version(row) for row in rows]
+            self.head(tenant, entry)  # raises if there is none
+        return [version_of(row) for row in reversed(rows)]
 
     def heads(
         self, tenant: str, *, kinds: Collection[Kind] = (), limit: int | None = None, after: str = ""
@@ -268,10 +301,10 @@ class SqliteStore:
         with self._file.reading() as db:
             rows = db.execute(
                 f"SELECT {COLUMNS} FROM heads h JOIN versions v USING(seq) WHERE h.tenant = ? AND h.entry > ?"
-                f" AND NOT h.is_retired {_of_kinds(kinds)} ORDER BY h.entry LIMIT ?",
+                f" AND NOT h.is_retired {of_kinds(kinds)} ORDER BY h.entry LIMIT ?",
                 (tenant, after, *kinds, -1 if limit is None else limit),
             ).fetchall()
-        return [_version(row) for row in rows]
+        return [version_of(row) for row in rows]
 
     def by_words(
         self, tenant: str, words: Sequence[str], kinds: Collection[Kind], limit: int
@@ -284,7 +317,7 @@ class SqliteStore:
             # The id decides between equals: it does not change when a version is reverted.
             rows = db.execute(
                 f"SELECT v.entry, v.number, bm25({table}, 3.0, 1.0, 2.0) AS score FROM {table}"
-                f" JOIN versions v ON v.seq = {table}.rowid WHERE {table} MATCH ? {_of_kinds(kinds)}"
+                f" JOIN versions v ON v.seq = {table}.rowid WHERE {table} MATCH ? {of_kinds(kinds)}"
                 " ORDER BY score, v.entry LIMIT ?",
                 (asked, *kinds, limit),
             ).fetchall()
@@ -305,13 +338,8 @@ class SqliteStore:
 
     def _matrix(self, tenant: str) -> _Matrix:
         with self._file.reading() as db:
-            found = db.execute("SELECT changes FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
-            changes = 0 if found is None else found[0]
+            changes = self.state(tenant)
             is_writing = self._file.is_writing  # what is not committed must not be kept
-            if is_writing:
-                draft: tuple[str, _Matrix] | None = getattr(self._drafts, "matrix", None)
-                if draft is not None and draft[0] == tenant and draft[1].changes == changes:
-                    return draft[1]
             with self._lock:
                 kept = self._matrices.get(tenant)
                 if kept is not None and kept.changes == changes and not is_writing:
@@ -329,9 +357,7 @@ class SqliteStore:
             [row[2] for row in rows],
             np.stack(vectors) if vectors else np.zeros((0, 0), np.float32),
         )
-        if is_writing:
-            self._drafts.matrix = (tenant, matrix)
-        else:
+        if not is_writing:
             with self._lock:
                 self._matrices[tenant] = matrix
                 self._matrices.move_to_end(tenant)
@@ -351,7 +377,7 @@ class SqliteStore:
             for name in dict.fromkeys(names):
                 rows = db.execute(
                     "SELECT v.entry, v.number FROM names n JOIN versions v USING(seq) WHERE n.tenant = ? AND"
-                    f" n.name = ? {_of_kinds(kinds)}",
+                    f" n.name = ? {of_kinds(kinds)}",
                     (tenant, name, *kinds),
                 ).fetchall()
                 for entry, number in rows:
@@ -376,7 +402,7 @@ class SqliteStore:
                 " WHERE h.tenant = ? AND NOT h.is_retired AND x.embedder IS NOT ? LIMIT ?",
                 (tenant, self._embedder, limit),
             ).fetchall()
-        return [_version(row) for row in rows]
+        return [version_of(row) for row in rows]
 
     def put_vectors(self, tenant: str, vectors: Sequence[tuple[EntryRef, Vector]]) -> None:
         with self._file.transaction() as db:
@@ -397,12 +423,17 @@ class SqliteStore:
             found = [(one, head) for one in entries if (head := self._head(db, tenant, one)) is not None]
             for one, head in found:
                 self._unindex(db, table, head)
+                db.execute(
+                    "DELETE FROM records WHERE tenant = ? AND turn IN (SELECT turn FROM versions"
+                    " WHERE tenant = ? AND entry = ?)",
+                    (tenant, tenant, one),
+                )
                 db.execute("DELETE FROM heads WHERE tenant = ? AND entry = ?", (tenant, one))
                 db.execute("DELETE FROM versions WHERE tenant = ? AND entry = ?", (tenant, one))
             if entry is None:
                 if table:
                     db.execute(f"DROP TABLE {table}")
-                for other in ("tenants", "tags", "turns"):
+                for other in ("tenants", "tags", "turns", "records"):
                     db.execute(f"DELETE FROM {other} WHERE tenant = ?", (tenant,))
             elif found:
                 # The index keeps the words of what was deleted until its parts are merged into one.
@@ -439,7 +470,7 @@ class SqliteStore:
                 " (SELECT max(seq) FROM versions WHERE tenant = ? AND seq <= ? GROUP BY entry)",
                 (tenant, seq),
             ).fetchall()
-        return {version.ref.entry: version for version in map(_version, rows)}
+        return {version.ref.entry: version for version in map(version_of, rows)}
 
     def turns(self, tenant: str, session: bytes, keys: Sequence[bytes]) -> dict[bytes, PlacedTurn]:
         found = {}
@@ -450,7 +481,7 @@ class SqliteStore:
         wanted = set(keys)
         for key, front, beside in rows:
             if key in wanted:
-                found[key] = PlacedTurn(_refs(front), _refs(beside))
+                found[key] = PlacedTurn(refs_of(front), refs_of(beside))
         return found
 
     def note_turn(self, tenant: str, session: bytes, key: bytes, placed: PlacedTurn) -> None:
@@ -458,7 +489,7 @@ class SqliteStore:
             self._words_table(db, tenant, create=True)
             db.execute(
                 "INSERT OR REPLACE INTO turns(tenant, session, turn, front, beside) VALUES(?, ?, ?, ?, ?)",
-                (tenant, session, key, _refs_text(placed.front), _refs_text(placed.beside)),
+                (tenant, session, key, refs_text(placed.front), refs_text(placed.beside)),
             )
             with self._lock:
                 self._notes += 1
@@ -485,14 +516,17 @@ class SqliteStore:
                 "SELECT front FROM turns WHERE tenant = ? AND front <> '[]' ORDER BY id DESC LIMIT ?",
                 (tenant, limit),
             ).fetchall()
-        return [_refs(text) for text in dict.fromkeys(row[0] for row in rows)]
+        return [refs_of(text) for text in dict.fromkeys(row[0] for row in rows)]
 
     def forget_sessions(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         with self._file.transaction() as db:
             if sessions is None:
                 db.execute("DELETE FROM turns WHERE tenant = ?", (tenant,))
+                db.execute("DELETE FROM records WHERE tenant = ? AND session <> x''", (tenant,))
             for session in sessions or ():
-                db.execute("DELETE FROM turns WHERE tenant = ? AND session = ?", (tenant, session))
+                for table in ("turns", "records"):
+                    db.execute(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", (tenant, session))
+        self._file.empty_log()  # records have texts
 
     def backup(self, target: Path) -> None:
         """Copy the store into a new file while it is in use. Raises `KnowledgeError` if `target` exists."""
@@ -535,49 +569,20 @@ class SqliteStore:
             self._matrices.clear()
 
 
+def store_file(settings: KnowledgeSettings, cache_dir: Path) -> Path:
+    """Return the path of the file that the settings name. `cache_dir`: `model.cache_dir`."""
+    return (settings.dir or cache_dir / "knowledge").expanduser() / FILE_NAME
+
+
 def open_store(
     settings: KnowledgeSettings, cache_dir: Path, embedder: str = "", must_open: bool = True
 ) -> SqliteStore:
     """Open the store that the settings name. `cache_dir`: `model.cache_dir`. See `SqliteStore`."""
-    folder = (settings.dir or cache_dir / "knowledge").expanduser()
     return SqliteStore(
-        folder / FILE_NAME,
+        store_file(settings, cache_dir),
         embedder=embedder,
         turns_max=settings.turns_max,
         vectors_bytes_max=settings.vectors_bytes_max,
         busy_s=settings.busy_s,
         must_open=must_open,
     )
-
-
-def _nbytes(change: Change) -> int:
-    """Return what a version takes of the quota: short texts in many versions fill a disk, too."""
-    origin = change.provenance
-    said = len(origin.why.encode()) + len((origin.turn or "").encode())
-    return change.content.nbytes + said + VERSION_BYTES
-
-
-def _of_kinds(kinds: Collection[Kind]) -> str:
-    return f"AND v.kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
-
-
-def _version(row: tuple[Any, ...]) -> EntryVersion:
-    seq, entry, number, operation, kind, title, text, topics, who, why, turn, at_s, of_number = row
-    content = Content(cast(Kind, kind), title, text, tuple(parse_json(topics)))
-    return EntryVersion(
-        EntryRef(entry, number),
-        cast(Operation, operation),
-        content,
-        Provenance(who, why, turn),
-        at_s,
-        seq,
-        of_number,
-    )
-
-
-def _refs(text: str) -> tuple[EntryRef, ...]:
-    return tuple(EntryRef(entry, number) for entry, number in parse_json(text))
-
-
-def _refs_text(refs: Sequence[EntryRef]) -> str:
-    return json.dumps([[ref.entry, ref.number] for ref in refs], separators=(",", ":"))
