@@ -28,7 +28,7 @@ from cluster.cli.options import (
 if TYPE_CHECKING:
     import httpx
 
-    from router.knowledge import SqliteStore
+    from router.knowledge import KnowledgeStore
 
 ROUTE = "/v1/knowledge"
 TIMEOUT_S = 300.0
@@ -291,7 +291,7 @@ def _change(was: dict[str, Any], now: dict[str, Any]) -> str:
 
 @kb.command(cls=Command)
 def backup(target: Annotated[Path, typer.Argument(help="a new file")], config: ConfigOption = None) -> None:
-    """Copy this machine's store into a file, while it is in use: all tenants, all versions."""
+    """Copy the store that the settings name into a file, while it is in use: all tenants, all versions."""
     _local(config, lambda store: store.backup(target))
 
 
@@ -299,21 +299,28 @@ def backup(target: Annotated[Path, typer.Argument(help="a new file")], config: C
 def restore(
     source: Annotated[Path, typer.Argument(help="a file of `samovar kb backup`")], config: ConfigOption = None
 ) -> None:
-    """Replace all that is in this machine's store by a backup."""
+    """Replace all that is in the store that the settings name by a backup, also one of the other kind of store."""
     _local(config, lambda store: store.restore(source))
 
 
+@kb.command(cls=Command)
+def compact(config: ConfigOption = None) -> None:
+    """Write the store's tables anew, so that no file of theirs has bytes of what was erased. Others wait meanwhile."""
+    _local(config, lambda store: store.compact())
+
+
 def _local(config: str | None, work: Any) -> None:
+    from configs.extras import ExtraMissing
     from router.knowledge import KnowledgeError, open_store
 
     settings = load_or_exit(config, None, None, None, None, []).settings
     try:
-        store: SqliteStore = open_store(settings.knowledge, settings.model.cache_dir)
+        store: KnowledgeStore = open_store(settings.knowledge, settings.model.cache_dir)
         try:
             work(store)
         finally:
             store.close()
-    except KnowledgeError as error:
+    except (KnowledgeError, ExtraMissing) as error:
         _exit(str(error), EXIT_FAILED)
 
 

@@ -1,5 +1,5 @@
-"""The knowledge base of several machines, in PostgreSQL. Imported only where `knowledge.postgres.url` is set."""
+"""The knowledge base of several machines, in PostgreSQL. Its client is loaded where `knowledge.postgres.url` is set."""
 
-from router.knowledge.postgres.store import PostgresStore
+from router.knowledge.postgres.opening import open_store
 
-__all__ = ["PostgresStore"]
+__all__ = ["open_store"]

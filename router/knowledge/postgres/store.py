@@ -40,6 +40,7 @@ from router.knowledge.postgres.records import PostgresRecords
 from router.knowledge.postgres.schema import VECTORS
 from router.knowledge.postgres.transfer import backup, copy_newest, restore
 from router.knowledge.postgres.words import Tokenizer, best
+from router.knowledge.sqlite_file import IN_MEMORY
 from router.knowledge.sqlite_schema import COLUMNS, refs_of, refs_text, version_bytes, version_of
 from router.knowledge.sqlite_store import SqliteStore
 
@@ -416,7 +417,8 @@ class PostgresStore:
     @contextmanager
     def trial(self, tenant: str, changes: Sequence[Change]) -> Iterator[SqliteStore]:
         # A copy in memory: both stores rank alike, and the database has no lock to hold meanwhile.
-        copy, has_vectors = SqliteStore(None, embedder=self._embedder, clock=self._clock), self._database.has(VECTORS)
+        copy = SqliteStore(IN_MEMORY, embedder=self._embedder, clock=self._clock)
+        has_vectors = self._database.has(VECTORS)
         try:
             with self._database.transaction(tenant, "snapshot") as db, copy.transaction() as to:
                 copy_newest(db, to, tenant, has_vectors)

@@ -19,7 +19,7 @@ from router.knowledge import (
     Provenance,
     SqliteStore,
 )
-from router.knowledge.postgres import PostgresStore
+from router.knowledge.postgres.store import PostgresStore
 
 if TYPE_CHECKING:
     from tests.support.services.postgres_server import PostgresServer
@@ -116,9 +116,9 @@ class PostgresDesk(Desk):
         """In rows of any table, and in the planner's samples of them."""
         told = []
         with self.server.superuser("samovar") as db:
-            db.execute("ANALYZE")
             tables = db.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s", (self.schema,))
             for (table,) in tables.fetchall():
+                db.execute(f"ANALYZE {self.schema}.{table}")
                 told += db.execute(f"SELECT t::text FROM {self.schema}.{table} t").fetchall()
             told += db.execute("SELECT row(s.*)::text FROM pg_statistic s").fetchall()
         raw = "\n".join(row[0] for row in told).encode().lower()
