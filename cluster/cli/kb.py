@@ -299,13 +299,13 @@ def backup(target: Annotated[Path, typer.Argument(help="a new file")], config: C
 def restore(
     source: Annotated[Path, typer.Argument(help="a file of `samovar kb backup`")], config: ConfigOption = None
 ) -> None:
-    """Replace all that is in the store that the settings name by a backup, also one of the other kind of store."""
+    """Replace all that is in the store that the settings name by a backup, of either kind of store."""
     _local(config, lambda store: store.restore(source))
 
 
 @kb.command(cls=Command)
 def compact(config: ConfigOption = None) -> None:
-    """Write the store's tables anew, so that no file of theirs has bytes of what was erased. Others wait meanwhile."""
+    """Write the store anew, so that its files have no byte of what was erased. Others wait meanwhile."""
     _local(config, lambda store: store.compact())
 
 

@@ -379,7 +379,7 @@ class KnowledgeStore(Protocol):
         ...
 
     def backup(self, target: Path) -> None:
-        """Copy the store into a new file while it is in use; a backup of one store can be restored to another."""
+        """Copy the store into a new file while it is in use; stores of any kind can restore it."""
         ...
 
     def restore(self, source: Path) -> None:

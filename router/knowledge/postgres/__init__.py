@@ -1,4 +1,4 @@
-"""The knowledge base of several machines, in PostgreSQL. Its client is loaded where `knowledge.postgres.url` is set."""
+"""The knowledge base of several machines, in PostgreSQL. Its client is loaded where it is used."""
 
 from router.knowledge.postgres.opening import open_store
 

@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL: a bounded number, each with a bound of every wait, and quick to say that none can be had."""
+"""Connections to PostgreSQL: a bounded number, and a bound of every wait."""
 
 from __future__ import annotations
 

@@ -35,16 +35,16 @@ MODES: dict[Mode, LiteralString] = {
 }
 REWRITE_S = 24 * 3600.0
 NO_VECTOR = (
-    "the database has no extension `vector`: install pgvector and let a superuser run CREATE EXTENSION vector "
-    "in it, or set knowledge.embedder=none"
+    "the database has no extension `vector`: install pgvector and let a superuser run CREATE EXTENSION "
+    "vector in it, or set knowledge.embedder=none"
 )
 
 
 class Database:
     """Transactions over a bounded number of connections. Thread-safe.
 
-    `busy_s`: how long a write waits for that of another. `has_vectors`: whether there are vectors. Raises `KnowledgeError` if it cannot be opened; without `must_open` that is logged, and every
-    use tries again.
+    `busy_s`: how long a write waits for that of another. `has_vectors`: whether there are vectors. Raises
+    `KnowledgeError` if it cannot be opened; without `must_open` that is logged, and every use tries again.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Database:
     def transaction(self, tenant: str, mode: Mode = "write") -> Iterator[Connection]:
         """Give a connection whose statements see a tenant's rows only.
 
-        What is written is kept as a whole or not at all; "snapshot": all statements see one state. In a thread
-        that is within a transaction, it is a part of that one. Raises `KnowledgeError` for what PostgreSQL
-        raises.
+        What is written is kept as a whole or not at all; "snapshot": all statements see one state. In a
+        thread that is within a transaction, it is a part of that one. Raises `KnowledgeError` for what
+        PostgreSQL raises.
         """
         current: Connection | None = getattr(self._local, "current", None)
         if current is not None:
@@ -153,7 +153,9 @@ class Database:
             ended = connection.execute("COMMIT").statusmessage
         except psycopg.Error as error:
             if writes and connection.closed:
-                message = "the database went away while it kept a change: look whether it did, before you repeat it"
+                message = (
+                    "the database went away while it kept a change: look whether it did, before you repeat it"
+                )
                 raise KnowledgeError(message) from None
             raise self._connections.told(error) from None
         if ended != "COMMIT":
@@ -179,7 +181,9 @@ class Database:
             self._alone("VACUUM (FULL) {}", table, REWRITE_S)
 
     def _tables(self) -> list[str]:
-        return [f"{self.schema}.{table}" for table in (*TABLES, VECTORS) if table != VECTORS or self.has(VECTORS)]
+        return [
+            f"{self.schema}.{table}" for table in (*TABLES, VECTORS) if table != VECTORS or self.has(VECTORS)
+        ]
 
     def _alone(self, statement: LiteralString, what: str, answer_s: float | None = None) -> None:
         """Run what PostgreSQL runs in no transaction."""
@@ -235,7 +239,9 @@ class Database:
         return found
 
     def _is_there(self, db: Connection, table: str) -> bool:
-        return db.execute("SELECT to_regclass(%s)", (f"{self.schema}.{table}",)).fetchone() != (None,)
+        # Not by to_regclass(): it may answer from before another ingress made the table.
+        query = "SELECT FROM pg_catalog.pg_tables WHERE schemaname = %s AND tablename = %s"
+        return db.execute(query, (self.schema, table)).fetchone() is not None
 
     def _migrate(self, db: Connection, found: int) -> None:
         if found == 0:

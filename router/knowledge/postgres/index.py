@@ -17,12 +17,18 @@ def index(
     tokenizer: Tokenizer,
     embedder: str,
 ) -> None:
-    """Write heads that are there in place of those before, and what finds them; retired ones are found by nothing.
+    """Write new heads, and what finds them; retired ones are found by nothing.
 
     All in a few statements, whatever their number.
     """
     live = [one for one in made if one.operation != "retire"]
-    cut = dict(zip((one.seq for one in live), tokenizer.tokens([columns_of(one.content) for one in live]), strict=True))
+    cut = dict(
+        zip(
+            (one.seq for one in live),
+            tokenizer.tokens([columns_of(one.content) for one in live]),
+            strict=True,
+        )
+    )
     db.execute(
         "INSERT INTO heads(tenant, entry, seq, is_retired, tokens) SELECT %s, h.*"
         " FROM unnest(%s::text[], %s::bigint[], %s::bool[], %s::int[]) AS h",

@@ -1,4 +1,4 @@
-"""Opens the store that the settings name: a file of this machine, or a PostgreSQL that several machines share."""
+"""Opens the store that the settings name: a file of this machine, or a PostgreSQL that several share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def open_store(
 ) -> KnowledgeStore:
     """Open the store that the settings name. `cache_dir`: `model.cache_dir`.
 
-    See `SqliteStore` and `PostgresStore`. Raises `KnowledgeError`, and `ExtraMissing` if PostgreSQL's client is
-    not installed.
+    See `SqliteStore` and `PostgresStore`. Raises `KnowledgeError`, and `ExtraMissing` if PostgreSQL's client
+    is not installed.
     """
     if settings.postgres.url is not None:
         require("psycopg", "knowledge.postgres.url")

@@ -40,9 +40,9 @@ class PostgresRecords:
                 f"INSERT INTO records(tenant, {COLUMNS}, nbytes)"
                 " VALUES(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
                 " ON CONFLICT(tenant, kind, record) DO UPDATE SET body = excluded.body, turn = excluded.turn,"
-                " session = excluded.session, state = excluded.state, key = excluded.key, at_s = excluded.at_s,"
-                " expires_s = excluded.expires_s, embedder = excluded.embedder, vector = excluded.vector,"
-                " nbytes = excluded.nbytes",
+                " session = excluded.session, state = excluded.state, key = excluded.key,"
+                " at_s = excluded.at_s, expires_s = excluded.expires_s, embedder = excluded.embedder,"
+                " vector = excluded.vector, nbytes = excluded.nbytes",
                 (tenant, *values, self._embedder, vector, record.nbytes),
             )
             self._make_room(db, tenant, record, bounds)

@@ -49,7 +49,7 @@ CREATE TABLE names(tenant text COLLATE "C" NOT NULL, name text COLLATE "C" NOT N
     PRIMARY KEY(tenant, name, seq));
 CREATE INDEX names_of ON names(seq);
 CREATE TABLE postings(tenant text COLLATE "C" NOT NULL, term text COLLATE "C" NOT NULL, seq bigint NOT NULL,
-    weight double precision NOT NULL, places integer[] NOT NULL, PRIMARY KEY(tenant, term, seq));
+    weight real NOT NULL, places integer[] NOT NULL, PRIMARY KEY(tenant, term, seq) INCLUDE (weight));
 CREATE INDEX postings_of ON postings(seq);
 CREATE TABLE tags(tenant text COLLATE "C" NOT NULL, name text COLLATE "C" NOT NULL, seq bigint NOT NULL,
     PRIMARY KEY(tenant, name));

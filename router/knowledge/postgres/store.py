@@ -1,4 +1,4 @@
-"""A `KnowledgeStore` in PostgreSQL, for the ingresses of several machines: words by BM25, meaning by pgvector.
+"""A `KnowledgeStore` in PostgreSQL, for the ingresses of several machines.
 
 Nothing is kept in memory, so no ingress has to hear of another's writes. Two walls stand between tenants:
 each statement names its tenant, and each table shows a transaction the rows of its tenant only.
@@ -113,7 +113,7 @@ class PostgresStore:
         return made
 
     def _changed(self, db: Connection, tenant: str) -> int:
-        """Count a change of the tenant's state and return the count before; other writers of it wait from here on."""
+        """Count a change of the tenant's state, let its other writers wait, and return the count before."""
         row = db.execute(
             "INSERT INTO tenants(tenant, changes) VALUES(%s, %s) ON CONFLICT(tenant)"
             " DO UPDATE SET changes = tenants.changes + 1 RETURNING changes - 1, xmax = 0",
@@ -142,14 +142,15 @@ class PostgresStore:
                 raise EntryNotFound(f"there is no entry {entry}")
             elif change.base is not None and change.base != heads[entry]:
                 raise VersionConflict(
-                    f"version {heads[entry]} of {entry} is the newest, and the change is based on {change.base}"
+                    f"version {heads[entry]} of {entry} is the newest, and the change is based on "
+                    f"{change.base}"
                 )
             heads[entry] = heads.get(entry, 0) + 1
             numbered.append((EntryRef(entry, heads[entry]), change))
         cursor = db.cursor()
         cursor.executemany(
-            "INSERT INTO versions(tenant, entry, number, operation, kind, title, text, topics, who, why, turn,"
-            " at_s, of_number, nbytes) VALUES(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+            "INSERT INTO versions(tenant, entry, number, operation, kind, title, text, topics, who, why,"
+            " turn, at_s, of_number, nbytes) VALUES(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
             " RETURNING seq",
             [_row(tenant, ref, change, at_s) for ref, change in numbered],
             returning=True,
@@ -183,8 +184,8 @@ class PostgresStore:
         with self._database.transaction(tenant, "read") as db:
             entries, own = _one(
                 db.execute(
-                    "SELECT count(*), count(*) FILTER (WHERE v.who = %s) FROM heads h JOIN versions v USING(seq)"
-                    " WHERE h.tenant = %s AND NOT h.is_retired",
+                    "SELECT count(*), count(*) FILTER (WHERE v.who = %s) FROM heads h"
+                    " JOIN versions v USING(seq) WHERE h.tenant = %s AND NOT h.is_retired",
                     (who, tenant),
                 )
             )
@@ -204,7 +205,9 @@ class PostgresStore:
             raise EntryNotFound(f"there is no entry {entry}")
         return found[0]
 
-    def _versions(self, tenant: str, tables: str, condition: str, values: Sequence[Any]) -> list[EntryVersion]:
+    def _versions(
+        self, tenant: str, tables: str, condition: str, values: Sequence[Any]
+    ) -> list[EntryVersion]:
         with self._database.transaction(tenant, "read") as db:
             rows = db.execute(f"SELECT {COLUMNS} FROM {tables} WHERE {condition}", values).fetchall()
         return [version_of(row) for row in rows]
@@ -261,9 +264,9 @@ class PostgresStore:
         with self._database.transaction(tenant, "read") as db:
             # Vectors have length 1: the inner product is the cosine, and 0 for a text without words.
             rows = db.execute(
-                "SELECT v.entry, v.number, -(x.vector <#> %s::vector) FROM vectors x JOIN versions v USING(seq)"
-                f" WHERE x.tenant = %s AND x.embedder = %s AND vector_dims(x.vector) = %s AND {OF_KINDS}"
-                " ORDER BY 3 DESC, v.entry LIMIT %s",
+                "SELECT v.entry, v.number, -(x.vector <#> %s::vector) FROM vectors x"
+                " JOIN versions v USING(seq) WHERE x.tenant = %s AND x.embedder = %s"
+                f" AND vector_dims(x.vector) = %s AND {OF_KINDS} ORDER BY 3 DESC, v.entry LIMIT %s",
                 (as_text(vector), tenant, self._embedder, len(vector), *_kinds(kinds), limit),
             ).fetchall()
         return [(EntryRef(entry, number), cosine) for entry, number, cosine in rows]
@@ -302,7 +305,8 @@ class PostgresStore:
         with self._database.transaction(tenant) as db:
             self._changed(db, tenant)
             db.execute(
-                "INSERT INTO vectors(seq, tenant, embedder, vector) SELECT h.seq, h.tenant, %s, x.vector::vector"
+                "INSERT INTO vectors(seq, tenant, embedder, vector)"
+                " SELECT h.seq, h.tenant, %s, x.vector::vector"
                 " FROM unnest(%s::text[], %s::int[], %s::text[]) AS x(entry, number, vector)"
                 " JOIN versions v USING(entry, number) JOIN heads h USING(seq)"
                 " WHERE h.tenant = %s AND NOT h.is_retired ON CONFLICT(seq)"
@@ -332,7 +336,9 @@ class PostgresStore:
     def tag(self, tenant: str, name: str, limits: Limits) -> int:
         with self._database.transaction(tenant) as db:
             self._changed(db, tenant)  # no write is under way: all versions up to the newest are there
-            (seq,) = _one(db.execute("SELECT coalesce(max(seq), 0) FROM versions WHERE tenant = %s", (tenant,)))
+            (seq,) = _one(
+                db.execute("SELECT coalesce(max(seq), 0) FROM versions WHERE tenant = %s", (tenant,))
+            )
             (count,) = _one(
                 db.execute("SELECT count(*) FROM tags WHERE tenant = %s AND name <> %s", (tenant, name))
             )
@@ -411,7 +417,8 @@ class PostgresStore:
             else:
                 for table in ("turns", "records"):
                     db.execute(
-                        f"DELETE FROM {table} WHERE tenant = %s AND session = ANY(%s)", (tenant, list(sessions))
+                        f"DELETE FROM {table} WHERE tenant = %s AND session = ANY(%s)",
+                        (tenant, list(sessions)),
                     )
 
     @contextmanager
@@ -436,7 +443,7 @@ class PostgresStore:
         restore(self._database, source, self._tokenizer)
 
     def compact(self) -> None:
-        """Write all tables anew, so that their files hold nothing of what was erased; others wait meanwhile."""
+        """Write all tables anew, so that their files hold nothing of what was erased; others wait."""
         self._database.rewrite()
 
     def check_integrity(self) -> None:
@@ -445,13 +452,14 @@ class PostgresStore:
         counted = {
             "a version is missing": "SELECT count(*) FROM (SELECT 1 FROM versions GROUP BY tenant, entry"
             " HAVING count(*) <> max(number)) AS gaps",
-            "heads are the newest versions": "SELECT count(*) FROM (SELECT DISTINCT ON (tenant, entry) tenant,"
-            " entry, seq FROM versions ORDER BY tenant, entry, number DESC) AS newest"
+            "heads are the newest versions": "SELECT count(*) FROM (SELECT DISTINCT ON (tenant, entry)"
+            " tenant, entry, seq FROM versions ORDER BY tenant, entry, number DESC) AS newest"
             " FULL JOIN heads USING(tenant, entry, seq) WHERE newest.tenant IS NULL OR heads.tenant IS NULL",
             "names of what is not retrieved": f"SELECT count(*) FROM names WHERE seq NOT IN ({live})",
             "words of what is not retrieved": f"SELECT count(*) FROM postings WHERE seq NOT IN ({live})",
             "words that are counted wrongly": "SELECT count(*) FROM heads h WHERE tokens <> (SELECT"
-            " coalesce(sum(cardinality(places)), 0) FROM postings p WHERE p.seq = h.seq AND p.tenant = h.tenant)",
+            " coalesce(sum(cardinality(places)), 0) FROM postings p WHERE p.seq = h.seq"
+            " AND p.tenant = h.tenant)",
         }
         if self._database.has(VECTORS):
             stray = f"SELECT count(*) FROM vectors WHERE seq NOT IN ({live})"

@@ -1,4 +1,4 @@
-"""Copies between PostgreSQL and SQLite files: a backup is a file of the embedded store, and both stores restore it."""
+"""Copies between PostgreSQL and SQLite files: a backup is a file of the embedded store, for both stores."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def copy_newest(db: Connection, to: sqlite3.Connection, tenant: str, has_vectors
     """Fill an empty database with the newest versions of a tenant, and with what finds them."""
     own, heads = (tenant,), "SELECT seq FROM heads WHERE tenant = %s"
     versions = _COPIED["versions"]
-    _insert(to, "versions", versions, _rows(db, f"SELECT {versions} FROM versions WHERE seq IN ({heads})", own))
+    _insert(
+        to, "versions", versions, _rows(db, f"SELECT {versions} FROM versions WHERE seq IN ({heads})", own)
+    )
     _insert(to, "heads", _HEADS, _rows(db, f"SELECT {_HEADS} FROM heads WHERE tenant = %s", own))
     names = "SELECT tenant, name, seq FROM names WHERE tenant = %s"
     _insert(to, "names", "tenant, name, seq", _rows(db, names, own))
@@ -92,8 +94,8 @@ def restore(database: Database, source: Path, tokenizer: Tokenizer) -> None:
                     _fill(db, table, columns, copy.db.execute(f"SELECT {columns} FROM {table}"))
                 for table, column in (("versions", "seq"), ("turns", "id"), ("records", "id")):
                     db.execute(
-                        f"SELECT setval(pg_get_serial_sequence(%s, %s), (SELECT max({column}) + 1 FROM {table}),"
-                        " false)",
+                        f"SELECT setval(pg_get_serial_sequence(%s, %s), (SELECT max({column}) + 1"
+                        f" FROM {table}), false)",
                         (f"{database.schema}.{table}", column),
                     )
                 tenants = copy.db.execute("SELECT tenant FROM tenants").fetchall()
@@ -140,9 +142,7 @@ def _put_words(to: sqlite3.Connection, tenant: str) -> None:
     to.execute("INSERT INTO tenants(tenant, changes) VALUES(?, ?)", (tenant, state))
     (number,) = to.execute("SELECT number FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
     table = make_words(to, number)
-    live = (
-        f"SELECT {COLUMNS} FROM versions v JOIN heads h USING(seq) WHERE h.tenant = ? AND NOT h.is_retired"
-    )
+    live = f"SELECT {COLUMNS} FROM versions v JOIN heads h USING(seq) WHERE h.tenant = ? AND NOT h.is_retired"
     for row in to.execute(live, (tenant,)).fetchall():
         put_words(to, table, version_of(row))
 
@@ -156,7 +156,8 @@ def _fill(db: Connection, table: str, columns: str, rows: Iterator[tuple[Any, ..
 
 def _index(db: Connection, source: sqlite3.Connection, tenant: str, tokenizer: Tokenizer) -> None:
     heads = source.execute(
-        f"SELECT {COLUMNS} FROM versions v JOIN heads h USING(seq) WHERE h.tenant = ? ORDER BY v.seq", (tenant,)
+        f"SELECT {COLUMNS} FROM versions v JOIN heads h USING(seq) WHERE h.tenant = ? ORDER BY v.seq",
+        (tenant,),
     )
     while some := [version_of(row) for row in heads.fetchmany(AT_ONCE)]:
         index(db, tenant, some, [None] * len(some), tokenizer, "")

@@ -1,4 +1,4 @@
-"""Words in PostgreSQL, ranked as the embedded store ranks them: FTS5's tokens, and its BM25 over a table of them.
+"""Words in PostgreSQL, ranked as in the embedded store: FTS5's tokens, and its BM25 over a table of them.
 
 PostgreSQL's own ranking does not know how rare a word is, so that a word of every entry weighs as much as one
 of a single entry; and its parser takes hosts and paths for one word.
@@ -37,7 +37,9 @@ class Tokenizer:
         found: sqlite3.Connection | None = getattr(self._local, "db", None)
         if found is None:
             found = sqlite3.connect(":memory:", isolation_level=None)
-            found.execute(f"CREATE VIRTUAL TABLE cut USING fts5({', '.join(COLUMNS)}, content='', {TOKENIZER})")
+            found.execute(
+                f"CREATE VIRTUAL TABLE cut USING fts5({', '.join(COLUMNS)}, content='', {TOKENIZER})"
+            )
             found.execute("CREATE VIRTUAL TABLE words USING fts5vocab(cut, 'instance')")
             self._local.db = found
         return found
@@ -102,19 +104,20 @@ WITH asked AS (
     WHERE a.size > 1
     GROUP BY a.word, p.seq, place - a.step HAVING count(DISTINCT a.step) = max(a.size)
 ), hits AS (
-    SELECT a.word, p.seq, p.weight
+    SELECT a.word, p.seq, p.weight::float8
     FROM asked a JOIN postings p ON p.tenant = %(tenant)s AND p.term = a.term
     WHERE a.size = 1
     UNION ALL
-    SELECT word, seq, sum((%(weights)s::float8[])[1 + (begin >> {COLUMN_BITS})]) FROM begins GROUP BY word, seq
+    SELECT word, seq, sum((%(weights)s::float8[])[1 + (begin >> {COLUMN_BITS})]) FROM begins
+    GROUP BY word, seq
 ), corpus AS (
     SELECT count(*)::float8 AS entries, greatest(avg(tokens)::float8, 1e-9) AS tokens
     FROM heads WHERE tenant = %(tenant)s AND NOT is_retired
 ), rarities AS (
-    SELECT word, greatest(ln((c.entries - count(*) + 0.5) / (count(*) + 0.5)), 1e-6) AS rarity
+    SELECT word, greatest(ln((c.entries - count(*) + 0.5::float8) / (count(*) + 0.5::float8)), 1e-6) AS rarity
     FROM hits, corpus c GROUP BY word, c.entries
 ), scores AS (
-    SELECT seq, sum(rarity * weight * 2.2 / (weight + 1.2 * (0.25 + 0.75 * h.tokens / c.tokens))) AS score
+    SELECT seq, sum(rarity * weight * 2.2 / (weight + 1.2 * (0.25 + 0.75 * (h.tokens / c.tokens)))) AS score
     FROM hits JOIN rarities USING (word) JOIN heads h USING (seq), corpus c GROUP BY seq
 )
 SELECT v.entry, v.number, score FROM scores JOIN versions v USING (seq)
@@ -126,7 +129,7 @@ ORDER BY round(score::numeric, 9) DESC, v.entry LIMIT %(limit)s
 def best(
     db: Connection, tenant: str, asked: Sequence[Sequence[Token]], kinds: Collection[Kind], limit: int
 ) -> list[tuple[EntryRef, float]]:
-    """Return a tenant's entries that hold any of the words, the best (BM25) first. `asked`: tokens of each word."""
+    """Return a tenant's entries that hold any of the words, the best first. `asked`: tokens of each word."""
     words, terms, steps, sizes = [], [], [], []
     for number, tokens in enumerate(asked):
         for step, (_, term) in enumerate(tokens):

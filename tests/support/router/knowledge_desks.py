@@ -1,4 +1,4 @@
-"""A knowledge base's store on a test's desk: the embedded one, or one schema of a PostgreSQL; and a moved clock."""
+"""A knowledge base's store on a test's desk, the embedded one or a schema of a PostgreSQL; and a clock."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def postgres_settings(url: str, schema: str, busy_s: float = 60, **settings: Any
     return KnowledgeSettings(postgres=own, turns_max=TURNS_MAX, busy_s=busy_s)
 
 
-def postgres(url: str, schema: str, embedder: str = "", clock: Callable[[], float] | None = None) -> PostgresStore:
+def postgres(
+    url: str, schema: str, embedder: str = "", clock: Callable[[], float] | None = None
+) -> PostgresStore:
     more = {} if clock is None else {"clock": clock}
     return PostgresStore(postgres_settings(url, schema), embedder=embedder, **more)
 

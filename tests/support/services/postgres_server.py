@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import psycopg
 
 OWNER, PASSWORD = "samovar", "pa:ss@wörd"
@@ -79,7 +80,12 @@ class PostgresServer:
             db.execute("CREATE EXTENSION vector")
 
     def _as_user(self) -> dict[str, object]:
-        env = {"LD_LIBRARY_PATH": str(self._libraries), "TZ": "UTC", "LC_ALL": "C", "PATH": os.environ["PATH"]}
+        env = {
+            "LD_LIBRARY_PATH": str(self._libraries),
+            "TZ": "UTC",
+            "LC_ALL": "C",
+            "PATH": os.environ["PATH"],
+        }
         own: dict[str, object] = {"env": env, "cwd": self.data}
         if self._user is not None:
             entry = pwd.getpwnam(self._user)
@@ -112,9 +118,18 @@ class PostgresServer:
     def stop(self, sent: signal.Signals = signal.SIGINT) -> None:
         """End it: SIGINT ends connections and writes all out; SIGQUIT ends it as a crash does."""
         if self._process is not None:
+            children = psutil.Process(self._process.pid).children()
             self._process.send_signal(sent)
             self._process.wait(START_S)
             self._process = None
+            _, alive = psutil.wait_procs(children, START_S)  # until they are gone, no other may start
+            assert not alive
+
+    def signal_backend(self, pid: int, sent: signal.Signals) -> None:
+        """Send a signal to the process of one connection."""
+        assert self._process is not None
+        assert psutil.Process(pid).ppid() == self._process.pid, "a process of this server"
+        os.kill(pid, sent)
 
     @contextmanager
     def superuser(self, database: str = "postgres") -> Iterator[psycopg.Connection]:

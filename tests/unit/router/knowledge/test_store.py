@@ -13,19 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from router.knowledge import (
     Authorship,
     Change,
-    Content,
     EntryNotFound,
     EntryRef,
     KnowledgeError,
     Limits,
     PlacedTurn,
-    Provenance,
     QuotaExceeded,
     Record,
     RecordBounds,
@@ -38,7 +35,6 @@ from router.knowledge.sqlite_file import SqliteFile
 from router.knowledge.sqlite_schema import SCHEMAS
 from tests.house import ROOT
 from tests.support.router.knowledge_desks import LIMITS, ME, Desk, PostgresDesk, SqliteDesk, axis, content
-
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
