@@ -75,7 +75,7 @@ class Connections:
 
     @contextmanager
     def lease(self, first: Callable[[Connection], None]) -> Iterator[Connection]:
-        """Lend a connection after `first`, which is tried again on a new one if a kept one has died.
+        """Lend a connection after `first`, which is quick, and tried again on a new one if a kept one has died.
 
         It is kept afterwards unless it broke. Raises `KnowledgeError`.
         """
@@ -92,31 +92,31 @@ class Connections:
             self._slots.release()
 
     def _begun(self, first: Callable[[Connection], None]) -> Connection:
-        while (kept := self._kept()) is not None:
-            kept.answer_s = self._answer_s
+        kept = self._kept()
+        if kept is not None:
             try:
-                first(kept)
-            except psycopg.OperationalError as error:
+                return self._first(first, kept)
+            except psycopg.Error as error:
                 if not kept.closed:
                     self._take_back(kept)
                     raise self.told(error) from None
-            else:
-                return kept
+            self._drop_idle()  # they are as old as this one
         made = self._connect()
         try:
-            first(made)
+            return self._first(first, made)
         except psycopg.Error as error:
             made.close()
             raise self.told(error) from None
-        return made
+
+    def _first(self, first: Callable[[Connection], None], connection: Connection) -> Connection:
+        connection.answer_s = self._settings.connect_s
+        first(connection)
+        connection.answer_s = self._settings.statement_s + GRACE_S
+        return connection
 
     def _kept(self) -> Connection | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
-
-    @property
-    def _answer_s(self) -> float:
-        return self._settings.statement_s + GRACE_S
 
     def _connect(self) -> Connection:
         with self._lock:
@@ -130,7 +130,6 @@ class Connections:
                 self._refusal = refusal
                 self._refused_until_s = self._clock() + self._settings.retry_s
             raise KnowledgeError(refusal) from None
-        made.answer_s = self._answer_s
         return made
 
     def _take_back(self, lent: Connection) -> None:
@@ -162,6 +161,10 @@ class Connections:
         """Close what is kept; what is lent is closed when it comes back."""
         with self._lock:
             self._is_closed = True
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
             idle, self._idle = self._idle, []
         for one in idle:
             one.close()

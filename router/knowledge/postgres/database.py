@@ -188,13 +188,13 @@ class Database:
     def _alone(self, statement: LiteralString, what: str, answer_s: float | None = None) -> None:
         """Run what PostgreSQL runs in no transaction."""
 
-        def first(connection: Connection) -> None:
+        with self._connections.lease(_ping) as connection:
             if answer_s is not None:
                 connection.answer_s = answer_s
-            connection.execute(statement.format(what).encode())
-
-        with self._connections.lease(first):
-            pass
+            try:
+                connection.execute(statement.format(what).encode())
+            except psycopg.Error as error:
+                raise self._connections.told(error) from None
 
     def _open(self) -> None:
         with self._opening:
@@ -272,3 +272,7 @@ class Database:
     def close(self) -> None:
         """Close the connections."""
         self._connections.close()
+
+
+def _ping(connection: Connection) -> None:
+    connection.execute("SELECT 1")

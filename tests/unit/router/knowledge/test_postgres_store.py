@@ -202,6 +202,13 @@ def test_the_password_can_come_from_a_file_of_libpq(
     postgres(without, desk.schema).close()
 
 
+def test_of_several_hosts_the_one_that_serves_is_used(desk: PostgresDesk, tmp_path: Path) -> None:
+    desk.add("x")
+    two = postgres(desk.server.url().replace("?host=", f"?host={tmp_path},"), desk.schema)
+    assert len(two.heads("tea")) == 1
+    two.close()
+
+
 def test_without_pgvector_it_is_refused_in_words_and_words_need_none() -> None:
     own_server = PostgresServer()
     with own_server.superuser("samovar") as db:
