@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,9 +57,12 @@ async def test_what_one_front_door_writes_another_finds_for_the_same_tenant_only
         assert (await other.post(f"{ROUTE}/{entry}", json=stale)).status_code == 200
         refused = await one.post(f"{ROUTE}/{entry}", json=stale)
         assert (refused.status_code, error_of(refused)["code"]) == (409, "version_conflict")
-        question = {"question": "orders_raw?", "checks": [{"contains": "negative"}]}
-        bad = {"format": "jsonl", "text": '{"text": "orders_raw"}', "questions": [question]}
-        assert (await other.post(f"{ROUTE}/import", json=bad)).status_code == 201
+        question = {"question": "orders_raw?", "checks": [{"excludes": "poison"}]}
+        for text, status in (("orders_raw poison", 409), ("orders_raw more", 201)):
+            line = json.dumps({"kind": "gotcha", "text": text})
+            gated = {"format": "jsonl", "text": line, "questions": [question]}
+            assert (await other.post(f"{ROUTE}/import", json=gated)).status_code == status
+        assert "poison" not in str((await one.get(ROUTE)).json())
         answer = (await other.post("/v1/chat/completions", json=chat("orders_raw?", knowledge={}))).json()
         assert entry in str(answer["receipt"]["knowledge"])
         assert (await alien.post(f"{ROUTE}/search", json={"query": "orders_raw?"})).json()["data"] == []
