@@ -75,7 +75,7 @@ class Connections:
 
     @contextmanager
     def lease(self, first: Callable[[Connection], None]) -> Iterator[Connection]:
-        """Lend a connection after `first`, which is quick; if a kept one has died, `first` is run on a new one.
+        """Lend a connection after `first`, which is quick; if a kept one died, `first` is run on a new one.
 
         It is kept afterwards unless it broke. Raises `KnowledgeError`.
         """
