@@ -130,7 +130,7 @@ RecordKind = Literal["turn", "candidate", "log", "questions"]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class LoopRecord:
     """What the loop keeps of a tenant beside its entries: turns, candidates, rows of its log, its questions.
 
     `body`: JSON. `turn`: the answer that it is about; `session`: the conversation that the answer is of.
@@ -170,7 +170,7 @@ class RecordBounds:
 
 @dataclass(frozen=True, slots=True)
 class Authorship:
-    """How much of a tenant's base somebody wrote: entries whose newest version is theirs, versions lately."""
+    """How much of a tenant's base one author wrote: entries whose newest version is theirs, and versions lately."""
 
     entries: int
     entries_of: int
@@ -204,7 +204,7 @@ class StoreBusy(KnowledgeError):
 class Records(Protocol):
     """Records of many tenants, in the store of the entries and in its transactions. See `KnowledgeStore`."""
 
-    def put(self, tenant: str, record: Record, bounds: RecordBounds) -> None:
+    def put(self, tenant: str, record: LoopRecord, bounds: RecordBounds) -> None:
         """Write a record, in place of that with its kind and id.
 
         The oldest of the kind that may leave make room for it. Raises `QuotaExceeded` if there is none.
@@ -222,7 +222,7 @@ class Records(Protocol):
         key: bytes | None = None,
         limit: int | None = None,
         after: str = "",
-    ) -> list[Record]:
+    ) -> list[LoopRecord]:
         """Return records that fit all that is given, the newest first; `after`: from behind that id on."""
         ...
 
@@ -367,7 +367,7 @@ class KnowledgeStore(Protocol):
         ...
 
     def note_turn(self, tenant: str, session: bytes, key: bytes, placed: PlacedTurn) -> None:
-        """Record what a turn got, in place of what was recorded for it."""
+        """LoopRecord what a turn got, in place of what was recorded for it."""
         ...
 
     def recent_fronts(self, tenant: str, limit: int) -> list[tuple[EntryRef, ...]]:

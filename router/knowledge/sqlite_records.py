@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from router.knowledge.entries import QuotaExceeded, Record, RecordBounds, RecordKind, Vector
+from router.knowledge.entries import LoopRecord, QuotaExceeded, RecordBounds, RecordKind, Vector
 from router.knowledge.sqlite_file import SqliteFile
 
 COLUMNS = "kind, record, body, turn, session, state, key, at_s, expires_s, embedder, vector"
@@ -23,7 +23,7 @@ class SqliteRecords:
         self._embedder = embedder
         self._clock = clock
 
-    def put(self, tenant: str, record: Record, bounds: RecordBounds) -> None:
+    def put(self, tenant: str, record: LoopRecord, bounds: RecordBounds) -> None:
         """Write a record; what has expired of any tenant goes, and the oldest make room."""
         with self._file.transaction() as db:
             db.execute("DELETE FROM records WHERE expires_s <= ?", (self._clock(),))
@@ -39,7 +39,9 @@ class SqliteRecords:
             )
             self._make_room(db, tenant, record, bounds)
 
-    def _make_room(self, db: sqlite3.Connection, tenant: str, record: Record, bounds: RecordBounds) -> None:
+    def _make_room(
+        self, db: sqlite3.Connection, tenant: str, record: LoopRecord, bounds: RecordBounds
+    ) -> None:
         of_kind = (tenant, record.kind)
         count, nbytes = db.execute(
             "SELECT count(*), coalesce(sum(nbytes), 0) FROM records WHERE tenant = ? AND kind = ?", of_kind
@@ -74,7 +76,7 @@ class SqliteRecords:
         key: bytes | None = None,
         limit: int | None = None,
         after: str = "",
-    ) -> list[Record]:
+    ) -> list[LoopRecord]:
         """Return records that fit, the newest first."""
         where, values = self._where(tenant, kind, session, state, key, ids)
         if after:
@@ -159,8 +161,10 @@ class SqliteRecords:
             values.append(self._clock())
         return " AND ".join(parts), values
 
-    def _record(self, row: tuple[Any, ...]) -> Record:
+    def _record(self, row: tuple[Any, ...]) -> LoopRecord:
         kind, name, body, turn, session, state, key, at_s, expires_s, embedder, raw = row
         has_vector = raw is not None and embedder == self._embedder
         vector = np.frombuffer(raw, "<f4") if has_vector else None
-        return Record(cast(RecordKind, kind), name, body, turn, session, state, key, at_s, expires_s, vector)
+        return LoopRecord(
+            cast(RecordKind, kind), name, body, turn, session, state, key, at_s, expires_s, vector
+        )

@@ -22,9 +22,9 @@ from router.knowledge import (
     EntryRef,
     KnowledgeError,
     Limits,
+    LoopRecord,
     PlacedTurn,
     QuotaExceeded,
-    Record,
     RecordBounds,
     SqliteStore,
     StateChanged,
@@ -175,8 +175,8 @@ def test_a_trial_shows_a_change_to_its_thread_and_keeps_nobody_waiting(desk: Des
     assert desk.store.state("new tenant") == 0
 
 
-def record(name: str, body: str = "{}", **fields: Any) -> Record:
-    return Record("candidate", name, body, at_s=1000.0, **fields)
+def record(name: str, body: str = "{}", **fields: Any) -> LoopRecord:
+    return LoopRecord("candidate", name, body, at_s=1000.0, **fields)
 
 
 def test_records_are_kept_within_bounds_and_found_by_what_is_given(desk: Desk) -> None:
@@ -242,7 +242,7 @@ def test_records_go_with_their_entry_session_and_tenant_and_leave_no_byte(desk: 
     bounds, ref = RecordBounds(9, 10_000), desk.add("an entry learned from turn-1")
     for name, turn, session in (("a", "turn-1", b"s"), ("b", "turn-2", b"t"), ("c", "turn-3", b"u")):
         desk.store.records.put("tea", record(name, f'"xylophone-{name}"', turn=turn, session=session), bounds)
-    desk.store.records.put("tea", Record("questions", "q", '"xylophone-q"'), bounds)
+    desk.store.records.put("tea", LoopRecord("questions", "q", '"xylophone-q"'), bounds)
 
     def left() -> str:
         return "".join(name for name in "abcq" if desk.seen([f"xylophone-{name}".encode()]))
