@@ -170,7 +170,7 @@ class RecordBounds:
 
 @dataclass(frozen=True, slots=True)
 class Authorship:
-    """How much of a tenant's base one author wrote: entries whose newest version is theirs, and versions lately."""
+    """How much of a base one author wrote: entries whose newest version is theirs, and versions lately."""
 
     entries: int
     entries_of: int

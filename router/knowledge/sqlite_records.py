@@ -162,9 +162,6 @@ class SqliteRecords:
         return " AND ".join(parts), values
 
     def _record(self, row: tuple[Any, ...]) -> LoopRecord:
-        kind, name, body, turn, session, state, key, at_s, expires_s, embedder, raw = row
+        *fields, embedder, raw = row
         has_vector = raw is not None and embedder == self._embedder
-        vector = np.frombuffer(raw, "<f4") if has_vector else None
-        return LoopRecord(
-            cast(RecordKind, kind), name, body, turn, session, state, key, at_s, expires_s, vector
-        )
+        return LoopRecord(*fields, vector=np.frombuffer(raw, "<f4") if has_vector else None)
