@@ -162,6 +162,6 @@ class SqliteRecords:
         return " AND ".join(parts), values
 
     def _record(self, row: tuple[Any, ...]) -> LoopRecord:
-        *fields, embedder, raw = row
-        has_vector = raw is not None and embedder == self._embedder
-        return LoopRecord(*fields, vector=np.frombuffer(raw, "<f4") if has_vector else None)
+        kind, name, body, turn, session, state, key, at_s, expires_s, embedder, raw = row
+        vector = None if raw is None or embedder != self._embedder else np.frombuffer(raw, "<f4")
+        return LoopRecord(kind, name, body, turn, session, state, key, at_s, expires_s, vector)
