@@ -62,16 +62,16 @@ class Connections:
         except psycopg.ProgrammingError:  # its text may quote the password
             raise KnowledgeError("knowledge.postgres.url is no URL that libpq understands") from None
         self._password = str(asked.get("password") or "")
-        self._to = {
+        defaults = {
             "application_name": "samovar",
             "target_session_attrs": "read-write",
             "keepalives_idle": KEEPALIVE_S,
             "keepalives_interval": KEEPALIVE_S,
             "keepalives_count": 3,
             "tcp_user_timeout": int(1000 * settings.statement_s),
-            **asked,
-            "connect_timeout": math.ceil(settings.connect_s),
         }
+        own = {**defaults, **asked, "connect_timeout": math.ceil(settings.connect_s)}
+        self._to = conninfo.make_conninfo("", **own)
 
     @contextmanager
     def lease(self, first: Callable[[Connection], None]) -> Iterator[Connection]:
@@ -123,7 +123,7 @@ class Connections:
             if self._clock() < self._refused_until_s:
                 raise KnowledgeError(self._refusal)
         try:
-            made = Connection.connect(**self._to, autocommit=True, prepare_threshold=None)
+            made = Connection.connect(self._to, autocommit=True, prepare_threshold=None)
         except psycopg.Error as error:
             refusal = f"the knowledge base's database cannot be reached: {self._said(error)}"
             with self._lock:

@@ -81,16 +81,15 @@ class Database:
         """Give a connection whose statements see a tenant's rows only.
 
         What is written is kept as a whole or not at all; "snapshot": all statements see one state. In a
-        thread that is within a transaction, it is a part of that one. Raises `KnowledgeError` for what
+        thread that is within a transaction, it is a part of that one, which is undone alone if it fails and
+        the outer one goes on. Raises `KnowledgeError` for what
         PostgreSQL raises.
         """
         current: Connection | None = getattr(self._local, "current", None)
         if current is not None:
-            outer = self._local.seen
             try:
-                self._see(current, tenant)
-                yield current
-                self._see(current, outer)
+                with self._part(current, tenant, mode):
+                    yield current
             except psycopg.Error as error:
                 raise self._connections.told(error) from None
             return
@@ -110,6 +109,26 @@ class Database:
                 self._commit(connection, mode == "write")
             finally:
                 self._local.current = None
+
+    @contextmanager
+    def _part(self, connection: Connection, tenant: str, mode: Mode) -> Iterator[None]:
+        outer = self._local.seen
+        if mode != "write":
+            self._see(connection, tenant)
+            yield
+            self._see(connection, outer)
+            return
+        connection.execute("SAVEPOINT part")  # the innermost of a name is meant
+        try:
+            self._see(connection, tenant)
+            yield
+        except BaseException:
+            with suppress(psycopg.Error):  # where the connection is gone, all is undone
+                connection.execute("ROLLBACK TO part; RELEASE part")
+            self._local.seen = outer  # as it was at the savepoint
+            raise
+        connection.execute("RELEASE part")
+        self._see(connection, outer)
 
     def _see(self, connection: Connection, tenant: str) -> None:
         if self._local.seen != tenant:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from router.knowledge.entries import QuotaExceeded, Record, RecordBounds, RecordKind, Vector
+from router.knowledge.entries import LoopRecord, QuotaExceeded, RecordBounds, RecordKind, Vector
 from router.knowledge.postgres.connections import Connection
 from router.knowledge.postgres.database import Database
 
@@ -22,7 +22,7 @@ class PostgresRecords:
         self._embedder = embedder
         self._clock = clock
 
-    def put(self, tenant: str, record: Record, bounds: RecordBounds) -> None:
+    def put(self, tenant: str, record: LoopRecord, bounds: RecordBounds) -> None:
         """Write a record; what has expired of any tenant goes, and the oldest make room."""
         vector = None if record.vector is None else record.vector.astype("<f4").tobytes()
         origin = (record.turn, record.session, record.state, record.key)
@@ -51,7 +51,7 @@ class PostgresRecords:
         """Let other writers of the tenant's records wait: what is counted must be all."""
         db.execute("SELECT pg_advisory_xact_lock(hashtext('samovar records'), hashtext(%s))", (tenant,))
 
-    def _make_room(self, db: Connection, tenant: str, record: Record, bounds: RecordBounds) -> None:
+    def _make_room(self, db: Connection, tenant: str, record: LoopRecord, bounds: RecordBounds) -> None:
         of_kind = (tenant, record.kind)
         row = db.execute(
             "SELECT count(*), coalesce(sum(nbytes), 0) FROM records WHERE tenant = %s AND kind = %s", of_kind
@@ -89,7 +89,7 @@ class PostgresRecords:
         key: bytes | None = None,
         limit: int | None = None,
         after: str = "",
-    ) -> list[Record]:
+    ) -> list[LoopRecord]:
         """Return records that fit, the newest first."""
         where, values = self._where(tenant, kind, session, state, key, ids)
         if after:
@@ -175,7 +175,7 @@ class PostgresRecords:
             values.append(self._clock())
         return " AND ".join(parts), values
 
-    def _record(self, row: tuple[Any, ...]) -> Record:
-        *told, embedder, raw = row
-        has_vector = raw is not None and embedder == self._embedder
-        return Record(*told, vector=np.frombuffer(raw, "<f4") if has_vector else None)
+    def _record(self, row: tuple[Any, ...]) -> LoopRecord:
+        kind, name, body, turn, session, state, key, at_s, expires_s, embedder, raw = row
+        vector = None if raw is None or embedder != self._embedder else np.frombuffer(raw, "<f4")
+        return LoopRecord(kind, name, body, turn, session, state, key, at_s, expires_s, vector)

@@ -21,7 +21,15 @@ from pydantic import SecretStr, ValidationError
 from configs.fields import public_tree, secret_tree
 from configs.loader import ConfigError, load
 from configs.optional_sections import PostgresSettings
-from router.knowledge import Change, KnowledgeError, PlacedTurn, Record, RecordBounds, SqliteStore, StoreBusy
+from router.knowledge import (
+    Change,
+    KnowledgeError,
+    LoopRecord,
+    PlacedTurn,
+    RecordBounds,
+    SqliteStore,
+    StoreBusy,
+)
 from router.knowledge.postgres import connections, database
 from router.knowledge.postgres.connections import Connections
 from router.knowledge.postgres.store import PostgresStore
@@ -125,7 +133,7 @@ def test_no_row_of_a_tenant_is_seen_or_written_without_naming_it_even_if_a_state
     desk.add("of tea", place=1)
     desk.add("of coffee", tenant="coffee", place=1)
     desk.store.tag("coffee", "v1", LIMITS)
-    desk.store.records.put("coffee", Record("log", "a", "{}"), RecordBounds(9, 9999))
+    desk.store.records.put("coffee", LoopRecord("log", "a", "{}"), RecordBounds(9, 9999))
     tables = ("tenants", "versions", "heads", "postings", "vectors", "tags", "records")
     for tenant, expected in (
         ("tea", {"tenants", "versions", "heads", "postings", "vectors"}),
@@ -146,6 +154,21 @@ def test_no_row_of_a_tenant_is_seen_or_written_without_naming_it_even_if_a_state
     assert desk.store.tags("coffee") == {"v1": 2}
     with psycopg.connect(desk.server.url()) as db:  # a connection that says nothing of tenants
         assert db.execute(f"SELECT FROM {desk.schema}.versions").fetchall() == []
+
+
+def test_a_part_of_a_transaction_that_fails_is_undone_alone(desk: PostgresDesk) -> None:
+    bounds = RecordBounds(0, 10_000, ())
+    with desk.store.transaction():
+        desk.add("kept")
+        with pytest.raises(QuotaExceeded):
+            desk.store.records.put("coffee", LoopRecord("log", "b", "{}"), bounds)
+        with pytest.raises(QuotaExceeded):
+            desk.store.write("tea", [Change(content("gone"), ME)], Limits(0, 10_000, 9))
+        with pytest.raises(KnowledgeError, match="NUL"):
+            desk.add("gone \0")
+        assert len(desk.found("kept")) == 1, "of the tenant of before"
+    assert len(desk.found("kept")) == len(desk.store.heads("tea")) == 1
+    assert desk.store.records.find("coffee", "log") == []
 
 
 def test_nothing_of_one_transaction_is_left_on_its_connection(desk: PostgresDesk) -> None:
@@ -302,9 +325,9 @@ def test_after_a_failed_connection_calls_are_refused_at_once_for_a_while() -> No
     shelf = Connections(own, 1.0, clock)
     real = connections.Connection.connect
 
-    def counted(**to: Any) -> Any:
+    def counted(to: str, **more: Any) -> Any:
         tried.append(to)
-        return real(**to)
+        return real(to, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connections.Connection, "connect", counted)
@@ -472,7 +495,7 @@ def test_a_backup_of_one_store_is_restored_to_the_other(
     source.store.tag("tea", "v1", LIMITS)
     source.store.note_turn("tea", b"s\0", b"k", PlacedTurn((ref,), ()))
     source.store.records.put(
-        "tea", Record("candidate", "a", "{}", key=b"\xff", vector=axis(3)), RecordBounds(9, 9999)
+        "tea", LoopRecord("candidate", "a", "{}", key=b"\xff", vector=axis(3)), RecordBounds(9, 9999)
     )
     source.store.backup(tmp_path / "copy")
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o600
