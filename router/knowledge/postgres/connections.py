@@ -62,15 +62,16 @@ class Connections:
         except psycopg.ProgrammingError:  # its text may quote the password
             raise KnowledgeError("knowledge.postgres.url is no URL that libpq understands") from None
         self._password = str(asked.get("password") or "")
-        defaults = {
+        own: dict[str, Any] = {
             "application_name": "samovar",
             "target_session_attrs": "read-write",
             "keepalives_idle": KEEPALIVE_S,
             "keepalives_interval": KEEPALIVE_S,
             "keepalives_count": 3,
             "tcp_user_timeout": int(1000 * settings.statement_s),
+            **asked,
+            "connect_timeout": math.ceil(settings.connect_s),
         }
-        own = {**defaults, **asked, "connect_timeout": math.ceil(settings.connect_s)}
         self._to = conninfo.make_conninfo("", **own)
 
     @contextmanager

@@ -24,8 +24,10 @@ from configs.optional_sections import PostgresSettings
 from router.knowledge import (
     Change,
     KnowledgeError,
+    Limits,
     LoopRecord,
     PlacedTurn,
+    QuotaExceeded,
     RecordBounds,
     SqliteStore,
     StoreBusy,
