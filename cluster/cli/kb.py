@@ -305,7 +305,7 @@ def restore(
 
 @kb.command(cls=Command)
 def compact(config: ConfigOption = None) -> None:
-    """Write the store anew, so that its files have no byte of what was erased. Others wait meanwhile."""
+    """Rewrite the store, so that its files have no byte of what was erased. Others wait meanwhile."""
     _local(config, lambda store: store.compact())
 
 

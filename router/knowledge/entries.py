@@ -387,7 +387,7 @@ class KnowledgeStore(Protocol):
         ...
 
     def compact(self) -> None:
-        """Write anew what still has bytes of what was erased."""
+        """Rewrite what still has bytes of what was erased."""
         ...
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ class Database:
             "search_path": self._path,
             "statement_timeout": f"{round(1000 * self._statement_s)}ms",
             "lock_timeout": f"{round(1000 * self._busy_s)}ms",
-            # A machine that is cut off in a transaction holds nobody up for ever.
+            # A machine that is cut off in a transaction does not hold up others for ever.
             "idle_in_transaction_session_timeout": f"{round(2000 * self._statement_s)}ms",
             "jit": "off",
         }
@@ -186,7 +186,7 @@ class Database:
             return self._is_there(db, table)
 
     def vacuum(self) -> None:
-        """Give free what deleted rows take. If that takes long, PostgreSQL does it by and by."""
+        """Give free what deleted rows take. If that takes long, PostgreSQL goes on with it later."""
         if self.is_writing:
             return  # it cannot be done within a transaction
         try:
@@ -195,7 +195,7 @@ class Database:
             logger.warning("deleted rows are not given free now: %s", error)
 
     def rewrite(self) -> None:
-        """Write each table anew, without what was deleted; who reads or writes it waits meanwhile."""
+        """Rewrite each table without what was deleted; its readers and writers wait meanwhile."""
         for table in self._tables():
             self._alone("VACUUM (FULL) {}", table, REWRITE_S)
 

@@ -443,7 +443,7 @@ class PostgresStore:
         restore(self._database, source, self._tokenizer)
 
     def compact(self) -> None:
-        """Write all tables anew, so that their files hold nothing of what was erased; others wait."""
+        """Rewrite all tables, so that their files hold nothing of what was erased; others wait."""
         self._database.rewrite()
 
     def check_integrity(self) -> None:

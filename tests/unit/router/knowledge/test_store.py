@@ -306,7 +306,7 @@ def test_turns_are_remembered_within_bounds_and_forgotten_by_session(desk: Desk)
 
 
 @pytest.mark.parametrize("whole_tenant", [False, True])
-def test_erasing_leaves_no_byte_of_an_entry(desk: Desk, whole_tenant: bool) -> None:
+def test_erasing_leaves_no_byte_in_any_file(desk: Desk, whole_tenant: bool) -> None:
     secret = desk.add("the vault code is xylophoneninety", place=1, title="Quartzkey")
     desk.change(secret.entry, "the vault code was zanzibarsixty")
     for number in range(50):
