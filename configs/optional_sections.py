@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
 from configs.sections import GIB, KIB, MIB, TIB, Section
 
@@ -219,6 +219,40 @@ class LoopSettings(Section):
         return self
 
 
+class PostgresSettings(Section):
+    """The knowledge base of several machines: a PostgreSQL with pgvector. Off without `url`."""
+
+    url: SecretStr | None = Field(
+        None,
+        description="postgresql://user:password@host/database?sslmode=verify-full; empty = a file of this "
+        "machine; what it leaves out comes from libpq's usual chain (PGPASSFILE, ~/.pgpass, PGHOST, ...); "
+        'needs `pip install "samovar[postgres]"`',
+    )
+    schema_name: Annotated[str, StringConstraints(pattern=r"^[a-z_][a-z0-9_]{0,39}$")] = Field(
+        "samovar", description="schema of the tables, which is made if the role may"
+    )
+    connections_max: int = Field(4, ge=1, le=64, description="connections of one ingress")
+    connect_s: float = Field(5.0, ge=2, le=60, description="time to connect to one address")
+    statement_s: float = Field(15.0, gt=0, le=600, description="a statement that takes longer is cancelled")
+    retry_s: float = Field(
+        1.0,
+        ge=0,
+        le=60,
+        description="after a connection failed, calls are refused for this long without another try",
+    )
+
+    # On the section, not on the field: a field's problem could show its value.
+    @model_validator(mode="after")
+    def _url_is_one(self) -> PostgresSettings:
+        url = "" if self.url is None else self.url.get_secret_value()
+        if url and (re.match(r"postgres(ql)?://", url) is None or url.partition("?")[0].count("@") > 1):
+            raise ValueError(
+                "knowledge.postgres.url does not begin with postgresql://, or has more than one @. "
+                "Write an @ of a password as %40"
+            )
+        return self
+
+
 class KnowledgeSettings(Section):
     """The knowledge base: entries of a tenant that a chat request can ask for as context."""
 
@@ -228,6 +262,7 @@ class KnowledgeSettings(Section):
     dir: Path | None = Field(
         None, description="directory of the store's file; empty = knowledge/ in model.cache_dir"
     )
+    postgres: PostgresSettings = PostgresSettings()
     always_of: tuple[str, ...] = Field(
         (),
         max_length=1024,

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.services.scheduling import ServiceScheduling
+
+if TYPE_CHECKING:
+    from tests.support.services.postgres_server import PostgresServer
 
 # torch, and what needs it, is imported where it is used: the process that hands tests to workers needs none.
 
@@ -139,3 +144,13 @@ def smollm2_cut(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     from tests.support.engines.cut_model import cut_model
 
     return cut_model(smollm2, tmp_path_factory.mktemp("cut") / f"{smollm2.name}-4-layers", 4)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One PostgreSQL of this process's tests, without fsync."""
+    from tests.support.services.postgres_server import PostgresServer
+
+    made = PostgresServer()
+    yield made
+    made.close()

@@ -28,7 +28,7 @@ from cluster.cli.options import (
 if TYPE_CHECKING:
     import httpx
 
-    from router.knowledge import SqliteStore
+    from router.knowledge import KnowledgeStore
 
 ROUTE = "/v1/knowledge"
 CANDIDATES = f"{ROUTE}/candidates"
@@ -360,7 +360,7 @@ def _whole(one: dict[str, Any]) -> str:
 
 @kb.command(cls=Command)
 def backup(target: Annotated[Path, typer.Argument(help="a new file")], config: ConfigOption = None) -> None:
-    """Copy this machine's store into a file, while it is in use: all tenants, all versions."""
+    """Copy the store that the settings name into a file, while it is in use: all tenants, all versions."""
     _local(config, lambda store: store.backup(target), must_exist=True)
 
 
@@ -368,24 +368,31 @@ def backup(target: Annotated[Path, typer.Argument(help="a new file")], config: C
 def restore(
     source: Annotated[Path, typer.Argument(help="a file of `samovar kb backup`")], config: ConfigOption = None
 ) -> None:
-    """Replace all that is in this machine's store by a backup."""
+    """Replace all that is in the store that the settings name by a backup, of either kind of store."""
     _local(config, lambda store: store.restore(source))
 
 
+@kb.command(cls=Command)
+def compact(config: ConfigOption = None) -> None:
+    """Rewrite the store, so that its files have no byte of what was erased. Others wait meanwhile."""
+    _local(config, lambda store: store.compact(), must_exist=True)
+
+
 def _local(config: str | None, work: Any, must_exist: bool = False) -> None:
+    from configs.extras import ExtraMissing
     from router.knowledge import KnowledgeError, open_store, store_file
 
     settings = load_or_exit(config, None, None, None, None, []).settings
     path = store_file(settings.knowledge, settings.model.cache_dir)
-    if must_exist and not path.is_file():
+    if must_exist and settings.knowledge.postgres.url is None and not path.is_file():
         _exit(f"there is no knowledge base {path}. Give the config of its server (--config)", EXIT_REFUSED)
     try:
-        store: SqliteStore = open_store(settings.knowledge, settings.model.cache_dir)
+        store: KnowledgeStore = open_store(settings.knowledge, settings.model.cache_dir)
         try:
             work(store)
         finally:
             store.close()
-    except KnowledgeError as error:
+    except (KnowledgeError, ExtraMissing) as error:
         _exit(str(error), EXIT_FAILED)
 
 

@@ -127,6 +127,8 @@ def check_extras(settings: Settings) -> None:
         require_telemetry(settings.telemetry)
         if settings.knowledge.enabled and settings.knowledge.embedder == "wordllama":
             require("wordllama", "knowledge.embedder=wordllama")
+        if settings.knowledge.enabled and settings.knowledge.postgres.url is not None:
+            require("psycopg", "knowledge.postgres.url")
     except ExtraMissing as error:
         raise StartFailed(str(error)) from error
 

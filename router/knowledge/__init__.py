@@ -57,8 +57,9 @@ from router.knowledge.knowledge import (
     TurnMemory,
 )
 from router.knowledge.placement import Fence, as_data, fenced, place, turn_keys
+from router.knowledge.postgres import open_store
 from router.knowledge.retrieval import Budget, Candidate, canonical, fuse, rerank, select, words_of
-from router.knowledge.sqlite_store import SqliteStore, open_store, store_file
+from router.knowledge.sqlite_store import SqliteStore, store_file
 
 __all__ = [
     "ID_PATTERN",

@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -378,6 +379,18 @@ class KnowledgeStore(Protocol):
 
     def forget_sessions(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         """Forget what the turns of these sessions got, and erase their records; None: of all."""
+        ...
+
+    def backup(self, target: Path) -> None:
+        """Copy the store into a new file while it is in use; stores of any kind can restore it."""
+        ...
+
+    def restore(self, source: Path) -> None:
+        """Replace all that is in the store by a backup, whole or not at all, while it is in use."""
+        ...
+
+    def compact(self) -> None:
+        """Rewrite what still has bytes of what was erased."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,9 @@ from router.knowledge.entries import Change, Content, EntryRef, EntryVersion, Ki
 
 VERSION_BYTES = 128
 """What a version takes of the quota beside its texts."""
+TOKENIZER = "tokenize='porter unicode61 remove_diacritics 2'"
+WEIGHTS = (3.0, 1.0, 2.0)
+"""How much a word counts in a title, a text, a topic."""
 COLUMNS = (
     "v.seq, v.entry, v.number, v.operation, v.kind, v.title, v.text, v.topics, v.who, v.why, v.turn, v.at_s,"
     " v.of_number"
@@ -80,8 +83,7 @@ def copy_tenant(db: sqlite3.Connection, source: Path, tenant: str) -> None:
 def make_words(db: sqlite3.Connection, number: int) -> str:
     """Create a tenant's table of words and return its name; without a copy of the text: `versions` has it."""
     db.execute(
-        f"CREATE VIRTUAL TABLE main.words_{number} USING fts5(title, text, topics, content='',"
-        " tokenize='porter unicode61 remove_diacritics 2')"
+        f"CREATE VIRTUAL TABLE main.words_{number} USING fts5(title, text, topics, content='', {TOKENIZER})"
     )
     return f"words_{number}"
 

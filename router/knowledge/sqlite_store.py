@@ -44,6 +44,7 @@ from router.knowledge.sqlite_records import SqliteRecords
 from router.knowledge.sqlite_schema import (
     COLUMNS,
     SCHEMAS,
+    WEIGHTS,
     copy_tenant,
     make_words,
     of_kinds,
@@ -105,7 +106,7 @@ class SqliteStore:
         self._matrices: OrderedDict[str, _Matrix] = OrderedDict()
         self._notes = 0
 
-    def transaction(self) -> AbstractContextManager[object]:
+    def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
         return self._file.transaction()
 
     def write(
@@ -309,6 +310,7 @@ class SqliteStore:
     def by_words(
         self, tenant: str, words: Sequence[str], kinds: Collection[Kind], limit: int
     ) -> list[tuple[EntryRef, float]]:
+        weights = ", ".join(map(str, WEIGHTS))
         asked = " OR ".join('"' + word.replace('"', '""') + '"' for word in words)
         with self._file.reading() as db:
             table = self._words_table(db, tenant)
@@ -316,7 +318,7 @@ class SqliteStore:
                 return []
             # The id decides between equals: it does not change when a version is reverted.
             rows = db.execute(
-                f"SELECT v.entry, v.number, bm25({table}, 3.0, 1.0, 2.0) AS score FROM {table}"
+                f"SELECT v.entry, v.number, bm25({table}, {weights}) AS score FROM {table}"
                 f" JOIN versions v ON v.seq = {table}.rowid WHERE {table} MATCH ? {of_kinds(kinds)}"
                 " ORDER BY score, v.entry LIMIT ?",
                 (asked, *kinds, limit),
@@ -540,6 +542,10 @@ class SqliteStore:
         with self._lock:
             self._matrices.clear()
 
+    def compact(self) -> None:
+        """Empty the log: the file has nothing of what was erased."""
+        self._file.empty_log()
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the file is damaged, or what is derived from the versions is not so."""
         db = self._file.db
@@ -572,17 +578,3 @@ class SqliteStore:
 def store_file(settings: KnowledgeSettings, cache_dir: Path) -> Path:
     """Return the path of the file that the settings name. `cache_dir`: `model.cache_dir`."""
     return (settings.dir or cache_dir / "knowledge").expanduser() / FILE_NAME
-
-
-def open_store(
-    settings: KnowledgeSettings, cache_dir: Path, embedder: str = "", must_open: bool = True
-) -> SqliteStore:
-    """Open the store that the settings name. `cache_dir`: `model.cache_dir`. See `SqliteStore`."""
-    return SqliteStore(
-        store_file(settings, cache_dir),
-        embedder=embedder,
-        turns_max=settings.turns_max,
-        vectors_bytes_max=settings.vectors_bytes_max,
-        busy_s=settings.busy_s,
-        must_open=must_open,
-    )

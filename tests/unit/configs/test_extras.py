@@ -35,11 +35,16 @@ OPTIONAL = {
     "nixl_cu13",
     "nixl_meta_utils",
     "mypy_boto3_s3",
+    "psycopg",
     "triton",
     "wordllama",
 }
-ONLY_WHERE_USED = {"cluster/plan/plot.py", "replicas/forward/paged_kernels.py"}
-"""Imported by a command, after a look whether the package is there; and where a GPU's kernel is launched."""
+ONLY_WHERE_USED = {
+    "cluster/plan/plot.py",
+    "replicas/forward/paged_kernels.py",
+    *(f"router/knowledge/postgres/{name}.py" for name in ("connections", "database", "store")),
+}
+"""Imported after a look whether the package is there, and where a GPU's kernel is launched."""
 
 BUCKET = ("--tiers.s3.bucket=tea",)
 INSTALL_S3 = 'boto3, which is not installed: pip install "samovar[s3]"'
@@ -131,6 +136,20 @@ def test_serve_without_the_exporter_refuses_to_trace_and_names_the_extra(
         "telemetry.otlp_endpoint needs opentelemetry-exporter-otlp-proto-http, which is not installed: "
         'pip install "samovar[otel]"'
     )
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_shared_knowledge_base_without_psycopg_names_the_extra() -> None:
+    url = "--knowledge.postgres.url=postgresql://xylophone@h/d"
+    with pytest.raises(StartFailed) as caught:
+        check_extras(load(None, {}, ["--knowledge.enabled=true", url]).settings)
+    install = 'pip install "samovar[postgres]"'
+    assert str(caught.value) == f"knowledge.postgres.url needs psycopg, which is not installed: {install}"
+    check_extras(load(None, {}, [url]).settings)
+    done = CliRunner().invoke(
+        app, ["kb", "compact"], env={"SAMOVAR_KNOWLEDGE__POSTGRES__URL": url.partition("=")[2]}
+    )
+    assert (done.exit_code, install in done.stderr) == (1, True)
 
 
 @pytest.mark.usefixtures("plain")

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from tests.support.router.router_harness import MODEL, House, make_settings, spoken
+from tests.support.services.postgres_server import PostgresServer
 
 Run = Callable[..., Awaitable[str]]
 MARKDOWN = (
@@ -167,3 +168,32 @@ async def test_a_backup_is_restored_without_a_server(run: Run, tmp_path: Path) -
     await local("restore", str(tmp_path / "copy"))
     assert [json.loads(line)["text"] for line in (await run("export")).splitlines()] == ["kept"]
     assert "there is no backup" in await local("restore", str(tmp_path / "gone"), code=1)
+
+
+async def test_a_file_moves_into_postgresql_and_back(
+    run: Run, tmp_path: Path, postgres_server: PostgresServer
+) -> None:
+    embedded = {"SAMOVAR_KNOWLEDGE__DIR": str(tmp_path / "kb")}
+    shared = {
+        "SAMOVAR_KNOWLEDGE__POSTGRES__URL": postgres_server.url(),
+        "SAMOVAR_KNOWLEDGE__POSTGRES__SCHEMA_NAME": "moved",
+    }
+
+    async def local(env: dict[str, str], *words: str, code: int = 0) -> str:
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["kb", *words], env=env)
+        assert done.exit_code == code, done.output
+        return done.output
+
+    await run("add", "--text", "kept")
+    await local(embedded, "backup", str(tmp_path / "from-file"))
+    await local(shared, "restore", str(tmp_path / "from-file"))
+    await local(shared, "compact")
+    await local(embedded, "compact")
+    await local(shared, "backup", str(tmp_path / "from-postgres"))
+    await run("add", "--text", "later")
+    await local(embedded, "restore", str(tmp_path / "from-postgres"))
+    assert [json.loads(line)["text"] for line in (await run("export")).splitlines()] == ["kept"]
+    away = {**shared, "SAMOVAR_KNOWLEDGE__POSTGRES__URL": postgres_server.url("xylophone")}
+    said = await local(away, "compact", code=1)
+    assert "password authentication failed" in said
+    assert "xylophone" not in said

@@ -1,4 +1,7 @@
-"""The store in real SQLite files: versions, rankings, tenants, quotas, crashes, and what erasing leaves."""
+"""The laws of a store, held by both, SQLite's and PostgreSQL's: versions, rankings, tenants, quotas, crashes.
+
+And what erasing leaves.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from router.knowledge import (
     Authorship,
     Change,
-    Content,
     EntryNotFound,
     EntryRef,
     KnowledgeError,
     Limits,
     LoopRecord,
     PlacedTurn,
-    Provenance,
     QuotaExceeded,
     RecordBounds,
     SqliteStore,
@@ -34,48 +34,20 @@ from router.knowledge import (
 from router.knowledge.sqlite_file import SqliteFile
 from router.knowledge.sqlite_schema import SCHEMAS
 from tests.house import ROOT
-
-LIMITS = Limits(entries_max=10_000, bytes_max=2**24, tags_max=3)
-ME = Provenance("me", "because", "turn-1")
+from tests.support.router.knowledge_desks import LIMITS, ME, Desk, PostgresDesk, SqliteDesk, axis, content
 
 
-def content(text: str, title: str = "", kind: str = "gotcha", topics: tuple[str, ...] = ()) -> Content:
-    return Content(kind, title, text, topics)  # type: ignore[arg-type]
-
-
-def axis(place: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    vector = np.zeros(4, np.float32)
-    vector[place] = 1
-    return vector
-
-
-class Desk:
-    """A store of one file, and a clock that the test moves."""
-
-    def __init__(self, path: Path) -> None:
-        self.now_s = 1000.0
-        self.store = SqliteStore(path, embedder="axis", turns_max=10, clock=lambda: self.now_s)
-
-    def add(self, text: str, tenant: str = "tea", place: int | None = None, **fields: str) -> EntryRef:
-        vector = None if place is None else axis(place)
-        (made,) = self.store.write(tenant, [Change(content(text, **fields), ME, vector=vector)], LIMITS)
-        return made.ref
-
-    def change(self, entry: str, text: str, base: int | None = None, operation: str = "update") -> EntryRef:
-        change = Change(content(text), ME, entry, operation, base, vector=axis(0))  # type: ignore[arg-type]
-        (made,) = self.store.write("tea", [change], LIMITS)
-        return made.ref
-
-    def found(self, word: str, tenant: str = "tea") -> list[str]:
-        return [ref.entry for ref, _ in self.store.by_words(tenant, [word], (), 10)]
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path / "data" / "knowledge.sqlite")
+@pytest.fixture(params=["sqlite", "postgres"])
+def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
+    if request.param == "sqlite":
+        made: Desk = SqliteDesk(tmp_path / "data" / "knowledge.sqlite")
+    else:
+        made = PostgresDesk(request.getfixturevalue("postgres_server"))
     yield made
     made.store.check_integrity()
     made.store.close()
+    if isinstance(made, PostgresDesk):
+        made.drop()
 
 
 def test_versions_are_appended_with_who_when_why_and_from_which_turn(desk: Desk) -> None:
@@ -126,7 +98,7 @@ def test_what_has_no_vector_of_this_embedder_is_known_and_gets_one(tmp_path: Pat
     desk.store.put_vectors("tea", [(ref, axis(0)), (EntryRef(other.entry, 7), axis(0))])
     assert desk.store.without_vector("tea", 9) == []
     assert desk.store.by_meaning("tea", axis(0), (), 1) == [(ref, 1.0)]
-    again = SqliteStore(desk.store.path, embedder="another")
+    again = desk.open("another")
     assert (len(again.without_vector("tea", 9)), again.by_meaning("tea", axis(0), (), 9)) == (2, [])
     again.close()
 
@@ -237,7 +209,7 @@ def test_records_are_kept_within_bounds_and_found_by_what_is_given(desk: Desk) -
     assert (changed.body, changed.state, changed.session) == ('{"new": 1}', "rejected", b"")
     desk.now_s = 2000.0
     assert ids() == ["d", "a"], "what has expired is not there"
-    again = SqliteStore(desk.store.path, embedder="another", clock=lambda: desk.now_s)
+    again = desk.open("another")
     assert again.records.similar("tea", "candidate", axis(0), 0.0, 9) == []
     assert again.records.find("tea", "candidate", ids=["a"])[0].vector is None
     again.close()
@@ -279,8 +251,7 @@ def test_records_go_with_their_entry_session_and_tenant_and_leave_no_byte(desk: 
     desk.store.records.put("tea", LoopRecord("questions", "q", '"xylophone-q"'), bounds)
 
     def left() -> str:
-        raw = b"".join(path.read_bytes() for path in desk.store.path.parent.iterdir())
-        return "".join(name for name in "abcq" if f"xylophone-{name}".encode() in raw)
+        return "".join(name for name in "abcq" if desk.seen([f"xylophone-{name}".encode()]))
 
     assert left() == "abcq"
     desk.store.erase("tea", ref.entry)
@@ -348,13 +319,9 @@ def test_erasing_leaves_no_byte_in_any_file(desk: Desk, whole_tenant: bool) -> N
         desk.add(f"filler {number} " + "words " * 40, tenant="tea" if number % 2 else "other")
     words = [b"xylophoneninety", b"xylophonenineti", b"quartzkey", b"zanzibarsixty", b"zanzibarsixti"]
 
-    def left() -> list[bytes]:
-        raw = b"".join(path.read_bytes().lower() for path in desk.store.path.parent.iterdir())
-        return [word for word in words if word in raw]
-
-    assert left(), "the search of files finds nothing at all"
+    assert len(desk.seen(words)) > 2, "the search finds nothing at all"
     assert desk.store.erase("tea", None if whole_tenant else secret.entry)
-    assert left() == []
+    assert desk.seen(words) == []
     assert desk.found("xylophoneninety") == []
     with pytest.raises(EntryNotFound):
         desk.store.history("tea", secret.entry)
@@ -364,15 +331,13 @@ def test_erasing_leaves_no_byte_in_any_file(desk: Desk, whole_tenant: bool) -> N
 def test_writers_in_threads_and_processes_lose_nothing(desk: Desk) -> None:
     ref = desk.add("start")
     code = f"""
-        from pathlib import Path
-        from router.knowledge import *
-        store = SqliteStore(Path({str(desk.store.path)!r}), busy_s=60)
+        store = {desk.code}
         for number in range(10):
             said = Content("gotcha", "", f"process {{number}}")
             both = [Change(said, Provenance("p"), {ref.entry!r}, "update"), Change(said, Provenance("p"))]
             store.write("tea", both, Limits(9999, 10**9, 9))
         """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
+    command = [sys.executable, "-c", desk.IMPORTS + textwrap.dedent(code)]
     processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: desk.change(ref.entry, f"thread {number}"), range(10)))
@@ -387,10 +352,7 @@ def test_writers_in_threads_and_processes_lose_nothing(desk: Desk) -> None:
 
 CRASH = """
 import os, signal, sys
-from pathlib import Path
-from router.knowledge import *
-store = SqliteStore(Path(sys.argv[1]))
-entry, point = sys.argv[2], sys.argv[3]
+entry, point = sys.argv[1], sys.argv[2]
 changes = [Change(Content("gotcha", "", "new"), Provenance("p"), entry, "update")]
 many = [Content("gotcha", "", f"beside {number} " + "x" * 5000) for number in range(50)]
 changes += [Change(content, Provenance("p")) for content in many]
@@ -409,7 +371,8 @@ def test_a_writer_that_is_killed_leaves_the_old_or_the_new(
     desk: Desk, point: str, text: str, entries: int
 ) -> None:
     ref = desk.add("old")
-    command = [sys.executable, "-c", CRASH, str(desk.store.path), ref.entry, point]
+    code = f"{desk.IMPORTS}store = {desk.code}\n{CRASH}"
+    command = [sys.executable, "-c", code, ref.entry, point]
     assert subprocess.run(command, cwd=ROOT, timeout=120, check=False).returncode == -9
     assert desk.store.head("tea", ref.entry).content.text == text
     assert len(desk.store.heads("tea")) == entries
@@ -440,10 +403,12 @@ def test_a_backup_is_whole_and_restores_all(desk: Desk, tmp_path: Path) -> None:
     assert desk.found("backup") == [ref.entry]
 
 
-def test_files_are_private_and_another_format_is_refused(desk: Desk, tmp_path: Path) -> None:
+def test_files_are_private_and_another_format_is_refused(tmp_path: Path) -> None:
+    desk = SqliteDesk(tmp_path / "data" / "knowledge.sqlite")
     desk.add("x")
-    assert {path.stat().st_mode & 0o777 for path in desk.store.path.parent.iterdir()} == {0o600}
-    assert desk.store.path.parent.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in desk.path.parent.iterdir()} == {0o600}
+    assert desk.path.parent.stat().st_mode & 0o777 == 0o700
+    desk.store.close()
     (tmp_path / "junk").write_bytes(b"no database" * 100)
     with pytest.raises(KnowledgeError, match="cannot be opened"):
         SqliteStore(tmp_path / "junk")
