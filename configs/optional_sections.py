@@ -53,6 +53,15 @@ class LiveSettings(Section):
     stream_s_max: float = Field(
         300.0, ge=1, le=86400, description="a stream ends after this time, and its reader opens another"
     )
+    advice_period_s: float = Field(
+        10.0,
+        ge=0.1,
+        le=3600,
+        description="least time between two diagnoses and sizings of the service, for who sees the cluster",
+    )
+    advice_chars_max: int = Field(
+        600, ge=40, le=16384, description="one text of a diagnosis in a stream; longer ones are cut"
+    )
 
 
 class MonitoringSettings(Section):
