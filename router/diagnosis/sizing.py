@@ -60,7 +60,7 @@ class LiveSizing:
 
 
 def size_live(now: Snapshot, contexts: Sequence[int]) -> LiveSizing | None:
-    """Return the sizing of the service in a snapshot; None: no replica tells its model and prices yet."""
+    """Return the sizing of the service in a snapshot; None: no replica reports its model and prices yet."""
     window = Window(now)
     if not now.serving or window.prefill is None:
         return None

@@ -1,4 +1,4 @@
-"""What who sees the cluster is told of it: its diagnosis, and what it can hold, as JSON without null. Pure.
+"""Advice for who sees the cluster: its diagnosis, and what it can hold, as JSON without null. Pure.
 
 The judgements are those of `samovar diagnose` and `samovar plan --live`, over the same numbers.
 """
@@ -28,7 +28,7 @@ CUT = "…"
 
 
 def advice_of(now: Snapshot, chars_max: int) -> Json:
-    """Return the parts `diagnosis` and `memory` of a state; neither while no replica tells of itself.
+    """Return the parts `diagnosis` and `memory` of a state; neither while no replica reports anything.
 
     `chars_max`: of one text.
     """

@@ -177,7 +177,7 @@ class LiveHub:
             tuple(service.readiness.nodes_without_tiers),
         )
         self._advice = advice_of(snapshot, settings.advice_chars_max)
-        if not self._advice:  # no replica has told of itself: as soon as one does
+        if not self._advice:  # no replica reports anything yet: as soon as one does
             self._advise_at_s = now_s
         return self._advice
 
