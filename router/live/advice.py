@@ -21,7 +21,7 @@ from router.diagnosis import (
 from router.live.merge_patch import Json
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""The lengths at which memory is told."""
+"""The lengths at which memory is sized: as far as the model's context goes, which is sized as well."""
 DIGITS = 3
 """Significant ones: a price that is learned on changes a little with each turn."""
 CUT = "…"
@@ -35,7 +35,8 @@ def advice_of(now: Snapshot, chars_max: int) -> Json:
     if not now.replicas or not now.serving:
         return {}
     told: Json = {"diagnosis": _diagnosis(diagnose(now), chars_max)}
-    sizing = size_live(now, CONTEXTS)
+    longest = min(one.context_tokens_max for one in now.serving)
+    sizing = size_live(now, [*(tokens for tokens in CONTEXTS if tokens < longest), longest])
     if sizing is not None:
         told["memory"] = _memory(sizing)
     return told

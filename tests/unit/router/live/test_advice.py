@@ -70,18 +70,28 @@ def test_a_state_with_it_holds_no_null_and_only_numbers_that_json_has(snapshot: 
 
 
 def test_memory_is_that_of_plan_live() -> None:
-    told, sizing = advice_of(HEALTHY, CHARS)["memory"], size_live(HEALTHY, CONTEXTS)
+    told, sizing = advice_of(HEALTHY, CHARS)["memory"], size_live(HEALTHY, (2048, 4096, 8192))
     assert sizing is not None
     assert told["bytes_per_token"] == SERVING.bytes_per_token
     fits = {one["tokens"]: one.get("sequences") for one in told["contexts"]}
     assert fits == {one.tokens: one.sequences for one in sizing.contexts}
     assert fits[8192] == 2
-    assert fits[16384] is None  # longer than the model's context
     assert told["tiers"].keys() == {"cpu", "nvme"}
     assert told["tiers"]["nvme"]["wins_from"] == sizing.tiers[1].wins_from
     assert told["contexts"][0]["load_s"]["nvme"] == pytest.approx(sizing.tiers[1].load_s[0], rel=0.01)
     slow = with_tiers(replace(NVME, price=TierPrice(20.0, 1e3)), OFF)
     assert "wins_from" not in advice_of(slow, CHARS)["memory"]["tiers"]["nvme"]
+
+
+@pytest.mark.parametrize(
+    ("context", "lengths"),
+    [(1000, [1000]), (2048, [2048]), (5000, [2048, 4096, 5000]), (1 << 17, list(CONTEXTS))],
+)
+def test_memory_is_told_up_to_the_model_s_context(context: int, lengths: list[int]) -> None:
+    model = replace(HEALTHY, serving=(replace(SERVING, context_tokens_max=context),))
+    contexts = advice_of(model, CHARS)["memory"]["contexts"]
+    assert [one["tokens"] for one in contexts] == lengths
+    assert all("sequences" in one for one in contexts)
 
 
 def test_a_tenant_s_state_has_none_of_it() -> None:
