@@ -105,6 +105,15 @@ class LiveSettings(Section):
     stream_s_max: float = Field(
         300.0, ge=1, le=86400, description="a stream ends after this time, and its reader opens another"
     )
+    advice_period_s: float = Field(
+        10.0,
+        ge=0.1,
+        le=3600,
+        description="least time between two diagnoses and sizings of the service, for who sees the cluster",
+    )
+    advice_chars_max: int = Field(
+        600, ge=40, le=16384, description="one text of a diagnosis in a stream; longer ones are cut"
+    )
 
 
 class MonitoringSettings(Section):
@@ -333,6 +342,11 @@ class KnowledgeSettings(Section):
     )
     busy_s: float = Field(5.0, gt=0, le=600, description="how long a write waits for another process's write")
     loop: LoopSettings = LoopSettings()
+
+    @property
+    def is_one_file(self) -> bool:
+        """Whether it is on and in a file, which the ingresses of one machine can share."""
+        return self.enabled and self.postgres.url is None
 
     @model_validator(mode="after")
     def _default_is_allowed(self) -> KnowledgeSettings:

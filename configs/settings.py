@@ -569,7 +569,7 @@ class Settings(OptionalSections):
     def _one_ingress_writes(self) -> Settings:
         for key, is_on in (
             ("server.record", self.server.record),
-            ("knowledge.enabled", self.knowledge.enabled),
+            ("knowledge.enabled", self.knowledge.is_one_file),
         ):
             if is_on and (self.server.ingress_replicas or 1) > 1:
                 raise ValueError(

@@ -248,6 +248,10 @@ class Failed:
 Event = Admitted | Refused | Delta | Failed
 
 
+SCRATCH_PAGES = 1
+"""Page 0 takes the writes of padding and belongs to no session."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
     """What `samovar serve` prints about a ready replica."""
@@ -271,6 +275,12 @@ class ReplicaInfo:
     load_s: float
     model: str = ""  # fingerprint of config, tokenizer and weights, in hex
     stages: tuple[tuple[str, float], ...] = ()  # of its start, with seconds
+
+    def sessions_that_fit(self, tokens: int) -> int | None:
+        """Return how many sessions of `tokens` its pages hold at once; None beyond its context."""
+        if tokens > self.context_tokens_max:
+            return None
+        return (self.pages - SCRATCH_PAGES) // -(-tokens // self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)

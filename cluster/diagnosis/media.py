@@ -13,14 +13,14 @@ import httpx
 
 from cache_tiers.pricing import TierPrice
 from cluster.diagnosis.check import Result, existing
-from cluster.plan.live import load_prices, wins_in_words
+from cluster.plan.live import wins_in_words
 from cluster.plan.sizing import in_seconds, in_tokens
 from cluster.serve import preflight
 from cluster.serve.startup_table import TIER_WORDS
 from configs.sections import MIB
 from configs.settings import Settings
 from replicas.machine_prices import MachinePrices, kept_prices
-from router.diagnosis import in_bytes
+from router.diagnosis import in_bytes, load_prices
 
 MEASURED_BYTES, MEASURE_REPEATS, MEASURE_S = 16 * MIB, 3, 5.0
 RAM_BYTES = 64 * MIB

@@ -1,15 +1,14 @@
-"""Runs `samovar plan --live`: what fits the running service, and where loading beats computing.
+"""Runs `samovar plan --live`: tables of what fits the running service, and where loading beats computing.
 
-Nothing is assumed: bytes, pages and prices are those that the service has measured and reports. All but
-`run_live` is pure.
+The sizing itself is `router.diagnosis`', whose numbers the live page shows too. All but `run_live` is pure.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,136 +17,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cache_tiers.pricing import PrefillPrice, TierPrice, break_even_tokens
 from cluster.plan.runs import PlanRefused
 from cluster.plan.sizing import in_bytes, in_seconds, in_tokens, parse_contexts
-from cluster.serve.startup_table import TIER_WORDS, sessions_that_fit
-from router.diagnosis import Snapshot, Window
+from cluster.serve.startup_table import TIER_WORDS
+from router.diagnosis import LiveSizing, Snapshot, size_live
 
 CONTEXTS = "2k,8k,32k,128k"
-
-
-@dataclass(frozen=True, slots=True)
-class LiveTier:
-    """Loads from one tier, at its measured price. `wins_from`: tokens; None: never.
-
-    `load_s`: of each context.
-    """
-
-    name: str
-    latency_s: float
-    bytes_per_s: float
-    wins_from: int | None
-    load_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LiveContext:
-    """A context of `tokens`. None: it is longer than the model's context.
-
-    `sequences`: that fit all replicas' pools; `running`: of these, as many as the replicas run at a time.
-    `alone_tokens_per_s`, `batch_tokens_per_s`: one sequence decoding, and all that run.
-    """
-
-    tokens: int
-    kv_bytes: int
-    compute_s: float | None
-    sequences: int | None
-    running: int | None
-    alone_tokens_per_s: float | None
-    batch_tokens_per_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class LiveSizing:
-    """What a running service can hold, and what it costs."""
-
-    model_name: str
-    kv_dtype: str
-    replicas: int
-    bytes_per_token: int
-    pool_bytes: int
-    context_tokens_max: int
-    prefill: PrefillPrice
-    contexts: tuple[LiveContext, ...]
-    tiers: tuple[LiveTier, ...]
-
-
-def size_live(now: Snapshot, contexts: Sequence[int]) -> LiveSizing:
-    """Return the sizing of the service in a snapshot. Raises `PlanRefused` if it does not say enough."""
-    window = Window(now)
-    if not now.serving or window.prefill is None:
-        raise PlanRefused("no replica of this service reports its model and prices yet: is it ready?")
-    info, prefill = now.serving[0], window.prefill
-    return LiveSizing(
-        model_name=info.model_name,
-        kv_dtype=info.kv_dtype,
-        replicas=len(now.serving),
-        bytes_per_token=info.bytes_per_token,
-        pool_bytes=info.pool_bytes,
-        context_tokens_max=info.context_tokens_max,
-        prefill=prefill,
-        contexts=tuple(_context(now, tokens, prefill, window) for tokens in contexts),
-        tiers=load_prices(_prices(now), prefill, info.bytes_per_token, contexts),
-    )
-
-
-def _context(now: Snapshot, tokens: int, prefill: PrefillPrice, window: Window) -> LiveContext:
-    info = now.serving[0]
-    kv_bytes = -(-tokens // info.block_tokens) * info.block_tokens * info.bytes_per_token
-    fits = [sessions_that_fit(one, tokens) for one in now.serving]
-    if any(fit is None for fit in fits):
-        return LiveContext(tokens, kv_bytes, None, None, None, None, None)
-    most = window.setting("engine.sequences_max")
-    running = [min(fit or 0, most or fit or 0) for fit in fits]
-
-    def per_s(sequences: int) -> float:
-        if not sequences:
-            return 0.0
-        return sequences / prefill.step_seconds(sequences, sequences * (2 * tokens + 1))
-
-    return LiveContext(
-        tokens=tokens,
-        kv_bytes=kv_bytes,
-        compute_s=prefill.seconds(tokens, 0),
-        sequences=sum(fit or 0 for fit in fits),
-        running=sum(running),
-        alone_tokens_per_s=per_s(min(1, max(running))),
-        batch_tokens_per_s=sum(per_s(one) for one in running),
-    )
-
-
-def _prices(now: Snapshot) -> dict[str, TierPrice]:
-    """Return the price of each tier that works; of several nodes' the slowest."""
-    found: dict[str, TierPrice] = {}
-    for node in now.nodes:
-        for tier in node.tiers:
-            if tier.price is not None and tier.price.is_up and not tier.state.startswith("off"):
-                before = found.get(tier.name)
-                if before is None or tier.price.seconds(1 << 20) > before.seconds(1 << 20):
-                    found[tier.name] = tier.price
-    return found
-
-
-def load_prices(
-    prices: Mapping[str, TierPrice], prefill: PrefillPrice, bytes_per_token: int, contexts: Sequence[int]
-) -> tuple[LiveTier, ...]:
-    """Return for each tier from which length on a load beats computing, and the loads of some contexts."""
-    return tuple(
-        LiveTier(
-            name,
-            price.latency_s,
-            price.bytes_per_s,
-            break_even_tokens(price, prefill, bytes_per_token),
-            tuple(price.seconds(tokens * bytes_per_token) for tokens in contexts),
-        )
-        for name, price in prices.items()
-    )
 
 
 def run_live(now: Snapshot, contexts: str | None, json_to: Path | None, console: Console) -> int:
     """Print the tables, write the JSON. Raises `PlanRefused`, `ValueError`, `OSError`."""
     sizing = size_live(now, parse_contexts(contexts or CONTEXTS))
+    if sizing is None:
+        raise PlanRefused("no replica of this service reports its model and prices yet: is it ready?")
     console.print(live_view_head(sizing), highlight=False, soft_wrap=True)
     console.print(fit_table(sizing))
     longer = [one.tokens for one in sizing.contexts if one.sequences is None]

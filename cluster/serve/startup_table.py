@@ -14,10 +14,9 @@ from rich.text import Text
 
 from configs.sections import GIB
 from configs.settings import Settings
-from replicas.messages import ReplicaInfo
+from replicas.messages import SCRATCH_PAGES, ReplicaInfo
 
 SESSION_TOKENS = (2048, 8192, 32768)
-SCRATCH_PAGES = 1  # page 0 takes the writes of padding and belongs to no session
 TIER_WORDS = {"gpu": "pool", "cpu": "RAM", "nvme": "disk", "s3": "S3", "peer": "other node"}
 """What people call the places of blocks, by the names that the API and the settings use."""
 WELL = ("up", "read-only")
@@ -141,15 +140,8 @@ def _stages(info: ReplicaInfo) -> str:
     return f" ({parts})" if parts else ""
 
 
-def sessions_that_fit(info: ReplicaInfo, tokens: int) -> int | None:
-    """Return how many sessions of `tokens` one replica's pages hold at once; None beyond its context."""
-    if tokens > info.context_tokens_max:
-        return None
-    return (info.pages - SCRATCH_PAGES) // -(-tokens // info.block_tokens)
-
-
 def _sessions(info: ReplicaInfo, replicas: int, tokens: int) -> str:
-    fit = sessions_that_fit(info, tokens)
+    fit = info.sessions_that_fit(tokens)
     if fit is None:
         return "-  (longer than the context)"
     return f"{fit:,}" if replicas == 1 else f"{fit:,} per replica, {fit * replicas:,} in total"

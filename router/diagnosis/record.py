@@ -23,11 +23,21 @@ class SettingChange:
     deed: str = ""
 
     def __str__(self) -> str:
-        is_bytes = "bytes" in self.setting
-        to = f"{self.to} = {in_bytes(self.to)}" if is_bytes and self.to else shown(self.to)
-        now = in_bytes(self.now) if is_bytes and self.now else shown(self.now)
-        what = self.deed or f"{self.setting}: {to} (now {now})"
+        what = self.deed or f"{self.setting}: {self.to_in_words} (now {self.now_in_words})"
         return f"{what}. {self.brings}" if self.brings else what
+
+    @property
+    def to_in_words(self) -> str:
+        """The value to set, as it is written in a file; a size also in words."""
+        return f"{self.to} = {in_bytes(self.to)}" if self._is_size(self.to) else shown(self.to)
+
+    @property
+    def now_in_words(self) -> str:
+        """The value that is set."""
+        return in_bytes(self.now) if self._is_size(self.now) else shown(self.now)
+
+    def _is_size(self, value: Any) -> bool:
+        return "bytes" in self.setting and bool(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
 
@@ -113,7 +114,7 @@ def settings_told(settings: Settings) -> dict[str, Any]:
 def snapshot_of(stats: Mapping[str, Any], metrics: str, at_s: float) -> Snapshot:
     """Return the snapshot in the answers of /cache/stats and /metrics. Raises `NoSnapshot`."""
     try:
-        front, silent = front_door(metrics)
+        front, silent = front_door(text_string_to_metric_families(metrics))
         return Snapshot(
             at_s,
             tuple(_REPLICAS.validate_python(_known(stats.get("replicas", [])))),
@@ -145,14 +146,14 @@ def _known(value: Any) -> Any:
     return [_known(item) for item in value] if isinstance(value, list) else value
 
 
-def front_door(metrics: str) -> tuple[FrontDoor, tuple[str, ...]]:
-    """Return the front door's counts in a text of Prometheus, and the nodes whose tiers do not answer."""
+def front_door(families: Iterable[Metric]) -> tuple[FrontDoor, tuple[str, ...]]:
+    """Return the front door's counts in some of Prometheus' metrics, and the nodes whose tiers are silent."""
     counts: dict[str, Any] = {name: {} for name, _, _ in _BY_LABEL}
     counts |= dict.fromkeys((name for name, _ in _PLAIN), 0.0)
     labelled = {metric: (name, label) for name, metric, label in _BY_LABEL}
     unlabelled = {metric: name for name, metric in _PLAIN}
     silent = []
-    for family in text_string_to_metric_families(metrics):
+    for family in families:
         for sample in family.samples:
             if sample.name in labelled:
                 name, label = labelled[sample.name]

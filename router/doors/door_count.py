@@ -8,10 +8,10 @@ from configs.settings import Settings
 def door_count(settings: Settings) -> int | None:
     """Return the number of front doors; None: one on each node.
 
-    One where something is written by one front door only: a recording, the knowledge base.
+    One where something is written by one front door only: a recording, a knowledge base in a file.
     """
     wanted = settings.server.ingress_replicas
     if wanted is not None:
         return wanted
-    is_single = settings.server.record is not None or settings.knowledge.enabled
+    is_single = settings.server.record is not None or settings.knowledge.is_one_file
     return 1 if is_single or settings.cluster.ray_address == "local" else None

@@ -21,11 +21,13 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from configs.optional_sections import TelemetrySettings
 from configs.settings import LimitsSettings, Settings
+from configs.telemetry import NO_SPAN, Span, Tracer, open_tracer
 from router.auth import OPEN_PATH
 from router.http.direct_reply import DirectReplies, DirectReply, inlet_from_environment, links_environment
 from router.http.http_guard import ConnectionLimits, guarded_protocol
-from router.http.middleware import POLICY_VIOLATION, request_id_of, send_error
+from router.http.middleware import POLICY_VIOLATION, TRACED, request_id_of, send_error
 from router.openai import (
     ApiError,
     BadHttp,
@@ -55,6 +57,15 @@ LIMIT_FIELDS = (
     "request_timeout_s",
     "retry_after_s",
 )
+TELEMETRY_PREFIX = f"{PREFIX}TELEMETRY_"
+TELEMETRY_FIELDS = (
+    "otlp_endpoint",
+    "sample_ratio",
+    "queue_max",
+    "batch_max",
+    "export_interval_s",
+    "export_timeout_s",
+)
 
 CONTROL_PREFIX = "/-/"
 CONTROL_OPEN = "/-/healthz"
@@ -71,6 +82,7 @@ STEERING_HEADERS = frozenset(
     }
 )
 SESSION_HEADER = b"x_session_id"
+TRACE_HEADER = b"traceparent"
 
 
 def proxy_environment(settings: Settings) -> dict[str, str]:
@@ -80,7 +92,25 @@ def proxy_environment(settings: Settings) -> dict[str, str]:
         {CALLBACK_VARIABLE: CALLBACK}
         | links_environment(settings)
         | {f"{PREFIX}{name.upper()}": str(value) for name, value in limits.items()}
+        | _telemetry_environment(settings.telemetry)
     )
+
+
+def _telemetry_environment(settings: TelemetrySettings) -> dict[str, str]:
+    if settings.otlp_endpoint is None:
+        return {}
+    return {f"{TELEMETRY_PREFIX}{name.upper()}": str(getattr(settings, name)) for name in TELEMETRY_FIELDS}
+
+
+def tracer_from_environment(environ: Mapping[str, str]) -> Tracer | None:
+    """Return the tracer of this proxy by what `proxy_environment` wrote; None: without traces."""
+    named = ((name, f"{TELEMETRY_PREFIX}{name.upper()}") for name in TELEMETRY_FIELDS)
+    given = {name: environ[variable] for name, variable in named if variable in environ}
+    try:
+        return open_tracer(TelemetrySettings.model_validate(given), "proxy")
+    except ImportError as error:  # requests are worth more than their traces
+        logger.error("no spans of this proxy: %s; install the extra otel on this node", error)
+        return None
 
 
 def limits_from_environment(environ: Mapping[str, str]) -> LimitsSettings:
@@ -96,7 +126,8 @@ def install() -> list[Middleware]:
     # uvicorn accepts a class where it expects the name of one; Serve leaves `http` at "auto".
     uvicorn.config.HTTP_PROTOCOLS["auto"] = guarded_protocol(connection)  # type: ignore[assignment]
     replies = DirectReplies(inlet_from_environment(os.environ))
-    return [Middleware(ProxyGuard, limits=limits, replies=replies)]
+    tracer = tracer_from_environment(os.environ)
+    return [Middleware(ProxyGuard, limits=limits, replies=replies, tracer=tracer)]
 
 
 class AppPresence:
@@ -121,9 +152,16 @@ class AppPresence:
 
 
 class ProxyGuard:
-    """The outermost ASGI middleware of Serve's proxy."""
+    """The outermost ASGI middleware of Serve's proxy. `tracer`: of what is posted or deleted, or None.
 
-    def __init__(self, app: ASGIApp, *, limits: LimitsSettings, replies: DirectReplies) -> None:
+    The front door's span of a traced request stands below the proxy's, which lasts from the request's head
+    until the last byte of the answer has been handed to the connection.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, limits: LimitsSettings, replies: DirectReplies, tracer: Tracer | None = None
+    ) -> None:
+        self._tracer = tracer
         self._app = app
         self._limits = limits
         self._replies = replies
@@ -139,13 +177,34 @@ class ProxyGuard:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        reply = _GuardedSend(send, scope, request_id, self._limits, self._presence)
+        if self._tracer is None or scope["method"] not in TRACED:
+            await self._pass(scope, receive, send, request_id, NO_SPAN)
+            return
+        span = self._tracer.request("proxy", Headers(scope=scope))
+        status = 499  # until a response starts
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, noted, request_id, span)
+        finally:
+            span.set({"http.request.method": scope["method"], "http.response.status_code": status})
+            span.set({"samovar.request_id": request_id})
+            span.end(str(status) if status >= 500 else "")
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, request_id: str, span: Span) -> None:
+        """Pass a request on, and make sure of its answer."""
+        reply = _GuardedSend(send, scope, request_id, self._limits, self._presence, span.header)
         body = _BoundedBody(receive, self._limits.body_bytes_max, reply)
         wait_s = HEALTH_WAIT_S if scope["path"] == OPEN_PATH else None
         direct: DirectReply | None = None
         try:
             self._check(scope)
-            cleaned = _cleaned(scope, request_id)
+            cleaned = _cleaned(scope, request_id, span.header)
             direct = await self._replies.expect(scope, reply)
             async with asyncio.timeout(wait_s) as patience:
                 if direct is None:
@@ -220,8 +279,15 @@ class _GuardedSend:
     """ASGI `send` that replaces Serve's own errors. `fail` does nothing once the reply is complete."""
 
     def __init__(
-        self, send: Send, scope: Scope, request_id: str, limits: LimitsSettings, presence: AppPresence
+        self,
+        send: Send,
+        scope: Scope,
+        request_id: str,
+        limits: LimitsSettings,
+        presence: AppPresence,
+        traceparent: str,
     ) -> None:
+        self._traceparent = traceparent.encode()
         self._presence = presence
         self._send = send
         self._scope = scope
@@ -270,10 +336,15 @@ class _GuardedSend:
         await self._send(message)
 
     def _headers(self, message: Message) -> list[tuple[bytes, bytes]]:
-        """Return the headers with exactly one `x-request-id`: both Serve and the ingress set it."""
+        """Return the headers with exactly one `x-request-id`: both Serve and the ingress set it.
+
+        Of an answer that the front door has not made, the trace is the proxy's.
+        """
         kept = [
             (name, value) for name, value in message.get("headers", []) if name.lower() != b"x-request-id"
         ]
+        if self._traceparent and all(name.lower() != TRACE_HEADER for name, _ in kept):
+            kept.append((TRACE_HEADER, self._traceparent))
         return [*kept, (b"x-request-id", self._request_id.encode())]
 
     def _of_serve(self, status: int) -> ApiError:
@@ -291,13 +362,19 @@ class _GuardedSend:
         return InternalError(self._request_id)
 
 
-def _cleaned(scope: Scope, request_id: str) -> Scope:
-    """Return the scope without steering headers and with one valid `x-request-id`."""
+def _cleaned(scope: Scope, request_id: str, traceparent: str = "") -> Scope:
+    """Return the scope without steering headers and with one valid `x-request-id`.
+
+    `traceparent`: of the proxy's span, in place of the client's; empty: the client's stays.
+    """
     headers = [
         (name, value)
         for name, value in scope["headers"]
         if name.isascii() and name != b"x-request-id" and _normal(name) not in STEERING_HEADERS
     ]
+    if traceparent:
+        headers = [one for one in headers if one[0] != TRACE_HEADER]
+        headers.append((TRACE_HEADER, traceparent.encode()))
     return {**scope, "headers": [*headers, (b"x-request-id", request_id.encode())]}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,8 +15,11 @@ from cache_tiers.blocks import tenant_tag
 from cache_tiers.messages import NodeGlance
 from replicas.messages import ReplicaGlance
 from router.auth import LOCAL_TENANT, Caller
+from router.diagnosis import Snapshot, front_door, settings_told
 from router.generation import EndedTurn, IngressServices, summed
+from router.live.advice import advice_of
 from router.live.feed import Audience, Feed, Feeds, LookPace, Outbox
+from router.live.merge_patch import Json
 from router.live.state import FORECAST_AT_S, Seen, Shown, owner_of, rows_of, state_of, turn_of
 from router.routing import DirectoryLost
 
@@ -42,6 +46,8 @@ class LiveHub:
         self._replicas: list[ReplicaGlance] = []
         self._pace: LookPace | None = None  # outlives the task: who comes and goes hurries nothing
         self._next_s = 0.0
+        self._advice: Json = {}
+        self._advise_at_s = -math.inf
         self.looks = 0
         """How often the service was looked at."""
 
@@ -141,12 +147,39 @@ class LiveHub:
             homes=service.directory.nodes,
             routing=service.directory.outcomes,
             names={tag: name for name, tag in self._tags.items()},
+            advice=self._advised(replicas, nodes) if with_stats else {},
         )
         changed = [
             feed.publish(state_of(one, seen, service.model_name, self._settings, feed.state))
             for feed, one in shown.items()
         ]
         return any(changed)
+
+    def _advised(self, replicas: list[ReplicaGlance], nodes: dict[str, NodeGlance] | None) -> Json:
+        """Return the advice to who sees the cluster: the last one, if it is new enough.
+
+        Also while the directory is silent: without the tiers' numbers it would seem that there are none.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if nodes is None or now_s < self._advise_at_s:
+            return self._advice
+        service, settings = self._service, self._settings
+        self._advise_at_s = now_s + settings.advice_period_s
+        service.metrics.set_sessions(*service.directory.counts(), service.prompts.salts_changed)
+        front, _ = front_door(service.metrics.front_door())
+        snapshot = Snapshot(
+            now_s,
+            tuple(one.stats for one in replicas),
+            tuple(one.stats for one in nodes.values() if one.stats is not None),
+            tuple(service.readiness.replicas),
+            settings_told(service.settings),
+            front,
+            tuple(service.readiness.nodes_without_tiers),
+        )
+        self._advice = advice_of(snapshot, settings.advice_chars_max)
+        if not self._advice:  # no replica reports anything yet: as soon as one does
+            self._advise_at_s = now_s
+        return self._advice
 
     def _shown(self, feed: Feed) -> Shown:
         audience, service = feed.audience, self._service

@@ -65,7 +65,9 @@ class LiveRoutes:
     async def _put(self, send: Send, message: Message) -> None:
         """Send a message, waiting at most `write_idle_s` for a reader that does not read."""
         try:
-            await asyncio.wait_for(send(message), self._service.settings.limits.write_idle_s)
+            # Not `wait_for`, which before Python 3.12 may lose a cancellation: the stream would never end.
+            async with asyncio.timeout(self._service.settings.limits.write_idle_s):
+                await send(message)
         except TimeoutError:
             logger.info("a reader of /v1/live reads nothing: connection closed")
             raise ClientClosedRequest from None
@@ -112,7 +114,8 @@ def _body(part: bytes, *, more: bool = True) -> Message:
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
     """Wait for an event, at most `seconds`; return whether it is set."""
     try:
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()
     except TimeoutError:
         return False
     return True

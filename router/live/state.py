@@ -33,7 +33,7 @@ class Seen:
     """What was seen of the service at one time, before it is cut for an audience.
 
     `nodes`: None while the directory does not answer. `homes`: replica -> node. `routing`: requests by how
-    they came to their replica. `names`: tenant's tag -> name.
+    they came to their replica. `names`: tenant's tag -> name. `advice`: see `advice_of`.
     """
 
     unix_s: float
@@ -43,6 +43,7 @@ class Seen:
     homes: Mapping[str, str] = field(default_factory=dict)
     routing: Mapping[Outcome, int] = field(default_factory=dict)
     names: Mapping[bytes, str] = field(default_factory=dict)
+    advice: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def state_of(shown: Shown, seen: Seen, model: str, settings: LiveSettings, befor
         if seen.nodes is not None:
             stats = {name: node.stats for name, node in seen.nodes.items()}
             state["nodes"] = {name: _node(one) for name, one in stats.items() if one is not None}
+        state |= seen.advice
     if shown.has_more:
         state[LEFT_OUT] = ["sessions"]
     return fitted(state, settings.message_bytes_max)
@@ -98,14 +100,21 @@ def state_of(shown: Shown, seen: Seen, model: str, settings: LiveSettings, befor
 def fitted(state: Json, bytes_max: int) -> Json:
     """Return the state within `bytes_max`, without the sessions used longest ago, then replicas, then nodes.
 
-    `left_out` names the parts that are not whole.
+    Then without the advice. `left_out` names the parts that are not whole.
     """
     for part in ("sessions", "replicas", "nodes"):
         while part in state and state[part] and len(encoded(state)) > bytes_max:
             kept = list(state[part].items())[: len(state[part]) // 2]
-            left_out = sorted({*state.get(LEFT_OUT, ()), part})
-            state = {**state, part: dict(kept), LEFT_OUT: left_out}
+            state = {**state, part: dict(kept), LEFT_OUT: _left_out(state, part)}
+    for part in ("diagnosis", "memory"):
+        if part in state and len(encoded(state)) > bytes_max:
+            state = {name: value for name, value in state.items() if name != part}
+            state[LEFT_OUT] = _left_out(state, part)
     return state
+
+
+def _left_out(state: Json, part: str) -> list[str]:
+    return sorted({*state.get(LEFT_OUT, ()), part})
 
 
 def totals_of(usage: TenantUsage) -> Json:

@@ -76,7 +76,7 @@ def service(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> I
         yield made
 
 
-def test_a_request_is_one_trace_from_ingress_replica_and_tier_actor(
+def test_a_request_is_one_trace_from_proxy_ingress_replica_and_tier_actor(
     service: Service, collector: Collector
 ) -> None:
     text = f"The word is {SECRET_WORD}. " * 40
@@ -90,6 +90,7 @@ def test_a_request_is_one_trace_from_ingress_replica_and_tier_actor(
     assert '"request_id": "req-7"' in answer.text or '"request_id":"req-7"' in answer.text
 
     wanted = {
+        ("proxy", "proxy"),
         *(("ingress", name) for name in ("request", "tokenize", "route")),
         *(("replica", name) for name in ("queue", "lookup", "prefill", "decode", "store")),
         *(("tiers", name) for name in ("tier lookup", "tier offer")),
@@ -102,8 +103,12 @@ def test_a_request_is_one_trace_from_ingress_replica_and_tier_actor(
     found = collector.spans()
     assert {span.trace_id.hex() for _, span in found} == {TRACE}
     assert {(process, span.name) for process, span in found} == wanted
-    (root,) = (span for _, span in found if span.name == "request")
-    assert answer.headers["traceparent"].split("-")[2] == root.span_id.hex()
+    (root,) = (span for _, span in found if span.name == "proxy")
+    (request,) = (span for _, span in found if span.name == "request")
+    assert root.parent_span_id.hex() == PARENT.split("-")[2]
+    assert request.parent_span_id == root.span_id
+    assert answer.headers["traceparent"].split("-")[2] == request.span_id.hex()
+    assert root.start_time_unix_nano <= request.start_time_unix_nano  # of one machine's clock
     ids = {span.span_id for _, span in found}
     assert all(span.parent_span_id in ids for _, span in found if span is not root)
     assert SECRET_WORD.encode() not in b"".join(collector.bodies)

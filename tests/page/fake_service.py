@@ -23,8 +23,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from configs.optional_sections import LiveSettings
+from router.diagnosis import Snapshot
+from router.live.advice import advice_of
 from router.live.merge_patch import diff
 from router.live.page_files import PageFiles
+from tests.support.router.snapshots import HEALTHY
 
 MODEL = "play-model"
 BLOCK_TOKENS = 16
@@ -110,6 +114,8 @@ class World:
     """Streams end that opened before this count was raised."""
     deleted: list[str] = field(default_factory=list)
     began_unix_s: float = field(default_factory=time.time)
+    snapshot: Snapshot = HEALTHY
+    """What is diagnosed."""
 
     def talk(self, tenant: str, session: str) -> Talk:
         known = f"{tenant}/{session}"
@@ -243,6 +249,7 @@ class World:
                 }
             },
             "routing": {"home": 9, "moved": 0, "spilled": 1, "new": 2},
+            **advice_of(self.snapshot, LiveSettings().advice_chars_max),
         }
 
 

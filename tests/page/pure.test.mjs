@@ -12,6 +12,8 @@ const { survivalAt, returnsWithin } = await import(new URL("cache/forecast.js", 
 const { cellsOf, countsOf } = await import(new URL("cache/blocks.js", PAGE));
 const { TokenHistory, TurnHistory } = await import(new URL("cache/history.js", PAGE));
 const { gainOf, wordsOf } = await import(new URL("cache/turns.js", PAGE));
+const diagnosis = await import(new URL("advice/diagnosis.js", PAGE));
+const memory = await import(new URL("advice/memory.js", PAGE));
 const store = await import(new URL("chat/store.js", PAGE));
 const { complete, messagesFor } = await import(new URL("chat/completion.js", PAGE));
 
@@ -366,4 +368,43 @@ test("a silent connection is given up", async () => {
   await clock.pass(5000);
   assert.equal(seen.opened, 2);
   stream.pause();
+});
+
+const QUIET = { state: "clear", title: "KV memory is the bottleneck", evidence: "3 of 10 pages are in use" };
+const LOUD = { state: "holds", title: "The disk is full", evidence: "no room", symptom: "Turns are not stored.", changes: [] };
+
+test("a healthy service has one quiet line, another names its problems", () => {
+  const line = (conditions) => diagnosis.inOneLine({ turns: 4, conditions });
+  assert.equal(line({ a: QUIET, b: QUIET }), "Nothing is wrong: none of 2 conditions holds.");
+  assert.equal(line({ a: QUIET, b: { ...QUIET, state: "unknown" } }), "Nothing is wrong: none of 2 conditions holds; 1 cannot be judged yet.");
+  assert.equal(line({ a: QUIET, b: LOUD }), "1 problem: The disk is full.");
+  assert.equal(line({ a: LOUD, b: LOUD }), "2 problems: The disk is full · The disk is full.");
+});
+
+test("a change is said with the value that is set now, a deed without", () => {
+  const setting = { setting: "tiers.cpu.bytes_max", to: "2 = 2 B", now: "1 B", brings: "two tokens" };
+  assert.deepEqual(diagnosis.changeInWords(setting), { what: "tiers.cpu.bytes_max: 2 = 2 B.", now: "Now 1 B.", brings: "Two tokens." });
+  assert.deepEqual(diagnosis.changeInWords({ deed: "See the log.", brings: "" }), { what: "See the log.", now: "", brings: "" });
+});
+
+const SIZED = {
+  bytes_per_token: 49152,
+  contexts: [{ tokens: 2048, sequences: 8 }, { tokens: 4096, sequences: 4 }, { tokens: 8192, sequences: 2 }, { tokens: 16384 }],
+  tiers: { s3: {}, nvme: { wins_from: 1200 }, cpu: { wins_from: 1 } },
+};
+
+test("memory is told for the contexts that the model can have", () => {
+  assert.deepEqual(memory.fitting(SIZED).map(({ tokens }) => memory.lengthOf(tokens)), ["2k", "4k", "8k"]);
+  assert.equal(memory.fitInWords(SIZED), "48 KiB a token; room for 8 of 2k, or 2 of 8k.");
+  assert.equal(memory.fitInWords({ ...SIZED, contexts: SIZED.contexts.slice(0, 1) }), "48 KiB a token; room for 8 of 2k.");
+  assert.equal(memory.fitInWords({ ...SIZED, contexts: SIZED.contexts.slice(3) }), "48 KiB a token.");
+  assert.equal(memory.lengthOf(1000), "1,000");
+});
+
+test("each tier says from which length on it is sooner than computing, the hottest first", () => {
+  assert.deepEqual(memory.winsInWords(SIZED), [
+    { name: "cpu", when: "always" },
+    { name: "nvme", when: "from 1,200 tokens on" },
+    { name: "s3", when: "never, in this context" },
+  ]);
 });

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from playwright.sync_api import Error, expect
 
+from cache_tiers.pricing import TierPrice
+from router.diagnosis import CONDITIONS, diagnose
 from tests.page.conftest import NARROW, WIDE, Seen, answers, axe_problems, live, say
 from tests.page.fake_service import ADMIN, World, populate, step_down
+from tests.support.router.snapshots import HEALTHY, NVME, OFF, PLANTED, REPLICA, with_tiers
 from tests.support.services.service import until
 
 pytestmark = pytest.mark.slow
@@ -158,6 +162,8 @@ def test_a_key_is_asked_for_and_a_tenant_sees_only_its_own(
     answers(page, 1)
     expect(page.locator("#card-held")).to_contain_text("RAM")
     expect(page.locator("#card-tiers")).to_be_hidden()
+    expect(page.locator("#diagnosis")).to_be_hidden()
+    expect(page.locator("#memory")).to_be_hidden()
     page.reload()  # the key is kept in the tab
     live(page)
     expect(page.locator(".from-assistant")).to_contain_text("It is hot.")
@@ -181,6 +187,15 @@ def test_a_key_is_asked_for_and_a_tenant_sees_only_its_own(
     expect(page.locator("#chat-refused")).to_be_visible()
     expect(page.get_by_label("Message to the model")).to_be_disabled()
     expect(page.locator("#card-tiers")).to_be_visible()
+    expect(page.locator("#diagnosis-line")).to_contain_text("Nothing is wrong")
+    page.locator("#diagnosis > summary").click()
+    page.get_by_role("button", name="API key").click()
+    use("key-a")  # what the administrator saw does not stay
+    expect(page.locator("#scope")).to_have_text("tenant a")
+    for part in ("#diagnosis", "#memory"):
+        expect(page.locator(part)).to_be_hidden()
+    for part in ("#diagnosis-line", "#findings", "#conditions", "#memory-table", "#advice-announce"):
+        expect(page.locator(part)).to_have_text("")
     told = [said for said in seen.errors if "401" in said]  # the browser's own line about the refusals
     assert seen.errors == told
     assert seen.foreign == []
@@ -225,6 +240,65 @@ def test_nothing_of_the_last_keys_owner_stays_or_comes_late(
         late[0].fulfill(json={"bytes_held": {"s3": 7 * 2**30}})
     page.wait_for_timeout(300)
     expect(page.locator("#held")).not_to_contain_text("7 GiB")
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "390"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_is_wrong_is_said_with_evidence_setting_and_gain(
+    fake: str, world: World, open_page: Opener, seen: Seen, size: tuple[int, int], scheme: str
+) -> None:
+    page = live(open_page(fake, size, color_scheme=scheme))
+    if size == NARROW:
+        page.get_by_role("tab", name="Overview").click()
+    line, announced = page.locator("#diagnosis-line"), page.locator("#advice-announce")
+    expect(line).to_have_text(f"Nothing is wrong: none of {len(CONDITIONS)} conditions holds.")
+    expect(announced).to_have_text("")
+    expect(page.locator("#findings")).to_be_hidden()  # a line, and no more
+    world.snapshot = PLANTED["kv_memory", ""]
+    expect(line).to_have_text("1 problem: KV memory is the bottleneck.")
+    expect(announced).to_have_text("1 problem: KV memory is the bottleneck.")
+    summary = page.locator("#diagnosis > summary")
+    summary.focus()
+    page.keyboard.press("Enter")
+    (finding,) = diagnose(world.snapshot).holding
+    shown = page.locator(".finding")
+    expect(shown).to_have_count(1)
+    expect(shown).to_contain_text(finding.evidence)
+    expect(shown.locator(".changes li")).to_have_count(len(finding.changes))
+    for change in finding.changes:
+        expect(shown).to_contain_text(f"{change.setting}: {change.to_in_words}")
+        expect(shown).to_contain_text(change.brings[1:])
+    page.get_by_text("All that was looked at").click()
+    expect(page.locator(".condition")).to_have_count(len(CONDITIONS))
+    page.locator("#memory > summary").click()
+    assert axe_problems(page) == []
+    assert page.locator("html").evaluate("(html) => html.scrollWidth") <= size[0]
+    world.snapshot = HEALTHY
+    expect(announced).to_contain_text("Nothing is wrong")
+    expect(shown).to_have_count(0)
+    seen.check()
+
+
+def test_memory_is_shown_for_each_length_that_the_model_can_have(
+    fake: str, world: World, open_page: Opener, seen: Seen
+) -> None:
+    page = live(open_page(fake))
+    expect(page.locator("#memory-line")).to_contain_text("room for 8 of 2k, or 2 of 8k")
+    page.locator("#memory > summary").click()
+    rows = page.locator("#memory-table tbody tr")
+    expect(rows).to_have_count(3)
+    expect(page.locator("#memory-table thead")).to_contain_text("From NVMe")
+    expect(rows.nth(2).locator("th")).to_have_text("8k")
+    expect(rows.nth(2).locator(".sooner")).to_have_count(2)
+    expect(page.locator("#memory-wins")).to_contain_text("NVMe from 4 tokens on")
+    slow = replace(NVME, price=TierPrice(20.0, 1e3))
+    world.snapshot = with_tiers(slow, OFF)
+    expect(page.locator("#memory-wins")).to_have_text("NVMe never, in this context")
+    expect(page.locator(".sooner")).to_have_count(0)
+    world.snapshot = replace(HEALTHY, replicas=(replace(REPLICA, prefill_price=(0.0, 0.0, 0.0)),))
+    expect(page.locator("#memory")).to_be_hidden()  # nothing is measured yet
+    expect(page.locator("#diagnosis")).to_be_visible()
+    seen.check()
 
 
 def test_the_stream_comes_back_and_is_closed_while_nobody_looks(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from router.diagnosis import BY_NAME, diagnose, snapshot_of
 from tests.page.conftest import NARROW, WIDE, Seen, answers, axe_problems, live, say
 from tests.support.services.guests import Conversation
 from tests.support.services.service import for_served_dtype
@@ -27,6 +28,8 @@ PICTURES = Path(__file__).parents[2] / "docs" / "img"
 RAM_BYTES = for_served_dtype(64 * MIB)
 """Room for the conversations and for what fills the pool once (24 MiB), not twice."""
 LOADS_MAX = 6
+ADVISED_MS = 60_000
+"""The page is advised every ten seconds, and a machine may be slow."""
 GUESTS = 3
 
 
@@ -57,6 +60,19 @@ def begin(page: Any, starter: str | None, text: str = "") -> None:
 def out_of_the_pool(page: Any) -> None:
     """Wait until no conversation of this browser has a block in the pool."""
     expect(page.locator(".session.mine .cell:not(.copy).at-gpu")).to_have_count(0, timeout=60_000)
+
+
+def says_what_the_command_says(page: Any, service: TierService) -> None:
+    """Check the page's diagnosis beside the service's own numbers, which change no more."""
+    with service.http() as client:
+        stats, metrics = client.get("/cache/stats").json(), client.get("/metrics").text
+    found = diagnose(snapshot_of(stats, metrics, 0.0))
+    line = page.locator("#diagnosis-line")
+    holding = [BY_NAME[one.condition].title for one in found.holding]
+    for title in holding or ["Nothing is wrong"]:
+        expect(line).to_contain_text(title, timeout=ADVISED_MS)
+    expect(page.locator(".finding")).to_have_count(len(holding), timeout=ADVISED_MS)
+    expect(page.locator("#memory-line")).to_contain_text("a token; room for")
 
 
 def test_two_conversations_leave_the_pool_and_return_from_their_tiers(
@@ -94,9 +110,15 @@ def test_two_conversations_leave_the_pool_and_return_from_their_tiers(
         expect(page.locator(".session.mine .turn-words").first).to_contain_text("prompt tokens reused")
     expect(page.locator("#tiers [data-source=nvme] .meter-value")).to_contain_text("MiB of")
     expect(page.locator("#replicas .meter")).to_have_count(1)
+    says_what_the_command_says(page, service)
     assert axe_problems(page) == []
     page.wait_for_timeout(1500)  # what moves has arrived
     page.screenshot(path=pictures / "page-1280.png")
+    page.locator("#memory > summary").click()
+    expect(page.locator("#memory-table tbody tr")).not_to_have_count(0)
+    expect(page.locator("#memory-table thead")).to_contain_text("From NVMe")
+    page.screenshot(path=pictures / "page-1280-memory.png")
+    page.locator("#memory > summary").click()
     page.set_viewport_size({"width": NARROW[0], "height": NARROW[1]})
     expect(page.get_by_role("tabpanel")).to_have_count(1)
     assert axe_problems(page) == []
@@ -129,6 +151,11 @@ def test_a_second_tenant_sees_nothing_of_the_first(
     expect(admin.locator(".session")).to_contain_text("tenant alice")
     expect(admin.get_by_label("Message to the model")).to_be_disabled()
     expect(admin.locator("#card-tiers")).to_be_visible()
+    expect(admin.locator("#diagnosis-line")).not_to_be_empty(timeout=ADVISED_MS)
+    for page in (alice, bob):
+        expect(page.locator("#diagnosis")).to_be_hidden()
+        expect(page.locator("#memory")).to_be_hidden()
+        expect(page.locator("#conditions")).to_be_empty()
     expect(bob.locator("#scope")).to_have_text("tenant bob")
     expect(bob.locator(".session")).to_have_count(0)
     expect(bob.locator(".message")).to_have_count(0)

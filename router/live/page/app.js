@@ -1,3 +1,5 @@
+import { DiagnosisPanel } from "./advice/diagnosis.js";
+import { MemoryPanel } from "./advice/memory.js";
 import { Api } from "./base/api.js";
 import { byId, mark, say } from "./base/dom.js";
 import { LiveStream } from "./base/live.js";
@@ -23,6 +25,8 @@ const LINKS = {
 const api = new Api();
 const turns = new TurnHistory(TURNS_EACH, TURNS_ALL);
 const overview = new Overview();
+const diagnosis = new DiagnosisPanel();
+const memory = new MemoryPanel();
 const chat = new Chat(api, revealSession);
 const sessions = new SessionList(turns, (session) => chat.titleOf(session));
 let state = null;
@@ -59,6 +63,8 @@ function draw() {
   say(byId("scope"), scopeOf(state));
   chat.use(state.model?.name ?? null, state.tenant ?? null);
   overview.show(state, now());
+  diagnosis.show(state.diagnosis);
+  memory.show(state.memory);
   sessions.show(state, now());
   if (state.nodes === undefined) askUsage();
 }
@@ -115,6 +121,8 @@ api.addEventListener("key", () => {
   state = null; // nothing of the last key's owner stays in view
   turns.clear();
   overview.clear();
+  diagnosis.clear();
+  memory.clear();
   chat.leave();
   sessions.show(null, 0);
   say(byId("scope"), "");

@@ -21,7 +21,7 @@ from cluster.cli import main as cli
 from cluster.cli import options
 from cluster.cli.running import DEFAULT_URL, server_url
 from cluster.serve import preflight
-from cluster.serve.startup_table import next_steps, sessions_that_fit, startup_table, tier_rows
+from cluster.serve.startup_table import next_steps, startup_table, tier_rows
 from configs.fields import setting_fields
 from configs.loader import ConfigError, preset_names
 from configs.settings import Settings
@@ -308,10 +308,10 @@ def info(pages: int = 1025, context: int = 8192) -> ReplicaInfo:
 
 
 def test_the_scratch_page_and_whole_blocks_count_when_sessions_are_fitted() -> None:
-    assert sessions_that_fit(info(1025), 2048) == 8
-    assert sessions_that_fit(info(1024), 2048) == 7
-    assert sessions_that_fit(info(1025), 2049) == 7
-    assert sessions_that_fit(info(1025), 32768) is None
+    assert info(1025).sessions_that_fit(2048) == 8
+    assert info(1024).sessions_that_fit(2048) == 7
+    assert info(1025).sessions_that_fit(2049) == 7
+    assert info(1025).sessions_that_fit(32768) is None
 
 
 def test_the_table_at_start_shows_the_cache_and_what_fits() -> None:
