@@ -167,7 +167,7 @@ class GenerationEndpoint:
         self._dialect = dialect
         self._service = service
         self._limits = service.settings.limits
-        self._names = NamedAnswers(dialect, service.client, service.secret, service.settings)
+        self._names = NamedAnswers(dialect, service.secret, service.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, service = tenant_of(scope), self._service
@@ -273,7 +273,9 @@ class GenerationEndpoint:
             prompts = [await service.prompts.chat(salt.hex(), placed, tenant, owner=owner, forgets=forgets)]
         else:
             prompts = await service.prompts.completion(request, tenant)
-        named = None if name is None else await self._names.answer(name, tenant, session, body)
+        named: NamedAnswer | None = None
+        if name is not None:
+            named = await self._names.answer(service.client, name, tenant, session, body)
         prompts = prompts if named is None else named.prompts(prompts)
         span: Span = scope["state"]["span"]
         span.part("tokenize", began_s, asyncio.get_running_loop().time())

@@ -130,9 +130,8 @@ def body_digest(body: bytes, route: str, session: str) -> bytes:
 class NamedAnswers:
     """Finds the answers of one route that clients have named."""
 
-    def __init__(self, dialect: Dialect, client: ReplicaClient, secret: bytes, settings: Settings) -> None:
+    def __init__(self, dialect: Dialect, secret: bytes, settings: Settings) -> None:
         self._dialect = dialect
-        self._client = client
         self._secret = secret
         self._limits = settings.limits
         self._are_kept = dialect.is_kept and settings.answers.answers_max > 0
@@ -150,7 +149,9 @@ class NamedAnswers:
             return name, request
         return None, replace(request, ignored_fields=(*request.ignored_fields, name.header))
 
-    async def answer(self, name: AnswerName, tenant: str, session: str, body: bytes) -> NamedAnswer:
+    async def answer(
+        self, client: ReplicaClient, name: AnswerName, tenant: str, session: str, body: bytes
+    ) -> NamedAnswer:
         """Return the answer of a name, and which replica keeps it, if one does.
 
         Raises `KeyReused`, `AnswerNotKept`, or `Unavailable` if a replica that may keep it does not say so.
@@ -160,7 +161,7 @@ class NamedAnswers:
         made = _digest(self._secret, b"answer", name.ref, asked)
         keep, seed = Keep(name.ref, asked, int(time.time())), int.from_bytes(made[16:24], "big") >> 1
         answer = NamedAnswer(name, keep, f"{prefix}{made[:16].hex()}", seed)
-        kept, were_all_asked = await self._client.kept(tenant_tag(self._secret, tenant), name.ref)
+        kept, were_all_asked = await client.kept(tenant_tag(self._secret, tenant), name.ref)
         if kept is not None:
             if kept.body != asked:
                 raise KeyReused(name.header)
