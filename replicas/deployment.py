@@ -267,7 +267,7 @@ class Replica:
     ) -> AsyncIterator[list[Event]]:
         """Yield what `stream` does not send of an answer that is kept, which begins with its first reader."""
         keep = request.keep
-        assert keep is not None, "an answer that nobody named"
+        assert keep is not None, "an answer without a name"
         log = self._kept.find(request.tenant, keep.ref)
         if log is not None and log.keep.body != keep.body:
             stream.put(Refused("invalid", "This key was sent with another request.", param="idempotency-key"))

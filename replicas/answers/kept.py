@@ -26,7 +26,7 @@ Name = tuple[bytes, bytes]
 
 
 class Reader(Protocol):
-    """Somebody to whom events are told."""
+    """What events are told to."""
 
     def put(self, event: Event) -> None: ...
 
@@ -35,7 +35,7 @@ class KeptLog:
     """The events of one answer and who reads them. `key`: of its request in the engine."""
 
     def __init__(self, key: int, request: GenerateRequest, now_s: float) -> None:
-        assert request.keep is not None, "an answer that nobody named"
+        assert request.keep is not None, "an answer without a name"
         self.key = key
         self.keep = request.keep
         self.name: Name = (request.tenant, request.keep.ref)
@@ -43,7 +43,7 @@ class KeptLog:
         self.readers: list[Reader] = []
         self.is_over = False
         self.is_kept = True
-        self.since_s = now_s  # that nobody reads it, or, if it is over, that it is
+        self.since_s = now_s  # when its last reader left, or when it was over
         self._choices_open = request.n
         self._prompt = array("I", request.prompt_token_ids).tobytes()
         self._packed = bytearray()
@@ -57,7 +57,7 @@ class KeptLog:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended without its answers' ends: it is of no use to anybody."""
+        """Whether it ended without its answers' ends: it is of no use."""
         return self.is_over and self._choices_open > 0
 
     def told(self, replica_id: str) -> KeptAnswer:
@@ -209,7 +209,7 @@ class KeptAnswers:
         assert max(unread.values(), default=0) <= settings.unread_per_tenant_max, "too many go on unread"
 
     def _unread(self) -> list[KeptLog]:
-        """Return the answers that are computed for nobody now, the longest so first."""
+        """Return the answers that are computed without a reader now, the longest so first."""
         found = [log for log in self._logs.values() if not log.is_over and not log.readers]
         return sorted(found, key=lambda log: log.since_s)
 

@@ -69,8 +69,8 @@ def open_inlet(links: LinkSettings, wait_s_max: float) -> Inlet | None:
 def are_proxies_guarded(environ: Mapping[str, str]) -> bool:
     """Whether the cluster was started with our guard in its proxies, which drops the header from clients.
 
-    Nodes of a cluster are started alike: this process has what its proxies have. On a cluster of somebody
-    else's a client could have the front door connect to any address.
+    Nodes of a cluster are started alike: this process has what its proxies have. On a cluster that is
+    not ours a client could have the front door connect to any address.
     """
     return environ.get(CALLBACK_VARIABLE) == CALLBACK and WAIT_MS in environ
 
