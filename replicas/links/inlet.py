@@ -7,7 +7,6 @@ import hmac
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ class Mailbox:
     """
 
     def __init__(self, bytes_max: int = 1 << 62, watch: Callable[[bool], None] | None = None) -> None:
-        self._items: deque[Any] = deque()
+        self._items: list[Any] = []
         self._failure: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_beaten = False
@@ -79,16 +78,27 @@ class Mailbox:
                 await self._waiter
             finally:
                 self._waiter = None
-        items, nbytes = [], 0
-        while self._items and (not items or bytes_max is None or nbytes + _size(self._items[0]) <= bytes_max):
-            items.append(self._items.popleft())
-            nbytes += _size(items[-1])
-        self._nbytes -= nbytes
+        items = self._take(bytes_max)
         self._is_beaten = False
         self.has_spoken = True
         if self._is_paused and self._nbytes <= self._bytes_max and self._watch is not None:
             self._is_paused = False
             self._watch(True)
+        return items
+
+    def _take(self, bytes_max: int | None) -> list[Any]:
+        """Return what came first; the rest stays."""
+        if bytes_max is None or self._nbytes <= bytes_max:
+            items, self._items, self._nbytes = self._items, [], 0
+            return items
+        count, nbytes = 1, _size(self._items[0])
+        for payload in self._items[1:]:
+            if nbytes + _size(payload) > bytes_max:
+                break
+            nbytes += _size(payload)
+            count += 1
+        items, self._items = self._items[:count], self._items[count:]
+        self._nbytes -= nbytes
         return items
 
 
