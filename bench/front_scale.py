@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.show("choosing a replica", routing)
     cost = row_cost()
     report.show("a row of the session directory", [asdict(cost)])
-    of_routing = {row["replicas"]: float(str(row["p50_us"])) for row in routing}
+    of_routing = {int(str(row["replicas"])): float(str(row["p50_us"])) for row in routing}
     near = {
         replicas: of_routing[min(of_routing, key=lambda r: abs(r - replicas))] for _, _, replicas in SIZES
     }

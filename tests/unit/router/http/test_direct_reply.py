@@ -14,6 +14,7 @@ from configs.settings import LimitsSettings, Settings
 from replicas.links import Inlet
 from replicas.messages import Admitted, Delta, ReplyTo
 from router.http.direct_reply import (
+    CALLBACK_VARIABLE,
     LINKED,
     REPLY_TO,
     DirectReplies,
@@ -22,7 +23,7 @@ from router.http.direct_reply import (
     links_environment,
     open_inlet,
 )
-from router.http.proxy_guard import CALLBACK_VARIABLE, ProxyGuard, proxy_environment
+from router.http.proxy_guard import ProxyGuard, proxy_environment
 from router.routing import ReplicaFailed
 from tests.support.router.fake_replica import INFO, say
 from tests.support.router.linked_replicas import LINKS, LOOPBACK, LinkedReplicas, deltas, through_proxy
