@@ -35,8 +35,6 @@ TENANT = bytes(16)
 SIZES = ((1, 3, 10), (100, 3, 100), (1_000, 10, 1_000), (10_000, 100, 1_000))
 """Sessions a second, front doors, replicas."""
 TURNS_A_SESSION = 1.6
-FRONT_DOOR_CPU_S = 0.012
-"""CPU seconds of a request in one front door, without its tokens: `make bench-front`."""
 SIM_BLOCK_TOKENS = 2048
 
 
@@ -108,10 +106,9 @@ def load(cost: RowCost, routing_us: float, sessions_s: float, doors: int, replic
         "actor_out_mb_s": out_s * cost.wire_bytes / 1e6,
         "door_directory_cores": directory,
         "door_routing_cores": turns_s / doors * routing_us / 1e6,
-        "door_requests_cores": turns_s / doors * FRONT_DOOR_CPU_S,
         "hour_of_sessions_mb": 3600 * sessions_s * cost.memory_bytes / 1e6,
         "default_table_s": RouterSettings().sessions_max / sessions_s,
-        "named_messages_s": 0.01 * turns_s * replicas,
+        "messages_s_if_1_in_100_is_named": 0.01 * turns_s * replicas,
     }
 
 
