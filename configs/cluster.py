@@ -73,6 +73,12 @@ class LinkSettings(Section):
     links_max: int = Field(
         1024, ge=1, le=65_536, description="connections that a process accepts, one for each that sends to it"
     )
+    keepalive_s: int = Field(
+        5,
+        ge=1,
+        le=600,
+        description="after this silence a connection is probed, and ended if the other machine is gone",
+    )
     unread_bytes_max: int = Field(
         64 * MIB,
         ge=MIB,

@@ -358,10 +358,34 @@ class KnowledgeSettings(Section):
         return self
 
 
+class AnswerSettings(Section):
+    """Answers kept at their replica for clients that send an `Idempotency-Key`, and may ask again."""
+
+    kept_s: float = Field(
+        120.0, ge=0, le=86400, description="how long a finished answer can be had again; 0 = not at all"
+    )
+    unread_s: float = Field(
+        60.0,
+        ge=0,
+        le=3600,
+        description="how long an answer is computed on when its client, or its front door, is gone",
+    )
+    unread_per_tenant_max: int = Field(
+        8, ge=0, le=1024, description="such answers of one tenant on a replica; the longest unread one ends"
+    )
+    answers_max: int = Field(
+        1024, ge=0, le=1_000_000, description="answers kept by a replica; 0 = the header is ignored"
+    )
+    bytes_max: int = Field(
+        32 * MIB, ge=64 * KIB, le=16 * GIB, description="memory of a replica's kept answers"
+    )
+
+
 class OptionalSections(Section):
     """The optional sections; a base of the whole tree."""
 
     doors: DoorSettings = DoorSettings()
+    answers: AnswerSettings = AnswerSettings()
     live: LiveSettings = LiveSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
     telemetry: TelemetrySettings = TelemetrySettings()

@@ -38,6 +38,7 @@ from replicas.messages import (
     Failed,
     Forgotten,
     GenerateRequest,
+    KeptAnswer,
     Refused,
     ReplicaGlance,
     ReplicaInfo,
@@ -45,6 +46,7 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
+    from replicas.answers import KeptAnswers, KeptLog
     from replicas.build import BuiltEngine
     from replicas.engine import Engine, EventStream
     from replicas.links import EventSender
@@ -169,6 +171,7 @@ class Replica:
 
     def __init__(self, settings: Settings, model_dir: str | None) -> None:
         with collector_paused():
+            from replicas.answers import KeptAnswers as Kept
             from replicas.build import open_tiers
             from replicas.engine import EngineThread
             from replicas.links import Links
@@ -194,6 +197,10 @@ class Replica:
         self._runner = built.engine.runner
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
         self._streams: dict[int, EventStream | EventSender] = {}
+        self._kept: KeptAnswers = Kept(settings.answers, self._abort_kept, time.monotonic)
+        self._kept_logs: dict[int, KeptLog] = {}  # of answers that are not over, by the engine's key
+        self._kept_spans: dict[int, AnswerSpans] = {}
+        self._sweep: asyncio.TimerHandle | None = None
         self._untold: dict[int, AnswerSpans] = {}  # traced requests whose prompt is not computed yet
         self._links = Links(settings.cluster.links, settings.router.heartbeat_s)
         self._door_loads = DoorLoads(replica_id)
@@ -236,7 +243,12 @@ class Replica:
             if refused is not None:
                 yield [refused]
                 return
-        key, stream = next(self._keys), await self._stream_of(request)
+        stream = await self._stream_of(request)
+        if request.keep is not None:
+            async for events in self._read_kept(request, stream):
+                yield [self._named(event) for event in events]
+            return
+        key = next(self._keys)
         self._streams[key] = stream
         self._door_loads.began(key, request)
         spans = self._spans(request)
@@ -255,6 +267,52 @@ class Replica:
             stream.close()
             if not stream.is_over:
                 self._thread.abort(key)
+
+    async def _read_kept(
+        self, request: GenerateRequest, stream: EventStream | EventSender
+    ) -> AsyncIterator[list[Event]]:
+        """Yield what `stream` does not send of an answer that is kept, which begins with its first reader."""
+        keep = request.keep
+        assert keep is not None, "an answer without a name"
+        log = self._kept.find(request.tenant, keep.ref)
+        if log is not None and log.keep.body != keep.body:
+            stream.put(Refused("invalid", "This key was sent with another request.", param="idempotency-key"))
+            log = None
+        elif log is not None:
+            self._kept.attach(log, stream)
+        elif keep.is_attaching:
+            stream.put(Failed("this replica does not keep the answer", replica_lost=True))
+        else:
+            key = next(self._keys)
+            log = self._kept_logs[key] = self._kept.begin(key, request, stream)
+            self._door_loads.began(key, request)
+            spans = self._spans(request)
+            if spans is not None:
+                self._untold[key] = self._kept_spans[key] = spans
+            self._thread.submit(key, request)
+        try:
+            async for events in stream.unsent():
+                yield events
+        finally:
+            stream.close()
+            if log is not None:
+                self._kept.detach(log, stream)
+                self._sweep_in_time()
+
+    def _sweep_in_time(self) -> None:
+        """Have the kept answers swept when the next of them is due."""
+        if self._sweep is None and (due_in_s := self._kept.due_in_s) is not None:
+            self._sweep = asyncio.get_running_loop().call_later(due_in_s, self._sweep_kept)
+
+    def _sweep_kept(self) -> None:
+        self._sweep = None
+        self._kept.sweep()
+        self._sweep_in_time()
+
+    async def kept(self, tenant: bytes, ref: bytes) -> KeptAnswer | None:
+        """Return what is known of the answer that a tenant's client has named so; None: it is not here."""
+        log = self._kept.find(tenant, ref)
+        return None if log is None else log.told(self._info.replica_id)
 
     def _spans(self, request: GenerateRequest) -> AnswerSpans | None:
         if self._tracer is None or not request.trace:
@@ -282,6 +340,7 @@ class Replica:
             request.n,
             coalesce_s=self._settings.engine.coalesce_ms / 1000,
             heartbeat_s=self._settings.router.heartbeat_s,
+            joins=request.keep is None,
         )
 
     def _named(self, event: Event) -> Event:
@@ -354,6 +413,7 @@ class Replica:
         tags = {tenant} if sessions is None else {tenant + session for session in sessions}
 
         async def forget() -> int:
+            self._kept.forget(tags)
             return await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(tags)))
 
         # The engine first: running sequences must not publish or store after the tiers have forgotten.
@@ -422,16 +482,38 @@ class Replica:
 
     def _distribute(self, events: list[tuple[int, Event]]) -> None:
         for key, event in events:
-            stream = self._streams.get(key)
-            if stream is not None:  # else its reader has just disconnected
+            stream, log = self._streams.get(key), self._kept_logs.get(key)
+            if log is not None:
+                self._put_kept(log, event)
+            elif stream is not None:  # else its reader has just disconnected
                 stream.put(event)
-                if isinstance(event, Admitted):
-                    self._door_loads.computed(key)
-                spans = self._untold.get(key)
-                if spans is not None:
-                    spans.saw([event])
-                    if not spans.is_waiting:
-                        del self._untold[key]
+            else:
+                continue
+            if isinstance(event, Admitted):
+                self._door_loads.computed(key)
+            spans = self._untold.get(key)
+            if spans is not None:
+                spans.saw([event])
+                if not spans.is_waiting:
+                    del self._untold[key]
+
+    def _put_kept(self, log: KeptLog, event: Event) -> None:
+        """Note an event of a kept answer and tell its readers."""
+        self._kept.put(log, self._named(event))
+        if log.is_over:
+            self._end_kept(log.key, is_complete=not log.has_failed)
+            self._sweep_in_time()
+
+    def _abort_kept(self, key: int) -> None:
+        self._end_kept(key, is_complete=False)
+        self._thread.abort(key)
+
+    def _end_kept(self, key: int, *, is_complete: bool) -> None:
+        self._kept_logs.pop(key, None)
+        self._untold.pop(key, None)
+        self._door_loads.ended(key)
+        if (spans := self._kept_spans.pop(key, None)) is not None:
+            spans.end(is_complete=is_complete)
 
 
 def _precompile(sampler: Sampler, request: GenerateRequest) -> Refused | None:

@@ -89,7 +89,7 @@ class Route:
     prompt tokens that the last turn left there. `avoid`: replicas on which this request has failed. `peers`:
     nodes whose tiers may hold the session's blocks, the likeliest first. `ticket`: identifies this call to
     the front door (a request id is chosen by the client, and one request may be several calls). `door`: that
-    front door.
+    front door. `only`: the id of the only replica that can serve it, as long as that is there.
     """
 
     home: str = ""
@@ -99,6 +99,7 @@ class Route:
     peers: tuple[str, ...] = ()
     ticket: str = ""
     door: str = ""
+    only: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,39 @@ class TurnContext:
     profile: str = "chat"
 
 
+KEPT_REF_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The name by which a client may ask for an answer again (`answers/kept.py`).
+
+    `ref`: `KEPT_REF_BYTES`, from the tenant and the client's key. `body`: digest of what was asked under it.
+    `created`: Unix time of the first asking. `is_attaching`: the answer is there; nothing is to be computed.
+    `before`: the answer's events on a replica that was lost.
+    """
+
+    ref: bytes
+    body: bytes
+    created: int
+    is_attaching: bool = False
+    before: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """An answer that a replica keeps. `prompt`: its token ids, four bytes each, in this machine's order.
+
+    `body`, `created`: see `Keep`.
+    """
+
+    replica_id: str
+    body: bytes
+    created: int
+    prompt: bytes
+    is_over: bool
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt and its `n` answers.
@@ -133,7 +167,8 @@ class GenerateRequest:
     the ids; a replica of another model refuses (`Failed`, `replica_lost`); empty: any. `resume`: continue
     an answer that another replica began. `trace`: context of the request's span; empty: it is not traced.
     `reply_to`: where the events are awaited; None: they are what the call returns, as they are where that
-    cannot be reached.
+    cannot be reached. `keep`: the answer is kept for a while, and may be read again; None: it ends with its
+    reader.
     """
 
     request_id: str
@@ -151,6 +186,7 @@ class GenerateRequest:
     reading: ReplyReading | None = None
     trace: str = ""
     reply_to: ReplyTo | None = None
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,10 +200,11 @@ class EventStream:
     batched, because a message through a Serve handle costs about 3 CPU-ms (FACTS.md part A, 1.6). After
     `heartbeat_s` without events the reader gets an empty list, so that silence means a dead replica.
 
-    `choices`: answers of the request. `put` and `next` must run on one event loop.
+    `choices`: answers of the request. `joins`: events that wait become one. `put` and `next` must run on one
+    event loop.
     """
 
-    def __init__(self, choices: int, *, coalesce_s: float, heartbeat_s: float) -> None:
+    def __init__(self, choices: int, *, coalesce_s: float, heartbeat_s: float, joins: bool = True) -> None:
         self._events: list[Event] = []
         self._arrived = asyncio.Event()
         self._over = asyncio.Event()
@@ -211,6 +212,7 @@ class EventStream:
         self._coalesce_s = coalesce_s
         self._heartbeat_s = heartbeat_s
         self._has_spoken = False
+        self._joins = joins
 
     @property
     def is_over(self) -> bool:
@@ -251,7 +253,7 @@ class EventStream:
         events, self._events = self._events, []
         self._arrived.clear()
         self._has_spoken = any(isinstance(event, Delta) for event in events)
-        return merge_deltas(events)
+        return merge_deltas(events) if self._joins else events
 
 
 def merge_deltas(events: list[Event]) -> list[Event]:

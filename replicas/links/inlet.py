@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from configs.cluster import LinkSettings
-from replicas.links.wire import SECRET_BYTES, SECRET_CHARS, LinkLost, Pace, Parser, packed
+from replicas.links.wire import SECRET_BYTES, SECRET_CHARS, LinkLost, Pace, Parser, notice_loss, packed
 from replicas.messages import ReplyTo
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Mailbox:
         """Add what has come; the reader is not woken."""
         self._items.append(payload)
         if isinstance(payload, bytes):
-            self._nbytes += len(payload)
+            self._nbytes += _size(payload)
             if self._nbytes > self._bytes_max and not self._is_paused and self._watch is not None:
                 self._is_paused = True
                 self._watch(False)
@@ -62,8 +62,11 @@ class Mailbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def next(self) -> list[Any]:
-        """Return what has come, at least one payload or a sign of life. Raises what `fail` was given."""
+    async def next(self, bytes_max: int | None = None) -> list[Any]:
+        """Return what has come, at least one payload or a sign of life. Raises what `fail` was given.
+
+        `bytes_max`: the rest is left for later, so that the writer soon goes on; one payload may be more.
+        """
         while not self._items:
             if self._failure is not None:
                 raise self._failure
@@ -75,14 +78,32 @@ class Mailbox:
                 await self._waiter
             finally:
                 self._waiter = None
-        items, self._items = self._items, []
-        self._nbytes = 0
+        items = self._take(bytes_max)
         self._is_beaten = False
         self.has_spoken = True
-        if self._is_paused and self._watch is not None:
+        if self._is_paused and self._nbytes <= self._bytes_max and self._watch is not None:
             self._is_paused = False
             self._watch(True)
         return items
+
+    def _take(self, bytes_max: int | None) -> list[Any]:
+        """Return what came first; the rest stays."""
+        if bytes_max is None or self._nbytes <= bytes_max:
+            items, self._items, self._nbytes = self._items, [], 0
+            return items
+        count, nbytes = 1, _size(self._items[0])
+        for payload in self._items[1:]:
+            if nbytes + _size(payload) > bytes_max:
+                break
+            nbytes += _size(payload)
+            count += 1
+        items, self._items = self._items[:count], self._items[count:]
+        self._nbytes -= nbytes
+        return items
+
+
+def _size(payload: Any) -> int:
+    return len(payload) if isinstance(payload, bytes) else 0
 
 
 class _Incoming(asyncio.Protocol):
@@ -97,6 +118,7 @@ class _Incoming(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._inlet.watch(transport)
         self._inlet.meet(self)
         asyncio.get_running_loop().call_later(SECRET_WAIT_S, self._has_secret_or_ends)
 
@@ -230,6 +252,9 @@ class Inlet:
 
     def knows(self, secret: bytes) -> bool:
         return hmac.compare_digest(secret, self._secret.encode())
+
+    def watch(self, transport: asyncio.BaseTransport) -> None:
+        notice_loss(transport, self._settings.keepalive_s)
 
     def parser(self) -> Parser:
         return Parser(self._settings.unread_bytes_max)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from configs.cluster import LinkSettings
-from replicas.links.wire import Batch, LinkLost, Parser, packed
+from replicas.links.wire import Batch, LinkLost, Parser, notice_loss, packed
 from replicas.messages import ReplyTo
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        notice_loss(transport, self._settings.keepalive_s)
         self._transport.write(self._secret.encode())
 
     def pause_writing(self) -> None:
@@ -175,7 +176,7 @@ class Links:
         self._heartbeat_s = heartbeat_s
         self._links: dict[ReplyTo, Link] = {}
         self._unreached: dict[ReplyTo, float] = {}
-        self._lock = asyncio.Lock()
+        self._connecting: dict[ReplyTo, asyncio.Task[Link | None]] = {}
 
     async def reach(self, to: ReplyTo | None) -> Link | None:
         """Return the link to an address, None if it cannot be reached: then Serve carries the stream."""
@@ -184,11 +185,11 @@ class Links:
         link = self._links.get(to)
         if link is not None and link.is_open:
             return link
-        async with self._lock:
-            link = self._links.get(to)
-            if link is None or not link.is_open:
-                link = await self._connect(to)
-        return link
+        connecting = self._connecting.get(to)
+        if connecting is None:
+            connecting = self._connecting[to] = asyncio.create_task(self._connect(to))
+            connecting.add_done_callback(lambda _: self._connecting.pop(to, None))
+        return await asyncio.shield(connecting)  # others wait for it, too
 
     async def _connect(self, to: ReplyTo) -> Link | None:
         loop = asyncio.get_running_loop()

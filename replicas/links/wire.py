@@ -8,11 +8,14 @@ welcome, and batches of the same form, `[ticket, whether to go on]`.
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 
+PROBES, UNTAKEN = 3, 12
 SECRET_BYTES = 32
 SECRET_CHARS = 2 * SECRET_BYTES
 TICKET_CHARS_MAX = 64
@@ -56,6 +59,22 @@ def _is_batch(batch: object) -> bool:
         and len(item[0]) <= TICKET_CHARS_MAX
         for item in batch
     )
+
+
+def notice_loss(transport: asyncio.BaseTransport, silence_s: int) -> None:
+    """Have a TCP connection end when the other machine is gone: after `silence_s` if this end only reads.
+
+    A machine without power ends no connections. If this end writes, what is not taken ends it after
+    `UNTAKEN` times as long: also by a process that hangs, which is given longer.
+    """
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, silence_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, silence_s // PROBES))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNTAKEN * silence_s)
 
 
 class Pace:

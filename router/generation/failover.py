@@ -216,18 +216,22 @@ class _Asker:
 
         If its replica is lost with several answers begun, each is resumed on its own.
         """
-        asks = [ask]
+        asks, said = [ask], list[Event]()
         while len(asks) == 1:
             ask = asks[0]
             progress = Progress(ask)
             try:
                 async with aclosing(self._attempt(ask, progress, trials)) as attempt:
                     async for events in attempt:
+                        if ask.keep is not None:
+                            said += events
                         yield events
                 return
             except ReplicaLost as lost:
+                if ask.keep is not None and ask.keep.is_attaching and ask.n > 1:
+                    raise  # other replicas may not say several answers' events in the order they had
                 await self._pause(ask, trials, lost)
-            asks = progress.asks()
+            asks = [elsewhere(one, ask, said) for one in progress.asks()]
         async with EventPump([self.answers(one, replace(trials)) for one in asks]) as pump:
             try:
                 while (came := await pump.next()) is not None:
@@ -274,6 +278,17 @@ class _Asker:
         await asyncio.sleep(pause_s)
 
 
+def elsewhere(rest: GenerateRequest, ask: GenerateRequest, said: Sequence[Event]) -> GenerateRequest:
+    """Return the request for the rest of a kept answer, on another replica, which keeps it from then on.
+
+    `said`: its events so far. One of several answers begun is not kept any more.
+    """
+    if ask.keep is None:
+        return rest
+    keep = replace(ask.keep, is_attaching=False, before=tuple(said)) if rest.n == ask.n else None
+    return replace(rest, keep=keep, route=replace(rest.route, only=""))
+
+
 def resuming(
     client: ReplicaClient, ask: GenerateRequest, session_key: str, settings: RouterSettings, count: Count
 ) -> Stream:
@@ -301,8 +316,11 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def seeded(params: SamplingParams) -> SamplingParams:
-    """Add a seed if tokens are sampled: an answer resumed on another replica must draw the same tokens."""
+def seeded(params: SamplingParams, seed: int | None = None) -> SamplingParams:
+    """Add a seed if tokens are sampled: an answer resumed on another replica must draw the same tokens.
+
+    `seed`: the one to add; None: a random one.
+    """
     if params.seed is not None or params.temperature == 0:
         return params
-    return replace(params, seed=secrets.randbits(63))
+    return replace(params, seed=secrets.randbits(63) if seed is None else seed)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,14 +23,21 @@ from cache_tiers.blocks import Placement, tenant_tag
 from configs.settings import Settings
 from configs.telemetry import Span, Tracer
 from replicas.messages import Delta, GenerateRequest, TurnContext
-from router.auth import ConcurrencyLimit, Need, RequestLease, tenant_of, tenant_salt
+from router.auth import ConcurrencyLimit, RequestLease, tenant_of, tenant_salt
 from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
 from router.generation.answer import Answer, answer_headers
 from router.generation.context import Context, ContextSource, in_context
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
+from router.generation.needs import need_at_least, need_of
 from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder, ServedTurn
 from router.generation.response_sender import ResponseSender, cancel_on_disconnect
+from router.generation.resumption import (
+    REPLAYED_HEADER,
+    EventIds,
+    NamedAnswer,
+    NamedAnswers,
+)
 from router.generation.usage import UsageBook
 from router.metrics import Metrics, RequestTimer
 from router.openai import (
@@ -66,34 +73,6 @@ from router.routing import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
-    """Return a lower bound of the request's need, before anything is tokenised."""
-    prompts = () if isinstance(request, ParsedChat) else request.prompts
-    count = max(1, len(prompts))
-    sequences = count * request.n
-    cut = request.truncate_tokens
-    lengths = [1 if isinstance(prompt, str) else len(prompt) for prompt in prompts]
-    prompt_tokens = sum(lengths) if cut is None else sum(min(length, cut) for length in lengths)
-    return Need(
-        sequences,
-        max(count, prompt_tokens)
-        + sequences * (1 if request.is_length_default else request.sampling.max_tokens or 1),
-        "n" if request.n > 1 else "prompt",
-    )
-
-
-def need_of(asks: Sequence[GenerateRequest]) -> Need:
-    """Return the need of the replica requests.
-
-    An answer without `max_tokens` may take the whole context.
-    """
-    return Need(
-        sum(ask.n for ask in asks),
-        sum(len(ask.prompt_token_ids) + ask.n * ask.sampling.max_tokens for ask in asks),
-        "n" if asks[0].n > 1 else "prompt",
-    )
 
 
 ENTRIES_A_REPLY = 2  # with its reasoning and without
@@ -176,6 +155,13 @@ class _Exchange:
     tokens_told: int = 0  # of a stream: in the last `usage`
     is_started: bool = False
     is_noted: bool = False  # the session directory has its home replica
+    named: NamedAnswer | None = None  # what the client can ask for again
+    ids: EventIds | None = None  # of a stream's events, if it is named
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the answer was asked for before: who asked first has counted it."""
+        return self.named is not None and self.named.is_replayed
 
 
 class GenerationEndpoint:
@@ -189,6 +175,7 @@ class GenerationEndpoint:
         self._dialect = dialect
         self._service = service
         self._limits = service.settings.limits
+        self._names = NamedAnswers(dialect, service.secret, service.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, service = tenant_of(scope), self._service
@@ -239,20 +226,24 @@ class GenerationEndpoint:
                     exchange.span.set(
                         exchange.answer.attributes(exchange.tenant, stream=exchange.request.stream)
                     )
-                served = ServedTurn(
-                    exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s, exchange.lineages
-                )
-                if self._service.recorder is not None and not self._service.recorder.over(served):
-                    self._service.metrics.unrecorded.inc()
-                self._service.usage.count(
-                    exchange.answer,
-                    self._service.directory.prefill_price,
-                    tenant=exchange.tenant,
-                    lineage=exchange.lineages[0],
-                    request_id=exchange.request_id,
-                    ttft_s=exchange.timer.ttft_s,
-                    e2e_s=asyncio.get_running_loop().time() - now_s,
-                )
+                if not exchange.is_replayed:
+                    self._count_turn(exchange, now_s)
+
+    def _count_turn(self, exchange: _Exchange, began_s: float) -> None:
+        """Record the turn, and count what it used."""
+        answer, lineages = exchange.answer, exchange.lineages
+        served = ServedTurn(exchange.session, exchange.salt, answer, exchange.turn, began_s, lineages)
+        if self._service.recorder is not None and not self._service.recorder.over(served):
+            self._service.metrics.unrecorded.inc()
+        self._service.usage.count(
+            answer,
+            self._service.directory.prefill_price,
+            tenant=exchange.tenant,
+            lineage=lineages[0],
+            request_id=exchange.request_id,
+            ttft_s=exchange.timer.ttft_s,
+            e2e_s=asyncio.get_running_loop().time() - began_s,
+        )
 
     async def _open(
         self, lease: RequestLease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
@@ -261,6 +252,8 @@ class GenerationEndpoint:
         began_unix_s = time.time()
         request = await service.responses.parsed(self._dialect.parse, body, tenant)
         service.refuse_other_model(request.model)
+        headers = Headers(scope=scope)
+        name, request = self._names.name(request, headers, tenant)
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
         biased = (token_id for token_id, _ in request.sampling.logit_bias)
         service.prompts.vocabulary.refuse_unknown(biased, "logit_bias")
@@ -272,7 +265,6 @@ class GenerationEndpoint:
         lease.ask(need_at_least(request))  # before the work of tokenising
         if request.sampling.grammar is not None:
             await service.prompts.check_grammar(request.sampling.grammar, tenant)
-        headers = Headers(scope=scope)
         where = placement(service.settings.tiers, tenant, headers, request.cache)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
         session = session_key(
@@ -295,14 +287,18 @@ class GenerationEndpoint:
             prompts = [await service.prompts.chat(salt.hex(), placed, tenant, owner=owner, forgets=forgets)]
         else:
             prompts = await service.prompts.completion(request, tenant)
+        named: NamedAnswer | None = None
+        if name is not None:
+            named = await self._names.answer(service.client, name, tenant, session, body)
+        prompts = prompts if named is None else named.prompts(prompts)
         span: Span = scope["state"]["span"]
         span.part("tokenize", began_s, asyncio.get_running_loop().time())
         if service.knowledge is not None and context is not None:
             await service.knowledge.measure(context, prompts[0].rendered)
         head = AnswerHead(
-            answer_id=f"{self._dialect.id_prefix}{uuid.uuid4().hex}",
+            answer_id=f"{self._dialect.id_prefix}{uuid.uuid4().hex}" if named is None else named.answer_id,
             model=service.model_name,
-            created=int(time.time()),
+            created=int(time.time()) if named is None else named.keep.created,
             wants_logprobs=request.sampling.logprobs is not None,
             extras=request.extras,
             reading=prompts[0].reading,
@@ -340,6 +336,8 @@ class GenerationEndpoint:
                 context=context,
             ),
             shape=self._dialect.shape(head, request, tenant, session_tag(session)),
+            named=named,
+            ids=None if named is None else EventIds(named.name),
         )
 
     def _calls(self, exchange: _Exchange, lease: RequestLease) -> list[Stream]:
@@ -376,6 +374,9 @@ class GenerationEndpoint:
             )
             service.directory.turn_began(tenant, lineage)
             route = service.directory.route(tenant, lineage)
+            named = exchange.named
+            if named is not None and named.is_replayed:
+                route = replace(route, only=named.replica_id)
             exchange.left_tokens += min(route.cached_tokens, len(prompt.token_ids) - 1)
             asks.append(
                 GenerateRequest(
@@ -387,7 +388,8 @@ class GenerationEndpoint:
                             max_tokens=max_tokens,
                             shown_token_ids=prompt.shown_ids,
                             grammar=prompt.grammar or request.sampling.grammar,
-                        )
+                        ),
+                        None if named is None else named.seed,
                     ),
                     n=request.n,
                     salt=exchange.salt,
@@ -399,6 +401,7 @@ class GenerationEndpoint:
                     turn=exchange.turn,
                     reading=prompt.reading if prompt.reading and prompt.reading.tools else None,
                     trace=exchange.span.trace,
+                    keep=None if named is None else named.keep,
                 )
             )
         return asks
@@ -441,9 +444,11 @@ class GenerationEndpoint:
                 await self._send_head(exchange)
             await self._write(exchange, await self._built(exchange, partial(self._event, exchange, came)))
         await self._remember(exchange)
-        last = exchange.shape.closing(
-            answer.usage(), answer.receipt.json(), tells_usage=exchange.request.include_usage
-        )
+        shape, usage, receipt = exchange.shape, answer.usage(), answer.receipt.json()
+        if exchange.ids is None:
+            last = shape.closing(usage, receipt, tells_usage=exchange.request.include_usage)
+        else:
+            last = exchange.ids.closing(shape, usage, receipt, exchange.request.include_usage)
         await self._service.responses.tell()
         await self._write(exchange, last, more=False)
 
@@ -477,6 +482,10 @@ class GenerationEndpoint:
             return None
         was_admitted = answer.is_admitted
         deltas = answer.apply(*came)
+        if exchange.is_replayed:
+            if answer.is_over:
+                self._note_home(exchange)
+            return deltas
         if answer.is_admitted and not was_admitted:
             timer.admitted(answer.queue_s, answer.receipt.tokens)
             metrics, cached = self._service.metrics, answer.receipt.cached_tokens
@@ -499,7 +508,13 @@ class GenerationEndpoint:
         return await asyncio.to_thread(build)
 
     def _event(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> bytes:
-        return exchange.shape.encode(self._chunks(exchange, deltas))
+        return self._encoded(exchange, self._chunks(exchange, deltas))
+
+    def _encoded(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> bytes:
+        """Return the events of chunks, with ids if the client can ask for them again."""
+        if exchange.ids is None:
+            return exchange.shape.encode(chunks)
+        return exchange.ids.encode(exchange.shape, chunks)
 
     def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
         """Return the chunks of what is new: computed prompts, where they are shown, and deltas."""
@@ -572,7 +587,7 @@ class GenerationEndpoint:
         await self._start(exchange, "text/event-stream; charset=utf-8", None)
         opening = exchange.shape.opening(exchange.answer.prompt_parts, exchange.request.n)
         if opening:
-            await self._write(exchange, exchange.shape.encode(self._with_usage(exchange, opening)))
+            await self._write(exchange, self._encoded(exchange, self._with_usage(exchange, opening)))
 
     async def _start(self, exchange: _Exchange, content_type: str, content_bytes: int | None) -> None:
         headers = {"content-type": content_type, "cache-control": "no-cache"}
@@ -580,6 +595,8 @@ class GenerationEndpoint:
             headers["content-length"] = str(content_bytes)
         else:
             headers["x-accel-buffering"] = "no"  # else nginx buffers the stream
+        if exchange.is_replayed:
+            headers[REPLAYED_HEADER] = "true"
         headers.update(answer_headers(exchange.answer, exchange.request))
         headers["x-ingress"] = self._service.shares.name
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

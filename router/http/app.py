@@ -8,6 +8,7 @@ OpenAPI document is `operations.py`'s.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -59,7 +60,7 @@ from router.generation import (
     open_recorder,
 )
 from router.http.cors import CorsOrigins
-from router.http.direct_reply import ReplySender, open_inlet
+from router.http.direct_reply import ReplySender, are_proxies_guarded, open_inlet
 from router.http.middleware import (
     HINT_ROUTE,
     PAGE_ROUTE,
@@ -258,7 +259,7 @@ def build_api(service: IngressServices) -> FastAPI:
     )
     if origins:  # outermost: refusals must be readable too
         app.add_middleware(CorsOrigins, origins=origins)
-    if settings.cluster.links.enabled:  # outermost: what the client gets, as it gets it
+    if settings.cluster.links.enabled and are_proxies_guarded(os.environ):  # outermost: what clients get
         app.add_middleware(ReplySender, settings=settings)
     return app
 

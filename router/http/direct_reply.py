@@ -26,13 +26,17 @@ from router.openai import ClientClosedRequest
 
 logger = logging.getLogger("ray.serve")
 
+CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+CALLBACK = "router.http.proxy_guard.install"
 PREFIX = "SAMOVAR_PROXY_LINKS_"
 WAIT_MS = f"{PREFIX}WAIT_MS"
 REPLY_TO = b"x-samovar-reply-to"
 LINKED = (b"x-samovar-linked", b"1")
 """On the head that Serve gets of a response whose body has gone over a link."""
-PIECE_BYTES = 1 << 16
-"""A body goes over a link in pieces: one message must not fill what all streams share."""
+READ_BYTES = 1 << 14
+"""A body goes over a link, and to its client, in pieces: one message must not fill what all streams share,
+and each piece that the client takes tells the front door that it reads."""
+LIVE_PATH = "/v1/live"
 WHOLE, CUT = True, False
 """The last payload of a response: that its body was all, or that it failed."""
 
@@ -60,6 +64,15 @@ def open_inlet(links: LinkSettings, wait_s_max: float) -> Inlet | None:
     if not links.enabled or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return None
     return Inlet(ray.util.get_node_ip_address(), links, wait_s_max)
+
+
+def are_proxies_guarded(environ: Mapping[str, str]) -> bool:
+    """Whether the cluster was started with our guard in its proxies, which drops the header from clients.
+
+    Nodes of a cluster are started alike: this process has what its proxies have. On a cluster that is
+    not ours a client could have the front door connect to any address.
+    """
+    return environ.get(CALLBACK_VARIABLE) == CALLBACK and WAIT_MS in environ
 
 
 class ReplySender:
@@ -117,12 +130,12 @@ class _LinkedSend:
             await self._send(message)
             return
         body = message.get("body", b"")
-        for begin in range(0, max(1, len(body)), PIECE_BYTES):
+        for begin in range(0, max(1, len(body)), READ_BYTES):
             await self._link.drained(self._ticket)
             if self._is_lost:
                 raise ClientClosedRequest
             if body:
-                self._link.send(self._ticket, body[begin : begin + PIECE_BYTES])
+                self._link.send(self._ticket, body[begin : begin + READ_BYTES])
         if not message.get("more_body", False):
             self._link.send(self._ticket, WHOLE)
             link, self._link = self._link, None
@@ -161,7 +174,8 @@ class DirectReplies:
 
     async def expect(self, scope: Scope, reply: Send) -> DirectReply | None:
         """Return the reply to a request that may be streamed over a link; None: it will not be."""
-        if self._inlet is None or scope["method"] != "POST":
+        is_stream = scope["method"] == "POST" or scope["path"] == LIVE_PATH
+        if self._inlet is None or not is_stream:
             return None
         try:
             to = await self._inlet.address()
@@ -225,7 +239,7 @@ class DirectReply:
         more = True
         while more:
             try:
-                payloads = await self._mailbox.next()
+                payloads = await self._mailbox.next(READ_BYTES)
             except LinkLost as lost:
                 logger.warning("a response is cut: %s", lost)
                 return

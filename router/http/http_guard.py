@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.openai import ApiError, BadHttp, HeadersTooLarge, RequestTimeout
 
+WRITE_BUFFER_BYTES, TAKEN_BYTES = 1 << 16, 1 << 14
 LINGER_S = 2.0  # how long further input of a refused client is read and dropped
 
 
@@ -97,6 +98,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._outlet = _GentleTransport(cast(asyncio.Transport, transport), self)
+        # The writer goes on as soon as a client takes a little: it must not look like one that takes none.
+        self._outlet.set_write_buffer_limits(WRITE_BUFFER_BYTES, WRITE_BUFFER_BYTES - TAKEN_BYTES)
         super().connection_made(cast(asyncio.Transport, self._outlet))
         self._start_header_timer()
 

@@ -25,7 +25,14 @@ from configs.optional_sections import TelemetrySettings
 from configs.settings import LimitsSettings, Settings
 from configs.telemetry import NO_SPAN, Span, Tracer, open_tracer
 from router.auth import OPEN_PATH
-from router.http.direct_reply import DirectReplies, DirectReply, inlet_from_environment, links_environment
+from router.http.direct_reply import (
+    CALLBACK,
+    CALLBACK_VARIABLE,
+    DirectReplies,
+    DirectReply,
+    inlet_from_environment,
+    links_environment,
+)
 from router.http.http_guard import ConnectionLimits, guarded_protocol
 from router.http.middleware import POLICY_VIOLATION, TRACED, request_id_of, send_error
 from router.openai import (
@@ -46,8 +53,6 @@ from router.openai import answers as sse
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
 
-CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-CALLBACK = "router.http.proxy_guard.install"
 PREFIX = "SAMOVAR_PROXY_"
 LIMIT_FIELDS = (
     "header_bytes_max",

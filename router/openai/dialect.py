@@ -11,9 +11,13 @@ from router.openai.parse import ParsedChat, ParsedCompletion, ParsedRequest, Req
 
 
 class Dialect(ABC):
-    """How one route reads requests and writes answers. `id_prefix`: what its answers' ids begin with."""
+    """How one route reads requests and writes answers. `id_prefix`: what its answers' ids begin with.
+
+    `is_kept`: an answer that the client names can be had again, from one of its events on.
+    """
 
     id_prefix: str
+    is_kept = False
 
     @abstractmethod
     def parse(self, body: bytes, tenant: str) -> ParsedChat | ParsedCompletion:
@@ -32,6 +36,7 @@ class ChatDialect(Dialect):
     """OpenAI's /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
+    is_kept = True
 
     def __init__(self, parser: RequestParser) -> None:
         self._parser = parser
@@ -49,6 +54,7 @@ class CompletionDialect(Dialect):
     """OpenAI's /v1/completions."""
 
     id_prefix = "cmpl-"
+    is_kept = True
 
     def __init__(self, parser: RequestParser) -> None:
         self._parser = parser

@@ -17,11 +17,14 @@ class LinkedCall:
     """Iterates over the lists of events of one call; an empty one is a sign of life.
 
     `response`: the call's own stream. It has no events if they go over a link, and then may be over before
-    they have arrived; else it has all of them. Iterating raises `LinkLost`, or what `response` raises.
-    `close` at the end.
+    they have arrived; else it has all of them. `joins`: deltas that come together become one. Iterating
+    raises `LinkLost`, or what `response` raises. `close` at the end.
     """
 
-    def __init__(self, response: AsyncIterator[list[Event]], inlet: Inlet, ticket: str) -> None:
+    def __init__(
+        self, response: AsyncIterator[list[Event]], inlet: Inlet, ticket: str, *, joins: bool = True
+    ) -> None:
+        self._joins = joins
         self._inlet = inlet
         self._ticket = ticket
         self._mailbox = inlet.expect(ticket)
@@ -34,7 +37,10 @@ class LinkedCall:
 
     async def __anext__(self) -> list[Event]:
         try:
-            return events_of(await self._mailbox.next())
+            payloads = await self._mailbox.next()
+            if self._joins:
+                return events_of(payloads)
+            return [event for payload in payloads for event in events_of([payload])]
         except _CallOver:
             raise StopAsyncIteration from None
 

@@ -31,6 +31,7 @@ from replicas.messages import (
     Event,
     Failed,
     GenerateRequest,
+    KeptAnswer,
     Refused,
     ReplicaGlance,
     ReplicaInfo,
@@ -93,7 +94,7 @@ class RayReplicaClient:
         # `start`, because Serve gives calls from one HTTP request the same internal id, and if two calls with
         # the same id are routed at the same moment, it loses one (docs/adr/001).
         response = rpc.start(handle.generate, request)
-        linked = None if inlet is None else LinkedCall(response, inlet, ticket)
+        linked = None if inlet is None else LinkedCall(response, inlet, ticket, joins=request.keep is None)
         choices_open = request.n
         loop = asyncio.get_running_loop()
         heard_s = began_s = loop.time()
@@ -167,6 +168,12 @@ class RayReplicaClient:
         for sign in await self._ask_all("tier_sign", TierSign):
             up[sign.node_id] = up.get(sign.node_id, False) or sign.is_up
         return up
+
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+        answers = await self._broadcast("kept", self._control_timeout_s, tenant, ref)
+        found = [answer for answer in answers if isinstance(answer, KeptAnswer)]
+        is_whole = bool(answers) and not any(isinstance(answer, Exception) for answer in answers)
+        return max(found, key=lambda one: one.is_over, default=None), is_whole
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         answers = await self._broadcast("pool_bytes", self._control_timeout_s, tenant + session)

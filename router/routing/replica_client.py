@@ -15,6 +15,7 @@ from replicas.messages import (
     Failed,
     Forgotten,
     GenerateRequest,
+    KeptAnswer,
     Refused,
     ReplicaGlance,
     ReplicaInfo,
@@ -110,6 +111,13 @@ class ReplicaClient(Protocol):
         """Return node id -> whether its tier actor answers.
 
         Covers nodes whose replicas have tiers and answer now.
+        """
+        ...
+
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+        """Return the answer that a tenant's client has named so (see `Keep`), and whether all were asked.
+
+        One that is over counts more than one that is not.
         """
         ...
 

@@ -116,6 +116,8 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             return [candidates]
         known = self._known(candidates, request.model)
         by_name = known.by_name
+        if request.route.only in by_name:
+            return [[by_name[request.route.only]]]
         tracker, ask = load_tracker.BOOK, _ask(pending_request, request)
 
         def is_full(name: str) -> bool:

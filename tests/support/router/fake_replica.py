@@ -18,6 +18,7 @@ from replicas.messages import (
     FinishReason,
     Forgotten,
     GenerateRequest,
+    KeptAnswer,
     Receipt,
     ReplicaGlance,
     ReplicaInfo,
@@ -78,6 +79,8 @@ class FakeReplicas:
         self.nodes: list[NodeStats] = []
         self.tiers_up_now: dict[str, bool] = {}
         self.stats_now = [EngineStats("replica-1", running=1, pages_free=7, steps=42, finished={"stop": 3})]
+        self.kept_now: dict[tuple[bytes, bytes], KeptAnswer] = {}
+        self.all_asked = True
         self.cooled: list[bytes] = []
         self.pooled_blocks = 0
         self.glances: list[tuple[bytes, ...]] = []
@@ -120,6 +123,9 @@ class FakeReplicas:
 
     async def tiers_up(self) -> dict[str, bool]:
         return dict(self.tiers_up_now)
+
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+        return self.kept_now.get((tenant, ref)), self.all_asked
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         return 4096 if (tenant, session) else 0

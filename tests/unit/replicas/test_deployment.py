@@ -11,12 +11,15 @@ import pytest
 
 from cache_tiers.blocks.extent import TAG_BYTES, Clear
 from cache_tiers.messages import Cleared
+from configs.optional_sections import AnswerSettings
 from configs.sections import GrammarSettings
 from configs.settings import Settings
+from replicas.answers import KeptAnswers
 from replicas.deployment import Replica
 from replicas.grammar import GrammarCompiler
 from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, ReplyTo, SamplingParams
 from replicas.sampling import Sampler
+from tests.support.clock import Clock
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
 TO = ReplyTo("127.0.0.1", 1, "0" * 64)
@@ -56,6 +59,7 @@ class Fakes:
     def replica(self) -> Replica:
         made = BareReplica.__new__(BareReplica)
         made._thread = self  # type: ignore[assignment]
+        made._kept = KeptAnswers(AnswerSettings(), lambda key: None, Clock())
         made._tiers = SimpleNamespace(link=SimpleNamespace(clear=self.clear))  # type: ignore[assignment]
         made._info = SimpleNamespace(model="ours", replica_id="r1")  # type: ignore[assignment]
         return made

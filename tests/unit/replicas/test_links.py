@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -376,3 +377,57 @@ async def test_the_first_payload_waits_for_nothing_and_later_ones_come_together_
         assert await asyncio.wait_for(new.next(), 4) == ["first"]
         assert not reading.done()
         reading.cancel()
+
+
+async def test_a_writer_goes_on_before_all_that_came_is_read() -> None:
+    """Else a slow reader of much looks like one that reads nothing."""
+    told: list[bool] = []
+    box = Mailbox(100, told.append)
+    for _ in range(5):
+        box.put(b"x" * 40)
+    box.put("no bytes")
+    assert told == [False]
+    read = [await box.next(40) for _ in range(3)]
+    assert read == [[b"x" * 40]] * 3
+    assert told == [False, True]
+    assert await box.next() == [b"x" * 40, b"x" * 40, "no bytes"]
+    assert box._nbytes == 0
+
+
+async def test_an_address_that_keeps_silent_holds_up_no_other() -> None:
+    """One machine that is gone must not add its connect_s to streams of all others."""
+    settings = SETTINGS.model_copy(update={"connect_s": 60.0})
+    gate = asyncio.Event()
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        writer.close()
+
+    silent = await asyncio.start_server(hold, "127.0.0.1", 0)
+    inlet, links = Inlet("127.0.0.1", settings, 0.0), Links(settings, 60.0)
+    to = ReplyTo("127.0.0.1", silent.sockets[0].getsockname()[1], "0" * SECRET_CHARS)
+    waiting = [asyncio.create_task(links.reach(to)) for _ in range(2)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        assert await links.reach(await inlet.address()) is not None
+    assert not any(one.done() for one in waiting)
+    waiting[0].cancel()  # who gives up takes nothing from who still waits
+    gate.set()
+    async with asyncio.timeout(20):
+        assert await waiting[1] is None
+    assert to in links._unreached
+    assert not links._connecting
+    silent.close()
+    inlet.close()
+
+
+async def test_both_ends_of_a_link_notice_that_the_other_machine_is_gone() -> None:
+    async with linked() as (inlet, link):
+        await until(lambda: bool(inlet._links))
+        for end in (link, *inlet._links):
+            transport = end._transport if isinstance(end, Link) else end.transport
+            assert transport is not None
+            sock = transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == SETTINGS.keepalive_s
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000

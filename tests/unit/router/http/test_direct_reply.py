@@ -14,6 +14,7 @@ from configs.settings import LimitsSettings, Settings
 from replicas.links import Inlet
 from replicas.messages import Admitted, Delta, ReplyTo
 from router.http.direct_reply import (
+    CALLBACK_VARIABLE,
     LINKED,
     REPLY_TO,
     DirectReplies,
@@ -22,7 +23,7 @@ from router.http.direct_reply import (
     links_environment,
     open_inlet,
 )
-from router.http.proxy_guard import ProxyGuard
+from router.http.proxy_guard import ProxyGuard, proxy_environment
 from router.routing import ReplicaFailed
 from tests.support.router.fake_replica import INFO, say
 from tests.support.router.linked_replicas import LINKS, LOOPBACK, LinkedReplicas, deltas, through_proxy
@@ -32,6 +33,13 @@ CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
 STREAM = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
 WORDS = ["Hel", "lo", " \u2028", "world"]
+
+
+@pytest.fixture(autouse=True)
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a cluster whose proxies have the guard."""
+    for name, value in proxy_environment(make_settings()).items():
+        monkeypatch.setenv(name, value)
 
 
 def linked_house(script: Any = None) -> tuple[House, LinkedReplicas]:
@@ -324,4 +332,89 @@ async def test_replicas_that_answer_through_serve_are_heard_by_the_same_front_do
     async with through_proxy(house) as (client, _):
         assert text_of((await client.post(CHAT, json=STREAM)).text) == "".join(WORDS)
     assert INFO.replica_id in house.tracker.nodes
+    replicas.inlet.close()
+
+
+async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> None:
+    """Each 16 KB that a client reads lets the front door go on: it never waits for all that is held."""
+    links, pieces, reads, sizes = LinkSettings(), [0], asyncio.Semaphore(0), list[int]()
+    inlet, written, waited_for = Inlet(LOOPBACK, links, 0.0), [0], [0]
+
+    async def write(send: Send) -> None:
+        for _ in range(128):
+            began = pieces[0]
+            await send({"type": "http.response.body", "body": b"x" * 8192, "more_body": True})
+            written[0] += 1
+            waited_for[0] = max(waited_for[0], pieces[0] - began)
+        await send({"type": "http.response.body", "body": b"end", "more_body": False})
+
+    sender = ReplySender(front(write), settings=Settings(cluster=ClusterSettings(links=links)))
+    guard = ProxyGuard(sender, limits=LimitsSettings(), replies=DirectReplies(inlet))
+
+    async def send(message: Any) -> None:
+        body = message.get("body", b"")
+        if body:
+            await reads.acquire()
+            pieces[0] += 1
+            sizes.append(len(body))
+
+    serving = asyncio.create_task(posted(guard, send))
+    await until(lambda: any(box._is_paused for box in inlet._boxes.values()))
+    while not serving.done():
+        before = written[0], pieces[0]
+        reads.release()
+        await until(lambda before=before: serving.done() or pieces[0] > before[1])  # type: ignore[misc]
+        if written[0] < 128:  # the client has read a piece: the front door soon writes more
+            await until(lambda before=before: written[0] > before[0] or waited_for[0] > 3)  # type: ignore[misc]
+    await serving
+    assert (sum(sizes), max(sizes)) == (128 * 8192 + 3, 1 << 14)
+    assert waited_for[0] <= 3
+    inlet.close()
+
+
+@pytest.mark.guarantee("F33")
+async def test_a_front_door_behind_unguarded_proxies_believes_no_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a Ray cluster that somebody else has started, clients could send the header themselves."""
+    monkeypatch.delenv(CALLBACK_VARIABLE)
+    called = asyncio.Event()
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        called.set()
+        writer.close()
+
+    server = await asyncio.start_server(hold, LOOPBACK, 0)
+    port = server.sockets[0].getsockname()[1]
+    headers = {REPLY_TO.decode(): f"{LOOPBACK} {port} {'0' * 64} ticket"}
+    for callback in (None, "somebody.elses.guard"):
+        if callback is not None:
+            monkeypatch.setenv(CALLBACK_VARIABLE, callback)
+        house = House(lambda request: say(WORDS))
+        async with house.client() as client:
+            response = await client.post(CHAT, json=STREAM, headers=headers)
+            assert text_of(response.text) == "".join(WORDS)
+    assert not called.is_set()
+    server.close()
+
+
+async def test_the_live_stream_goes_over_a_link_so_that_a_slow_reader_holds_it_back() -> None:
+    house, replicas = linked_house()
+    async with through_proxy(house) as (client, inlet):
+        tickets = []
+        expect = inlet.expect
+
+        def noted(ticket: str) -> Any:
+            tickets.append(ticket)
+            return expect(ticket)
+
+        inlet.expect = noted  # type: ignore[method-assign]
+        await client.get("/health")
+        assert not tickets
+        live = asyncio.create_task(client.get("/v1/live"))
+        await until(lambda: any(inlet._from))
+        assert list(inlet._from) == tickets
+        live.cancel()
+        await asyncio.gather(live, return_exceptions=True)
+    await until(lambda: not inlet._boxes)
     replicas.inlet.close()

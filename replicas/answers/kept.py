@@ -1,0 +1,237 @@
+"""What a replica keeps of answers that their clients have named: every event, as it was said. Pure.
+
+A kept answer goes on without a reader, for a bounded time, and any front door may read it from its first
+event on. What is kept is bounded in answers, bytes and seconds; it is dropped with its session.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
+
+import msgpack
+
+from cache_tiers.blocks import TAG_BYTES
+from configs.optional_sections import AnswerSettings
+from replicas.kv import session_owner
+from replicas.links import events_of, pack_event
+from replicas.messages import Delta, Event, Failed, GenerateRequest, KeptAnswer, Refused
+
+ANSWER_BYTES = 2048
+"""What an answer takes beside its events and its prompt."""
+
+Name = tuple[bytes, bytes]
+"""The tenant's tag, and `Keep.ref`."""
+
+
+class Reader(Protocol):
+    """What events are told to."""
+
+    def put(self, event: Event) -> None: ...
+
+
+class KeptLog:
+    """The events of one answer and who reads them. `key`: of its request in the engine."""
+
+    def __init__(self, key: int, request: GenerateRequest, now_s: float) -> None:
+        assert request.keep is not None, "an answer without a name"
+        self.key = key
+        self.keep = request.keep
+        self.name: Name = (request.tenant, request.keep.ref)
+        self.owner = request.tenant + request.session
+        self.readers: list[Reader] = []
+        self.is_over = False
+        self.is_kept = True
+        self.since_s = now_s  # when its last reader left, or when it was over
+        self._choices_open = request.n
+        self._prompt = array("I", request.prompt_token_ids).tobytes()
+        self._packed = bytearray()
+        for event in request.keep.before:
+            self._add(event)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory, about."""
+        return ANSWER_BYTES + len(self._prompt) + len(self._packed)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended without its answers' ends: it is of no use."""
+        return self.is_over and self._choices_open > 0
+
+    def told(self, replica_id: str) -> KeptAnswer:
+        """Return what a front door has to know to read it."""
+        return KeptAnswer(replica_id, self.keep.body, self.keep.created, self._prompt, is_over=self.is_over)
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events so far, each as it was said."""
+        unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(self._packed)), unicode_errors="surrogatepass")
+        unpacker.feed(bytes(self._packed))
+        for payload in unpacker:
+            yield from events_of([payload])
+
+    def put(self, event: Event) -> None:
+        """Note an event and tell it to the readers."""
+        if self.is_kept:
+            self._add(event)
+        elif isinstance(event, Delta):
+            self._choices_open -= event.finish_reason is not None
+        self.is_over = self._choices_open <= 0 or isinstance(event, Refused | Failed)
+        for reader in self.readers:
+            reader.put(event)
+
+    def drop(self) -> None:
+        """Keep no events any more; those who read go on."""
+        self.is_kept = False
+        self._packed.clear()
+
+    def _add(self, event: Event) -> None:
+        packed: bytes = msgpack.packb(pack_event(event), unicode_errors="surrogatepass")
+        self._packed += packed
+        if isinstance(event, Delta):
+            self._choices_open -= event.finish_reason is not None
+
+
+class KeptAnswers:
+    """The kept answers of a replica, by tenant and name.
+
+    `abort`: called with the engine's key of an answer that is to be computed no further. Nothing happens by
+    itself: call `sweep` when `due_in_s` has passed.
+    """
+
+    def __init__(
+        self, settings: AnswerSettings, abort: Callable[[int], None], clock: Callable[[], float]
+    ) -> None:
+        self._settings = settings
+        self._abort = abort
+        self._clock = clock
+        self._logs: dict[Name, KeptLog] = {}
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    @property
+    def nbytes(self) -> int:
+        """What all of them take in memory, about."""
+        return self._nbytes
+
+    def find(self, tenant: bytes, ref: bytes) -> KeptLog | None:
+        """Return the answer that a tenant's client has named so, if it is kept."""
+        self.sweep()
+        return self._logs.get((tenant, ref))
+
+    def begin(self, key: int, request: GenerateRequest, reader: Reader) -> KeptLog:
+        """Return the log of a new answer, of a name that is not taken. It may be dropped for want of room.
+
+        `reader`: it knows of the answer what came `before`.
+        """
+        self.sweep()
+        log = KeptLog(key, request, self._clock())
+        log.readers.append(reader)
+        assert log.name not in self._logs, "two answers of one name"
+        self._logs[log.name] = log
+        self._nbytes += log.nbytes
+        self._make_room()
+        return log
+
+    def attach(self, log: KeptLog, reader: Reader) -> None:
+        """Tell a reader all events so far, and those that will come."""
+        for event in log.events():
+            reader.put(event)
+        if not log.is_over:
+            log.readers.append(reader)
+
+    def detach(self, log: KeptLog, reader: Reader) -> None:
+        """Let a reader go. An answer without readers goes on for `unread_s`, if it is kept."""
+        if reader in log.readers:
+            log.readers.remove(reader)
+        if log.readers or log.is_over:
+            return
+        log.since_s = self._clock()
+        if not log.is_kept:
+            self._abort(log.key)
+            return
+        unread = [one for one in self._unread() if one.name[0] == log.name[0]]
+        for one in unread[: max(0, len(unread) - self._settings.unread_per_tenant_max)]:
+            self._drop(one)
+
+    def put(self, log: KeptLog, event: Event) -> None:
+        """Note an event of an answer and tell it to its readers."""
+        before = log.nbytes
+        log.put(event)
+        if log.is_kept:
+            self._nbytes += log.nbytes - before
+        if log.is_over:
+            log.readers.clear()
+            log.since_s = self._clock()
+            if log.has_failed:
+                self._drop(log)
+        self._make_room()
+
+    def forget(self, tags: Collection[bytes]) -> int:
+        """Drop the answers of these owners, sessions or tenants; return their number."""
+        gone = [
+            log
+            for log in self._logs.values()
+            if not {log.owner, session_owner(log.owner), log.owner[:TAG_BYTES]}.isdisjoint(tags)
+        ]
+        for log in gone:
+            self._drop(log)
+        return len(gone)
+
+    @property
+    def due_in_s(self) -> float | None:
+        """How long until `sweep` finds something to drop; None: nothing is due."""
+        dues = [due_s for log in self._logs.values() if (due_s := self._due_s(log)) is not None]
+        return max(0.0, min(dues) - self._clock()) if dues else None
+
+    def sweep(self) -> None:
+        """Drop what has been kept, or has gone unread, for too long."""
+        now_s = self._clock()
+        for log in list(self._logs.values()):
+            due_s = self._due_s(log)
+            if due_s is not None and due_s <= now_s:
+                self._drop(log)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is wrong."""
+        settings = self._settings
+        assert len(self._logs) <= settings.answers_max, "too many answers are kept"
+        assert self._nbytes == sum(log.nbytes for log in self._logs.values()), "the bytes are wrong"
+        assert self._nbytes <= settings.bytes_max, "kept answers take too much"
+        assert all(log.is_kept and log.name == name for name, log in self._logs.items()), "a wrong name"
+        assert not any(log.readers for log in self._logs.values() if log.is_over), "an end is read on"
+        unread: dict[bytes, int] = {}
+        for log in self._unread():
+            unread[log.name[0]] = unread.get(log.name[0], 0) + 1
+        assert max(unread.values(), default=0) <= settings.unread_per_tenant_max, "too many go on unread"
+
+    def _unread(self) -> list[KeptLog]:
+        """Return the answers that are computed without a reader now, the longest so first."""
+        found = [log for log in self._logs.values() if not log.is_over and not log.readers]
+        return sorted(found, key=lambda log: log.since_s)
+
+    def _due_s(self, log: KeptLog) -> float | None:
+        if log.is_over:
+            return log.since_s + self._settings.kept_s
+        return None if log.readers else log.since_s + self._settings.unread_s
+
+    def _make_room(self) -> None:
+        """Drop answers until the bounds hold: of those that are over the oldest first, then the largest."""
+        settings = self._settings
+        while len(self._logs) > settings.answers_max or self._nbytes > settings.bytes_max:
+            over = [log for log in self._logs.values() if log.is_over]
+            log = min(over, key=lambda one: one.since_s, default=None) or max(
+                self._logs.values(), key=lambda one: one.nbytes
+            )
+            self._drop(log)
+
+    def _drop(self, log: KeptLog) -> None:
+        if log.is_kept:
+            del self._logs[log.name]
+            self._nbytes -= log.nbytes
+            log.drop()
+        if not log.is_over and not log.readers:
+            self._abort(log.key)

@@ -1,0 +1,37 @@
+"""How much of the limits a generation request needs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from replicas.messages import GenerateRequest
+from router.auth import Need
+from router.openai import ParsedChat, ParsedCompletion
+
+
+def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
+    """Return a lower bound of the request's need, before anything is tokenised."""
+    prompts = () if isinstance(request, ParsedChat) else request.prompts
+    count = max(1, len(prompts))
+    sequences = count * request.n
+    cut = request.truncate_tokens
+    lengths = [1 if isinstance(prompt, str) else len(prompt) for prompt in prompts]
+    prompt_tokens = sum(lengths) if cut is None else sum(min(length, cut) for length in lengths)
+    return Need(
+        sequences,
+        max(count, prompt_tokens)
+        + sequences * (1 if request.is_length_default else request.sampling.max_tokens or 1),
+        "n" if request.n > 1 else "prompt",
+    )
+
+
+def need_of(asks: Sequence[GenerateRequest]) -> Need:
+    """Return the need of the replica requests.
+
+    An answer without `max_tokens` may take the whole context.
+    """
+    return Need(
+        sum(ask.n for ask in asks),
+        sum(len(ask.prompt_token_ids) + ask.n * ask.sampling.max_tokens for ask in asks),
+        "n" if asks[0].n > 1 else "prompt",
+    )

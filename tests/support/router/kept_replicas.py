@@ -1,0 +1,174 @@
+"""Real replicas with tiny engines behind links, in this process: what front doors read from, one or several.
+
+Their engines take as many steps as they are allowed, so that a test can stop an answer in the middle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from configs.optional_sections import AnswerSettings
+from configs.settings import Settings
+from replicas.answers import KeptAnswers
+from replicas.deployment import Replica
+from replicas.engine import EngineThread
+from replicas.links import Inlet, Links
+from replicas.messages import Event, GenerateRequest, KeptAnswer
+from router.routing import ReplicaLost
+from router.routing.linked_call import LinkedCall
+from router.routing.replica_client import choices_ended
+from tests.support.clock import Clock
+from tests.support.engines.engines import small_engine
+from tests.support.router.fake_replica import INFO, FakeReplicas, say
+from tests.support.router.linked_replicas import LINKS, LOOPBACK
+from tests.support.router.router_harness import House, until
+
+FREE = 1 << 30
+
+
+class HeldEngine:
+    """An engine that takes only as many steps as it is allowed."""
+
+    def __init__(self, engine: Any) -> None:
+        self.real = engine
+        self.steps_left = FREE
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    @property
+    def has_work(self) -> bool:
+        return self.steps_left > 0 and bool(self.real.has_work)
+
+    def step(self) -> list[tuple[int, Event]]:
+        self.steps_left -= 1
+        events: list[tuple[int, Event]] = self.real.step()
+        return events
+
+
+class TinyReplica(Replica):
+    """The deployment, without Ray: what its constructor does is done here."""
+
+    def __init__(self, name: str, model_dir: Path, answers: AnswerSettings, clock: Clock) -> None:
+        built = small_engine(model_dir)
+        self.engine = HeldEngine(built.engine)
+        self._settings = Settings(answers=answers)
+        self._info = replace(built.info, replica_id=name, model="")
+        self._tiers = None
+        self._sampler = built.engine.sampler
+        self._thread = EngineThread(self.engine, self._deliver, 60.0)  # type: ignore[arg-type]
+        self._streams, self._untold, self._kept_logs, self._kept_spans = {}, {}, {}, {}
+        self._links = Links(LINKS, 60.0)
+        self._keys = itertools.count()
+        self._kept = KeptAnswers(answers, self._abort_kept, clock)
+        self._sweep = None
+        self.is_lost = False
+        self._thread.start()
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Nothing: `stop` does it."""
+
+    def stop(self) -> None:
+        self._thread.stop(30)
+        if self._sweep is not None:
+            self._sweep.cancel()
+
+    def allow(self, steps: int) -> None:
+        """Let the engine take as many steps from now on."""
+        self.engine.steps_left = steps
+        self._thread.call(lambda engine: None)
+
+    @property
+    def generated(self) -> int:
+        """Tokens that it has computed."""
+        return int(self.engine.stats().generated_tokens)
+
+
+class KeptReplicas(FakeReplicas):
+    """`ReplicaClient` of one front door over the replicas that all of them share."""
+
+    def __init__(self, replicas: list[TinyReplica]) -> None:
+        super().__init__(lambda request: say([]))
+        self.tiny = replicas
+        self.inlet = Inlet(LOOPBACK, LINKS, 0.0)
+        self.infos = [replace(INFO, replica_id=one._info.replica_id) for one in replicas]
+
+    async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
+        self.calls.append(request)
+        names = {one._info.replica_id: one for one in self.tiny if not one.is_lost}
+        fitting = [name for name in names if name not in request.route.avoid] or list(names)
+        name = request.route.only if request.route.only in names else fitting[0]
+        ticket = uuid.uuid4().hex
+        asked = replace(
+            request,
+            model="",
+            route=replace(request.route, ticket=ticket),
+            reply_to=await self.inlet.address(),
+        )
+        call = LinkedCall(names[name].generate(asked), self.inlet, ticket, joins=request.keep is None)
+        choices_open = request.n
+        self.open += 1
+        try:
+            async for events in call:
+                choices_open -= choices_ended(events, choices_open)
+                yield events
+                if names[name].is_lost:
+                    raise ReplicaLost("killed by the test")
+                if choices_open <= 0:
+                    break
+        finally:
+            self.open -= 1
+            call.close(is_over=choices_open <= 0)
+
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+        found = [await one.kept(tenant, ref) for one in self.tiny if not one.is_lost]
+        return next((one for one in found if one is not None), None), self.all_asked
+
+    async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> Any:
+        for one in self.tiny:
+            await one.clear(tenant, sessions)
+        return await super().clear(tenant, sessions)
+
+
+@asynccontextmanager
+async def tiny_replicas(
+    model_dir: Path, count: int = 1, answers: AnswerSettings | None = None, clock: Clock | None = None
+) -> AsyncIterator[list[TinyReplica]]:
+    """Replicas that run until the block ends; their books are checked then."""
+    made = [
+        TinyReplica(f"replica-{number}", model_dir, answers or AnswerSettings(), clock or Clock())
+        for number in range(1, count + 1)
+    ]
+    try:
+        yield made
+        for one in made:
+            one._kept.check_integrity()
+            one.allow(FREE)
+            if not one.is_lost:
+                await until(lambda one=one: not one.engine.real.has_work)  # type: ignore[misc]
+                assert not one._streams
+                assert not one._kept_logs
+    finally:
+        for one in made:
+            one.stop()
+
+
+@asynccontextmanager
+async def front_door(replicas: list[TinyReplica], **settings: Any) -> AsyncIterator[tuple[House, Any]]:
+    """A front door over them, with a client; several of them know nothing of each other."""
+    house = House(**settings)
+    client = KeptReplicas(replicas)
+    house.replicas = client
+    object.__setattr__(house.service, "client", client)
+    object.__setattr__(house.service.readiness, "_client", client)
+    try:
+        async with house.server() as url:
+            yield house, url
+    finally:
+        client.inlet.close()

@@ -1,0 +1,324 @@
+"""An answer that its client has named: another front door goes on with it, and nothing is computed twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from configs.optional_sections import AnswerSettings
+from tests.support.clock import Clock
+from tests.support.router.kept_replicas import FREE, TinyReplica, front_door, tiny_replicas
+from tests.support.router.router_harness import KEY, OTHER_KEY, chat, error_of, make_settings, until
+
+CHAT = "/v1/chat/completions"
+NAMED = {"Idempotency-Key": "the first question"}
+TOKENS = 24
+TOOL = {"type": "function", "function": {"name": "brew", "parameters": {"type": "object"}}}
+ASKS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 1.0},
+    "several": {"temperature": 1.0, "n": 3},
+    "logprobs": {"temperature": 0, "logprobs": True, "top_logprobs": 2},
+    "usage": {
+        "temperature": 0,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "return_token_ids": True,
+    },
+    "tools": {"temperature": 1.0, "tools": [TOOL], "tool_choice": "required", "ignore_eos": False},
+}
+
+
+def at_one_time(events: list[tuple[str | None, Any]]) -> list[tuple[str | None, Any]]:
+    """The events as if they were of an answer that began at another time."""
+    return [(name, {**event, "created": 0}) for name, event in events]
+
+
+def asking(**fields: Any) -> dict[str, Any]:
+    whole = {"stream": True, "max_tokens": TOKENS, "ignore_eos": True, **fields}
+    return chat("Tell me about tea.", **whole)
+
+
+def events_of(lines: list[str]) -> list[tuple[str | None, Any]]:
+    """The id and the JSON of each event, without what differs between two requests for an answer."""
+    found, name = [], None
+    for line in lines:
+        if line.startswith("id: "):
+            name = line.removeprefix("id: ")
+        elif line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            for told in ("request_id", "prefix"):
+                event.get("receipt", {}).pop(told, None)
+            found.append((name, event))
+            name = None
+    return found
+
+
+@asynccontextmanager
+async def reading(url: str, body: dict[str, Any], **headers: str) -> AsyncIterator[Any]:
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        client.stream("POST", CHAT, json=body, headers={**NAMED, **headers}) as response,
+    ):
+        assert response.status_code == 200, await response.aread()
+        yield response
+
+
+async def whole(url: str, body: dict[str, Any], **headers: str) -> list[tuple[str | None, Any]]:
+    async with reading(url, body, **headers) as response:
+        lines = [line async for line in response.aiter_lines()]
+    assert "data: [DONE]" in lines
+    return events_of(lines)
+
+
+async def begun(url: str, body: dict[str, Any], events: int, **headers: str) -> list[tuple[str | None, Any]]:
+    """The first events of a stream, whose client then leaves."""
+    lines: list[str] = []
+    async with reading(url, body, **headers) as response:
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if len(events_of(lines)) >= events:
+                break
+    return events_of(lines)
+
+
+@pytest.mark.parametrize("kind", ASKS)
+async def test_an_answer_goes_on_at_another_front_door_and_is_computed_once(
+    kind: str, tiny_llama: Path
+) -> None:
+    body = asking(**ASKS[kind])
+    async with tiny_replicas(tiny_llama) as (truth,), front_door([truth]) as (_, url):
+        uninterrupted = await whole(url, body)
+    names = [name for name, _ in uninterrupted]
+    assert len(names) == len(set(names))
+    assert None not in names
+    async with tiny_replicas(tiny_llama) as (replica,):
+        async with front_door([replica]) as (house, url):
+            replica.allow(6)
+            seen = await begun(url, body, len(uninterrupted) // 4 or 1)
+            await until(lambda: house.service.concurrency.open_total == 0)  # this front door is gone
+        async with front_door([replica]) as (_, url):
+            replica.allow(FREE)
+            last = seen[-1][0]
+            assert last is not None
+            rest = await whole(url, body, **{"Last-Event-ID": last})
+            assert at_one_time([*seen, *rest]) == at_one_time(uninterrupted)
+            again = await whole(url, body)  # by its key alone: all of it
+            assert again == [*seen, *rest]
+        assert replica.generated == truth.generated
+
+
+async def test_each_event_is_one_to_go_on_from(tiny_llama: Path) -> None:
+    body = asking(**ASKS["several"], max_tokens=4)
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+        uninterrupted = await whole(url, body)
+        for number, (name, _) in enumerate(uninterrupted):
+            assert await whole(url, body, **{"Last-Event-ID": str(name)}) == uninterrupted[number + 1 :]
+        assert replica.generated == 12
+
+
+async def test_the_event_alone_names_the_answer(tiny_llama: Path) -> None:
+    body = asking()
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+        uninterrupted = await whole(url, body)
+        async with httpx.AsyncClient(base_url=url) as client:
+            headers = {"Last-Event-ID": str(uninterrupted[2][0])}
+            response = await client.post(CHAT, json=body, headers=headers)
+        assert response.headers["idempotent-replayed"] == "true"
+        assert events_of(response.text.splitlines()) == uninterrupted[3:]
+
+
+async def test_an_answer_that_does_not_stream_is_had_again(tiny_llama: Path) -> None:
+    body = asking(stream=False, temperature=1.0)
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+        async with httpx.AsyncClient(base_url=url, headers=NAMED) as client:
+            first, second = [(await client.post(CHAT, json=body)).json() for _ in range(2)]
+            assert first["receipt"].pop("request_id") != second["receipt"].pop("request_id")
+            assert first == second
+            reordered = json.dumps(dict(reversed(body.items())), indent=1)
+            third = await client.post(CHAT, content=reordered, headers={"content-type": "application/json"})
+            assert third.json()["id"] == first["id"]
+            other = await client.post(CHAT, json=body, headers={"Idempotency-Key": "another"})
+            assert other.json()["id"] != first["id"]
+        assert replica.generated == 2 * TOKENS
+        assert house.service.usage.of("local").requests == 2
+
+
+async def test_nothing_changes_for_who_names_nothing(tiny_llama: Path) -> None:
+    body = asking()
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+        async with httpx.AsyncClient(base_url=url) as client:
+            plain = await client.post(CHAT, json=body)
+            assert "id: " not in plain.text
+            assert "idempotent-replayed" not in plain.headers
+        assert len(replica._kept) == 0
+        replica.allow(2)
+        async with (
+            httpx.AsyncClient(base_url=url) as client,
+            client.stream("POST", CHAT, json=body) as response,
+        ):
+            async for _ in response.aiter_lines():
+                break
+        await until(lambda: house.service.concurrency.open_total == 0)
+        replica.allow(FREE)
+        await until(lambda: not replica.engine.real.has_work)
+        assert replica.generated < 2 * TOKENS  # who leaves cancels
+
+
+async def test_who_asks_again_while_it_runs_reads_the_same(tiny_llama: Path) -> None:
+    body = asking(temperature=1.0)
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+        replica.allow(5)
+        async with reading(url, body) as first:
+            lines = first.aiter_lines()
+            begin = [await anext(lines) for _ in range(4)]
+            async with front_door([replica]) as (_, elsewhere), reading(elsewhere, body) as second:
+                replica.allow(FREE)
+                joined = events_of([line async for line in second.aiter_lines()])
+            assert events_of([*begin, *[line async for line in lines]]) == joined
+        assert replica.generated == TOKENS
+
+
+async def test_an_answer_goes_on_on_another_replica_and_is_kept_there(tiny_llama: Path) -> None:
+    body = asking(temperature=1.0)
+    async with tiny_replicas(tiny_llama) as (truth,), front_door([truth]) as (_, url):
+        uninterrupted = await whole(url, body)
+    async with tiny_replicas(tiny_llama, 2) as (one, other):
+        async with front_door([one, other]) as (_, url):
+            one.allow(5)
+            async with reading(url, body) as response:
+                lines = response.aiter_lines()
+                seen = [await anext(lines) for _ in range(6)]
+                one.is_lost = True
+                one.allow(1)  # it says one thing more, and is gone
+                seen += [line async for line in lines]
+            assert _texts(seen) == _texts_of(uninterrupted)
+        async with front_door([one, other]) as (_, url):
+            again = await whole(url, body)
+        assert _texts_of(again) == _texts_of(uninterrupted)
+        assert [name for name, _ in again] == [name for name, _ in uninterrupted]
+        assert one.generated + other.generated <= TOKENS + 1
+
+
+def _texts(lines: list[str]) -> str:
+    return _texts_of(events_of(lines))
+
+
+def _texts_of(events: list[tuple[str | None, Any]]) -> str:
+    return "".join(choice["delta"].get("content") or "" for _, event in events for choice in event["choices"])
+
+
+async def test_what_is_not_the_same_request_is_refused(tiny_llama: Path) -> None:
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+        events = await whole(url, asking())
+        async with httpx.AsyncClient(base_url=url) as client:
+
+            async def refused(body: dict[str, Any], **headers: str) -> tuple[int, Any, Any]:
+                response = await client.post(CHAT, json=body, headers=headers)
+                error = error_of(response)
+                return response.status_code, error["param"], error["code"]
+
+            reused = (422, "idempotency-key", "idempotency_key_reused")
+            assert await refused(asking(max_tokens=3), **NAMED) == reused
+            assert await refused(asking(), **NAMED, **{"x-session-id": "another"}) == reused
+            event = {"Last-Event-ID": str(events[0][0])}
+            assert await refused(asking(n=2), **event) == (422, "last-event-id", "idempotency_key_reused")
+            foreign = await refused(asking(), **event, **{"Idempotency-Key": "another"})
+            assert foreign == (400, "last-event-id", "invalid_value")
+            for bad in (b"", b"\xe9", b"x" * 5000, b"a\tb"):
+                named = {b"Idempotency-Key": bad}
+                response = await client.post(CHAT, json=asking(), headers=named)  # type: ignore[arg-type]
+                assert (response.status_code, error_of(response)["param"]) == (400, "idempotency-key")
+            assert (await refused(asking(), **{"Last-Event-ID": "7"}))[:2] == (400, "last-event-id")
+            unknown = {"Last-Event-ID": "0" * 32 + "-1"}
+            assert await refused(asking(), **unknown) == (410, "last-event-id", "answer_not_kept")
+            assert replica.generated == TOKENS  # only the first was computed
+
+
+async def test_a_replica_that_cannot_be_asked_may_have_it(tiny_llama: Path) -> None:
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+        house.replicas.all_asked = False
+        async with httpx.AsyncClient(base_url=url) as client:
+            response = await client.post(CHAT, json=asking(), headers={"Last-Event-ID": "0" * 32 + "-1"})
+            assert (response.status_code, error_of(response)["code"]) == (503, "answer_unknown")
+            assert "retry-after" in response.headers
+
+
+async def test_an_answer_is_its_tenants(tiny_llama: Path) -> None:
+    settings = make_settings(keys={"one": [KEY], "two": [OTHER_KEY]})  # type: ignore[dict-item]
+    body = asking()
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica], settings=settings) as (_, url):
+        mine = await whole(url, body, Authorization=f"Bearer {KEY}")
+        theirs = await whole(url, body, Authorization=f"Bearer {OTHER_KEY}")
+        assert mine[0][1]["id"] != theirs[0][1]["id"]
+        assert replica.generated == 2 * TOKENS
+        async with httpx.AsyncClient(base_url=url) as client:
+            headers = {"Authorization": f"Bearer {OTHER_KEY}", "Last-Event-ID": str(mine[0][0])}
+            response = await client.post(CHAT, json=body, headers=headers)
+            assert (response.status_code, error_of(response)["code"]) == (410, "answer_not_kept")
+
+
+@pytest.mark.parametrize("route", ["/v1/sessions/tea", "/v1/cache"])
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_it_is_erased_with_its_session(route: str, is_over: bool, tiny_llama: Path) -> None:
+    body = asking(session_id="tea")
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+        replica.allow(FREE if is_over else 4)
+        events = await begun(url, body, 2)
+        await until(lambda: house.service.concurrency.open_total == 0)
+        if is_over:
+            events = await whole(url, body)
+        async with httpx.AsyncClient(base_url=url) as client:
+            (await client.delete(route)).raise_for_status()
+            headers = {"Last-Event-ID": str(events[0][0])}
+            response = await client.post(CHAT, json=body, headers=headers)
+            assert (response.status_code, error_of(response)["code"]) == (410, "answer_not_kept")
+        assert len(replica._kept) == 0
+        replica.allow(FREE)
+        await until(lambda: not replica.engine.real.has_work)
+        assert is_over or replica.generated < TOKENS
+
+
+async def test_an_answer_that_nobody_reads_ends_in_time(tiny_llama: Path) -> None:
+    clock, body = Clock(), asking()
+    answers = AnswerSettings(unread_s=5, kept_s=7)
+    async with (
+        tiny_replicas(tiny_llama, answers=answers, clock=clock) as (replica,),
+        front_door([replica]) as (house, url),
+    ):
+        replica.allow(4)
+        await begun(url, body, 2)
+        await until(lambda: house.service.concurrency.open_total == 0)
+        await until(lambda: not any(log.readers for log in replica._kept_logs.values()))
+        clock.now_s += 5.1
+        replica._kept.sweep()
+        replica.allow(FREE)
+        await until(lambda: not replica.engine.real.has_work)
+        assert replica.generated < TOKENS
+        await whole(url, body)
+        assert len(replica._kept) == 1
+        clock.now_s += 7.1
+        replica._kept.sweep()
+        assert len(replica._kept) == 0
+
+
+async def test_without_room_the_header_is_ignored(tiny_llama: Path) -> None:
+    settings = make_settings()
+    object.__setattr__(settings, "answers", AnswerSettings(answers_max=0))
+    answers = settings.answers
+    async with tiny_replicas(tiny_llama, answers=answers) as (replica,):
+        async with front_door([replica], settings=settings) as (_, url):
+            assert {name for name, _ in await whole(url, asking())} == {None}
+        assert replica.generated == TOKENS
+
+
+def test_held_engines_are_those_of_the_product(tiny_llama: Path) -> None:
+    """What stands in for the deployment's constructor makes all that it makes."""
+    made = TinyReplica("r", tiny_llama, AnswerSettings(), Clock())
+    made.stop()
+    assert {"_kept", "_kept_logs", "_kept_spans", "_streams", "_untold", "_links"} <= vars(made).keys()
