@@ -25,8 +25,8 @@ class Forward(Protocol):
     def hidden(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Return the last hidden state `[1, rows, hidden]`, and write the step's K and V to their slots.
 
-        `wanted`: the only rows that will be looked at, ascending, int32; None: all. Others may be anything: K and
-        V are all that a step needs of them.
+        `wanted`: the only rows that will be looked at, ascending, int32; None: all. Others may be anything:
+        K and V are all that a step needs of them.
         """
         ...
 

@@ -180,8 +180,8 @@ class Runner:
         inputs = self._pack(chunks)
         is_scored = score is not None and any(chunk.scored for chunk in chunks)
         # Padding is looked at with what samples, and is a row that does.
-        wanted = None if is_scored else inputs.sample_rows[: inputs.sampled]
-        hidden = self.forward.hidden(inputs, wanted)
+        looked_at = None if is_scored else inputs.sample_rows[: inputs.sampled]
+        hidden = self.forward.hidden(inputs, looked_at)
         if score is not None:
             for segment, chunk in zip(inputs.segments, chunks, strict=True):
                 wanted, first_row = chunk.scored, segment.row - chunk.start

@@ -60,7 +60,10 @@ class _Step(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("rows", "segments", "table_words", "wanted_rows")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "spans", "tables", "wanted", "pool")),
+        *(
+            (name, c_void_p)
+            for name in ("token_ids", "positions", "slots", "spans", "tables", "wanted", "pool")
+        ),
         *((name, c_int64) for name in ("pages", "block_tokens", "heads_per_group", "page_step")),
         *((name, c_int64) for name in ("group_step", "layer_step", "value_step", "slot_step", "head_step")),
         ("hidden", c_void_p),

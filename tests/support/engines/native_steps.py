@@ -104,9 +104,9 @@ class StepBench:
 
     @torch.inference_mode()
     def hidden(self, sequences: Sequence[tuple[list[int], int]], wanted: list[int] | None) -> Computed:
-        """Compute the rest of sequences behind so many tokens in one step; return the hidden states, and K and V.
+        """Compute the rest of sequences behind so many tokens in one step.
 
-        `wanted`: of the last step's rows; None: all.
+        Return the hidden states, and K and V. `wanted`: of the last step's rows; None: all.
         """
         block_tokens, pages = self.pool.geometry.block_tokens, list(range(1, self.pool.pages))
         made = []
@@ -115,7 +115,9 @@ class StepBench:
         before = [Chunk(one, 0, done) for one, (_, done) in zip(made, sequences, strict=True) if done]
         if before:
             self._forward.hidden(self._packer.pack(before))
-        rest = [Chunk(one, done, len(one.tokens) - done) for one, (_, done) in zip(made, sequences, strict=True)]
+        rest = [
+            Chunk(one, done, len(one.tokens) - done) for one, (_, done) in zip(made, sequences, strict=True)
+        ]
         rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int32)
         hidden = self._forward.hidden(self._packer.pack(rest), rows)[0]
         return hidden, torch.cat([self.pool.gather(one.pages, len(one.tokens)).flatten() for one in made])
