@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs.imports import FOLDERS_MAX, collector_paused
+from tests.house import ROOT
 
 
 def test_the_collector_is_paused_inside_and_as_before_afterwards() -> None:
@@ -43,7 +45,8 @@ sys.stdout.write(f"{where} {sample.VALUE} {sample.__cached__} {os.environ.get('P
 def run_program(home: Path, sources: Path, **environment: str) -> list[str]:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(home)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{Path.cwd()}:{sources}", **environment},
+        cwd=sources,
+        env={"PATH": os.environ["PATH"], **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -54,8 +57,14 @@ def run_program(home: Path, sources: Path, **environment: str) -> list[str]:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """Return a folder with a module and with packages that have no bytecode, as `--no-compile` installs."""
+    """Return a folder with a module and with packages that have no bytecode, as `--no-compile` installs.
+
+    `configs` is a copy: no bytecode is left beside our own sources.
+    """
     folder = tmp_path / "sources"
+    (folder / "configs").mkdir(parents=True)
+    for name in ("__init__.py", "imports.py"):
+        shutil.copy(ROOT / "configs" / name, folder / "configs")
     for package in ("ray", "torch"):
         (folder / package).mkdir(parents=True)
         (folder / package / "__init__.py").touch()
