@@ -1,10 +1,22 @@
-"""How a process imports what is large: with the garbage collector paused."""
+"""How a process imports what is large: with the garbage collector paused, and its bytecode kept."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SAMPLES = ("configs", "ray", "torch", "transformers")
+"""Packages whose bytecode tells whether all have theirs: our own, and the largest."""
+PREFIX, DONT_WRITE = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
+FOLDERS_MAX = 3
+"""Installations whose bytecode is kept in one place; each takes some 40 MB."""
 
 
 @contextmanager
@@ -22,3 +34,72 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def keep_bytecode(home: Path, environment: MutableMapping[str, str]) -> Path | None:
+    """Let this process and those that inherit `environment` keep bytecode below `home`; return where.
+
+    None, and nothing is changed: Python keeps it beside the sources as usual, or `environment` says where, or
+    others may write to `home`. Images often forbid it (`PYTHONDONTWRITEBYTECODE`) or leave no right to write
+    to the sources' folders: each of nine processes then compiles all that it imports, half of a start.
+    """
+    if environment.get(PREFIX) or sys.pycache_prefix or all(map(_is_kept, SAMPLES)):
+        return None
+    folder = home / _installation()
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if any(_is_foreign(path) for path in (home, folder)):
+            return None
+        folder.touch()
+        _forget_old(home)
+    except OSError:
+        return None
+    environment[PREFIX] = sys.pycache_prefix = str(folder)
+    environment.pop(DONT_WRITE, None)
+    sys.dont_write_bytecode = False
+    return folder
+
+
+def _is_kept(package: str) -> bool:
+    """Return whether the package has bytecode, or gets some when it is imported, or is not installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return True
+    if spec is None or spec.cached is None:
+        return True
+    cached = Path(spec.cached)
+    if cached.exists():
+        return True
+    folder = cached.parent if cached.parent.exists() else cached.parent.parent
+    return not sys.dont_write_bytecode and os.access(folder, os.W_OK)
+
+
+def _installation() -> str:
+    """Return a name for the versions of all packages that are installed.
+
+    Python compares a source's time and size with its bytecode's. Images may give all files one time, so that
+    this alone would not tell two versions of a file.
+    """
+    digest = hashlib.sha256(sys.version.encode())
+    for place in dict.fromkeys(sys.path):
+        folder = Path(place or ".")
+        for path in sorted(folder.glob("*.dist-info")) if folder.is_dir() else ():
+            digest.update(f"\0{path.name}".encode())
+            if path.name.startswith("samovar-"):
+                with suppress(OSError):
+                    digest.update((path / "RECORD").read_bytes())
+    return f"{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Return whether others could have written there: bytecode is run."""
+    found = folder.stat()
+    return found.st_uid != os.geteuid() or bool(found.st_mode & 0o022)
+
+
+def _forget_old(home: Path) -> None:
+    by_age = sorted(home.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for path in by_age[:-FOLDERS_MAX]:
+        shutil.rmtree(path, ignore_errors=True)

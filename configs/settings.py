@@ -448,7 +448,7 @@ class RouterSettings(Section):
         le=100,
         description="sessions without a home avoid replicas above this multiple of the mean load",
     )
-    stats_period_s: float = Field(0.5, gt=0, le=60, description="how often replicas report their queues")
+    stats_period_s: float = Field(2.0, gt=0, le=60, description="how often replicas report their prices")
     sessions_max: int = Field(
         100_000,
         ge=1,

@@ -75,7 +75,7 @@ from replicas.ranks import (
 )
 from replicas.sampling import Sampler
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
-from replicas.step_choice import StepChoice, expects_native
+from replicas.step_choice import StepChoice, expects_native, return_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -358,6 +358,7 @@ def build_engine(
         load_s=time.monotonic() - started_s,
         model=spec.fingerprint.hex(),
     )
+    return_freed_memory()  # of the imports and the measuring, too
     return BuiltEngine(engine, info)
 
 

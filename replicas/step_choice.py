@@ -220,7 +220,7 @@ class ChosenStep:
         return None if self.form is None else self.form.forward(backend, exact=self.exactness.exact)
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Give freed memory back to the system, where the C library can.
 
     glibc keeps what was freed between blocks in use: of the default model's weights, repacked, a fifth more.
@@ -329,7 +329,7 @@ class StepChoice:
             return str(why)
         self._held, self._plain = kind, None
         self._model.to("meta")  # who computes with it now gets an error
-        _return_freed_memory()
+        return_freed_memory()
         return None
 
     def _exactness(self, vocab: int, step_tokens_max: int) -> ProbeResult:

@@ -363,9 +363,10 @@ def serve(
 
     stages = _look_first(loaded.settings, with_s3_demo)
     from cluster.cli.running import RunningServers
-    from configs.imports import collector_paused
+    from configs.imports import collector_paused, keep_bytecode
     from replicas.messages import ModelRefused
 
+    keep_bytecode(loaded.settings.model.cache_dir.expanduser() / "bytecode", os.environ)
     # Ray reads this at import: a private cluster then binds to 127.0.0.1 only, as on Windows and macOS.
     # Without it Ray's own servers listen on every interface.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

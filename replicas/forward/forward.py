@@ -22,8 +22,12 @@ class Forward(Protocol):
     name: str
     rows_multiple: int
 
-    def hidden(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the last hidden state `[1, rows, hidden]`, and write the step's K and V to their slots."""
+    def hidden(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the last hidden state `[1, rows, hidden]`, and write the step's K and V to their slots.
+
+        `wanted`: the only rows that will be looked at, ascending, int32; None: all. Others may be anything:
+        K and V are all that a step needs of them.
+        """
         ...
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -58,8 +62,8 @@ class TransformersForward:
         self._divisor: float | None = getattr(model.config, "logits_scaling", None)
         self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
 
-    def hidden(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the last hidden state `[1, rows, hidden]`.
+    def hidden(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the last hidden state `[1, rows, hidden]`, of all rows.
 
         The served types put a linear layer behind it, and what `_finished` does.
         """

@@ -135,7 +135,7 @@ class LeanForward:
         self._pool = pool
         self._backend = backend
 
-    def hidden(self, inputs: StepInputs) -> torch.Tensor:
+    def hidden(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Return the last hidden state `[1, rows, hidden]`, before its norm; write the step's K and V."""
         plain, meta = self._plain, self._backend.prepare(inputs)
         rows = F.embedding(inputs.token_ids, plain.embedding)

@@ -178,7 +178,10 @@ class Runner:
     def _computed(self, chunks: Listing[Chunk], score: Score | None) -> torch.Tensor:
         """Compute a step eagerly."""
         inputs = self._pack(chunks)
-        hidden = self.forward.hidden(inputs)
+        is_scored = score is not None and any(chunk.scored for chunk in chunks)
+        # Padding is looked at with what samples, and is a row that does.
+        looked_at = None if is_scored else inputs.sample_rows[: inputs.sampled]
+        hidden = self.forward.hidden(inputs, looked_at)
         if score is not None:
             for segment, chunk in zip(inputs.segments, chunks, strict=True):
                 wanted, first_row = chunk.scored, segment.row - chunk.start

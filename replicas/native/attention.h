@@ -2,6 +2,7 @@
 // order (Milakov and Gimelshein, arXiv 1805.02867), K and V as they are stored.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -21,10 +22,36 @@ INLINE long shift_of(const samovar_step& step, long head) {
     return head / step.heads_per_group * step.group_step + head % step.heads_per_group * step.head_step;
 }
 
-// Tokens of a segment that share blocks of keys, and the KV heads whose queries are meant.
+// Tokens of a segment that share blocks of keys, and the KV heads whose queries are meant. What the first token
+// has seen becomes row `to`.
 struct Queries {
-    long segment, first, count, head, heads;
+    long segment, first, count, to, head, heads;
 };
+
+// Tokens of a segment one after the other; `to`: of the first one.
+struct Run {
+    long segment, first, count, to;
+};
+
+// Returns whole segments, or what is wanted of them: the rows behind each other.
+inline std::vector<Run> runs_of(const samovar_step& step, bool is_part) {
+    std::vector<Run> runs;
+    for (long segment = 0; segment < step.segments; segment++) {
+        const int32_t* span = step.spans + 4 * segment;
+        if (!is_part) {
+            runs.push_back({segment, 0, span[1], span[0]});
+            continue;
+        }
+        const int32_t* end = step.wanted + step.wanted_rows;
+        for (const int32_t* one = std::lower_bound(step.wanted, end, span[0]); one < end && *one < span[0] + span[1];) {
+            const int32_t* next = one + 1;
+            while (next < end && *next < span[0] + span[1] && *next == next[-1] + 1) next++;
+            runs.push_back({segment, *one - span[0], next - one, one - step.wanted});
+            one = next;
+        }
+    }
+    return runs;
+}
 
 // `Entry`: what products are of, float or pairs; pairs need heads of an even size.
 template <class Number, class Entry>
@@ -54,19 +81,20 @@ class Attention {
         own.top.floats(rows);
     }
 
-    // Returns the items of a step for so many members, those with most keys first.
-    std::vector<Queries> queries_of(const samovar_step& step, long members) const {
+    // Returns the items of a step for so many members, those with most keys first; `is_part`: of wanted rows.
+    std::vector<Queries> queries_of(const samovar_step& step, long members, bool is_part) const {
+        std::vector<Run> runs = runs_of(step, is_part);
         std::vector<Queries> queries;
         long together = std::max<long>(1, QUERY_ROWS / group_), decodes = 0;
-        for (long segment = 0; segment < step.segments; segment++) decodes += step.spans[4 * segment + 1] == 1;
+        for (const Run& run : runs) decodes += run.count == 1;
         // One token reads a key once: all heads at a time read pages in order.
         long heads_of_one = std::min(kv_heads_, std::max<long>(1, kv_heads_ * decodes / members));
-        for (long segment = 0; segment < step.segments; segment++) {
-            long count = step.spans[4 * segment + 1], at_once = count == 1 ? heads_of_one : 1;
-            for (long first = 0; first < count; first += together)
+        for (const Run& run : runs) {
+            long at_once = run.count == 1 ? heads_of_one : 1;
+            for (long first = 0; first < run.count; first += together)
                 for (long head = 0; head < kv_heads_; head += at_once)
-                    queries.push_back({segment, first, std::min(together, count - first), head,
-                                       std::min(at_once, kv_heads_ - head)});
+                    queries.push_back({run.segment, run.first + first, std::min(together, run.count - first),
+                                       run.to + first, head, std::min(at_once, kv_heads_ - head)});
         }
         auto keys = [&](const Queries& one) {
             const int32_t* span = step.spans + 4 * one.segment;
@@ -103,7 +131,7 @@ class Attention {
                     attend_part(parts, part, i * rows, position, window, block * PANEL, own);
             }
         }
-        finish(queries, span[0] + queries.first, tiles, attended, own);
+        finish(queries, tiles, attended, own);
     }
 
   private:
@@ -139,8 +167,7 @@ class Attention {
     }
 
     // Ends the softmax, and packs what the heads have seen.
-    void finish(const Queries& queries, long first_row, const Tiles& tiles, const Rows<Entry>& attended,
-                Own& own) const {
+    void finish(const Queries& queries, const Tiles& tiles, const Rows<Entry>& attended, Own& own) const {
         long rows = queries.count * group_;
         for (long i = 0; i < queries.heads * rows; i++) {
             const float* weight = own.weight.template as<float>() + i * PANEL;
@@ -149,7 +176,7 @@ class Attention {
             float* from = own.heads.template as<float>() + i * value_step_;
             for (long d = 0; d < width_; d++) from[d] /= sum;
             long head = (queries.head + i / rows) * group_ + i % rows % group_;
-            long at = first_row + i % rows / group_, tile = tiles.of(at);
+            long at = queries.to + i % rows / group_, tile = tiles.of(at);
             tiles.put(from, tile, int(at - tiles.begin(tile)), head * width_, width_, attended.step, attended.entries);
         }
     }

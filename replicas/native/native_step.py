@@ -59,8 +59,11 @@ class _Step(Structure):
     """Of `weights.h`: `samovar_step`."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("rows", "segments", "table_words")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "spans", "tables", "pool")),
+        *((name, c_int64) for name in ("rows", "segments", "table_words", "wanted_rows")),
+        *(
+            (name, c_void_p)
+            for name in ("token_ids", "positions", "slots", "spans", "tables", "wanted", "pool")
+        ),
         *((name, c_int64) for name in ("pages", "block_tokens", "heads_per_group", "page_step")),
         *((name, c_int64) for name in ("group_step", "layer_step", "value_step", "slot_step", "head_step")),
         ("hidden", c_void_p),
@@ -220,14 +223,18 @@ class NativeForward:
             ),
         }
 
-    def hidden(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the last hidden state, float32 `[1, rows, hidden]`."""
+    def hidden(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the last hidden state, float32 `[1, rows, hidden]`; rows that are not wanted are NaN."""
+        if wanted is not None:
+            wanted = wanted.to(torch.int32).contiguous()
         hidden = torch.empty((1, inputs.shape.rows, self._step.hidden), dtype=torch.float32)
         self._step.run(
             _Step(
                 rows=inputs.shape.rows,
                 segments=inputs.shape.segments,
                 table_words=len(inputs.tables),
+                wanted_rows=-1 if wanted is None else len(wanted),
+                wanted=None if wanted is None else wanted.data_ptr(),
                 token_ids=inputs.token_ids.data_ptr(),
                 positions=inputs.positions.data_ptr(),
                 slots=inputs.slots.data_ptr(),

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <limits>
 #include <vector>
 
 #include "attention.h"
@@ -64,9 +65,10 @@ class Model {
         packed_.template entries<Entry>(step.rows * terms(has_.hidden));
         attended_.template entries<Entry>(step.rows * terms(q_width_));
         inner_.template entries<Entry>(step.rows * terms(has_.inner));
-        std::vector<Queries> queries = attention_.queries_of(step, crew_.members());
-        Shares shares(crew_, 2 + 8 * has_.layer_count);
-        crew_.run([&](int member) { compute(step, queries, shares, own_[member]); });
+        std::vector<Queries> queries = attention_.queries_of(step, crew_.members(), false), last;
+        if (step.is_part()) last = attention_.queries_of(step, crew_.members(), true);
+        Shares shares(crew_, 3 + 8 * has_.layer_count);
+        crew_.run([&](int member) { compute(step, queries, last, shares, own_[member]); });
     }
 
     void logits(const float* hidden, long all, const int64_t* rows, long count, float* out) {
@@ -152,6 +154,16 @@ class Model {
                 span[3] + blocks > step.table_words)
                 throw Problem{"a span is none of the step's"};
         }
+        if (step.is_part()) check_wanted(step);
+    }
+
+    static void check_wanted(const samovar_step& step) {
+        for (long i = 0; i < step.wanted_rows; i++)
+            if (step.wanted[i] < (i ? step.wanted[i - 1] + 1 : 0) || step.wanted[i] >= step.rows)
+                throw Problem{"a wanted row is none of the step's, or they do not ascend"};
+        long found = 0;
+        for (const Run& run : runs_of(step, true)) found += run.count;
+        if (found != step.wanted_rows) throw Problem{"a wanted row is in no segment, or in several"};
     }
 
     // cos and sin of every position so far, [positions, head_dim / 2] each, from one function of one number.
@@ -169,8 +181,12 @@ class Model {
             }
     }
 
-    void compute(const samovar_step& step, const std::vector<Queries>& queries, Shares& shares, Own& own) {
+    // `last`: the items of the last layer if only some rows are wanted. All rows need its K and V, and only these
+    // what is behind: they move together, in their order, and no row's numbers depend on another's place.
+    void compute(const samovar_step& step, const std::vector<Queries>& queries, const std::vector<Queries>& last,
+                 Shares& shares, Own& own) {
         Tiles tiles(step.rows);
+        const std::vector<Queries>* items = &queries;
         long phase = 0, hidden = has_.hidden;
         float *x = x_.template as<float>(), *qkv = qkv_.template as<float>();
         Entry *attended = attended_.template as<Entry>(), *inner = inner_.template as<Entry>();
@@ -206,8 +222,14 @@ class Model {
                          }
                      });
             shares.each(phase++, step.rows, [&](long row) { keep(step, layer, number, row, qkv); });
-            shares.each(phase++, long(queries.size()), [&](long item) {
-                attention_.attend(step, number, layer.window, queries[item], tiles, {qkv, qkv_step_},
+            if (step.is_part() && number == has_.layer_count - 1) {
+                shares.each(phase++, 1, [&](long) { keep_wanted(step, x); });
+                tiles = Tiles(step.wanted_rows);
+                items = &last;
+                if (step.wanted_rows == 0) return;
+            }
+            shares.each(phase++, long(items->size()), [&](long item) {
+                attention_.attend(step, number, layer.window, (*items)[item], tiles, {qkv, qkv_step_},
                                   {attended, terms(q_width_)}, own.attention);
             });
             multiply(shares, phase++, own, layer.out, tiles, attended, add(layer.out_bias));
@@ -219,9 +241,24 @@ class Model {
             multiply(shares, phase++, own, layer.down, tiles, inner, add(no_bias_));
         }
         shares.each(phase++, tiles.count, [&](long tile) {
-            for (long row = tiles.begin(tile); row < tiles.begin(tile + 1); row++)
-                normed(x + row * x_step_, final_norm_.data(), hidden, step.hidden + row * hidden);
+            for (long row = tiles.begin(tile); row < tiles.begin(tile + 1); row++) {
+                long to = step.is_part() ? step.wanted[row] : row;
+                normed(x + row * x_step_, final_norm_.data(), hidden, step.hidden + to * hidden);
+            }
         });
+    }
+
+    // Moves the wanted rows of x to its beginning, and marks all rows of the result as not computed.
+    void keep_wanted(const samovar_step& step, float* x) const {
+        std::fill_n(step.hidden, step.rows * has_.hidden, std::numeric_limits<float>::quiet_NaN());
+        for (long i = 0; i < step.wanted_rows; i++) {
+#if SAMOVAR_FAULT == 4
+            long row = std::max(0, step.wanted[i] - 1);
+#else
+            long row = step.wanted[i];
+#endif
+            if (row != i) std::copy_n(x + row * x_step_, x_step_, x + i * x_step_);
+        }
     }
 
     void embed(const samovar_step& step, long row, float* x) const {

@@ -31,13 +31,16 @@ struct samovar_model {
 
 // Steps are counted in numbers, not bytes.
 struct samovar_step {
-    int64_t rows, segments, table_words;
+    int64_t rows, segments, table_words, wanted_rows;
     const int32_t *token_ids, *positions, *slots;  // [rows]
     const int32_t *spans, *tables;                 // [segments, 4]: first row, rows, context, first table word
+    const int32_t* wanted;                         // [wanted_rows]: rows of segments, ascending; -1 rows: all
     void* pool;
     int64_t pages, block_tokens, heads_per_group;
     int64_t page_step, group_step, layer_step, value_step, slot_step, head_step;
-    float* hidden;  // [rows, hidden], written
+    float* hidden;  // [rows, hidden], written; NaN where a row is not wanted
+
+    bool is_part() const { return wanted_rows >= 0 && wanted_rows < rows; }
 };
 }
 

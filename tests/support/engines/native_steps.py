@@ -103,6 +103,26 @@ class StepBench:
         self._packer = StepPacker(CPU, block_tokens)
 
     @torch.inference_mode()
+    def hidden(self, sequences: Sequence[tuple[list[int], int]], wanted: list[int] | None) -> Computed:
+        """Compute the rest of sequences behind so many tokens in one step.
+
+        Return the hidden states, and K and V. `wanted`: of the last step's rows; None: all.
+        """
+        block_tokens, pages = self.pool.geometry.block_tokens, list(range(1, self.pool.pages))
+        made = []
+        for tokens, _ in sequences:
+            made.append(bare_sequence(tokens, [pages.pop() for _ in range(-(-len(tokens) // block_tokens))]))
+        before = [Chunk(one, 0, done) for one, (_, done) in zip(made, sequences, strict=True) if done]
+        if before:
+            self._forward.hidden(self._packer.pack(before))
+        rest = [
+            Chunk(one, done, len(one.tokens) - done) for one, (_, done) in zip(made, sequences, strict=True)
+        ]
+        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int32)
+        hidden = self._forward.hidden(self._packer.pack(rest), rows)[0]
+        return hidden, torch.cat([self.pool.gather(one.pages, len(one.tokens)).flatten() for one in made])
+
+    @torch.inference_mode()
     def compute(self, sequences: Sequence[list[int]], steps: Sequence[Sequence[int]]) -> list[Computed]:
         """Compute sequences side by side: of each so many tokens a step as its entry says, 0 for none."""
         block_tokens, pages = self.pool.geometry.block_tokens, list(range(1, self.pool.pages))

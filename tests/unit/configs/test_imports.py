@@ -1,12 +1,18 @@
-"""Imports with the garbage collector paused."""
+"""Imports with the garbage collector paused, and where bytecode is kept."""
 
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from configs.imports import collector_paused
+from configs.imports import FOLDERS_MAX, collector_paused
+from tests.house import ROOT
 
 
 def test_the_collector_is_paused_inside_and_as_before_afterwards() -> None:
@@ -24,3 +30,91 @@ def test_the_collector_is_paused_inside_and_as_before_afterwards() -> None:
             assert gc.isenabled() == was_on
         finally:
             gc.enable()
+
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from configs.imports import keep_bytecode
+where = keep_bytecode(Path(sys.argv[1]), os.environ)
+import sample
+sys.stdout.write(f"{where} {sample.VALUE} {sample.__cached__} {os.environ.get('PYTHONDONTWRITEBYTECODE')}")
+"""
+
+
+def run_program(home: Path, sources: Path, **environment: str) -> list[str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(home)],
+        cwd=sources,
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return ran.stdout.split()
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Return a folder with a module and with packages that have no bytecode, as `--no-compile` installs.
+
+    `configs` is a copy: no bytecode is left beside our own sources.
+    """
+    folder = tmp_path / "sources"
+    (folder / "configs").mkdir(parents=True)
+    for name in ("__init__.py", "imports.py"):
+        shutil.copy(ROOT / "configs" / name, folder / "configs")
+    for package in ("ray", "torch"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
+    (folder / "sample.py").write_text("VALUE = 1")
+    return folder
+
+
+def test_bytecode_is_kept_in_a_place_of_our_own_where_python_may_not_write(
+    tmp_path: Path, sources: Path
+) -> None:
+    home = tmp_path / "cache" / "bytecode"
+    where, value, cached, forbidden = run_program(home, sources, PYTHONDONTWRITEBYTECODE="1")
+    assert Path(where).parent == home
+    assert (value, forbidden) == ("1", "None")
+    assert Path(cached).is_relative_to(where)
+    assert Path(cached).is_file()
+    assert not (sources / "__pycache__").exists()
+    # It is used, and a source that has changed is compiled anew.
+    written = Path(cached).stat().st_mtime_ns
+    assert run_program(home, sources, PYTHONDONTWRITEBYTECODE="1")[1] == "1"
+    assert Path(cached).stat().st_mtime_ns == written
+    (sources / "sample.py").write_text("VALUE = 22")
+    assert run_program(home, sources, PYTHONDONTWRITEBYTECODE="1")[1] == "22"
+
+
+def test_bytecode_stays_where_python_or_the_user_keeps_it(tmp_path: Path, sources: Path) -> None:
+    home = tmp_path / "home"
+    where, _, cached, _ = run_program(home, sources)
+    assert where == "None"
+    assert Path(cached).parent == sources / "__pycache__"
+    where, _, cached, forbidden = run_program(
+        home, sources, PYTHONPYCACHEPREFIX=str(tmp_path / "theirs"), PYTHONDONTWRITEBYTECODE="1"
+    )
+    assert (where, forbidden) == ("None", "1")
+    assert Path(cached).is_relative_to(tmp_path / "theirs")
+    assert not home.exists()
+
+
+def test_no_bytecode_is_taken_from_where_others_may_write(tmp_path: Path, sources: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o777)
+    where, _, _, forbidden = run_program(home, sources, PYTHONDONTWRITEBYTECODE="1")
+    assert (where, forbidden) == ("None", "1")
+
+
+def test_another_installation_has_bytecode_of_its_own_and_few_are_kept(tmp_path: Path, sources: Path) -> None:
+    home, seen = tmp_path / "home", set()
+    for version in range(FOLDERS_MAX + 2):
+        (sources / f"something-{version}.dist-info").mkdir()
+        seen.add(run_program(home, sources, PYTHONDONTWRITEBYTECODE="1")[0])
+    assert len(seen) == FOLDERS_MAX + 2
+    assert len(list(home.iterdir())) == FOLDERS_MAX

@@ -81,13 +81,17 @@ std::vector<float> computed(void* opened, const std::vector<int>& chunks, bool h
         }
         long rows = long(ids.size());
         hidden.assign(rows * HIDDEN, 0.0f);
-        samovar_step step{rows, long(spans.size()) / 4, long(tables.size()), ids.data(), positions.data(),
-                          slots.data(), spans.data(), tables.data(), pool.data(), PAGES, BLOCK, KV_HEADS,
+        bool is_over = start + count == TOKENS;
+        std::vector<int32_t> wanted;  // with company only what is looked at, of exactly its size
+        if (is_over) wanted.push_back(int32_t(rows - 1));
+        samovar_step step{rows, long(spans.size()) / 4, long(tables.size()),
+                          has_company ? long(wanted.size()) : -1, ids.data(), positions.data(), slots.data(),
+                          spans.data(), tables.data(), wanted.data(), pool.data(), PAGES, BLOCK, KV_HEADS,
                           LAYERS * 2 * BLOCK * KV_HEADS * WIDTH, 0, 2 * BLOCK * KV_HEADS * WIDTH,
                           BLOCK * KV_HEADS * WIDTH, KV_HEADS * WIDTH, WIDTH, hidden.data()};
         insist(samovar_run(opened, &step));
         int64_t last = rows - 1;
-        insist(samovar_logits(opened, hidden.data(), rows, &last, 1, logits.data()));
+        if (is_over) insist(samovar_logits(opened, hidden.data(), rows, &last, 1, logits.data()));
         start += count;
     }
     for (int32_t page : pages)

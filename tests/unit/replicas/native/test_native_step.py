@@ -145,6 +145,51 @@ def test_weights_in_int8_are_rounded_once(seed: int, dtype: torch.dtype) -> None
             assert same(narrow.one(tokens, chunks), ours), (shape, chunks)
 
 
+COMPANY = [(tokens_of(150, 71), 0), (tokens_of(40, 71, 1), 39), (tokens_of(90, 71, 2), 50), ([5], 0)]
+"""Sequences, and how many of their tokens earlier steps have computed."""
+ROWS = sum(len(tokens) - done for tokens, done in COMPANY)
+WANTED = {
+    "none": [],
+    "one": [149],
+    "the last of each": [149, 150, 190, 191],
+    "the first": [0],
+    "runs": [*range(3, 60), 62, *range(100, 191)],
+    "all": list(range(ROWS)),
+}
+
+
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_wanted_rows_have_the_bits_that_they_have_among_all(
+    shape: Shape, wanted: list[int], kind: Kind
+) -> None:
+    """Behind the last layer's K and V only they are computed; K and V are those of all rows."""
+    plain = random_plain(shape, kind.dtype)
+    sequences = [([token % shape.vocab for token in tokens], done) for tokens, done in COMPANY]
+    whole, kv = StepBench(plain, of=kind.library).hidden(sequences, None)
+    for threads in (1, 2, 4):
+        ours, kv_too = StepBench(plain, threads=threads, of=kind.library).hidden(sequences, wanted)
+        assert torch.equal(ours[wanted], whole[wanted])
+        assert torch.equal(kv_too, kv)
+        rest = [row for row in range(ROWS) if row not in wanted]
+        assert ours[rest].isnan().all(), "a row that was not computed must not look like one"
+
+
+def test_another_row_than_the_wanted_one_is_seen() -> None:
+    """Planted: what has been computed up to the last layer is taken from the row before."""
+    plain = random_plain(Shape(), torch.bfloat16)
+    whole, _ = StepBench(plain).hidden(COMPANY, None)
+    faulty = library(torch.bfloat16, more_flags=("-O1", "-DSAMOVAR_FAULT=4"))
+    ours, _ = StepBench(plain, of=faulty).hidden(COMPANY, WANTED["one"])
+    assert not torch.equal(ours[149], whole[149])
+
+
+@pytest.mark.parametrize("wanted", [[1, 0], [3, 3], [-1], [ROWS], [0, ROWS]], ids=str)
+def test_wanted_rows_that_are_none_are_refused(wanted: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="a wanted row"):
+        StepBench(random_plain(Shape(), torch.bfloat16)).hidden(COMPANY, wanted)
+
+
 FAULTS = {
     "an FMA order": (library, "-DSAMOVAR_FAULT=1"),
     "an order of pairs": (pair_library, "-DSAMOVAR_FAULT=1"),
