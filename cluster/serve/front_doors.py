@@ -37,19 +37,22 @@ def one_per_node(nodes: int, now: int) -> int:
 class OneDoorPerNode:
     """The autoscaling policy that Ray Serve calls in its controller, ten times a second. Never raises.
 
-    Nodes are counted in a thread: GCS may hang, and the controller must not.
+    Nodes are counted in a thread: GCS may hang, and the controller must not. The thread ends when there was
+    no call since its last look: Serve makes another policy at each deployment.
     """
 
     def __init__(self, count: Callable[[], int] = nodes_alive, look_s: float = LOOK_S) -> None:
         self._count = count
         self._look_s = look_s
         self._nodes = 0
+        self._is_called = False
         self._pause = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Return how many front doors there should be."""
-        if self._thread is None:
+        self._is_called = True
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="count-nodes", daemon=True)
             self._thread.start()
         return one_per_node(self._nodes, context.target_num_replicas), {}
@@ -62,10 +65,10 @@ class OneDoorPerNode:
             logger.exception("the nodes of the cluster could not be counted")
 
     def _watch(self) -> None:
-        while not self._pause.wait(self._look_s if self._nodes else 0):
+        while self._is_called:
+            self._is_called = False
             self.look()
-            if not self._nodes:
-                self._pause.wait(self._look_s)
+            self._pause.wait(self._look_s)
 
 
 def one_door_per_node() -> AutoscalingConfig:

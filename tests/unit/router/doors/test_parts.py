@@ -25,6 +25,7 @@ from router.openai import TooManyRequests
 from router.routing import DirectoryLost
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.score import Rendezvous
+from tests.support.services.service import until
 
 PRICE = PrefillPrice(0.0, 0.001, 0.0)
 
@@ -73,11 +74,21 @@ def test_they_follow_the_nodes_and_no_news_is_no_change() -> None:
     counts = iter([3])
     policy = OneDoorPerNode(lambda: next(counts), look_s=3600)
     policy.look()
-    policy._thread = SimpleNamespace()  # type: ignore[assignment]  # this test looks itself
+    policy._thread = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]  # this test looks itself
     now = SimpleNamespace(target_num_replicas=1)
     assert policy(now)[0] == 3  # type: ignore[arg-type]
     policy.look()  # and cannot
     assert policy(now)[0] == 3  # type: ignore[arg-type]
+
+
+def test_the_counting_thread_ends_with_the_calls() -> None:
+    policy = OneDoorPerNode(lambda: 5, look_s=0.001)
+    now = SimpleNamespace(target_num_replicas=1)
+    until("it has counted", lambda: policy(now)[0] == 5)  # type: ignore[arg-type]
+    thread = policy._thread
+    assert thread is not None
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
