@@ -67,12 +67,14 @@ class LoopMemory:
 
     def record(self, asked: AskedTurn, said: ChatMessage) -> LoopRecord | None:
         """Return a turn as it is to be kept; None for one that is too long."""
-        results = [(TurnCall(one.call_id, one.tool), one.content) for one in asked.results[-CALLS_MAX:]]
+        results = [
+            (TurnCall(clean(one.call_id), clean(one.tool)), one.content) for one in asked.results[-CALLS_MAX:]
+        ]
         turn = KeptTurn(
-            asked.question,
-            said.content,
+            clean(asked.question),
+            clean(said.content),
             asked.refs,
-            tuple(TurnCall(call.call_id, call.name) for call in said.calls[:CALLS_MAX]),
+            tuple(TurnCall(call.call_id, clean(call.name)) for call in said.calls[:CALLS_MAX]),
             passed_calls(results, self._settings.confirming_tools),
         )
         if turn.nbytes > self._settings.turn_bytes_max:
@@ -115,7 +117,7 @@ class LearningLoop:
         name = FEEDBACK_PREFIX + secrets.token_hex(10)
         made: CandidateEntry | None = None
         if body.verdict == "success" or corrected is not None:
-            made = candidate_of(_cleaned(turn), corrected, comment, evidence)
+            made = candidate_of(turn, corrected, comment, evidence)
         candidate_id, reason = None, ""
         with self._base.store.transaction():
             if made is not None:
@@ -442,10 +444,6 @@ def _entry(candidate: CandidateEntry, body: ConfirmBody | None) -> EntryBody:
         text=body.text or own.text,
         topics=body.topics,
     )
-
-
-def _cleaned(turn: KeptTurn) -> KeptTurn:
-    return replace(turn, question=clean(turn.question), answer=clean(turn.answer))
 
 
 def _card(record: LoopRecord) -> dict[str, Any]:

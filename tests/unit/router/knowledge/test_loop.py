@@ -168,6 +168,21 @@ async def test_streams_tell_the_turn_and_what_is_not_to_be_kept_is_not(loop: Loo
     assert len(loop.base.store.records.find("local", "turn")) == 2
 
 
+async def test_turns_of_odd_characters_are_kept_without_them(loop: Loop) -> None:
+    async with loop.house.client() as client:
+        for text in ("\ud800 why?", "\0why\u202e?", "why?\U000e0041"):
+            loop.say = "So.\x1b[2J"
+            raw = json.dumps(chat(text, knowledge={})).encode()
+            answer = await client.post(CHAT, content=raw)
+            if answer.status_code == 400:
+                assert "\ud800" in text, answer.text
+                continue
+            candidate = (await loop.tell(client, answer.json()["receipt"]["knowledge"]["turn_id"]))[
+                "candidate"
+            ]
+            assert (candidate["question"], candidate["answer"]) == ("why?", "So.[2J")
+
+
 async def test_a_turn_that_is_too_long_or_too_old_has_no_feedback(tmp_path: Path) -> None:
     loop = Loop(tmp_path, turn_bytes_max=256, turns_max=2)
     async with loop.house.client() as client:
