@@ -18,6 +18,7 @@ EXTRAS = {
     "nixl": "nixl",
     "matplotlib": "plan",
     "wordllama": "knowledge",
+    "pypdf": "documents",
     OTLP: "otel",
 }
 """Package -> the extra in pyproject.toml that brings it."""

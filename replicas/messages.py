@@ -131,7 +131,7 @@ class GenerateRequest:
     the ids; a replica of another model refuses (`Failed`, `replica_lost`); empty: any. `resume`: continue
     an answer that another replica began. `trace`: context of the request's span; empty: it is not traced.
     `reply_to`: where the events are awaited; None: they are what the call returns, as they are where that
-    cannot be reached.
+    cannot be reached. `stores_all`: its blocks are stored even where computing them again is cheaper.
     """
 
     request_id: str
@@ -149,6 +149,7 @@ class GenerateRequest:
     reading: ReplyReading | None = None
     trace: str = ""
     reply_to: ReplyTo | None = None
+    stores_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)

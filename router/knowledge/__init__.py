@@ -25,6 +25,7 @@ from router.knowledge.entries import (
     EntryNotFound,
     EntryRef,
     EntryVersion,
+    Kind,
     KnowledgeError,
     KnowledgeStore,
     Limits,
@@ -33,13 +34,15 @@ from router.knowledge.entries import (
     QuotaExceeded,
     StoreBusy,
     VersionConflict,
+    clean,
     diff,
 )
 from router.knowledge.harness import Check, Comparison, Found, Question, Verdict, broken, verdicts
 from router.knowledge.knowledge import RANKINGS, KnowledgeBase, PlacedContext, PromptText
 from router.knowledge.placement import Fence, as_data, fenced, place, turn_keys
 from router.knowledge.retrieval import Budget, Candidate, canonical, fuse, rerank, select
-from router.knowledge.sqlite_store import SqliteStore, open_store
+from router.knowledge.sqlite_file import SqliteFile
+from router.knowledge.sqlite_store import SqliteStore, open_store, store_folder
 
 __all__ = [
     "ID_PATTERN",
@@ -59,6 +62,7 @@ __all__ = [
     "Fence",
     "Found",
     "ImportBody",
+    "Kind",
     "KnowledgeBase",
     "KnowledgeError",
     "KnowledgeStore",
@@ -72,6 +76,7 @@ __all__ = [
     "RevertAllBody",
     "RevertBody",
     "SearchBody",
+    "SqliteFile",
     "SqliteStore",
     "StaticEmbedder",
     "StoreBusy",
@@ -82,6 +87,7 @@ __all__ = [
     "as_data",
     "broken",
     "canonical",
+    "clean",
     "content_of",
     "diff",
     "fenced",
@@ -94,6 +100,7 @@ __all__ = [
     "questions_of",
     "rerank",
     "select",
+    "store_folder",
     "turn_keys",
     "verdicts",
 ]

@@ -535,13 +535,17 @@ class SqliteStore:
             self._matrices.clear()
 
 
+def store_folder(settings: KnowledgeSettings, cache_dir: Path) -> Path:
+    """Return the directory of the stores' files. `cache_dir`: `model.cache_dir`."""
+    return (settings.dir or cache_dir / "knowledge").expanduser()
+
+
 def open_store(
     settings: KnowledgeSettings, cache_dir: Path, embedder: str = "", must_open: bool = True
 ) -> SqliteStore:
     """Open the store that the settings name. `cache_dir`: `model.cache_dir`. See `SqliteStore`."""
-    folder = (settings.dir or cache_dir / "knowledge").expanduser()
     return SqliteStore(
-        folder / FILE_NAME,
+        store_folder(settings, cache_dir) / FILE_NAME,
         embedder=embedder,
         turns_max=settings.turns_max,
         vectors_bytes_max=settings.vectors_bytes_max,
