@@ -3,8 +3,8 @@
 Two raylets on this machine, a replica and a tier actor on each, and a real S3 server (rclone). Each round
 takes in a new document of `--words` words, waits until its KV is stored, and asks about it until a question
 is answered by the node that has not computed it. Then the same question again under a `cache_salt` of its
-own, for which every block is new. CPU-seconds are those of all processes of the service from the question to its
-first token; the S3 server's are not among them.
+own, for which every block is new. CPU-seconds are those of all processes of the service from the question to
+its first token; the S3 server's are not among them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tests.support.services.service import MODEL, for_served_dtype, free_port, u
 from tests.support.services.two_node_service import ServiceHere
 from tests.support.services.two_nodes import two_raylets
 
+MEDIANS = ("ttft_s", "cpu_s", "compute", "s3")
 TRIES_MAX = 24
 STORED_S = 180.0
 QUESTION = [{"role": "user", "content": "Where does the train go?"}]
@@ -147,19 +148,12 @@ def summed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for name in ("from the tiers", "computed"):
         own = [row for row in rows if row["name"] == name]
-        made.append(
-            {"name": name, "rounds": len(own)}
-            | {
-                part: statistics.median(row[part] for row in own)
-                for part in ("ttft_s", "cpu_s", "compute", "s3")
-            }
-        )
+        medians = {part: statistics.median(row[part] for row in own) for part in MEDIANS}
+        made.append({"name": name, "rounds": len(own), **medians})
     first, second = made
     ratios = {part: second[part] / first[part] for part in ("ttft_s", "cpu_s")}
-    made.append(
-        {"name": "computed / from the tiers", "rounds": first["rounds"], **ratios, "compute": "", "s3": ""}
-    )
-    return made
+    ratio = {"name": "computed / from the tiers", "rounds": first["rounds"], **ratios}
+    return [*made, {**ratio, "compute": "", "s3": ""}]
 
 
 def main() -> None:
