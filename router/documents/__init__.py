@@ -9,19 +9,19 @@ from router.documents.pdf import read_pdf
 from router.documents.placement import Whole, end_of_documents, fenced_document, in_order, place_documents
 from router.documents.prefill import Front, Prefill, PrefillBusy, document_session, pinned
 from router.documents.routes import document_routes, open_documents
-from router.documents.shelf import Clears, DocumentShelf, PlacedDocuments
+from router.documents.shelf import DocumentShelf, ForgetBlocks, PlacedDocuments
 from router.documents.store import DocumentStore
 from router.documents.text import chunks_of, text_of
 
 __all__ = [
     "ID_PATTERN",
     "STATES",
-    "Clears",
     "Document",
     "DocumentBody",
     "DocumentFailed",
     "DocumentShelf",
     "DocumentStore",
+    "ForgetBlocks",
     "Front",
     "PlacedDocuments",
     "Prefill",

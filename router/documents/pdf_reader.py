@@ -1,6 +1,6 @@
 """Run as a program, isolated: the text of the PDF on its standard input, as one JSON object on its output.
 
-A PDF is somebody else's program for a parser: it may be built to take all time or memory. So it is read in a
+A PDF is a foreign program for a parser: it may be built to take all time or memory. So it is read in a
 process of its own that has limits of both, opens nothing, writes no file, and imports nothing of Samovar.
 
 Arguments: bytes of address space, seconds of processor time, pages, characters. The object has `text` and

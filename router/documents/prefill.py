@@ -2,9 +2,9 @@
 
 The prompt is the one that every chat with this document begins with, up to the document's end and to the last
 full block. It is computed in steps, each of which extends the one before: between two of them open requests
-go first, and a document of any length holds nobody up for longer than a step. What is computed is stored in
-the lowest tier that the `documents` profile may use, so that every node finds it there, by the same price law
-as everything: not where loading it takes longer than computing it.
+go first, and a document of any length holds others up for no longer than a step. What is computed is stored
+in the lowest tier that the `documents` profile may use, so that every node finds it there, by the same price
+law as everything: not where loading it takes longer than computing it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Front:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PrefillProgress:
     """How far a prefill is: `tokens` of its prefix, `computed` of these, by `model`."""
 
     tokens: int
@@ -188,7 +188,7 @@ class Prefill:
 
     async def run(
         self, tenant: str, document: str, ids: list[int], wanted: Wanted
-    ) -> AsyncGenerator[Progress, None]:
+    ) -> AsyncGenerator[PrefillProgress, None]:
         """Compute a prefix in steps and have it stored; yield after each step, and the outcome at the end.
 
         Raises `DocumentFailed`, `ReplicaLost` and `ReplicaFailed`.
@@ -217,9 +217,9 @@ class Prefill:
                 session.hex(),
             )
             known = end
-            yield Progress(len(ids), end, "running")
+            yield PrefillProgress(len(ids), end, "running")
         state, reason = await self._outcome(tag, session, len(ids), placement)
-        yield Progress(len(ids), len(ids), state, reason)
+        yield PrefillProgress(len(ids), len(ids), state, reason)
 
     @property
     def model(self) -> str:

@@ -16,7 +16,7 @@ from configs.settings import Settings
 from router.auth import ConcurrencyLimit, tenant_of
 from router.documents.body import DocumentBody, PrefillBody, source_of, title_of
 from router.documents.prefill import Front, Prefill
-from router.documents.shelf import Clears, DocumentShelf
+from router.documents.shelf import DocumentShelf, ForgetBlocks
 from router.documents.store import FILE_NAME, DocumentStore
 from router.generation import IngressServices
 from router.knowledge import KnowledgeBase, PromptText, store_folder
@@ -56,7 +56,7 @@ def open_documents(
     return DocumentShelf(store, base, prefill, text, own, secret=secret, volatile_lines=volatile)
 
 
-def document_routes(service: IngressServices, clears: Clears) -> list[Route]:
+def document_routes(service: IngressServices, clears: ForgetBlocks) -> list[Route]:
     """Return the routes of an ingress whose documents are open. `clears`: forgets blocks everywhere."""
     assert isinstance(service.documents, DocumentShelf)
     service.documents.clears = clears

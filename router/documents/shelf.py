@@ -64,7 +64,7 @@ CLEARED_AT_ONCE = 64
 CHUNK_BYTES_PER_CHAR = 4
 
 
-class Clears(Protocol):
+class ForgetBlocks(Protocol):
     """Forgets blocks everywhere."""
 
     async def __call__(self, tenant: str, sessions: tuple[bytes, ...] | None) -> None:
@@ -109,7 +109,7 @@ class DocumentShelf:
     ) -> None:
         self.store = store
         self.settings = settings
-        self.clears: Clears | None = None
+        self.clears: ForgetBlocks | None = None
         self._base = base
         self._prefill = prefill
         self._text = text

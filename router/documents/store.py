@@ -41,8 +41,8 @@ UNKNOWN = "there is no such document"
 class DocumentStore:
     """One file, mode 0600, WAL; threads and processes may use it at once. A tenant sees its own only.
 
-    Every call blocks and raises `KnowledgeError`. `clock`: Unix time. Work on a document is leased: whoever
-    began it and is gone loses it to the next one after `lease_s`.
+    Every call blocks and raises `KnowledgeError`. `clock`: Unix time. Work on a document is leased: an
+    ingress that began it and is gone loses it to another one after `lease_s`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class DocumentStore:
             raise EntryNotFound(UNKNOWN)
 
     def claim(self, owner: str) -> Document | None:
-        """Lease the next document with open work that nobody works on, the longest waiting first."""
+        """Lease the next document with open work that no ingress works on, the longest waiting first."""
         now_s = self._clock()
         free = "(lease = '' OR lease_until_s < ?)"
         with self._file.reading() as db:  # mostly there is none, and no lock is needed to see that
