@@ -82,7 +82,8 @@ def asked(http: httpx.Client, document: str, **more: Any) -> dict[str, Any]:
     body = {"model": MODEL, "messages": QUESTION, "max_tokens": 2, "temperature": 0, "stream": True}
     body |= {"documents": [document], **more}
     before_s, began_s = cpu_s(), time.monotonic()
-    ttft_s, spent_s, receipt = 0.0, 0.0, {}
+    ttft_s, spent_s = 0.0, 0.0
+    receipt: dict[str, Any] = {}
     with http.stream("POST", "/v1/chat/completions", json=body) as stream:
         stream.raise_for_status()
         for line in stream.iter_lines():

@@ -167,7 +167,7 @@ def test_the_first_question_about_a_prefilled_document_is_a_hit_and_its_deletion
 ) -> None:
     service, card = s3.service, s3.document
     asked = [{"role": "user", "content": "Where does the train go?"}]
-    named = {"documents": [card["id"]]}
+    named: dict[str, Any] = {"documents": [card["id"]]}
     reply = service.ask(asked, session="the first to ask", **named)
     assert reply.by_tier["s3"] == card["tokens"] == card["prefill"]["tokens"], reply.receipt
     assert reply.text == service.uncached(asked, **named).text

@@ -13,7 +13,7 @@ import pytest
 
 from cache_tiers.blocks import session_of, tenant_tag
 from replicas.messages import Failed, GenerateRequest
-from router.documents import DocumentShelf, document_session
+from router.documents import DocumentShelf, document_session, place_documents
 from router.documents.store import FILE_NAME
 from tests.support.router.router_harness import (
     KEY,
@@ -154,18 +154,24 @@ async def test_a_chat_begins_with_exactly_what_was_prefilled(tmp_path: Path) -> 
 async def test_a_prefix_that_is_not_the_chats_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted fault of the test above: another text between system prompt and document."""
-    from router.documents import prefill
+    """Planted faults: a prefill without the document, and one of another place in the prompt."""
 
-    planted = prefill.place_documents
-    monkeypatch.setattr(
-        prefill, "place_documents", lambda messages, wholes, **more: planted(messages, wholes[:0], **more)
-    )
-    made = house(tmp_path)
-    async with opened(made) as client:
-        card = await added(made, client, TEXT * 6)
-        assert card["prefill"]["state"] == "failed"
-        assert "template" in card["prefill"]["reason"]
+    def left_out(messages: Any, wholes: Any, **more: Any) -> Any:
+        return place_documents(messages, [], **more)
+
+    def behind(messages: Any, wholes: Any, **more: Any) -> Any:
+        return place_documents(messages, wholes, **{**more, "has_system": False})
+
+    for number, (planted, is_computed) in enumerate(((left_out, False), (behind, True))):
+        monkeypatch.setattr("router.documents.prefill.place_documents", planted)
+        made = house(tmp_path / str(number))
+        async with opened(made) as client:
+            card = await added(made, client, TEXT * 6)
+            assert card["prefill"]["state"] == ("computed" if is_computed else "failed")
+            assert (await client.post("/v1/chat/completions", json=chat(documents=[card["id"]]))).is_success
+            for step in steps(made):
+                ids = step.prompt_token_ids
+                assert questions(made)[-1].prompt_token_ids[: len(ids)] != ids, "so the test above fails"
 
 
 async def test_documents_stand_in_one_order_and_once(tmp_path: Path) -> None:
