@@ -48,7 +48,7 @@ MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded81
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
-	bench-page bench-context bench-front
+	bench-page bench-context bench-documents bench-front
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
@@ -245,6 +245,9 @@ bench-page: $(STAMP) ## CPU of a service whose live page is open, and closed (fi
 
 bench-context: $(STAMP) ## what retrieval finds, and what its place in the prompt costs (a minute; ARGS="--hidden": minutes)
 	$(PY) -m bench.context $(ARGS)
+
+bench-documents: $(STAMP) ## the first question about a prefilled document on a second node, from S3 against computed (five minutes)
+	$(PY) -m bench.documents $(ARGS)
 
 bench-front: $(STAMP) ## CPU and delay of a streamed token outside the engine, 1 to 1,024 streams (seven minutes; ARGS="--streams 64")
 	$(PY) -m bench.front $(ARGS)

@@ -19,6 +19,7 @@ EXTRAS = {
     "matplotlib": "plan",
     "wordllama": "knowledge",
     "psycopg": "postgres",
+    "pypdf": "documents",
     OTLP: "otel",
 }
 """Package -> the extra in pyproject.toml that brings it."""

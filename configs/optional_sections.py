@@ -381,6 +381,57 @@ class AnswerSettings(Section):
     )
 
 
+class DocumentsSettings(Section):
+    """Documents that chat requests name, served where the knowledge base is (`knowledge.enabled`)."""
+
+    documents_max: int = Field(1000, ge=1, le=1_000_000, description="documents of a tenant")
+    bytes_max: int = Field(
+        256 * MIB, ge=KIB, le=TIB, description="a tenant's documents: what was sent, and its text"
+    )
+    chars_max: int = Field(
+        2_000_000, ge=16, le=100_000_000, description="characters of one document's text; a longer one fails"
+    )
+    pages_max: int = Field(2000, ge=1, le=100_000, description="pages of a PDF; one with more fails")
+    pdf_s_max: float = Field(
+        60.0, gt=0, le=600, description="processor time, and again as much waiting, to read one PDF"
+    )
+    pdf_bytes_max: int = Field(
+        GIB, ge=256 * MIB, le=64 * GIB, description="address space of the process that reads one PDF"
+    )
+    chunk_chars: int = Field(
+        1200, ge=100, le=100_000, description="characters of a chunk, which the knowledge base finds"
+    )
+    chunks_max: int = Field(2000, ge=1, le=100_000, description="chunks of one document; one with more fails")
+    per_request_max: int = Field(8, ge=1, le=256, description="documents that one chat request names")
+    prefill: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="whether a document's KV is computed in advance, where its upload does not say: auto = "
+        "and stored where loading is cheaper than computing, always = stored in any case",
+    )
+    prefill_step_tokens: int = Field(
+        1024, ge=16, le=1_000_000, description="tokens of a prefill that are computed before others may pass"
+    )
+    prefill_idle_s: float = Field(
+        30.0, ge=0, le=3600, description="how long a step of a prefill waits for open requests to end"
+    )
+    prefill_stored_s: float = Field(
+        30.0, ge=0, le=600, description="how long a prefill waits for its last blocks to be stored"
+    )
+    sessions_max: int = Field(
+        10_000,
+        ge=1,
+        le=1_000_000,
+        description="sessions remembered as users of a document, whose blocks go with it; after more, all "
+        "blocks of the tenant do",
+    )
+    text_cache_bytes_max: int = Field(
+        64 * MIB, ge=MIB, le=100 * GIB, description="texts of documents kept in an ingress's memory"
+    )
+    lease_s: float = Field(
+        30.0, ge=1, le=3600, description="after this time another ingress takes over what one began and left"
+    )
+
+
 class OptionalSections(Section):
     """The optional sections; a base of the whole tree."""
 
@@ -388,4 +439,5 @@ class OptionalSections(Section):
     answers: AnswerSettings = AnswerSettings()
     live: LiveSettings = LiveSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
+    documents: DocumentsSettings = DocumentsSettings()
     telemetry: TelemetrySettings = TelemetrySettings()

@@ -168,7 +168,7 @@ class GenerateRequest:
     an answer that another replica began. `trace`: context of the request's span; empty: it is not traced.
     `reply_to`: where the events are awaited; None: they are what the call returns, as they are where that
     cannot be reached. `keep`: the answer is kept for a while, and may be read again; None: it ends with its
-    reader.
+    reader. `stores_all`: its blocks are stored even where computing them again is cheaper.
     """
 
     request_id: str
@@ -187,6 +187,7 @@ class GenerateRequest:
     trace: str = ""
     reply_to: ReplyTo | None = None
     keep: Keep | None = None
+    stores_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ NAV: dict[str, dict[str, str]] = {
         "Sizing": "sizing.md",
         "Knowledge": "knowledge.md",
         "Scale": "scale.md",
+        "Documents": "documents.md",
         "Limits": "limits.md",
     },
     "Operations": {

@@ -106,7 +106,12 @@ class Offload:
         """
         if request.placement is None:
             return
-        sequence.visit = OffloadState(request.placement, opened_s=self._clock(), trace=request.trace)
+        sequence.visit = OffloadState(
+            request.placement,
+            opened_s=self._clock(),
+            trace=request.trace,
+            stores_all=request.stores_all,
+        )
         bt = self._shape.block_tokens
         keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
         resident = len(self._pool.match(keys, sequence.tokens)) * bt

@@ -160,6 +160,7 @@ class StoreContext:
 
     `incarnation`, `clear_seq`: as in `LookupResult`. With them the tiers refuse an offer that a clear has
     overtaken, even a clear that did not reach this replica. `trace`: of the request that they are stored for.
+    `stores_all`: whatever computing them again costs.
     """
 
     namespace: bytes
@@ -168,6 +169,7 @@ class StoreContext:
     incarnation: str
     clear_seq: int
     trace: str = ""
+    stores_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +294,7 @@ class TurnStore:
             # Choices of one prompt take each other's blocks for offered: what only waited is none of these.
             is_held=lambda key: key in held and key not in waited,
         )
-        placement = chain.provenance.placement
-        runs = [run for run in runs if self._is_worth(run, placement, prices)]
+        runs = [run for run in runs if self._is_worth(run, chain.provenance, prices)]
         fitting = self._that_fit(runs)
         if fitting and not self._submit(chain, fitting):
             return set()
@@ -480,12 +481,14 @@ class TurnStore:
                 self._give_up(chain, outcome)
         self.refill()
 
-    def _is_worth(self, run: StoreRun, placement: Placement, prices: Mapping[LoadSource, TierPrice]) -> bool:
+    def _is_worth(self, run: StoreRun, of: StoreContext, prices: Mapping[LoadSource, TierPrice]) -> bool:
         up = [
             price
             for tier, price in prices.items()
-            if tier != "peer" and price.is_up and placement.allows(tier)
+            if tier != "peer" and price.is_up and of.placement.allows(tier)
         ]
+        if up and of.stores_all:
+            return True
         cheapest = min(up, key=lambda price: price.seconds(self._shape.block_bytes), default=None)
         if cheapest is None:
             cheapest = TierPrice(0.0, 1.0, is_up=False)
@@ -506,7 +509,12 @@ class TurnStore:
 def provenance_of(sequence: Sequence, visit: OffloadState, found: LookupResult) -> StoreContext:
     """Return the store context of a sequence's blocks."""
     return StoreContext(
-        sequence.namespace, sequence.owner, visit.placement, found.incarnation, found.clear_seq
+        sequence.namespace,
+        sequence.owner,
+        visit.placement,
+        found.incarnation,
+        found.clear_seq,
+        stores_all=visit.stores_all,
     )
 
 

@@ -25,7 +25,7 @@ class OffloadState:
     `waits`: the request is not admitted before the tier lookup has finished or `deadline_s` has passed; an
     idle engine admits it from `idle_at_s` on, and computes at most `spare_tokens` of it a step until then.
     `found` may still arrive later: what is not computed by then is loaded. `offered`: keys of the blocks that
-    one of the choices has handed over already.
+    one of the choices has handed over already. `stores_all`: see `GenerateRequest`.
     """
 
     placement: Placement
@@ -45,6 +45,7 @@ class OffloadState:
     is_over: bool = False  # one of its choices has ended: a lookup's answer is no longer needed
     offered: set[bytes] = field(default_factory=set)
     trace: str = ""  # context of the request's span; empty: it is not traced
+    stores_all: bool = False
 
 
 PieceState = Literal["waiting", "moving", "placed", "failed", "overtaken"]

@@ -1,6 +1,6 @@
 """Generation requests, from the body to the last byte of the answer."""
 
-from router.generation.context import Context, ContextSource
+from router.generation.context import Context, ContextSource, DocumentSource
 from router.generation.generation import GenerationEndpoint, IngressServices
 from router.generation.readiness import Readiness
 from router.generation.recorder import open_recorder
@@ -10,6 +10,7 @@ from router.generation.usage import EndedTurn, TenantUsage, UsageBook, summed
 __all__ = [
     "Context",
     "ContextSource",
+    "DocumentSource",
     "EndedTurn",
     "GenerationEndpoint",
     "IngressServices",

@@ -16,8 +16,8 @@ class Context(Protocol):
         ...
 
 
-class ContextSource(Protocol):
-    """Where context comes from: a knowledge base (`router/knowledge`), where one is switched on."""
+class Placer(Protocol):
+    """What puts a text into a chat."""
 
     async def place(
         self, request: ParsedChat, tenant: str, session: bytes
@@ -28,6 +28,26 @@ class ContextSource(Protocol):
     async def measure(self, context: Any, rendered: str | None) -> None:
         """Count the tokens of a context in its rendered prompt; None: the prompt was cut."""
         ...
+
+
+class DocumentSource(Placer, Protocol):
+    """Documents that chats name (`router/documents`), worked on in the background."""
+
+    def start(self) -> None:
+        """Begin that work on the running event loop."""
+        ...
+
+    async def stop(self) -> None:
+        """End that work."""
+        ...
+
+    def close(self) -> None:
+        """Close files."""
+        ...
+
+
+class ContextSource(Placer, Protocol):
+    """Where context comes from: a knowledge base (`router/knowledge`), where one is switched on."""
 
     async def answered(self, context: Any, said: ChatMessage) -> None:
         """Take note of the answer to a prompt with a context, before the receipt is told."""
@@ -40,6 +60,21 @@ class ContextSource(Protocol):
     def close(self) -> None:
         """Stop threads and close files."""
         ...
+
+
+async def with_documents(
+    source: Placer | None, request: ParsedChat, tenant: str, session: bytes
+) -> tuple[ParsedChat, Context | None]:
+    """Return a chat with the documents that it names in front, where documents are served.
+
+    `source`: the documents (`router/documents`). Raises `UnsupportedParameter` where there are none.
+    """
+    if source is not None:
+        return await source.place(request, tenant, session)
+    if request.documents:
+        message = "documents are served where the knowledge base is in a file. Leave them out."
+        raise UnsupportedParameter("documents", message)
+    return request, None
 
 
 async def in_context(

@@ -26,7 +26,7 @@ from replicas.messages import Delta, GenerateRequest, TurnContext
 from router.auth import ConcurrencyLimit, RequestLease, tenant_of, tenant_salt
 from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
 from router.generation.answer import Answer, answer_headers
-from router.generation.context import Context, ContextSource, in_context
+from router.generation.context import Context, ContextSource, DocumentSource, in_context, with_documents
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
 from router.generation.needs import need_at_least, need_of
 from router.generation.readiness import Readiness
@@ -86,8 +86,8 @@ class IngressServices:
     `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
-    `knowledge`: where chats get context from, if that is switched on. `shares`, `known`, `responses`: what is
-    shared with the other ingresses, `peers`; None: there are none.
+    `knowledge`, `documents`: where chats get context from, if that is switched on. `shares`, `known`,
+    `responses`: what is shared with the other ingresses, `peers`; None: there are none.
     """
 
     settings: Settings
@@ -112,6 +112,7 @@ class IngressServices:
     commit: str | None = None
     tracer: Tracer | None = None
     knowledge: ContextSource | None = None
+    documents: DocumentSource | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -281,9 +282,11 @@ class GenerationEndpoint:
         known = SessionTurn(tenant_tag(service.secret, tenant), owner, salt, forgets, began_unix_s)
         began_s = asyncio.get_running_loop().time()
         context: Context | None = None
+        documents: Context | None = None
         if isinstance(request, ParsedChat):
             await service.known.recall(known, request)
-            placed, context = await in_context(service.knowledge, request, tenant, owner.session)
+            placed, documents = await with_documents(service.documents, request, tenant, owner.session)
+            placed, context = await in_context(service.knowledge, placed, tenant, owner.session)
             prompts = [await service.prompts.chat(salt.hex(), placed, tenant, owner=owner, forgets=forgets)]
         else:
             prompts = await service.prompts.completion(request, tenant)
@@ -295,6 +298,8 @@ class GenerationEndpoint:
         span.part("tokenize", began_s, asyncio.get_running_loop().time())
         if service.knowledge is not None and context is not None:
             await service.knowledge.measure(context, prompts[0].rendered)
+        if service.documents is not None and documents is not None:
+            await service.documents.measure(documents, prompts[0].rendered)
         head = AnswerHead(
             answer_id=f"{self._dialect.id_prefix}{uuid.uuid4().hex}" if named is None else named.answer_id,
             model=service.model_name,
@@ -334,6 +339,7 @@ class GenerationEndpoint:
                 generates=request.generates,
                 request_id=request_id,
                 context=context,
+                documents=documents,
             ),
             shape=self._dialect.shape(head, request, tenant, session_tag(session)),
             named=named,

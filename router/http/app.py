@@ -53,7 +53,6 @@ from router.doors import (
     ray_peers,
 )
 from router.generation import (
-    ContextSource,
     GenerationEndpoint,
     IngressServices,
     Readiness,
@@ -123,6 +122,7 @@ def build_service(
     `tracer`: None: requests are not traced. `peers`: all ingresses; None: there is no other.
     """
     start_s = settings.server.start_timeout_s if waits else 0.0
+    readiness = Readiness(client, settings.cluster.replicas, start_s=start_s)
     directory = directory or SessionDirectory(None, load_tracker.BOOK, settings.router)
     concurrency = ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys))
     tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))
@@ -135,6 +135,16 @@ def build_service(
         wait_s=settings.doors.wait_s,
     )
     directory.report = None if peers is None else shares
+    knowledge, documents = None, None
+    if settings.knowledge.enabled:
+        from router.documents import Front, open_documents  # who has it off does not pay for its imports
+        from router.http.knowledge_routes import ServedText, open_knowledge
+
+        knowledge = open_knowledge(settings, prompts, context_tokens_max)
+        if settings.knowledge.is_one_file:  # documents are in a file, too
+            text = ServedText(prompts, context_tokens_max)
+            front = Front(readiness, context_tokens_max, lambda: concurrency.open_total)
+            documents = open_documents(settings, knowledge, text, client, prompts, directory, front, secret)
     return IngressServices(
         settings=settings,
         client=client,
@@ -143,7 +153,7 @@ def build_service(
         context_tokens_configured=context_tokens_max,
         secret=secret,
         model=model,
-        readiness=Readiness(client, settings.cluster.replicas, start_s=start_s),
+        readiness=readiness,
         metrics=Metrics(),
         concurrency=concurrency,
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
@@ -163,16 +173,9 @@ def build_service(
         generation=(generation or {}) if settings.model.generation_config == "auto" else {},
         commit=commit,
         tracer=tracer,
-        knowledge=_knowledge(settings, prompts, context_tokens_max),
+        knowledge=knowledge,
+        documents=documents,
     )
-
-
-def _knowledge(settings: Settings, prompts: PromptBuilder, context_tokens_max: int) -> ContextSource | None:
-    if not settings.knowledge.enabled:
-        return None
-    from router.http.knowledge_routes import open_knowledge  # who has it off does not pay for its imports
-
-    return open_knowledge(settings, prompts, context_tokens_max)
 
 
 def build_api(service: IngressServices) -> FastAPI:
@@ -182,8 +185,12 @@ def build_api(service: IngressServices) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.readiness.start()
         service.directory.start()
+        if service.documents is not None:
+            service.documents.start()
         yield
         await hub.stop()
+        if service.documents is not None:
+            await service.documents.stop()
         await service.directory.stop()
         if service.recorder is not None:
             await asyncio.to_thread(service.recorder.close)
@@ -191,8 +198,9 @@ def build_api(service: IngressServices) -> FastAPI:
         service.prompts.close()
         if service.tracer is not None:
             await asyncio.to_thread(service.tracer.close)
-        if service.knowledge is not None:
-            await asyncio.to_thread(service.knowledge.close)
+        for closed in (service.documents, service.knowledge):
+            if closed is not None:
+                await asyncio.to_thread(closed.close)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     settings, limits = service.settings, service.settings.limits
@@ -244,6 +252,10 @@ def build_api(service: IngressServices) -> FastAPI:
         from router.http.knowledge_routes import knowledge_routes
 
         routes += knowledge_routes(service)
+    if service.documents is not None:
+        from router.documents import document_routes
+
+        routes += document_routes(service, cache.forget)
     app.router.routes.extend(routes)
     app.state.live = hub
     app.add_exception_handler(HTTPException, _http_exception)

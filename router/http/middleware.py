@@ -91,6 +91,10 @@ HINT = "/hint"
 TRACED = ("POST", "DELETE")  # what is only asked for again and again (/health, /metrics) is not traced
 KNOWLEDGE = "/v1/knowledge/"
 KNOWLEDGE_ROUTE = "/v1/knowledge/{entry}"
+DOCUMENTS = "/v1/documents/"
+DOCUMENT_ROUTE = "/v1/documents/{document}"
+PREFILL_ROUTE = DOCUMENT_ROUTE + "/prefill"
+PREFILL = "/prefill"
 OTHER_ROUTE = "other"  # label for unknown paths: clients choose paths
 
 ErrorBody = Callable[[ApiError, str], bytes]
@@ -213,6 +217,8 @@ def _label(path: str, routes: frozenset[str]) -> str:
         return RESPONSE_ROUTE
     if path.startswith(KNOWLEDGE) and path not in routes and KNOWLEDGE_ROUTE in routes:
         return KNOWLEDGE_ROUTE
+    if path.startswith(DOCUMENTS) and DOCUMENT_ROUTE in routes:
+        return PREFILL_ROUTE if path.endswith(PREFILL) else DOCUMENT_ROUTE
     return path if path in routes else OTHER_ROUTE
 
 

@@ -15,7 +15,15 @@ from starlette.routing import BaseRoute, Route
 
 from configs.settings import LimitsSettings
 from router.anthropic import bounded_messages_body
-from router.http.middleware import HINT_ROUTE, KNOWLEDGE_ROUTE, PAGE_ROUTE, RESPONSE_ROUTE, SESSIONS_ROUTE
+from router.http.middleware import (
+    DOCUMENT_ROUTE,
+    HINT_ROUTE,
+    KNOWLEDGE_ROUTE,
+    PAGE_ROUTE,
+    PREFILL_ROUTE,
+    RESPONSE_ROUTE,
+    SESSIONS_ROUTE,
+)
 from router.http.operator_routes import PAGE_DEFAULT, PAGE_MAX, ClearBody, HintBody
 from router.metrics import CONTENT_TYPE
 from router.openai import DetokenizeBody, bounded_chat, bounded_completion, bounded_tokenize
@@ -38,7 +46,8 @@ _knowledge = partial(Operation, group="Knowledge", answer=dict)
 _KB, _ENTRY = "/v1/knowledge", KNOWLEDGE_ROUTE
 _FEEDBACK, _CANDIDATES = "/v1/feedback", f"{_KB}/candidates"
 _CANDIDATE = f"{_CANDIDATES}/{{candidate}}"
-_MADE = {201: dict}
+_document = partial(Operation, group="Documents", answer=dict)
+_MADE, _TAKEN = {201: dict}, {202: dict}
 _KIND = QueryParameter("kind", "entries of this kind only", {"type": "string"})
 _VERDICT = QueryParameter("verdict", "success or failure only", {"type": "string"})
 _STATE = QueryParameter("state", "open, confirmed, captured or rejected only", {"type": "string"})
@@ -56,18 +65,18 @@ _LIMIT = QueryParameter(
 _AFTER = QueryParameter("after", "the id of the last item of the page before", {"type": "string"})
 
 
-def _kb_body(module: str, name: str, limits: LimitsSettings) -> type[BaseModel]:
-    """Return a body of the knowledge base, which is imported only where it is enabled."""
-    model: type[BaseModel] = getattr(importlib.import_module(module), name)
+def _kb_body(room: str, name: str, limits: LimitsSettings) -> type[BaseModel]:
+    """Return a body of the knowledge base or of documents, which are imported only where enabled."""
+    model: type[BaseModel] = getattr(importlib.import_module(room), name)
     return model
 
 
-def _body(name: str) -> Any:
-    return partial(_kb_body, "router.knowledge", name)
+def _body(name: str, room: str = "router.knowledge") -> Any:
+    return partial(_kb_body, room, name)
 
 
 def _loop_body(name: str) -> Any:
-    return partial(_kb_body, "router.learning", name)
+    return _body(name, "router.learning")
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -227,6 +236,25 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="Keep such questions, in place of those before", body=_loop_body("QuestionsBody")
     ),
     ("DELETE", f"{_KB}/questions"): _knowledge(summary="Delete these questions"),
+    ("GET", "/v1/documents"): _document(summary="List the documents", query=(_LIMIT, _AFTER)),
+    ("POST", "/v1/documents"): _document(
+        summary="Take in a document",
+        description="It is read, chunked and prefilled behind the answer: GET it to see how far it is.",
+        body=_body("DocumentBody", "router.documents"),
+        answer=None,
+        statuses=_TAKEN,
+    ),
+    ("GET", DOCUMENT_ROUTE): _document(summary="Return a document's state, and how far it is"),
+    ("DELETE", DOCUMENT_ROUTE): _document(
+        summary="Delete a document, its chunks and the blocks that hold it",
+        description="The blocks of all conversations that named it go with it.",
+    ),
+    ("POST", PREFILL_ROUTE): _document(
+        summary="Compute and store a document's KV again",
+        body=_body("PrefillBody", "router.documents"),
+        answer=None,
+        statuses=_TAKEN,
+    ),
 }
 
 

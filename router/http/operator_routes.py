@@ -377,6 +377,10 @@ class CacheRoutes:
             raise SessionNotFound()
         return owners
 
+    async def forget(self, tenant: str, sessions: tuple[bytes, ...] | None) -> None:
+        """Clear these sessions of a tenant, or all (None); raises 503 if that did not reach everything."""
+        await self._cleared([tenant], sessions)
+
     async def _cleared(self, tenants: Sequence[str], sessions: tuple[bytes, ...] | None) -> Response:
         service = self._service
         counts: ClearCounts | None = None

@@ -59,7 +59,8 @@ from router.knowledge.knowledge import (
 from router.knowledge.placement import Fence, as_data, fenced, place, turn_keys
 from router.knowledge.postgres import open_store
 from router.knowledge.retrieval import Budget, Candidate, canonical, fuse, rerank, select, words_of
-from router.knowledge.sqlite_store import SqliteStore, store_file
+from router.knowledge.sqlite_file import SqliteFile
+from router.knowledge.sqlite_store import SqliteStore, store_file, store_folder
 
 __all__ = [
     "ID_PATTERN",
@@ -101,6 +102,7 @@ __all__ = [
     "RevertAllBody",
     "RevertBody",
     "SearchBody",
+    "SqliteFile",
     "SqliteStore",
     "StateChanged",
     "StaticEmbedder",
@@ -128,6 +130,7 @@ __all__ = [
     "rerank",
     "select",
     "store_file",
+    "store_folder",
     "turn_keys",
     "verdicts",
     "whole_number",

@@ -575,6 +575,11 @@ class SqliteStore:
             self._matrices.clear()
 
 
+def store_folder(settings: KnowledgeSettings, cache_dir: Path) -> Path:
+    """Return the directory of the stores' files. `cache_dir`: `model.cache_dir`."""
+    return (settings.dir or cache_dir / "knowledge").expanduser()
+
+
 def store_file(settings: KnowledgeSettings, cache_dir: Path) -> Path:
     """Return the path of the file that the settings name. `cache_dir`: `model.cache_dir`."""
-    return (settings.dir or cache_dir / "knowledge").expanduser() / FILE_NAME
+    return store_folder(settings, cache_dir) / FILE_NAME

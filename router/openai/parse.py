@@ -136,7 +136,7 @@ class ParsedChat(ParsedRequest):
     """A conversation whose next turn is requested.
 
     `begins_turn`: the prompt ends where the assistant begins to speak; `continues`: it ends inside the last
-    message, which the answer continues.
+    message, which the answer continues. `documents`: ids of those that stand whole in front of it.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -145,6 +145,7 @@ class ParsedChat(ParsedRequest):
     begins_turn: bool = True
     continues: bool = False
     knowledge: KnowledgeWish | None = None
+    documents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +265,7 @@ class RequestParser:
             ignored_fields=tuple(ignored),
             extras=_extras(asked),
             knowledge=_knowledge_wish(asked.knowledge),
+            documents=tuple(asked.documents or ()),
             **self._common(asked),
         )
         _refuse_two_forms(parsed)

@@ -326,12 +326,12 @@ class ChatBody(_Body):
     functions: _Absent | None = None
     audio: _Absent | None = None
     web_search_options: _Absent | None = None
-    documents: _Absent | None = None
     chat_template: _Absent | None = None
     format: _Absent | None = None
     echo: _Absent | Literal[False] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     knowledge: KnowledgeOptions | None = None
+    documents: Annotated[list[Word], Field(max_length=256, fail_fast=True)] | None = None
 
 
 class CompletionBody(_Body):
@@ -372,7 +372,6 @@ UNSUPPORTED_FIELDS = frozenset(
         "bad_words",
         "chat_template",
         "disable_additional_properties",
-        "documents",
         "echo",
         "format",
         "function_call",

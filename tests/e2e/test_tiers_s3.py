@@ -11,18 +11,23 @@ import pickle
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cache_tiers.blocks import session_of
 from cluster.serve.s3_demo import S3Demo
-from tests.support.services.guests import Conversation, Reply
-from tests.support.services.service import free_port, until
+from router.auth import LOCAL_TENANT
+from router.documents import document_session
+from router.routing.session import tags_of_id
+from tests.support.services.guests import Conversation, Reply, words
+from tests.support.services.service import MODEL, free_port, until
 from tests.support.services.tier_service import (
     COMPUTING_IS_DEAR,
+    SETTLE_S,
     TierService,
     records,
     s3_env,
@@ -55,9 +60,15 @@ class S3Service:
     """A service that has only S3 for what it remembers, and the server under it."""
 
     def __init__(
-        self, service: TierService, demo: S3Demo, told: dict[str, list[Conversation]], first: Reply
+        self,
+        service: TierService,
+        demo: S3Demo,
+        told: dict[str, list[Conversation]],
+        first: Reply,
+        document: Mapping[str, Any],
     ) -> None:
         self.service, self.demo, self.told, self.first = service, demo, told, first
+        self.document = document
 
     def returns(self, name: str) -> list[Reply]:
         """The next turns of the conversations of that name: the same as without a cache, and in time."""
@@ -80,6 +91,23 @@ class S3Service:
         until("it is used again", lambda: self.service.tier_up("s3"), UP_AGAIN_S)
 
 
+def added(service: TierService, text: str) -> Mapping[str, Any]:
+    """A document, prefilled."""
+    with service.http() as client:
+        body = {"text": text, "title": "A walk", "prefill": "always"}
+        path = f"/v1/documents/{client.post('/v1/documents', json=body).raise_for_status().json()['id']}"
+
+        def done() -> Mapping[str, Any] | None:
+            card: Mapping[str, Any] = client.get(path).raise_for_status().json()
+            under_way = card["prefill"]["state"] in ("none", "waiting", "running")
+            return None if under_way and card["state"] != "failed" else card
+
+        card = until("it is prefilled", done, SETTLE_S)
+    assert card is not None
+    assert (card["state"], card["prefill"]["state"]) == ("ready", "stored"), card
+    return card
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("s3")
@@ -94,10 +122,15 @@ def s3(files: Path) -> Iterator[S3Service]:
     }
     everybody = [conversation for some in told.values() for conversation in some]
     with s3_server(files / "bucket", free_port()) as demo:
-        flags = {**s3_flags(demo), "tiers.nvme.bytes-max": 0}
+        flags = {
+            **s3_flags(demo),
+            "tiers.nvme.bytes-max": 0,
+            **{"knowledge.enabled": "true", "knowledge.embedder": "none", "knowledge.dir": files / "kb"},
+        }
         with tier_service(files, {**COMPUTING_IS_DEAR, **flags}, env=s3_env(demo)) as service:
             with ThreadPoolExecutor(8) as pool:
                 list(pool.map(service.turn, everybody))
+            document = added(service, words(18, 600))
             service.settle()
         assert len(records(files / "bucket")) >= len(everybody), "a stop writes main memory down"
         impatient = {
@@ -111,7 +144,7 @@ def s3(files: Path) -> Iterator[S3Service]:
         with tier_service(files, {**COMPUTING_IS_DEAR, **flags, **impatient}, env=s3_env(demo)) as service:
             first = service.turn(told["first"][0])  # whatever is cold is cold now
             until("S3 is looked through", lambda: service.tier("s3")["extents"] >= len(everybody), UP_AGAIN_S)
-            yield S3Service(service, demo, told, first)
+            yield S3Service(service, demo, told, first, document)
             service.check_books()
 
 
@@ -127,6 +160,35 @@ def test_s3_alone_brings_conversations_back_after_a_restart(s3: S3Service) -> No
         assert reply.by_tier["s3"] > reply.prompt_tokens // 2, reply.receipt
         assert reply.cached == reply.by_tier["s3"]
     until("what was read is in main memory", lambda: s3.service.tier("cpu")["extents"] > 0)
+
+
+def test_the_first_question_about_a_prefilled_document_is_a_hit_and_its_deletion_leaves_nothing(
+    s3: S3Service, files: Path
+) -> None:
+    service, card = s3.service, s3.document
+    asked = [{"role": "user", "content": "Where does the train go?"}]
+    named: dict[str, Any] = {"documents": [card["id"]]}
+    reply = service.ask(asked, session="the first to ask", **named)
+    assert reply.by_tier["s3"] == card["tokens"] == card["prefill"]["tokens"], reply.receipt
+    assert reply.text == service.uncached(asked, **named).text
+    assert reply.receipt["documents"]["ids"] == [card["id"]]
+    service.settle()
+    own = document_session(service.secret, LOCAL_TENANT, card["id"])
+    asker = set(tags_of_id(service.secret, LOCAL_TENANT, "the first to ask"))
+
+    def kept() -> list[Path]:
+        held = records(files / "bucket").items()
+        return [path for path, header in held if session_of(header.session) in {own, *asker}]
+
+    assert kept()
+    with service.http() as client:
+        assert client.delete(f"/v1/documents/{card['id']}").raise_for_status().json()["deleted"] is True
+        body = {"model": MODEL, "messages": asked, **named}
+        assert client.post("/v1/chat/completions", json=body).status_code == 404
+        found = client.post("/v1/knowledge/search", json={"query": "train river bread honey lamp"}).json()
+    assert found["data"] == []
+    assert kept() == []
+    assert all(card["id"].encode() not in one.read_bytes() for one in (files / "kb").iterdir())
 
 
 class Trap:

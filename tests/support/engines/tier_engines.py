@@ -154,11 +154,14 @@ class Tiered:
         tenant: bytes = bytes(16),
         session: bytes = bytes(16),
         max_tokens: int = 8,
+        stores_all: bool = False,
         **params: Any,
     ) -> int:
         key = self.driver.next_key()
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})
-        request = GenerateRequest(f"r{key}", prompt, sampling, n, salt, tenant, session, self.placement)
+        request = GenerateRequest(
+            *(f"r{key}", prompt, sampling, n, salt, tenant, session, self.placement), stores_all=stores_all
+        )
         answer = self.driver.answers[key] = Answer()
         answer.refused = self.built.engine.add(key, request)
         return key

@@ -1,0 +1,43 @@
+"""Documents of a tenant: taken in, chunked into the knowledge base, prefilled, named by chats, erased.
+
+Nothing imports it while `knowledge.enabled` is false.
+"""
+
+from router.documents.body import DocumentBody, PrefillBody
+from router.documents.document import ID_PATTERN, STATES, Document, DocumentFailed, Quota
+from router.documents.pdf import read_pdf
+from router.documents.placement import Whole, end_of_documents, fenced_document, in_order, place_documents
+from router.documents.prefill import Front, Prefill, PrefillBusy, document_session, pinned
+from router.documents.routes import document_routes, open_documents
+from router.documents.shelf import DocumentShelf, ForgetBlocks, PlacedDocuments
+from router.documents.store import DocumentStore
+from router.documents.text import chunks_of, text_of
+
+__all__ = [
+    "ID_PATTERN",
+    "STATES",
+    "Document",
+    "DocumentBody",
+    "DocumentFailed",
+    "DocumentShelf",
+    "DocumentStore",
+    "ForgetBlocks",
+    "Front",
+    "PlacedDocuments",
+    "Prefill",
+    "PrefillBody",
+    "PrefillBusy",
+    "Quota",
+    "Whole",
+    "chunks_of",
+    "document_routes",
+    "document_session",
+    "end_of_documents",
+    "fenced_document",
+    "in_order",
+    "open_documents",
+    "pinned",
+    "place_documents",
+    "read_pdf",
+    "text_of",
+]

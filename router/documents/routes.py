@@ -1,0 +1,136 @@
+"""Routes of /v1/documents, and the documents of an ingress over its parts.
+
+Imported only where the knowledge base is switched on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from configs.settings import Settings
+from router.auth import ConcurrencyLimit, tenant_of
+from router.documents.body import DocumentBody, PrefillBody, source_of, title_of
+from router.documents.prefill import Front, Prefill
+from router.documents.shelf import DocumentShelf, ForgetBlocks
+from router.documents.store import FILE_NAME, DocumentStore
+from router.generation import IngressServices
+from router.knowledge import KnowledgeBase, PromptText, store_folder
+from router.openai import InvalidValue, check_structure, read_body, shown, validated
+from router.prompt import PromptBuilder
+from router.routing import ReplicaClient, SessionDirectory
+
+DOCUMENTS = "/v1/documents"
+DOCUMENT_ROUTE = "/v1/documents/{document}"
+PREFILL_ROUTE = "/v1/documents/{document}/prefill"
+PAGE_DEFAULT, PAGE_MAX = 100, 1000
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def open_documents(
+    settings: Settings,
+    base: KnowledgeBase,
+    text: PromptText,
+    client: ReplicaClient,
+    prompts: PromptBuilder,
+    directory: SessionDirectory,
+    front: Front,
+    secret: bytes,
+) -> DocumentShelf:
+    """Open the documents of the settings; a file that cannot be opened gives 503 and is tried again."""
+    own = settings.documents
+    store = DocumentStore(
+        store_folder(settings.knowledge, settings.model.cache_dir) / FILE_NAME,
+        lease_s=own.lease_s,
+        busy_s=settings.knowledge.busy_s,
+        must_open=False,
+    )
+    prefill = Prefill(client, prompts, directory, front, settings, secret=secret)
+    prefix = settings.router.prefix
+    volatile = () if prefix.volatile == "keep" else prefix.volatile_lines
+    return DocumentShelf(store, base, prefill, text, own, secret=secret, volatile_lines=volatile)
+
+
+def document_routes(service: IngressServices, clears: ForgetBlocks) -> list[Route]:
+    """Return the routes of an ingress whose documents are open. `clears`: forgets blocks everywhere."""
+    assert isinstance(service.documents, DocumentShelf)
+    service.documents.clears = clears
+    return DocumentRoutes(service, service.documents).routes()
+
+
+class DocumentRoutes:
+    """Handlers of /v1/documents. They raise `ApiError`. A tenant sees and changes its own documents only."""
+
+    def __init__(self, service: IngressServices, shelf: DocumentShelf) -> None:
+        self._limits = service.settings.limits
+        self._reads: ConcurrencyLimit = service.reads
+        self._work: ConcurrencyLimit = service.concurrency
+        self._shelf = shelf
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(DOCUMENTS, self.all),
+            Route(DOCUMENTS, self.add, methods=["POST"]),
+            Route(DOCUMENT_ROUTE, self.one),
+            Route(DOCUMENT_ROUTE, self.delete, methods=["DELETE"]),
+            Route(PREFILL_ROUTE, self.prefill, methods=["POST"]),
+        ]
+
+    async def add(self, request: Request) -> Response:
+        """Handle POST /v1/documents: take it in; reading, chunking and prefilling go on behind the answer."""
+        tenant, body = await self._body(request, DocumentBody)
+        with self._reads.lease(tenant):
+            source = source_of(body)
+            made = await self._shelf.add(tenant, title_of(body), body.format, source, body.prefill)
+        return JSONResponse(made.card(), status_code=202)
+
+    async def all(self, request: Request) -> Response:
+        """Handle GET /v1/documents?limit=&after=: documents by id."""
+        tenant, params = tenant_of(request.scope), request.query_params
+        limit = _limit(params.get("limit"))
+        with self._reads.lease(tenant):
+            page = await self._shelf.all(tenant, limit + 1, params.get("after", ""))
+        data = [one.card() for one in page[:limit]]
+        return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
+
+    async def one(self, request: Request) -> Response:
+        """Handle GET /v1/documents/{id}: its state and how far it is."""
+        tenant = tenant_of(request.scope)
+        with self._reads.lease(tenant):
+            found = await self._shelf.get(tenant, request.path_params["document"])
+        return JSONResponse(found.card())
+
+    async def prefill(self, request: Request) -> Response:
+        """Handle POST /v1/documents/{id}/prefill: compute and store its KV again."""
+        tenant, body = await self._body(request, PrefillBody)
+        with self._reads.lease(tenant):
+            changed = await self._shelf.prefill(tenant, request.path_params["document"], body.prefill)
+        return JSONResponse(changed.card(), status_code=202)
+
+    async def delete(self, request: Request) -> Response:
+        """Handle DELETE /v1/documents/{id}: erase it, its chunks, and the blocks that hold it."""
+        tenant, document = tenant_of(request.scope), request.path_params["document"]
+        with self._work.lease(tenant):
+            chunks = await self._shelf.delete(tenant, document)
+        told: dict[str, Any] = {"id": document, "object": "document", "deleted": True, "chunks": chunks}
+        return JSONResponse(told)
+
+    async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
+        tenant = tenant_of(request.scope)
+        raw = await read_body(request.receive, request.headers, self._limits)
+        check_structure(raw, self._limits)
+        return tenant, validated(model, raw)
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return PAGE_DEFAULT
+    if not given.isascii() or not given.isdigit() or len(given) > 10 or not 1 <= int(given) <= PAGE_MAX:
+        raise InvalidValue("limit", f"limit={shown(given)} is no number from 1 to {PAGE_MAX}.")
+    return int(given)

@@ -1,0 +1,495 @@
+"""A tenant's documents: taken in, read, chunked, prefilled, placed in chats, erased.
+
+`DocumentShelf` belongs to one event loop. What it does to a document is written down before and after each
+stage, so that another ingress, or this one after a restart, goes on where it was left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from configs.optional_sections import DocumentsSettings
+from router.documents.document import (
+    Document,
+    DocumentFailed,
+    Format,
+    Prefilled,
+    Quota,
+    Wanted,
+    new_document_id,
+)
+from router.documents.pdf import read_pdf
+from router.documents.placement import Whole, end_of_documents, fenced_document, in_order, place_documents
+from router.documents.prefill import Prefill, PrefillBusy, document_session
+from router.documents.store import DocumentStore
+from router.documents.text import chunks_of, text_of
+from router.knowledge import (
+    Change,
+    Content,
+    EntryNotFound,
+    Kind,
+    KnowledgeBase,
+    KnowledgeError,
+    PromptText,
+    Provenance,
+    QuotaExceeded,
+    StoreBusy,
+)
+from router.openai import ApiError, InvalidValue, ParsedChat, Unavailable, shown
+from router.routing import ReplicaFailed, ReplicaLost
+
+Result = TypeVar("Result")
+CHUNKS: tuple[Kind, ...] = ("document_chunk",)
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 2.0
+"""How often an ingress without work looks whether another one has left some."""
+COUNTED_MAX = 4096
+"""Prompt fronts whose tokens are remembered."""
+NOTED_MAX = 100_000
+"""Uses that are known to be written down."""
+CLEARED_AT_ONCE = 64
+"""Sessions of one call to the tiers."""
+CHUNK_BYTES_PER_CHAR = 4
+
+
+class ForgetBlocks(Protocol):
+    """Forgets blocks everywhere."""
+
+    async def __call__(self, tenant: str, sessions: tuple[bytes, ...] | None) -> None:
+        """Clear these sessions of a tenant, or all (None). Raises `ApiError` if not all is cleared."""
+        ...
+
+
+@dataclass(slots=True)
+class PlacedDocuments:
+    """The documents in one prompt, for the receipt. `measure` first, then `told`."""
+
+    documents: Sequence[Whole]
+    places: tuple[int, int] | None = None  # first token, tokens
+
+    def told(self, cached_tokens: int) -> dict[str, Any]:
+        """Return the receipt's part: which documents, their tokens, how many of these were cached."""
+        first, count = self.places or (0, 0)
+        return {
+            "ids": [one.id for one in self.documents],
+            "tokens": None if self.places is None else count,
+            "cached_tokens": None if self.places is None else max(0, min(cached_tokens - first, count)),
+        }
+
+
+class DocumentShelf:
+    """The documents of an ingress's tenants. Its coroutines raise `ApiError`.
+
+    `clears`: None until the routes are built: nothing is deleted before. `wall_clock`: Unix time.
+    """
+
+    def __init__(
+        self,
+        store: DocumentStore,
+        base: KnowledgeBase,
+        prefill: Prefill,
+        text: PromptText,
+        settings: DocumentsSettings,
+        *,
+        secret: bytes,
+        volatile_lines: tuple[str, ...] = (),
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = store
+        self.settings = settings
+        self.clears: ForgetBlocks | None = None
+        self._base = base
+        self._prefill = prefill
+        self._text = text
+        self._secret = secret
+        self._volatile = volatile_lines
+        self._wall_clock = wall_clock
+        self._owner = secrets.token_hex(8)
+        self._quota = Quota(settings.documents_max, settings.bytes_max)
+        self._wholes: OrderedDict[tuple[str, str], Whole] = OrderedDict()
+        self._whole_bytes = 0
+        self._counted: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._noted: OrderedDict[tuple[str, str, bytes], None] = OrderedDict()
+        self._called = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._current: tuple[str, str] | None = None
+        self._stage: asyncio.Task[None] | None = None
+
+    # -- what clients ask ------------------------------------------------------------------
+
+    async def add(
+        self, tenant: str, title: str, form: Format, source: bytes, wanted: Wanted | None
+    ) -> Document:
+        """Take in a document; it is worked on from now on."""
+        made = Document(
+            id=new_document_id(),
+            tenant=tenant,
+            title=title,
+            format=form,
+            state="processing",
+            prefill=wanted or self.settings.prefill,
+            source_bytes=len(source),
+            created_s=self._wall_clock(),
+        )
+        added = await self._run(partial(self.store.add, made, source, self._quota))
+        self._called.set()
+        return added
+
+    async def get(self, tenant: str, document: str) -> Document:
+        """Return a document, also one that is being deleted."""
+        return await self._run(partial(self.store.get, tenant, document))
+
+    async def all(self, tenant: str, limit: int, after: str) -> list[Document]:
+        """Return a page of a tenant's documents, by id."""
+        return await self._run(partial(self.store.all, tenant, limit, after))
+
+    async def prefill(self, tenant: str, document: str, wanted: Wanted) -> Document:
+        """Have a document's KV computed and stored again: after a clear, or for another model."""
+        found = await self.get(tenant, document)
+        if found.state != "ready":
+            raise _not_ready(found)
+        fields = {"prefill": wanted, "prefilled": "none" if wanted == "never" else "waiting"}
+        changed = await self._run(
+            partial(self.store.change, tenant, document, **fields, prefill_reason="", prefilled_tokens=0)
+        )
+        self._called.set()
+        return changed
+
+    async def delete(self, tenant: str, document: str) -> int:
+        """Erase a document, its chunks, and the blocks of every session that had it; return the chunks.
+
+        Raises 503 if something could not be reached: nothing of it is served from then on, and the rest is
+        erased in the background; a repeated call says when it is done.
+        """
+
+        def mark() -> Document:
+            try:
+                return self.store.mark_deleting(tenant, document)
+            except EntryNotFound:
+                self.store.empty_log()  # who repeats a deletion that could not do that wants just that
+                raise
+
+        found = await self._run(mark)
+        if self._current == (tenant, document) and self._stage is not None:
+            self._stage.cancel()
+            await asyncio.gather(self._stage, return_exceptions=True)
+        return await self._erase(found)
+
+    # -- chats -----------------------------------------------------------------------------
+
+    async def place(
+        self, request: ParsedChat, tenant: str, session: bytes
+    ) -> tuple[ParsedChat, PlacedDocuments | None]:
+        """Return a chat with its documents in front, and what they are; as it came if it names none."""
+        if not request.documents:
+            return request, None
+        most = self.settings.per_request_max
+        if len(request.documents) > most:
+            raise InvalidValue(
+                "documents", f"documents may have at most {most} items (documents.per_request_max)."
+            )
+        wholes = []
+        for index, one in enumerate(request.documents):
+            try:
+                wholes.append(await self._whole(tenant, one))
+            except ApiError as refused:
+                refused.param = f"documents[{index}]"
+                raise
+        await self._note(tenant, [one.id for one in wholes], session)
+        placed = in_order(wholes)
+        messages = place_documents(
+            request.messages,
+            placed,
+            has_system=await self._prefill.has_system(),
+            volatile_lines=self._volatile,
+        )
+        return replace(request, messages=messages), PlacedDocuments(placed)
+
+    async def measure(self, placed: PlacedDocuments, rendered: str | None) -> None:
+        """Count the tokens of the documents in a prompt, and of what is before; None: it was cut."""
+        span = None if rendered is None else end_of_documents(rendered, placed.documents)
+        if span is None or rendered is None:
+            return
+        start, end = span
+        key = hashlib.sha256(rendered[:end].encode()).digest()
+        if key not in self._counted:
+            count = self._text.tokens
+
+            def counted() -> tuple[int, int]:
+                return count(rendered[:start]), count(rendered[start:end])
+
+            self._counted[key] = await self._base.run(counted)
+            while len(self._counted) > COUNTED_MAX:
+                self._counted.popitem(last=False)
+        placed.places = self._counted[key]
+
+    async def _whole(self, tenant: str, document: str) -> Whole:
+        """Return a document as it stands in prompts. Raises 404, or 409 before it is read."""
+        found = await self.get(tenant, document)  # each time: another ingress may have deleted it
+        if found.state == "deleting":
+            raise _unknown(document)
+        if found.state != "ready":
+            raise _not_ready(found)
+        known = self._wholes.get((tenant, document))
+        if known is not None:
+            self._wholes.move_to_end((tenant, document))
+            return known
+
+        def read() -> Whole:
+            text = self.store.text(tenant, document)
+            return fenced_document(document, found.title, text or "", self._text.marks)
+
+        whole = await self._run(read)
+        if (tenant, document) not in self._wholes:
+            self._wholes[tenant, document] = whole
+            self._whole_bytes += len(whole.fence)
+        while self._whole_bytes > self.settings.text_cache_bytes_max and len(self._wholes) > 1:
+            _, gone = self._wholes.popitem(last=False)
+            self._whole_bytes -= len(gone.fence)
+        return whole
+
+    async def _note(self, tenant: str, documents: list[str], session: bytes) -> None:
+        """Write down that this session's blocks are about to hold these documents."""
+        new = [one for one in dict.fromkeys(documents) if (tenant, one, session) not in self._noted]
+        if not new:
+            return
+        try:
+            await self._run(partial(self.store.note_uses, tenant, new, session, self.settings.sessions_max))
+        except ApiError:
+            for one in documents:
+                self._forget(tenant, one)
+            raise
+        for one in new:
+            self._noted[tenant, one, session] = None
+        while len(self._noted) > NOTED_MAX:
+            self._noted.popitem(last=False)
+
+    def _forget(self, tenant: str, document: str) -> None:
+        whole = self._wholes.pop((tenant, document), None)
+        self._whole_bytes -= len(whole.fence) if whole else 0
+        for key in [key for key in self._noted if key[:2] == (tenant, document)]:
+            del self._noted[key]
+
+    # -- work in the background ------------------------------------------------------------
+
+    def start(self) -> None:
+        """Go on with what was left to do, on the running event loop."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._work_forever())
+
+    async def stop(self) -> None:
+        """Stop; what is under way is left to the next ingress."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def close(self) -> None:
+        """Give back leases and close the file."""
+        with suppress(KnowledgeError):
+            self.store.release(self._owner)
+        self.store.close()
+
+    async def _work_forever(self) -> None:
+        while True:
+            self._called.clear()
+            try:
+                if await self.work():
+                    continue
+            except Exception:  # the next look may succeed
+                logger.exception("the documents cannot be worked on")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_S):
+                    await self._called.wait()
+
+    async def work(self) -> bool:
+        """Do what is left to do of one document; False if there is none."""
+        found = await self._base.run(partial(self.store.claim, self._owner))
+        if found is None:
+            return False
+        self._current = (found.tenant, found.id)
+        self._stage = asyncio.create_task(self._one(found))
+        try:
+            await asyncio.wait([self._stage])
+        except asyncio.CancelledError:
+            self._stage.cancel()
+            await asyncio.gather(self._stage, return_exceptions=True)
+            raise
+        finally:
+            self._current = None
+        return True
+
+    async def _one(self, document: Document) -> None:
+        tenant, one = document.tenant, document.id
+        later = False
+        try:
+            if document.state == "deleting":
+                await self._erase(document)
+                return
+            if document.state == "processing":
+                document = await self._read(document)
+            if document.prefilled in ("waiting", "running"):
+                await self._prefilled(document)
+        except (EntryNotFound, DocumentFailed) as failed:
+            await self._failed(tenant, one, str(failed))
+        except (PrefillBusy, ReplicaLost, ReplicaFailed, StoreBusy) as busy:
+            logger.info("document %s waits: %s", one, busy)
+            later = True
+        except ApiError as refused:
+            later = refused.status in (429, 503)
+            if not later:
+                await self._failed(tenant, one, refused.message.rstrip("."))
+        except Exception:
+            logger.exception("document %s failed", one)
+            await self._failed(tenant, one, "an internal error; the server's log has it")
+        finally:
+            with suppress(KnowledgeError, ApiError):
+                await asyncio.shield(self._base.run(partial(self.store.put_back, document, later=later)))
+
+    async def _failed(self, tenant: str, one: str, reason: str) -> None:
+        """Write down why; of a document that is read already only its prefill has failed."""
+        with suppress(ApiError):
+            found = await self.get(tenant, one)
+            fields: dict[str, Any] = {"state": "failed", "reason": reason}
+            if found.state == "ready":
+                fields = {"prefilled": "failed", "prefill_reason": reason}
+            await self._run(partial(self.store.change, tenant, one, **fields))
+
+    async def _read(self, document: Document) -> Document:
+        """Read a document's text and have its chunks found. Raises `DocumentFailed`."""
+        tenant, one, settings = document.tenant, document.id, self.settings
+        text = await self._run(partial(self.store.text, tenant, one))
+        if text is None:
+            source = await self._run(partial(self.store.source, tenant, one)) or b""
+            pages = 0
+            if document.format == "pdf":
+                raw, pages = await read_pdf(source, settings)
+            else:
+                raw = source.decode("utf-8", "replace")
+            text = await self._base.run(partial(text_of, raw, settings.chars_max))
+            await self._base.run(partial(self.store.put_text, tenant, one, text, self._quota))
+            await self._run(partial(self.store.change, tenant, one, pages=pages))
+        chunks = await self._base.run(partial(self._chunks, document, text))
+        changed: Document = await self._base.run(partial(self._write_chunks, document, chunks))
+        return changed
+
+    def _chunks(self, document: Document, text: str) -> list[tuple[str, str]]:
+        own = self._base.settings.entry_bytes_max // CHUNK_BYTES_PER_CHAR // 2
+        chars = min(self.settings.chunk_chars, max(own, 16))
+        chunks = chunks_of(text, document.title, document.format == "markdown", chars)
+        if len(chunks) > self.settings.chunks_max:
+            most = self.settings.chunks_max
+            raise DocumentFailed(f"it has {len(chunks)} chunks, more than {most} (documents.chunks_max)")
+        return chunks
+
+    def _write_chunks(self, document: Document, chunks: list[tuple[str, str]]) -> Document:
+        """Write the chunks into the knowledge base, in place of those that an attempt before has written.
+
+        All on one thread, which nothing interrupts: those of a document that was deleted meanwhile go.
+        """
+        for entry in self._entries_of(document):
+            self._base.store.erase(document.tenant, entry)
+        origin = Provenance(document.tenant, _why(document.id))
+        changes = [Change(Content("document_chunk", title, text), origin) for title, text in chunks]
+        try:
+            made = self._base.write(document.tenant, changes)
+        except QuotaExceeded as refused:
+            raise DocumentFailed(f"the knowledge base has no room for its chunks: {refused}") from None
+        entries = [one.ref.entry for one in made]
+        prefilled: Prefilled = "none" if document.prefill == "never" else "waiting"
+        fields = {"entries": entries, "state": "ready", "prefilled": prefilled, "ready_s": self._wall_clock()}
+        try:
+            return self.store.change(document.tenant, document.id, **fields)
+        except EntryNotFound:
+            for entry in entries:
+                self._base.store.erase(document.tenant, entry)
+            raise
+
+    def _entries_of(self, document: Document) -> list[str]:
+        """Return the entries of a document's chunks; looked for, if they were never written down."""
+        if document.entries:
+            return list(document.entries)
+        heads = self._base.store.heads(document.tenant, kinds=CHUNKS)
+        return [one.ref.entry for one in heads if one.provenance.why == _why(document.id)]
+
+    async def _prefilled(self, document: Document) -> None:
+        tenant, one = document.tenant, document.id
+        began_s = time.monotonic()
+        ids = await self._prefill.prefix(tenant, await self._whole(tenant, one))
+        if not ids:
+            raise DocumentFailed("it is shorter than one block")
+        async with aclosing(self._prefill.run(tenant, one, ids, document.prefill)) as steps:
+            async for step in steps:
+                fields = {
+                    "tokens": step.tokens,
+                    "prefilled_tokens": step.computed,
+                    "prefilled": step.state,
+                    "prefill_reason": step.reason,
+                    "prefill_s": time.monotonic() - began_s,
+                    "model": self._prefill.model,
+                }
+                await self._run(partial(self.store.change, tenant, one, **fields))
+
+    async def _erase(self, document: Document) -> int:
+        tenant, one = document.tenant, document.id
+        self._forget(tenant, one)
+
+        def chunks() -> int:
+            entries = self._entries_of(document)
+            for entry in entries:
+                self._base.store.erase(tenant, entry)
+            return len(entries)
+
+        erased = await self._base.run(chunks)
+        if self.clears is None:
+            raise Unavailable("The server is not ready to delete. Try again.", IDLE_S)
+        users = await self._run(partial(self.store.sessions_of, tenant, one))
+        if len(users) > self.settings.sessions_max:
+            await self.clears(tenant, None)  # not all users are known
+        else:
+            own = (document_session(self._secret, tenant, one), *users)
+            for at in range(0, len(own), CLEARED_AT_ONCE):
+                await self.clears(tenant, own[at : at + CLEARED_AT_ONCE])
+        await self._run(partial(self.store.erase, tenant, one))
+        return erased
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        """Run a call of the store in a thread; what it does not find is a document, not an entry."""
+
+        def told() -> Result:
+            try:
+                return work()
+            except EntryNotFound:
+                raise ApiError(
+                    404, "There is no such document.", param="id", code="document_not_found"
+                ) from None
+
+        return await self._base.run(told)
+
+
+def _why(document: str) -> str:
+    return f"document {document}"
+
+
+def _unknown(document: str) -> ApiError:
+    message = f"There is no document {shown(document)}."
+    return ApiError(404, message, param="documents", code="document_not_found")
+
+
+def _not_ready(found: Document) -> ApiError:
+    reason = f": {found.reason}" if found.reason else ""
+    message = f"The document {found.id} is {found.state}{reason}. GET /v1/documents/{found.id} says more."
+    code = "document_failed" if found.state == "failed" else "document_not_ready"
+    return ApiError(409, message, param="id", code=code)
