@@ -34,7 +34,8 @@ class AnswerReceipt:
     """The receipts of all prompts of a request as one: the answer's `receipt` and its `x-cache` header.
 
     `tokens` has all sources, summed over the prompts; times are those of the slowest prompt, in seconds.
-    `kept_by`: what was done to keep the prompts' prefixes equal. `context`: what was put into the prompt.
+    `kept_by`: what was done to keep the prompts' prefixes equal. `context`: what was put into the prompt,
+    `compaction`: what was left out of it.
     """
 
     tokens: Mapping[Source, int]
@@ -48,6 +49,7 @@ class AnswerReceipt:
     kept_by: Sequence[str] = ()
     request_id: str = ""
     context: Context | None = None
+    compaction: Context | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -73,6 +75,7 @@ class AnswerReceipt:
             "replica": list(self.replica_ids),
             "request_id": self.request_id or None,
             **({} if self.context is None else {"knowledge": self.context.told(self.cached_tokens)}),
+            **({} if self.compaction is None else {"compaction": self.compaction.told(self.cached_tokens)}),
         }
 
     def header(self) -> str:
@@ -124,7 +127,7 @@ class Answer:
     """State of one request: `n` choices for each of `prompts`.
 
     `generates`: False: what the replicas sample is dropped, only the prompts were to be computed. `context`:
-    what was put into the first prompt.
+    what was put into the first prompt; `compaction`: what was left out of it.
     """
 
     def __init__(
@@ -136,12 +139,13 @@ class Answer:
         generates: bool = True,
         request_id: str = "",
         context: Context | None = None,
+        compaction: Context | None = None,
     ) -> None:
         self.prompts = prompts
         self._n = n
         self._generates = generates
         self._request_id = request_id
-        self._context = context
+        self._context, self._compaction = context, compaction
         self._retry_after_s = retry_after_s
         self._admitted: dict[int, Admitted] = {}
         self._replica_ids: set[str] = set()
@@ -217,6 +221,7 @@ class Answer:
             kept_by=list(kept_by),
             request_id=self._request_id,
             context=self._context,
+            compaction=self._compaction,
         )
 
     def attributes(self, tenant: str, *, stream: bool) -> dict[str, Value]:

@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from configs.telemetry import Span, Tracer
 from replicas.messages import Delta, GenerateRequest, TurnContext
 from router.auth import ConcurrencyLimit, Need, RequestLease, tenant_of, tenant_salt
 from router.generation.answer import Answer, answer_headers
-from router.generation.context import Context, ContextSource, in_context
+from router.generation.context import AskedTurn, Context, ContextSource, WindowKeeper, in_context, in_window
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
 from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder, ServedTurn
@@ -36,6 +37,7 @@ from router.openai import (
     AnswerHead,
     AnswerShape,
     ApiError,
+    ChatMessage,
     ClientClosedRequest,
     Dialect,
     InternalError,
@@ -104,7 +106,7 @@ class IngressServices:
     `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
-    `knowledge`: where chats get context from, if that is switched on.
+    `knowledge`: where chats get context from, `compaction`: what makes them fit, if that is switched on.
     """
 
     settings: Settings
@@ -125,11 +127,16 @@ class IngressServices:
     commit: str | None = None
     tracer: Tracer | None = None
     knowledge: ContextSource | None = None
+    compaction: WindowKeeper | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that a request may send as `model`, the served one first."""
         return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases)))
+
+    def demand(self) -> AbstractContextManager[None]:
+        """Let no work for idle moments run meanwhile."""
+        return nullcontext() if self.compaction is None else self.compaction.demand()
 
     def refuse_other_model(self, asked: str) -> None:
         """Raise `ModelNotFound` if `asked` is no name of the served model."""
@@ -162,6 +169,7 @@ class _Exchange:
     request: ParsedChat | ParsedCompletion
     answer: Answer
     shape: AnswerShape
+    asked: AskedTurn | None = None  # of a chat
     prompts_shown: set[int] = field(default_factory=set)  # of a stream, by number
     tokens_sent: int = 0  # of a stream: in deltas so far
     left_tokens: int = 0  # of the prompts: what their lineages' last turns left in the cache
@@ -189,7 +197,7 @@ class GenerationEndpoint:
                 message = "The server is stopping: it only finishes running requests. Try again later."
                 raise Unavailable(message, self._limits.retry_after_s, code="draining")
             raise Loading(self._limits.retry_after_s)
-        with service.concurrency.lease(tenant) as lease:
+        with service.concurrency.lease(tenant) as lease, service.demand():
             body = await read_body(receive, Headers(scope=scope), self._limits)
             sender = ResponseSender(send)
             work = self._serve(lease, scope, body, sender)
@@ -275,9 +283,13 @@ class GenerationEndpoint:
         )
         began_s = asyncio.get_running_loop().time()
         context: Context | None = None
+        compaction: Context | None = None
+        asked: AskedTurn | None = None
         if isinstance(request, ParsedChat):
             owner = Owner(tenant, session_tag(session))
             placed, context = await in_context(service.knowledge, request, tenant, owner.session)
+            asked = AskedTurn(tenant, owner.session, session, salt, forgets, where, request, placed)
+            placed, compaction = await in_window(service.compaction, asked)
             prompts = [await service.prompts.chat(salt.hex(), placed, tenant, owner=owner, forgets=forgets)]
         else:
             prompts = await service.prompts.completion(request, tenant)
@@ -324,7 +336,9 @@ class GenerationEndpoint:
                 generates=request.generates,
                 request_id=request_id,
                 context=context,
+                compaction=compaction,
             ),
+            asked=asked,
             shape=self._dialect.shape(head, request, tenant, session_tag(session)),
         )
 
@@ -534,6 +548,10 @@ class GenerationEndpoint:
                     )
         except (TimeoutError, TooManyRequests):
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
+        if self._service.compaction is not None and exchange.asked is not None:
+            choice = exchange.answer.choices[0]
+            reply = exchange.shape.sent(choice) or ChatMessage("assistant", choice.text)
+            self._service.compaction.over(exchange.asked, exchange.answer.home(), reply)
 
     async def _send_head(self, exchange: _Exchange) -> None:
         if exchange.is_started:

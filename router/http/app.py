@@ -104,6 +104,23 @@ def build_service(
     `tracer`: None: requests are not traced.
     """
     start_s = settings.server.start_timeout_s if waits else 0.0
+    readiness = Readiness(client, settings.cluster.replicas, start_s=start_s)
+    directory = directory or SessionDirectory(None, load_tracker.BOOK, settings.router)
+    metrics, compaction = Metrics(), None
+    if settings.compaction.enabled:
+        from router.compaction import Served, open_compaction  # who has it off does not pay for its imports
+
+        compaction = open_compaction(
+            settings,
+            prompts=prompts,
+            client=client,
+            directory=directory,
+            served=Served(secret, model),
+            metrics=metrics,
+            window_tokens=lambda: min(
+                [context_tokens_max, *(one.context_tokens_max for one in readiness.replicas)]
+            ),
+        )
     return IngressServices(
         settings=settings,
         client=client,
@@ -112,16 +129,17 @@ def build_service(
         context_tokens_configured=context_tokens_max,
         secret=secret,
         model=model,
-        readiness=Readiness(client, settings.cluster.replicas, start_s=start_s),
-        metrics=Metrics(),
+        readiness=readiness,
+        metrics=metrics,
         concurrency=ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys)),
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
-        directory=directory or SessionDirectory(None, load_tracker.BOOK, settings.router),
+        directory=directory,
         recorder=open_recorder(settings),
         generation=(generation or {}) if settings.model.generation_config == "auto" else {},
         commit=commit,
         tracer=tracer,
         knowledge=_knowledge(settings, prompts, context_tokens_max),
+        compaction=compaction,
     )
 
 
@@ -142,6 +160,8 @@ def build_api(service: IngressServices) -> FastAPI:
         service.directory.start()
         yield
         await hub.stop()
+        if service.compaction is not None:
+            await service.compaction.close()
         await service.directory.stop()
         if service.recorder is not None:
             await asyncio.to_thread(service.recorder.close)

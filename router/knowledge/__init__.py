@@ -32,19 +32,35 @@ from router.knowledge.entries import (
     Provenance,
     QuotaExceeded,
     StoreBusy,
+    Vector,
     VersionConflict,
     diff,
+    names_in,
 )
 from router.knowledge.harness import Check, Comparison, Found, Question, Verdict, broken, verdicts
 from router.knowledge.knowledge import RANKINGS, KnowledgeBase, PlacedContext, PromptText
 from router.knowledge.placement import Fence, as_data, fenced, place, turn_keys
-from router.knowledge.retrieval import Budget, Candidate, canonical, fuse, rerank, select
+from router.knowledge.retrieval import (
+    STEM_CHARS,
+    WORD,
+    Budget,
+    Candidate,
+    canonical,
+    fuse,
+    rerank,
+    select,
+    tells,
+    words_of,
+)
+from router.knowledge.sqlite_file import SqliteFile
 from router.knowledge.sqlite_store import SqliteStore, open_store
 
 __all__ = [
     "ID_PATTERN",
     "KINDS",
     "RANKINGS",
+    "STEM_CHARS",
+    "WORD",
     "Budget",
     "Candidate",
     "Change",
@@ -72,11 +88,13 @@ __all__ = [
     "RevertAllBody",
     "RevertBody",
     "SearchBody",
+    "SqliteFile",
     "SqliteStore",
     "StaticEmbedder",
     "StoreBusy",
     "TagBody",
     "TestBody",
+    "Vector",
     "Verdict",
     "VersionConflict",
     "as_data",
@@ -87,6 +105,7 @@ __all__ = [
     "fenced",
     "fuse",
     "imported",
+    "names_in",
     "open_embedder",
     "open_store",
     "origin_of",
@@ -94,6 +113,8 @@ __all__ = [
     "questions_of",
     "rerank",
     "select",
+    "tells",
     "turn_keys",
     "verdicts",
+    "words_of",
 ]

@@ -34,6 +34,7 @@ from router.openai.schema import (
     UNSUPPORTED_FIELDS,
     CacheOptions,
     ChatBody,
+    CompactionOptions,
     CompletionBody,
     DetokenizeBody,
     KnowledgeOptions,
@@ -104,6 +105,14 @@ class KnowledgeWish:
     query: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CompactionWish:
+    """What a chat wants done when it outgrows the window; None is the setting's, `off`: nothing."""
+
+    mode: Literal["retrieve", "summarise", "off"] | None = None
+    budget_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
     """Validated fields common to chat and completions. `ignored_fields`: fields that were not read.
@@ -143,6 +152,7 @@ class ParsedChat(ParsedRequest):
     begins_turn: bool = True
     continues: bool = False
     knowledge: KnowledgeWish | None = None
+    compaction: CompactionWish | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +272,7 @@ class RequestParser:
             ignored_fields=tuple(ignored),
             extras=_extras(asked),
             knowledge=_knowledge_wish(asked.knowledge),
+            compaction=_compaction_wish(asked.compaction),
             **self._common(asked),
         )
         _refuse_two_forms(parsed)
@@ -441,6 +452,10 @@ def _knowledge_wish(given: KnowledgeOptions | None) -> KnowledgeWish | None:
         tuple(given.kinds or ()),
         given.query,
     )
+
+
+def _compaction_wish(given: CompactionOptions | None) -> CompactionWish | None:
+    return None if given is None else CompactionWish(given.mode, given.budget_tokens)
 
 
 def _extras(asked: ChatBody | CompletionBody) -> AnswerExtras:

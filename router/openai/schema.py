@@ -249,6 +249,15 @@ class KnowledgeOptions(_Strict):
     query: Annotated[str, Field(min_length=1)] | None = None
 
 
+class CompactionOptions(_Strict):
+    """`compaction`: what becomes of old turns when the conversation outgrows the window."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["retrieve", "summarise", "off"] | None = None
+    budget_tokens: Annotated[Whole, Field(ge=1, le=COUNT_MAX)] | None = None
+
+
 class _Body(_Strict):
     """Fields common to both kinds of request. `bounded_*` tighten those that have limits."""
 
@@ -331,6 +340,7 @@ class ChatBody(_Body):
     echo: _Absent | Literal[False] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     knowledge: KnowledgeOptions | None = None
+    compaction: CompactionOptions | None = None
 
 
 class CompletionBody(_Body):
