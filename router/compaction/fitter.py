@@ -10,7 +10,15 @@ from typing import Any
 from configs.optional_sections import CompactionMode, CompactionSettings
 from router.compaction.compose import Summary, composed, fenced_summary
 from router.compaction.memory import CutMemory, Owner, chain
-from router.compaction.pieces import FoundPiece, PieceIndex, fenced_pieces, pieces_of
+from router.compaction.pieces import (
+    BEGIN,
+    END,
+    FoundPiece,
+    PieceIndex,
+    fenced_pieces,
+    piece_text,
+    pieces_of,
+)
 from router.compaction.planner import WHOLE, Conversation, Cut, WindowPlan, cut_of, leading_system
 from router.compaction.summaries import SummaryStore
 from router.compaction.tokens import MessageTokens
@@ -250,8 +258,8 @@ class Fitter:
         asked = raw[question].content[: own.query_chars_max]
         candidates = index.search(asked, own.candidates, own.meaning_min)
         tokens_of = {
-            one.ref: self.text.text(fenced_pieces([index.pieces[one.ref]], self.text.marks))
-            for one in candidates
+            one.ref: self.text.text(piece_text(index.pieces[one.ref], self.text.marks)) for one in candidates
         }
-        budget = Budget(made.wish.budget_tokens, own.pieces_per_turn)
+        fence = self.text.text(f"{BEGIN}\n{END}\n")
+        budget = Budget(made.wish.budget_tokens - fence, own.pieces_per_turn)
         return tuple(index.choose(candidates, tokens_of, budget, placed))
