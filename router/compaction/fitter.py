@@ -137,9 +137,11 @@ class Fitter:
         mode = own.of_tenant.get(tenant) if asked is None else asked.mode or own.mode
         if mode is None or mode == "off":
             return None
-        budget = own.budget_tokens if asked is None or asked.budget_tokens is None else asked.budget_tokens
         window = self.window_tokens()
-        return Wish(mode, max(1, min(budget, own.budget_tokens_max, window // BUDGET_SHARE)))
+        budget = min(own.budget_tokens, window // BUDGET_SHARE)
+        if asked is not None and asked.budget_tokens is not None:
+            budget = min(asked.budget_tokens, own.budget_tokens_max, window // ANSWER_SHARE)
+        return Wish(mode, max(1, budget))
 
     def plan(self, wish: Wish) -> tuple[WindowPlan, int]:
         """Return how long prompts may become, and the whole window."""

@@ -167,7 +167,11 @@ class IdleWork:
                 return
 
     async def _one(self, owner: Owner, job: _Job) -> JobOutcome:
-        task = asyncio.ensure_future(asyncio.wait_for(job.work(), self._job_s_max))
+        async def limited() -> JobOutcome:
+            async with asyncio.timeout(self._job_s_max):
+                return await job.work()
+
+        task = asyncio.create_task(limited())
         self._running = (owner, task)
         try:
             await asyncio.wait([task])

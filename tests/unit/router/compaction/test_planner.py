@@ -79,7 +79,7 @@ def test_system_prompt_and_recent_turns_are_kept_to_the_letter(
     conversation = made(messages, tokens)
     cut = cut_of(conversation, PLAN)
     asked = conversation.asked(cut, len(messages))
-    kept = composed(FRONT, conversation, cut, beside={index: "[piece]\n" for index in asked})
+    kept = composed(FRONT, conversation, cut, beside=dict.fromkeys(asked, "[piece]\n"))
     assert kept[: len(FRONT)] == FRONT
     left_out = set(conversation.left_out(cut.first))
     original = [one for index, one in enumerate(messages) if index not in left_out]
