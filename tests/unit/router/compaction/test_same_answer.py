@@ -13,8 +13,8 @@ from tests.support.engines.tiny_models import make_tiny_model
 from tests.support.router.router_harness import CONTEXT
 from tests.unit.router.compaction.test_compaction_api import Guest, house
 
-TURNS = 20
-SHOWN = 5
+TURNS = 24
+SHOWN = 7
 """The last turns, among them a cut."""
 
 
