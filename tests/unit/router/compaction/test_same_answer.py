@@ -20,10 +20,10 @@ SHOWN = 7
 
 async def prompts_of(folder: Path, mode: str) -> list[tuple[bool, list[int]]]:
     """All prompts of a conversation's last turns, in the order they came; whether somebody waits for them."""
-    made = house(folder)
+    made, wish = house(folder), {"mode": mode, "budget_tokens": 200}
     async with made.client() as client:
         guest = Guest(client, made)
-        await guest.talks(TURNS - SHOWN, rests=True, compaction={"mode": mode})
+        await guest.talks(TURNS - SHOWN, rests=True, compaction=wish)
         before = len(made.replicas.calls)
         await guest.talks(
             SHOWN, first=TURNS - SHOWN, rests=True, compaction={"mode": mode, "budget_tokens": 200}
