@@ -8,6 +8,7 @@ service only.
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import tempfile
@@ -32,7 +33,7 @@ SYSTEM = "You are a careful assistant. Answer in a few words."
 WINDOW_TOKENS = 2048
 TOLD, ASKED = 48, 20
 SHORT_TURNS = 12
-THINK_S = 1.5
+THINK_S = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,85 +157,104 @@ def _talk(
 
 
 def served_window(url: str, api_key: str | None, seed: int = 1) -> Iterator[dict[str, Any]]:
-    """The same with a running service of this window and `compaction.enabled`: times, receipts, answers."""
+    """The same with a running service of this window and `compaction.enabled`: times, receipts, answers.
+
+    A turn of a short conversation is between any two, so that both have the machine as it is then.
+    """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     talk = long_talk(seed)
     with httpx.Client(base_url=url, headers=headers, timeout=300, trust_env=False) as client:
         card = client.get("/v1/models").json()["data"][0]
-        assert card["max_model_len"] == WINDOW_TOKENS, (
-            f"start it with --model.context_tokens_max {WINDOW_TOKENS}"
-        )
-        short = [_served(client, card["id"], f"short-{n}", talk[:SHORT_TURNS], None) for n in range(2)]
-        ttft_s = [one for row in short for one in row.pop("ttft_s")[1:]]
-        yield {"name": "short_served", **short[0], "ttft_s_median": statistics.median(ttft_s)}
+        assert card["max_model_len"] == WINDOW_TOKENS, f"--model.context_tokens_max {WINDOW_TOKENS}"
         for name, mode in (
-            ("truncation_served", "truncation"),
             ("beyond_window_served", "retrieve"),
             ("beyond_window_summarise_served", "summarise"),
+            ("truncation_served", "truncation"),
         ):
-            row = _served(client, card["id"], name, talk, mode)
-            times = row.pop("ttft_s")
-            median_s = statistics.median(times[SHORT_TURNS:])
-            yield {
-                "name": name,
-                **row,
-                "ttft_s_median": median_s,
-                "ttft_s_p90": statistics.quantiles(times[SHORT_TURNS:], n=10)[-1],
-                "ttft_s_max": max(times[SHORT_TURNS:]),
-                "ttft_to_short": median_s / statistics.median(ttft_s),
-                "ttft_s_by_turn": [round(one, 4) for one in times],
-            }
+            yield {"name": name, **_served(_Guest(client, card["id"]), talk, mode)}
 
 
-def _served(
-    client: httpx.Client, model: str, session: str, talk: Sequence[Told], mode: str | None
-) -> dict[str, Any]:
-    """Have one conversation. The answers in the history are the planned ones, so that all are the same."""
-    messages = [{"role": "system", "content": SYSTEM}]
-    ttft_s, receipts, named, in_prompt, cuts = [], [], 0, 0, 0
-    session = f"{session}-{time.time_ns()}"
-    for turn in talk:
-        messages.append({"role": "user", "content": turn.said})
+class _Guest:
+    """Asks a service, and measures."""
+
+    def __init__(self, client: httpx.Client, model: str) -> None:
+        self.client = client
+        self._model = model
+
+    def fitting(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """Drop the oldest turns until the rest fits, as a client would that counts tokens."""
+        kept = list(messages)
+        while len(kept) > 2:
+            body = {"model": self._model, "messages": kept}
+            if self.client.post("/tokenize", json=body).json()["count"] <= WINDOW_TOKENS - 256:
+                break
+            del kept[1:3]
+        return kept
+
+    def ask(
+        self, session: str, messages: list[dict[str, str]], mode: str
+    ) -> tuple[float, str, str, dict[str, Any]]:
+        """Return the time to the first token, the answer, the prompt as text, and the receipt."""
         body: dict[str, Any] = {
-            "model": model, "temperature": 0, "max_tokens": 24, "session_id": session, "stream": True,
+            "model": self._model, "temperature": 0, "max_tokens": 16, "session_id": session, "stream": True,
             "stream_options": {"include_usage": True}, "messages": messages, "return_token_ids": True,
         }  # fmt: skip
         if mode in ("retrieve", "summarise"):
             body["compaction"] = {"mode": mode}
-        elif mode == "truncation":
-            body["messages"] = _fitting(client, model, messages)
-        began_s, first_s, text, last = time.perf_counter(), None, "", {}
-        prompt_ids: list[int] = []
-        with client.stream("POST", "/v1/chat/completions", json=body) as stream:
-            if stream.status_code != 200:
-                raise RuntimeError(stream.read().decode())
+        first_s, text, receipt, prompt = 0.0, "", {}, []
+        began_s = time.perf_counter()
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as stream:
+            stream.raise_for_status()
             for line in stream.iter_lines():
                 if not line.startswith("data: {"):
                     continue
-                event = httpx.Response(200, text=line.removeprefix("data: ")).json()
-                last = event if "receipt" in event else last
-                prompt_ids = event.get("prompt_token_ids") or prompt_ids
+                event = json.loads(line.removeprefix("data: "))
+                receipt, prompt = event.get("receipt", receipt), event.get("prompt_token_ids") or prompt
                 for choice in event["choices"]:
+                    prompt = choice.get("prompt_token_ids") or prompt
                     if choice["delta"].get("content"):
                         first_s = first_s or time.perf_counter() - began_s
                         text += choice["delta"]["content"]
-        ttft_s.append(first_s or time.perf_counter() - began_s)
-        receipt = last["receipt"]
+        shown = self.client.post("/detokenize", json={"model": self._model, "tokens": prompt}).json()[
+            "prompt"
+        ]
+        return first_s or time.perf_counter() - began_s, text, shown, receipt
+
+
+def _served(guest: _Guest, talk: Sequence[Told], mode: str) -> dict[str, Any]:
+    """Have one conversation. The answers in the history are the planned ones, so that all are the same."""
+    began = time.time_ns()
+    messages, beside = [{"role": "system", "content": SYSTEM}], [{"role": "system", "content": SYSTEM}]
+    ttft_s, short_s, receipts = [], [], []
+    answered = in_prompt = cuts = 0
+    for number, turn in enumerate(talk):
+        other = talk[number % SHORT_TURNS]
+        if number % SHORT_TURNS == 0:
+            del beside[1:]
+        beside.append({"role": "user", "content": other.said})
+        took_s, _, _, _ = guest.ask(f"{mode}-short-{number // SHORT_TURNS}-{began}", beside, "")
+        if len(beside) > 2:  # the first turn of a conversation has nothing in the cache
+            short_s.append(took_s)
+        beside.append({"role": "assistant", "content": other.answer})
+        time.sleep(THINK_S)
+        messages.append({"role": "user", "content": turn.said})
+        sent = guest.fitting(messages) if mode == "truncation" else messages
+        took_s, text, prompt, receipt = guest.ask(f"{mode}-{began}", sent, mode)
+        ttft_s.append(took_s)
         receipts.append(receipt["tokens"])
-        told = receipt.get("compaction") or {}
-        cuts += len(told.get("pieces", ())) > 0 or told.get("messages_cut", 0) > 0
+        cuts += receipt.get("compaction", {}).get("messages_cut", 0) > 0
         if turn.fact:
-            named += turn.names in text
-            shown = client.post("/detokenize", json={"tokens": prompt_ids}).json() if prompt_ids else {}
-            in_prompt += turn.fact in shown.get("prompt", "")
+            answered += turn.names in text
+            in_prompt += turn.fact in prompt
         messages.append({"role": "assistant", "content": turn.answer})
         time.sleep(THINK_S)  # the user reads, thinks and types
     every = sum(sum(one.values()) for one in receipts)
     computed = sum(one["compute"] for one in receipts)
+    beyond = ttft_s[SHORT_TURNS:]
     return {
         "facts": sum(bool(turn.fact) for turn in talk),
         "facts_found": in_prompt,
-        "facts_answered": named,
+        "facts_answered": answered,
         "turns": len(talk),
         "turns_cut": cuts,
         "window_tokens": WINDOW_TOKENS,
@@ -242,16 +262,9 @@ def _served(
         "computed_tokens": computed,
         "cached_share": 1 - computed / every,
         "think_s": THINK_S,
-        "ttft_s": ttft_s,
+        "ttft_s_median": statistics.median(beyond),
+        "ttft_s_p90": statistics.quantiles(beyond, n=10)[-1],
+        "short_ttft_s_median": statistics.median(short_s),
+        "ttft_to_short": statistics.median(beyond) / statistics.median(short_s),
+        "ttft_s_by_turn": [round(one, 4) for one in ttft_s],
     }
-
-
-def _fitting(client: httpx.Client, model: str, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Drop the oldest turns until the rest fits, as a client would that counts tokens."""
-    kept = list(messages)
-    while len(kept) > 2:
-        body = {"model": model, "messages": kept}
-        if client.post("/tokenize", json=body).json()["count"] <= WINDOW_TOKENS - 256:
-            break
-        del kept[1:3]
-    return kept
