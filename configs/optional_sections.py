@@ -253,7 +253,7 @@ class CompactionSettings(Section):
         0.5,
         ge=0,
         le=3600,
-        description="how long nobody was served before summaries and prefixes are computed",
+        description="how long no request was served before summaries and prefixes are computed",
     )
     job_s_max: float = Field(120.0, gt=0, le=3600, description="how long that may take for one session")
     price_s_max: float = Field(

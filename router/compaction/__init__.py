@@ -10,12 +10,12 @@ from router.compaction.fitter import Fitted, Fitter, Wish
 from router.compaction.idle import IdleQueue, IdleWork
 from router.compaction.memory import CutMemory, chain
 from router.compaction.opening import open_compaction
-from router.compaction.pieces import FoundPiece, Piece, PieceIndex, fenced_pieces, pieces_of
+from router.compaction.pieces import FoundPiece, OldPiece, PieceIndex, fenced_pieces, pieces_of
 from router.compaction.planner import (
     NEVER,
     WHOLE,
-    Conversation,
     Cut,
+    Talk,
     WindowPlan,
     boundaries,
     cut_of,
@@ -28,7 +28,6 @@ __all__ = [
     "NEVER",
     "WHOLE",
     "Compactor",
-    "Conversation",
     "Cut",
     "CutMemory",
     "Errands",
@@ -38,11 +37,12 @@ __all__ = [
     "IdleQueue",
     "IdleWork",
     "MessageTokens",
-    "Piece",
+    "OldPiece",
     "PieceIndex",
     "Served",
     "Summary",
     "SummaryStore",
+    "Talk",
     "WindowPlan",
     "Wish",
     "boundaries",

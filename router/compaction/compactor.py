@@ -15,7 +15,7 @@ from router.compaction.compose import ASK, Summary, composed, fenced_summary, us
 from router.compaction.errands import Errands
 from router.compaction.fitter import SUMMARY_SHARE, Fitted, Fitter, Wish
 from router.compaction.idle import IdleQueue, IdleWork, JobOutcome
-from router.compaction.planner import NEVER, Conversation, Cut, leading_system, next_cut
+from router.compaction.planner import NEVER, Cut, Talk, leading_system, next_cut
 from router.generation import AskedTurn, Context
 from router.knowledge import KnowledgeError
 from router.openai import ChatMessage, InvalidValue, ParsedChat, Unavailable
@@ -86,7 +86,7 @@ class Compactor:
         return await self._prompts.work(work, chars_of(asked.placed), asked.tenant)
 
     def over(self, asked: AskedTurn, home: str, reply: ChatMessage) -> None:
-        """Prepare the next turn of a conversation when nobody is served."""
+        """Prepare the next turn of a conversation when no request is served."""
         wish = self.fitter.wish(asked.request, asked.tenant)
         if wish is None or asked.request.continues or asked.request.truncate_tokens is not None:
             return
@@ -193,7 +193,7 @@ class Compactor:
         ends = [at for at in fitted.conversation.boundaries if first < at <= target]
         for until in reversed(ends):
             rest = fitted.conversation.messages[:until]
-            cut = Conversation(rest, [0] * len(rest), 0)
+            cut = Talk(rest, [0] * len(rest), 0)
             if fitted.conversation.tokens(first, until) > room:
                 continue
             messages = composed(front, cut, Cut(first, NEVER), summary=lead, summarised=first)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from router.compaction.planner import Conversation, Cut
+from router.compaction.planner import Cut, Talk
 from router.knowledge import as_data
 from router.openai import ChatMessage
 
@@ -54,7 +54,7 @@ def usable_summary(text: str, is_whole: bool, chars_max: int) -> str | None:
 
 def composed(
     front: Sequence[ChatMessage],
-    conversation: Conversation,
+    conversation: Talk,
     cut: Cut,
     *,
     summary: str = "",

@@ -1,6 +1,6 @@
 """Requests that the service makes for itself in idle moments: a summary, and what a turn will begin with.
 
-They go to the replica that has the conversation's blocks, as anybody's do. Closing one cancels it there: at
+They go to the replica that has the conversation's blocks, as a client's do. Closing one cancels it there: at
 most one step is still computed.
 """
 

@@ -19,7 +19,7 @@ from router.compaction.pieces import (
     piece_text,
     pieces_of,
 )
-from router.compaction.planner import WHOLE, Conversation, Cut, WindowPlan, cut_of, leading_system
+from router.compaction.planner import WHOLE, Cut, Talk, WindowPlan, cut_of, leading_system
 from router.compaction.summaries import SummaryStore
 from router.compaction.tokens import MessageTokens
 from router.knowledge import Budget, Embedder, KnowledgeError
@@ -50,7 +50,7 @@ class Fitted:
 
     request: ParsedChat
     wish: Wish
-    conversation: Conversation
+    conversation: Talk
     links: Sequence[bytes]
     plan: WindowPlan
     cut: Cut
@@ -172,7 +172,7 @@ class Fitter:
         lead = fenced_summary(summary, self.text.marks) if summary else ""
         fixed = self.text.front(front, placed) + self.text.text(lead)
         rest = placed.messages[head:]
-        conversation = Conversation(rest, [self.text.message(one, placed) for one in rest], fixed)
+        conversation = Talk(rest, [self.text.message(one, placed) for one in rest], fixed)
         known = self.memory.cuts(owner, wish.mode, links)
         begin = WHOLE if summary is None else Cut(summary.messages)
         made = Fitted(placed, wish, conversation, links, plan, begin, summary, window, 0)

@@ -1,4 +1,4 @@
-"""Work for idle moments: it begins when nobody is served, and is stopped as soon as somebody comes."""
+"""Work for idle moments: it begins when no request is served, and is stopped as soon as one comes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Work = Callable[[], Awaitable[JobOutcome]]
 
 
 @dataclass(slots=True)
-class _Job:
+class _IdleJob:
     work: Work
     tries: int = 0
 
@@ -33,7 +33,7 @@ class IdleQueue:
     def __init__(self, jobs_max: int, tries_max: int) -> None:
         self._jobs_max = jobs_max
         self._tries_max = tries_max
-        self._jobs: OrderedDict[Owner, _Job] = OrderedDict()
+        self._jobs: OrderedDict[Owner, _IdleJob] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -41,20 +41,20 @@ class IdleQueue:
     def offer(self, owner: Owner, work: Work) -> int:
         """Add the work of a session, in place of what it has; return how many were dropped for it."""
         self._jobs.pop(owner, None)
-        self._jobs[owner] = _Job(work)
+        self._jobs[owner] = _IdleJob(work)
         dropped = 0
         while len(self._jobs) > self._jobs_max:
             self._jobs.popitem(last=False)
             dropped += 1
         return dropped
 
-    def take(self) -> tuple[Owner, _Job]:
+    def take(self) -> tuple[Owner, _IdleJob]:
         """Return the next work, and count the attempt."""
         owner, job = self._jobs.popitem(last=False)
         job.tries += 1
         return owner, job
 
-    def stopped(self, owner: Owner, job: _Job) -> bool:
+    def stopped(self, owner: Owner, job: _IdleJob) -> bool:
         """Put work back that was stopped, unless its session has newer; return whether it is tried again."""
         if owner in self._jobs or job.tries >= self._tries_max:
             return False
@@ -100,7 +100,7 @@ class IdleWork:
 
     @contextmanager
     def demand(self) -> Iterator[None]:
-        """Somebody is served meanwhile: no job runs."""
+        """Let no job run while a request is served."""
         self._open += 1
         self._came += 1
         self._quiet.clear()
@@ -166,7 +166,7 @@ class IdleWork:
             if self._quiet.is_set() and came == self._came:
                 return
 
-    async def _one(self, owner: Owner, job: _Job) -> JobOutcome:
+    async def _one(self, owner: Owner, job: _IdleJob) -> JobOutcome:
         async def limited() -> JobOutcome:
             async with asyncio.timeout(self._job_s_max):
                 return await job.work()

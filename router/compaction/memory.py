@@ -48,7 +48,7 @@ def chain(messages: Sequence[ChatMessage]) -> list[bytes]:
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionCuts:
     cuts: OrderedDict[bytes, Cut] = field(default_factory=OrderedDict)
     pieces: OrderedDict[bytes, tuple[FoundPiece, ...]] = field(default_factory=OrderedDict)
     index: tuple[bytes, PieceIndex] | None = None
@@ -71,7 +71,7 @@ class CutMemory:
         self._sessions_max = sessions_max
         self._notes_max = notes_max
         self._nbytes_max = nbytes_max
-        self._sessions: OrderedDict[Owner, _Session] = OrderedDict()
+        self._sessions: OrderedDict[Owner, _SessionCuts] = OrderedDict()
         self._nbytes = 0
         self._forgets: dict[str, int] = {}
         self._lock = Lock()
@@ -119,7 +119,7 @@ class CutMemory:
         with self._lock:
             if self._forgets.get(owner[0], 0) != forgets:
                 return
-            own = self._sessions.setdefault(owner, _Session())
+            own = self._sessions.setdefault(owner, _SessionCuts())
             self._sessions.move_to_end(owner)
             if cut is not None:
                 own.cuts[_key(cut[0], cut[1])] = cut[2]
@@ -141,7 +141,7 @@ class CutMemory:
                 self._nbytes -= gone.nbytes
 
     def told(self, owner: Owner) -> dict[str, Any] | None:
-        """Return what people are told of a session's cut; None: it has none."""
+        """Return what is shown of a session's cut; None: it has none."""
         with self._lock:
             own = self._sessions.get(owner)
             return None if own is None or own.told is None else dict(own.told)

@@ -44,7 +44,7 @@ SENTENCE = re.compile(r"[^.!?\n]+[.!?\n]?")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OldPiece:
     """A part of a turn that was left out. `turn`: which one it is, from 1. `number`: among all pieces."""
 
     number: int
@@ -61,13 +61,13 @@ class Piece:
 class FoundPiece:
     """A piece that a question gets."""
 
-    piece: Piece
+    piece: OldPiece
     score: float
 
 
 def pieces_of(
     messages: Sequence[ChatMessage], left_out: Sequence[int], chars_max: int, count_max: int
-) -> list[Piece]:
+) -> list[OldPiece]:
     """Return messages that were left out in pieces of at most `chars_max`, the latest `count_max` of them."""
     turn, turns = 0, []
     for message in messages:
@@ -81,7 +81,7 @@ def pieces_of(
             else:
                 made.append((turns[index], segment))
     first = max(0, len(made) - count_max)
-    return [Piece(number, *one) for number, one in enumerate(made[first:], first)]
+    return [OldPiece(number, *one) for number, one in enumerate(made[first:], first)]
 
 
 def _told(message: ChatMessage) -> str:
@@ -107,7 +107,7 @@ def _segments(text: str, chars_max: int) -> list[str]:
 class PieceIndex:
     """The pieces of what one cut leaves out, as they are searched. Not changed once it is made."""
 
-    def __init__(self, pieces: Sequence[Piece], embedder: Embedder | None) -> None:
+    def __init__(self, pieces: Sequence[OldPiece], embedder: Embedder | None) -> None:
         self.pieces = {one.ref: one for one in pieces}
         self._versions = {one.ref: _version(one) for one in pieces}
         self._words = {one.ref: Counter(_stems(one.text)) for one in pieces}
@@ -209,7 +209,7 @@ class PieceIndex:
         return sorted(found, key=lambda one: one.piece.number)
 
 
-def _version(piece: Piece) -> EntryVersion:
+def _version(piece: OldPiece) -> EntryVersion:
     content = Content("document_chunk", "", piece.text)
     return EntryVersion(piece.ref, "create", content, Provenance("conversation"), 0.0, piece.number)
 
@@ -218,12 +218,12 @@ def _stems(text: str) -> list[str]:
     return [word.lower()[:STEM_CHARS] for word in WORD.findall(text)]
 
 
-def piece_text(piece: Piece, marks: Collection[str]) -> str:
+def piece_text(piece: OldPiece, marks: Collection[str]) -> str:
     """Return a piece as it stands in a fence."""
     return f"[turn {piece.turn}]\n{as_data(piece.text, marks)}\n"
 
 
-def fenced_pieces(pieces: Sequence[Piece], marks: Collection[str]) -> str:
+def fenced_pieces(pieces: Sequence[OldPiece], marks: Collection[str]) -> str:
     """Return pieces as a fenced text that ends with a line's end; empty for none."""
     if not pieces:
         return ""

@@ -78,7 +78,7 @@ def boundaries(messages: Sequence[ChatMessage]) -> list[int]:
     return found
 
 
-class Conversation:
+class Talk:
     """A conversation's messages behind its system prompt, each with its tokens in a prompt.
 
     `fixed_tokens`: of what every prompt has, the system prompt first.
@@ -147,7 +147,7 @@ class Conversation:
         return found
 
 
-def next_cut(conversation: Conversation, cut: Cut, end: int, plan: WindowPlan) -> Cut:
+def next_cut(conversation: Talk, cut: Cut, end: int, plan: WindowPlan) -> Cut:
     """Return the cut that requests after messages `[0, end)` are made with, whatever they ask."""
     if conversation.size(cut, end, plan) <= plan.start_tokens:
         return cut
@@ -155,7 +155,7 @@ def next_cut(conversation: Conversation, cut: Cut, end: int, plan: WindowPlan) -
 
 
 def fitting_cut(
-    conversation: Conversation, cut: Cut, begin: int, end: int, plan: WindowPlan, limit_tokens: int
+    conversation: Talk, cut: Cut, begin: int, end: int, plan: WindowPlan, limit_tokens: int
 ) -> Cut:
     """Return the cut that lets the new messages `[begin, end)` into a prompt of `limit_tokens`."""
     if conversation.size(cut, end, plan) <= limit_tokens:
@@ -163,9 +163,7 @@ def fitting_cut(
     return _moved(conversation, cut, begin, end, plan, limit_tokens)
 
 
-def _moved(
-    conversation: Conversation, cut: Cut, since: int, end: int, plan: WindowPlan, limit_tokens: int
-) -> Cut:
+def _moved(conversation: Talk, cut: Cut, since: int, end: int, plan: WindowPlan, limit_tokens: int) -> Cut:
     """Move a cut so that the prompt of `[0, end)` has the target's tokens, or as few as can be."""
     after = [at for at in conversation.boundaries if cut.first < at < end]
     if not after:
@@ -183,7 +181,7 @@ def _moved(
 
 
 def cut_of(
-    conversation: Conversation,
+    conversation: Talk,
     plan: WindowPlan,
     *,
     begin: Cut = WHOLE,

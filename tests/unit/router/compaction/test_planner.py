@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from router.compaction import (
     WHOLE,
-    Conversation,
     Cut,
+    Talk,
     WindowPlan,
     boundaries,
     chain,
@@ -67,8 +67,8 @@ def conversations(draw: st.DrawFn) -> tuple[list[ChatMessage], list[int]]:
     return messages, tokens
 
 
-def made(messages: list[ChatMessage], tokens: list[int]) -> Conversation:
-    return Conversation(messages, tokens, FIXED)
+def made(messages: list[ChatMessage], tokens: list[int]) -> Talk:
+    return Talk(messages, tokens, FIXED)
 
 
 @given(conversations())
