@@ -45,6 +45,7 @@ NAV: dict[str, dict[str, str]] = {
         "Isolation": "isolation.md",
         "Sizing": "sizing.md",
         "Knowledge": "knowledge.md",
+        "Longer than the window": "compaction.md",
         "Limits": "limits.md",
     },
     "Operations": {
