@@ -201,7 +201,9 @@ class _Guest:
         }  # fmt: skip
         if mode in ("retrieve", "summarise"):
             body["compaction"] = {"mode": mode}
-        first_s, text, receipt, prompt = 0.0, "", {}, []
+        first_s, text = 0.0, ""
+        receipt: dict[str, Any] = {}
+        prompt: list[int] = []
         began_s = time.perf_counter()
         with self.client.stream("POST", "/v1/chat/completions", json=body) as stream:
             stream.raise_for_status()

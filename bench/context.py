@@ -328,9 +328,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     window = beyond_window(prompts, packaged, iter(BlockCount, None))
     if args.window_url:
         window += served_window(args.window_url, args.api_key)
-    shown = (*shown[:3], "facts_answered", *shown[3:], "idle_tokens", "ttft_to_short")
+    columns = (*shown[:3], "facts_answered", *shown[3:], "idle_tokens", "ttft_to_short")
     report.show(
-        "A conversation of three windows", [{key: row.get(key, "") for key in shown} for row in window]
+        "A conversation of three windows", [{key: row.get(key, "") for key in columns} for row in window]
     )
     print(report.write("context", [*found, *order, *window]))
     prompts.close()

@@ -75,8 +75,10 @@ def question(number: int) -> str:
 class Guest:
     """One who sends the whole history each time, as clients do."""
 
-    def __init__(self, client: httpx.AsyncClient, of: House, session: str = "s", **options: Any) -> None:
-        self.client, self.house, self.session, self.options = client, of, session, options
+    def __init__(
+        self, client: httpx.AsyncClient, of: House, session: str = "s", headers: dict[str, str] | None = None
+    ) -> None:
+        self.client, self.house, self.session, self.headers = client, of, session, headers
         self.messages: list[dict[str, Any]] = [SYSTEM]
         self.prompts: list[list[int]] = []
         self.receipts: list[dict[str, Any]] = []
@@ -89,7 +91,7 @@ class Guest:
         }  # fmt: skip
         if body["compaction"] is None:
             del body["compaction"]
-        answer = await self.client.post(CHAT, json=body, **self.options)
+        answer = await self.client.post(CHAT, json=body, headers=self.headers)
         assert answer.status_code == 200, answer.text
         whole: dict[str, Any] = answer.json()
         asked = [one for one in self.house.replicas.calls if not one.request_id.startswith("idle-")]
@@ -426,25 +428,27 @@ async def test_nothing_is_computed_while_replicas_are_busy_or_for_who_does_not_r
 
 async def test_tenants_share_no_cut_piece_or_summary(tmp_path: Path) -> None:
     made = house(tmp_path, keys={"tea": KEY, "coffee": OTHER_KEY})
-    tea, coffee = ({"headers": {"authorization": f"Bearer {key}"}} for key in (KEY, OTHER_KEY))
+    tea, coffee = ({"authorization": f"Bearer {key}"} for key in (KEY, OTHER_KEY))
     async with made.client() as client:
-        one = Guest(client, made, **tea)
+        one = Guest(client, made, headers=tea)
         await one.talks(30, rests=True, compaction={"mode": "summarise"})
         assert one.receipts[-1]["compaction"]["summarised_messages"] > 0
         # The same history under the same session's name, of another tenant: no summary of the first.
-        other = Guest(client, made, **coffee)
+        other = Guest(client, made, headers=coffee)
         other.messages = one.messages[:-2]
         await other.says(one.messages[-2]["content"], compaction={"mode": "summarise"})
         told = other.receipts[-1]["compaction"]
         assert (told["summarised_messages"], told["mode"]) == (0, "retrieve")
         assert SUMMARY not in TOKENIZER.decode(other.prompts[-1])
-        assert (await client.get("/v1/sessions/s", **coffee)).json()["compaction"]["summarised_messages"] == 0
+        assert (await client.get("/v1/sessions/s", headers=coffee)).json()["compaction"][
+            "summarised_messages"
+        ] == 0
         salts = {one.tenant: one.salt for one in made.replicas.calls}
         assert len(set(salts.values())) == 2
         for request in made.replicas.calls:
             assert request.salt == salts[request.tenant]
-        await client.delete("/v1/sessions/s", **coffee)
-        assert (await client.get("/v1/sessions/s", **tea)).json()["compaction"] is not None
+        await client.delete("/v1/sessions/s", headers=coffee)
+        assert (await client.get("/v1/sessions/s", headers=tea)).json()["compaction"] is not None
 
 
 async def test_a_session_that_is_deleted_is_gone_from_memory_and_file(tmp_path: Path) -> None:
