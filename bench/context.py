@@ -8,6 +8,9 @@ Order: a conversation of 30 turns with retrieval, built by the product's own cod
 prefixes (`cache_aware`) and with what was retrieved in front (`naive_order`); tokens that a cache without
 bounds would not have, counted by block keys. `--url`: also of a running service with `knowledge.enabled`:
 times to first token, and tokens computed as its receipts say.
+
+Window: a conversation of three times the window, compacted and truncated (`_context_window.py`).
+`--window-url`: also of a running service with a window of 2,048 tokens and `compaction.enabled`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import numpy as np
 
 from bench import _report as report
 from bench._context_facts import PlantedFact, planted
+from bench._context_window import beyond_window, served_window
 from cache_tiers.blocks import block_key
 from configs.optional_sections import KnowledgeSettings
 from configs.settings import Settings
@@ -295,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--hidden", action="store_true", help="also vectors of the served model's hidden states"
     )
     parser.add_argument("--url", help="a running service with knowledge.enabled")
+    parser.add_argument("--window-url", help="a running service with compaction.enabled and a small window")
     parser.add_argument("--api-key")
     args = parser.parse_args(argv)
     settings = Settings()
@@ -320,7 +325,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ttft_s_median",
     )
     report.show("A conversation of 30 turns", [{key: row.get(key, "") for key in shown} for row in order])
-    print(report.write("context", [*found, *order]))
+    window = beyond_window(prompts, packaged, iter(BlockCount, None))
+    if args.window_url:
+        window += served_window(args.window_url, args.api_key)
+    columns = (*shown[:3], "facts_answered", *shown[3:], "idle_tokens", "ttft_to_short")
+    report.show(
+        "A conversation of three windows", [{key: row.get(key, "") for key in columns} for row in window]
+    )
+    print(report.write("context", [*found, *order, *window]))
     prompts.close()
     return 0
 

@@ -432,6 +432,104 @@ class DocumentsSettings(Section):
     )
 
 
+CompactionMode = Literal["retrieve", "summarise"]
+
+
+class CompactionSettings(Section):
+    """Conversations longer than the context window: which turns leave the prompt, and what comes back."""
+
+    enabled: bool = Field(False, description="serve the field `compaction` of chat requests")
+    of_tenant: dict[str, CompactionMode] = Field(
+        default_factory=dict,
+        max_length=1024,
+        description="tenants whose chats are compacted even if they do not ask for it, and how",
+    )
+    mode: CompactionMode = Field(
+        "retrieve",
+        description="how, where a request does not say: retrieve = pieces of old turns come back beside the "
+        "question, summarise = the model writes a summary in an idle moment",
+    )
+    dir: Path | None = Field(
+        None, description="directory of the summaries' file; empty = compaction/ in model.cache_dir"
+    )
+    start_fill: float = Field(
+        0.8, ge=0.05, le=1, description="share of the context window at which old turns leave the prompt"
+    )
+    target_fill: float = Field(
+        0.4, ge=0.01, le=0.95, description="share that is left then; less = the prefix changes less often"
+    )
+    answer_tokens: int = Field(
+        256, ge=1, le=1_000_000, description="kept free for the answer, at most a quarter of the window"
+    )
+    recent_turns: int = Field(2, ge=1, le=100, description="last questions that stay, if they leave room")
+    embedder: Literal["auto", "wordllama", "none"] = Field(
+        "auto", description="what finds old turns by meaning; see knowledge.embedder"
+    )
+    meaning_min: float = Field(
+        0.15, ge=0, le=1, description="cosine below which a piece does not count as similar in meaning"
+    )
+    candidates: int = Field(32, ge=1, le=1000, description="pieces taken from each ranking before fusion")
+    piece_chars: int = Field(480, ge=80, le=100_000, description="characters of a piece of old turns")
+    pieces_max: int = Field(4096, ge=1, le=1_000_000, description="pieces of one conversation, the latest")
+    pieces_per_turn: int = Field(4, ge=1, le=100, description="pieces that one question gets back")
+    budget_tokens: int = Field(256, ge=16, le=1_000_000, description="their tokens, by default")
+    budget_tokens_max: int = Field(2048, ge=16, le=1_000_000, description="... at most, if a request asks")
+    query_chars_max: int = Field(
+        4000, ge=16, le=1024 * KIB, description="characters of a question that are looked up"
+    )
+    summary_tokens_max: int = Field(
+        384, ge=16, le=100_000, description="tokens of a summary, at most an eighth of the window"
+    )
+    summaries_per_session: int = Field(4, ge=1, le=1000, description="summaries kept of a session, the last")
+    summaries_max: int = Field(100_000, ge=1, le=100_000_000, description="summaries kept in all")
+    sessions_max: int = Field(
+        4096,
+        ge=1,
+        le=10_000_000,
+        description="sessions whose cuts an ingress remembers; lost ones are remade",
+    )
+    notes_max: int = Field(1024, ge=1, le=1_000_000, description="cuts, and questions, remembered of each")
+    memory_bytes_max: int = Field(
+        64 * MIB, ge=64 * KIB, le=100 * GIB, description="what an ingress takes for them"
+    )
+    idle_s: float = Field(
+        0.5,
+        ge=0,
+        le=3600,
+        description="how long no request was served before summaries and prefixes are computed",
+    )
+    job_s_max: float = Field(120.0, gt=0, le=3600, description="how long that may take for one session")
+    price_s_max: float = Field(
+        30.0, gt=0, le=3600, description="a prefix whose prefill is priced higher is left to the next turn"
+    )
+    return_s: float = Field(
+        1800.0, gt=0, le=604_800, description="how far ahead the forecast of a return looks"
+    )
+    return_min: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="nothing is computed for a session that is less likely to return by then",
+    )
+    jobs_max: int = Field(256, ge=1, le=100_000, description="sessions that wait for an idle moment")
+    tries_max: int = Field(8, ge=1, le=1000, description="how often work that was stopped is begun again")
+    busy_s: float = Field(5.0, gt=0, le=600, description="how long a write waits for another process's write")
+
+    @model_validator(mode="after")
+    def _steps_are_possible(self) -> CompactionSettings:
+        if self.target_fill >= self.start_fill:
+            raise ValueError(
+                f"compaction.target_fill={self.target_fill} is not below compaction.start_fill="
+                f"{self.start_fill}. Lower the first or raise the second"
+            )
+        if self.budget_tokens > self.budget_tokens_max:
+            raise ValueError(
+                f"compaction.budget_tokens={self.budget_tokens} is more than compaction.budget_tokens_max="
+                f"{self.budget_tokens_max}. Lower the first or raise the second"
+            )
+        return self
+
+
 class OptionalSections(Section):
     """The optional sections; a base of the whole tree."""
 
@@ -440,4 +538,5 @@ class OptionalSections(Section):
     live: LiveSettings = LiveSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
     documents: DocumentsSettings = DocumentsSettings()
+    compaction: CompactionSettings = CompactionSettings()
     telemetry: TelemetrySettings = TelemetrySettings()

@@ -407,6 +407,12 @@ class Metrics:
             registry=registry,
         )
         self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
+        said = "prompts that old turns were left out of, by what stands for them"
+        self.compactions = Counter("samovar_compactions", said, ["mode"], registry=registry)
+        said = "prefixes and summaries of long conversations due in idle moments, by outcome"
+        self.compaction_jobs = Counter("samovar_compaction_jobs", said, ["outcome"], registry=registry)
+        said = "tokens computed for these in idle moments: of prompts, and written"
+        self.compaction_tokens = Counter("samovar_compaction_tokens", said, ["of"], registry=registry)
 
     def left_prefix(self, kind: str, shared_tokens: int, lost_tokens: int) -> None:
         """Record a prompt that left its conversation's prefix, in a part of this kind."""

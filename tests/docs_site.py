@@ -47,6 +47,7 @@ NAV: dict[str, dict[str, str]] = {
         "Knowledge": "knowledge.md",
         "Scale": "scale.md",
         "Documents": "documents.md",
+        "Longer than the window": "compaction.md",
         "Limits": "limits.md",
     },
     "Operations": {

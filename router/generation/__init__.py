@@ -1,6 +1,6 @@
 """Generation requests, from the body to the last byte of the answer."""
 
-from router.generation.context import Context, ContextSource, DocumentSource
+from router.generation.context import AskedTurn, Context, ContextSource, DocumentSource, WindowKeeper
 from router.generation.generation import GenerationEndpoint, IngressServices
 from router.generation.readiness import Readiness
 from router.generation.recorder import open_recorder
@@ -8,6 +8,7 @@ from router.generation.response_sender import ResponseSender, cancel_on_disconne
 from router.generation.usage import EndedTurn, TenantUsage, UsageBook, summed
 
 __all__ = [
+    "AskedTurn",
     "Context",
     "ContextSource",
     "DocumentSource",
@@ -18,6 +19,7 @@ __all__ = [
     "ResponseSender",
     "TenantUsage",
     "UsageBook",
+    "WindowKeeper",
     "cancel_on_disconnect",
     "open_recorder",
     "summed",

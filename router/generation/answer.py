@@ -35,7 +35,7 @@ class AnswerReceipt:
 
     `tokens` has all sources, summed over the prompts; times are those of the slowest prompt, in seconds.
     `kept_by`: what was done to keep the prompts' prefixes equal. `context`, `documents`: what was put
-    into the prompt.
+    into the prompt, `compaction`: what was left out of it.
     """
 
     tokens: Mapping[Source, int]
@@ -50,6 +50,7 @@ class AnswerReceipt:
     request_id: str = ""
     context: Context | None = None
     documents: Context | None = None
+    compaction: Context | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -76,6 +77,7 @@ class AnswerReceipt:
             "request_id": self.request_id or None,
             **({} if self.context is None else {"knowledge": self.context.told(self.cached_tokens)}),
             **({} if self.documents is None else {"documents": self.documents.told(self.cached_tokens)}),
+            **({} if self.compaction is None else {"compaction": self.compaction.told(self.cached_tokens)}),
         }
 
     def header(self) -> str:
@@ -127,7 +129,7 @@ class Answer:
     """State of one request: `n` choices for each of `prompts`.
 
     `generates`: False: what the replicas sample is dropped, only the prompts were to be computed. `context`,
-    `documents`: what was put into the first prompt.
+    `documents`: what was put into the first prompt; `compaction`: what was left out of it.
     """
 
     def __init__(
@@ -140,13 +142,14 @@ class Answer:
         request_id: str = "",
         context: Context | None = None,
         documents: Context | None = None,
+        compaction: Context | None = None,
     ) -> None:
         self.prompts = prompts
         self._n = n
         self._generates = generates
         self._request_id = request_id
         self.context = context
-        self._documents = documents
+        self._documents, self._compaction = documents, compaction
         self._retry_after_s = retry_after_s
         self._admitted: dict[int, Admitted] = {}
         self._replica_ids: set[str] = set()
@@ -223,6 +226,7 @@ class Answer:
             request_id=self._request_id,
             context=self.context,
             documents=self._documents,
+            compaction=self._compaction,
         )
 
     def attributes(self, tenant: str, *, stream: bool) -> dict[str, Value]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cache_tiers.blocks import Placement
 from router.openai import ChatMessage, ParsedChat, UnsupportedParameter
 
 
@@ -87,3 +90,62 @@ async def in_context(
         message = "knowledge is not served here: knowledge.enabled is false. Leave it out."
         raise UnsupportedParameter("knowledge", message)
     return request, None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTurn:
+    """A chat request on its way to its prompt, and whose it is.
+
+    `session`: its tag, `key`: the session's key. `salt`: of its blocks. `forgets`: the tenant's forget
+    counter at its arrival. `request`: as it came. `placed`: with its context.
+    """
+
+    tenant: str
+    session: bytes
+    key: str
+    salt: bytes
+    forgets: int
+    placement: Placement | None
+    request: ParsedChat
+    placed: ParsedChat
+
+
+class WindowKeeper(Protocol):
+    """What makes a long conversation fit the window: `router/compaction`, where that is switched on."""
+
+    def demand(self) -> AbstractContextManager[None]:
+        """Give way to a request for as long as it is served."""
+        ...
+
+    async def fit(self, asked: AskedTurn) -> tuple[ParsedChat, Context | None]:
+        """Return the request as it fits, and what was done; as it was placed, and None, if nothing.
+
+        Raises `ApiError`.
+        """
+        ...
+
+    def over(self, asked: AskedTurn, home: str, reply: ChatMessage) -> None:
+        """Prepare the next turn of a conversation; `home`: the replica that has its blocks."""
+        ...
+
+    def told(self, tenant: str, session: bytes) -> dict[str, Any] | None:
+        """Return where a session is cut; None: nowhere."""
+        ...
+
+    async def forget(self, tenant: str, sessions: Collection[bytes] | None) -> None:
+        """Forget all of these sessions, or of all (None)."""
+        ...
+
+    async def close(self) -> None:
+        """Stop work and close files."""
+        ...
+
+
+async def in_window(keeper: WindowKeeper | None, asked: AskedTurn) -> tuple[ParsedChat, Context | None]:
+    """Return a chat as it fits. Raises `UnsupportedParameter` for a wish that is not served here."""
+    if keeper is not None:
+        return await keeper.fit(asked)
+    if asked.request.compaction is not None:
+        message = "compaction is not served here: compaction.enabled is false. Leave it out."
+        raise UnsupportedParameter("compaction", message)
+    return asked.placed, None

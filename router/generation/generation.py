@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,16 @@ from replicas.messages import Delta, GenerateRequest, TurnContext
 from router.auth import ConcurrencyLimit, RequestLease, tenant_of, tenant_salt
 from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
 from router.generation.answer import Answer, answer_headers
-from router.generation.context import Context, ContextSource, DocumentSource, in_context, with_documents
+from router.generation.context import (
+    AskedTurn,
+    Context,
+    ContextSource,
+    DocumentSource,
+    WindowKeeper,
+    in_context,
+    in_window,
+    with_documents,
+)
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
 from router.generation.needs import need_at_least, need_of
 from router.generation.readiness import Readiness
@@ -86,8 +96,9 @@ class IngressServices:
     `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
-    `knowledge`, `documents`: where chats get context from, if that is switched on. `shares`, `known`,
-    `responses`: what is shared with the other ingresses, `peers`; None: there are none.
+    `knowledge`, `documents`: where chats get context from, `compaction`: what makes them fit, if that is
+    switched on. `shares`, `known`, `responses`: what is shared with the other ingresses, `peers`; None: there
+    are none.
     """
 
     settings: Settings
@@ -113,11 +124,16 @@ class IngressServices:
     tracer: Tracer | None = None
     knowledge: ContextSource | None = None
     documents: DocumentSource | None = None
+    compaction: WindowKeeper | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that a request may send as `model`, the served one first."""
         return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases)))
+
+    def demand(self) -> AbstractContextManager[None]:
+        """Let no work for idle moments run meanwhile."""
+        return nullcontext() if self.compaction is None else self.compaction.demand()
 
     def refuse_other_model(self, asked: str) -> None:
         """Raise `ModelNotFound` if `asked` is no name of the served model."""
@@ -150,6 +166,7 @@ class _Exchange:
     request: ParsedChat | ParsedCompletion
     answer: Answer
     shape: AnswerShape
+    asked: AskedTurn | None = None  # of a chat
     prompts_shown: set[int] = field(default_factory=set)  # of a stream, by number
     tokens_sent: int = 0  # of a stream: in deltas so far
     left_tokens: int = 0  # of the prompts: what their lineages' last turns left in the cache
@@ -185,7 +202,7 @@ class GenerationEndpoint:
                 message = "The server is stopping: it only finishes running requests. Try again later."
                 raise Unavailable(message, self._limits.retry_after_s, code="draining")
             raise Loading(self._limits.retry_after_s)
-        with service.concurrency.lease(tenant) as lease:
+        with service.concurrency.lease(tenant) as lease, service.demand():
             await service.shares.check(tenant)
             body = await read_body(receive, Headers(scope=scope), self._limits)
             sender = ResponseSender(send)
@@ -283,10 +300,14 @@ class GenerationEndpoint:
         began_s = asyncio.get_running_loop().time()
         context: Context | None = None
         documents: Context | None = None
+        compaction: Context | None = None
+        asked: AskedTurn | None = None
         if isinstance(request, ParsedChat):
             await service.known.recall(known, request)
             placed, documents = await with_documents(service.documents, request, tenant, owner.session)
             placed, context = await in_context(service.knowledge, placed, tenant, owner.session)
+            asked = AskedTurn(tenant, owner.session, session, salt, forgets, where, request, placed)
+            placed, compaction = await in_window(service.compaction, asked)
             prompts = [await service.prompts.chat(salt.hex(), placed, tenant, owner=owner, forgets=forgets)]
         else:
             prompts = await service.prompts.completion(request, tenant)
@@ -340,7 +361,9 @@ class GenerationEndpoint:
                 request_id=request_id,
                 context=context,
                 documents=documents,
+                compaction=compaction,
             ),
+            asked=asked,
             shape=self._dialect.shape(head, request, tenant, session_tag(session)),
             named=named,
             ids=None if named is None else EventIds(named.name),
@@ -586,6 +609,10 @@ class GenerationEndpoint:
             await self._service.known.keep(exchange.known, replies, exchange.lineages, exchange.placement)
         except (TimeoutError, TooManyRequests):
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
+        if self._service.compaction is not None and exchange.asked is not None:
+            choice = exchange.answer.choices[0]
+            reply = exchange.shape.sent(choice) or ChatMessage("assistant", choice.text)
+            self._service.compaction.over(exchange.asked, exchange.answer.home(), reply)
 
     async def _send_head(self, exchange: _Exchange) -> None:
         if exchange.is_started:

@@ -145,6 +145,21 @@ def build_service(
             text = ServedText(prompts, context_tokens_max)
             front = Front(readiness, context_tokens_max, lambda: concurrency.open_total)
             documents = open_documents(settings, knowledge, text, client, prompts, directory, front, secret)
+    metrics, compaction = Metrics(), None
+    if settings.compaction.enabled:
+        from router.compaction import Served, open_compaction  # who has it off does not pay for its imports
+
+        compaction = open_compaction(
+            settings,
+            prompts=prompts,
+            client=client,
+            directory=directory,
+            served=Served(secret, model),
+            metrics=metrics,
+            window_tokens=lambda: min(
+                [context_tokens_max, *(one.context_tokens_max for one in readiness.replicas)]
+            ),
+        )
     return IngressServices(
         settings=settings,
         client=client,
@@ -154,7 +169,7 @@ def build_service(
         secret=secret,
         model=model,
         readiness=readiness,
-        metrics=Metrics(),
+        metrics=metrics,
         concurrency=concurrency,
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
         directory=directory,
@@ -175,6 +190,7 @@ def build_service(
         tracer=tracer,
         knowledge=knowledge,
         documents=documents,
+        compaction=compaction,
     )
 
 
@@ -191,6 +207,8 @@ def build_api(service: IngressServices) -> FastAPI:
         await hub.stop()
         if service.documents is not None:
             await service.documents.stop()
+        if service.compaction is not None:
+            await service.compaction.close()
         await service.directory.stop()
         if service.recorder is not None:
             await asyncio.to_thread(service.recorder.close)

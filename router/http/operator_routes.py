@@ -153,6 +153,8 @@ class SessionRoutes:
             }
             for row in view.rows
         ]
+        if self._service.compaction is not None and view.tenant in self._tenants:
+            card["compaction"] = self._service.compaction.told(self._tenants[view.tenant], view.session)
         return JSONResponse(card)
 
     async def hint(self, request: Request) -> Response:
@@ -396,6 +398,9 @@ class CacheRoutes:
             counts = reached if counts is None else counts + reached
             elsewhere, silent = await self._cleared_elsewhere(tag, sessions)
             counts, silent_nodes = counts.with_nodes(elsewhere), silent_nodes + silent
+        if service.compaction is not None:
+            for tenant in tenants:
+                await service.compaction.forget(tenant, sessions)
         if service.knowledge is not None:  # last: if it fails, the caches are cleared all the same
             for tenant in tenants:
                 await service.knowledge.forget(tenant, sessions)

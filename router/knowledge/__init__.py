@@ -45,6 +45,7 @@ from router.knowledge.entries import (
     VersionConflict,
     clean,
     diff,
+    names_in,
 )
 from router.knowledge.harness import Check, Comparison, Found, Question, Verdict, broken, verdicts
 from router.knowledge.knowledge import (
@@ -58,7 +59,18 @@ from router.knowledge.knowledge import (
 )
 from router.knowledge.placement import Fence, as_data, fenced, place, turn_keys
 from router.knowledge.postgres import open_store
-from router.knowledge.retrieval import Budget, Candidate, canonical, fuse, rerank, select, words_of
+from router.knowledge.retrieval import (
+    STEM_CHARS,
+    WORD,
+    Budget,
+    Candidate,
+    canonical,
+    fuse,
+    rerank,
+    select,
+    tells,
+    words_of,
+)
 from router.knowledge.sqlite_file import SqliteFile
 from router.knowledge.sqlite_store import SqliteStore, store_file, store_folder
 
@@ -66,6 +78,8 @@ __all__ = [
     "ID_PATTERN",
     "KINDS",
     "RANKINGS",
+    "STEM_CHARS",
+    "WORD",
     "Approval",
     "AskedTurn",
     "Authorship",
@@ -122,6 +136,7 @@ __all__ = [
     "fenced",
     "fuse",
     "imported",
+    "names_in",
     "open_embedder",
     "open_store",
     "origin_of",
@@ -131,6 +146,7 @@ __all__ = [
     "select",
     "store_file",
     "store_folder",
+    "tells",
     "turn_keys",
     "verdicts",
     "whole_number",

@@ -535,6 +535,8 @@ class KnowledgeBase:
 
     def _room(self, request: ParsedChat, messages: Sequence[Any]) -> int:
         """Return how many tokens the context window has left beside the conversation and its answer."""
+        if request.compaction is not None and request.compaction.mode != "off":
+            return self._text.context_tokens_max  # old turns make room
         sampling = request.sampling
         answer = 1 if request.is_length_default else max(1, sampling.max_tokens)
         own = self._text.chat_tokens(replace(request, messages=tuple(messages)))

@@ -43,6 +43,7 @@ from router.openai.messages import ChatMessage, Tool, ToolCall, ToolOffer
 from router.openai.parse import (
     AnswerExtras,
     CacheWish,
+    CompactionWish,
     KnowledgeWish,
     ParsedChat,
     ParsedCompletion,
@@ -81,6 +82,7 @@ __all__ = [
     "ChatShape",
     "Choice",
     "ClientClosedRequest",
+    "CompactionWish",
     "CompletionDialect",
     "ContextLengthExceeded",
     "DetokenizeBody",

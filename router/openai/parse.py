@@ -34,6 +34,7 @@ from router.openai.schema import (
     UNSUPPORTED_FIELDS,
     CacheOptions,
     ChatBody,
+    CompactionOptions,
     CompletionBody,
     DetokenizeBody,
     KnowledgeOptions,
@@ -106,6 +107,14 @@ class KnowledgeWish:
     remember: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class CompactionWish:
+    """What a chat wants done when it outgrows the window; None is the setting's, `off`: nothing."""
+
+    mode: Literal["retrieve", "summarise", "off"] | None = None
+    budget_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
     """Validated fields common to chat and completions. `ignored_fields`: fields that were not read.
@@ -146,6 +155,7 @@ class ParsedChat(ParsedRequest):
     continues: bool = False
     knowledge: KnowledgeWish | None = None
     documents: tuple[str, ...] = ()
+    compaction: CompactionWish | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +276,7 @@ class RequestParser:
             extras=_extras(asked),
             knowledge=_knowledge_wish(asked.knowledge),
             documents=tuple(asked.documents or ()),
+            compaction=_compaction_wish(asked.compaction),
             **self._common(asked),
         )
         _refuse_two_forms(parsed)
@@ -446,6 +457,10 @@ def _knowledge_wish(given: KnowledgeOptions | None) -> KnowledgeWish | None:
         given.query,
         given.remember is not False,
     )
+
+
+def _compaction_wish(given: CompactionOptions | None) -> CompactionWish | None:
+    return None if given is None else CompactionWish(given.mode, given.budget_tokens)
 
 
 def _extras(asked: ChatBody | CompletionBody) -> AnswerExtras:

@@ -250,6 +250,15 @@ class KnowledgeOptions(_Strict):
     remember: bool | None = None
 
 
+class CompactionOptions(_Strict):
+    """`compaction`: what becomes of old turns when the conversation outgrows the window."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["retrieve", "summarise", "off"] | None = None
+    budget_tokens: Annotated[Whole, Field(ge=1, le=COUNT_MAX)] | None = None
+
+
 class _Body(_Strict):
     """Fields common to both kinds of request. `bounded_*` tighten those that have limits."""
 
@@ -332,6 +341,7 @@ class ChatBody(_Body):
     chat_template_kwargs: TemplateKwargs | None = None
     knowledge: KnowledgeOptions | None = None
     documents: Annotated[list[Word], Field(max_length=256, fail_fast=True)] | None = None
+    compaction: CompactionOptions | None = None
 
 
 class CompletionBody(_Body):

@@ -52,6 +52,7 @@ class ReceiptJson(TypedDict):
     prefix: Annotated[list[str] | None, Field(description="what was done to keep the prefix")]
     replica: list[str]
     request_id: Annotated[str | None, Field(description="of `x-request-id`; logs and traces have it, too")]
+    compaction: NotRequired[Annotated[dict[str, Any], Field(description="what was left out of the prompt")]]
 
 
 class PromptTokensJson(TypedDict):

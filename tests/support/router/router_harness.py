@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from configs.cluster import ClusterSettings
-from configs.optional_sections import KnowledgeSettings
+from configs.optional_sections import CompactionSettings, KnowledgeSettings
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
 from configs.telemetry import Tracer
@@ -60,6 +60,7 @@ def make_settings(
     replicas: int = 1,
     router: dict[str, Any] | None = None,
     knowledge: dict[str, Any] | None = None,
+    compaction: dict[str, Any] | None = None,
     **server: Any,
 ) -> Settings:
     return Settings(
@@ -70,6 +71,7 @@ def make_settings(
         tiers=tiers or TierSettings(),
         server=ServerSettings(**server),
         knowledge=KnowledgeSettings.model_validate(knowledge or {}),
+        compaction=CompactionSettings.model_validate(compaction or {}),
     )
 
 

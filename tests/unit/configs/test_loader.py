@@ -84,6 +84,7 @@ SPECIAL: dict[str, object] = {
     "limits.tenant_share": 0.25,
     "limits.tenant_weights": {"team": 2.0},
     "knowledge.always_of": ("team",),
+    "compaction.of_tenant": {"team": "retrieve"},
     "router.session_ids": ("x-my-chat", "metadata.Chat", "user"),
     "router.prefix.volatile_lines": ("current time",),
     "tiers.node.spot_notice_url": "http://127.0.0.1:8111",
