@@ -11,8 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,26 +20,21 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from cache_tiers.blocks import Placement, tenant_tag
-from configs.settings import Settings
-from configs.telemetry import Span, Tracer
+from configs.telemetry import Span
 from replicas.messages import Delta, GenerateRequest, TurnContext
-from router.auth import ConcurrencyLimit, RequestLease, tenant_of, tenant_salt
-from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
+from router.auth import RequestLease, tenant_of, tenant_salt
+from router.doors import SessionTurn
 from router.generation.answer import Answer, answer_headers
 from router.generation.context import (
     AskedTurn,
     Context,
-    ContextSource,
-    DocumentSource,
-    WindowKeeper,
     in_context,
     in_window,
     with_documents,
 )
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
 from router.generation.needs import need_at_least, need_of
-from router.generation.readiness import Readiness
-from router.generation.recorder import IngressRecorder, ServedTurn
+from router.generation.recorder import ServedTurn
 from router.generation.response_sender import ResponseSender, cancel_on_disconnect
 from router.generation.resumption import (
     REPLAYED_HEADER,
@@ -48,8 +42,8 @@ from router.generation.resumption import (
     NamedAnswer,
     NamedAnswers,
 )
-from router.generation.usage import UsageBook
-from router.metrics import Metrics, RequestTimer
+from router.generation.services import IngressServices
+from router.metrics import RequestTimer
 from router.openai import (
     AnswerHead,
     AnswerShape,
@@ -60,7 +54,6 @@ from router.openai import (
     InternalError,
     InvalidValue,
     Loading,
-    ModelNotFound,
     ParsedChat,
     ParsedCompletion,
     RequestTimeout,
@@ -69,12 +62,10 @@ from router.openai import (
     json_bytes,
     read_body,
 )
-from router.prompt import Owner, PromptBuilder, answer_tokens
+from router.prompt import Owner, answer_tokens
 from router.routing import (
-    ReplicaClient,
     ReplicaFailed,
     ReplicaLost,
-    SessionDirectory,
     TurnEnd,
     placement,
     session_key,
@@ -87,64 +78,6 @@ logger = logging.getLogger(__name__)
 
 ENTRIES_A_REPLY = 2  # with its reasoning and without
 REMEMBER_S = 1.0  # how long the end of an answer may wait for the reply memory
-
-
-@dataclass(frozen=True)
-class IngressServices:
-    """The parts a request needs, created once per ingress.
-
-    `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
-    `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
-    `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
-    `knowledge`, `documents`: where chats get context from, `compaction`: what makes them fit, if that is
-    switched on. `shares`, `known`, `responses`: what is shared with the other ingresses, `peers`; None: there
-    are none.
-    """
-
-    settings: Settings
-    client: ReplicaClient
-    prompts: PromptBuilder
-    model_name: str
-    context_tokens_configured: int
-    secret: bytes
-    model: str
-    readiness: Readiness
-    metrics: Metrics
-    concurrency: ConcurrencyLimit
-    reads: ConcurrencyLimit
-    directory: SessionDirectory
-    shares: DoorShares
-    known: KnownSessions
-    responses: KeptResponses
-    peers: DoorPeers | None = None
-    recorder: IngressRecorder | None = None
-    usage: UsageBook = field(default_factory=UsageBook)
-    generation: Mapping[str, float] = field(default_factory=dict)
-    commit: str | None = None
-    tracer: Tracer | None = None
-    knowledge: ContextSource | None = None
-    documents: DocumentSource | None = None
-    compaction: WindowKeeper | None = None
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """The names that a request may send as `model`, the served one first."""
-        return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases)))
-
-    def demand(self) -> AbstractContextManager[None]:
-        """Let no work for idle moments run meanwhile."""
-        return nullcontext() if self.compaction is None else self.compaction.demand()
-
-    def refuse_other_model(self, asked: str) -> None:
-        """Raise `ModelNotFound` if `asked` is no name of the served model."""
-        if asked not in self.model_names:
-            raise ModelNotFound(asked, self.model_name)
-
-    @property
-    def context_tokens_max(self) -> int:
-        """Longest prompt + answer that every running replica can take."""
-        of_replicas = [info.context_tokens_max for info in self.readiness.replicas]
-        return min([self.context_tokens_configured, *of_replicas])
 
 
 @dataclass(slots=True)

@@ -398,9 +398,6 @@ class CacheRoutes:
             counts = reached if counts is None else counts + reached
             elsewhere, silent = await self._cleared_elsewhere(tag, sessions)
             counts, silent_nodes = counts.with_nodes(elsewhere), silent_nodes + silent
-        if service.compaction is not None:
-            for tenant in tenants:
-                await service.compaction.forget(tenant, sessions)
         if service.knowledge is not None:  # last: if it fails, the caches are cleared all the same
             for tenant in tenants:
                 await service.knowledge.forget(tenant, sessions)
@@ -476,6 +473,8 @@ async def forget_here(service: IngressServices, tenant: str, sessions: Sequence[
     A tenant that is no longer configured has no replies here.
     """
     service.responses.forget(tenant, sessions)
+    if service.compaction is not None:
+        await service.compaction.forget(tenant, sessions)
     return await service.prompts.forget(tenant, sessions)
 
 

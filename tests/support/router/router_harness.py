@@ -20,7 +20,7 @@ from configs.settings import AuthSettings, LimitsSettings, RouterSettings, Serve
 from configs.telemetry import Tracer
 from replicas.messages import FinishReason, GenerateRequest
 from router.doors import DoorPeers
-from router.generation.generation import IngressServices
+from router.generation import IngressServices
 from router.http.app import build_api, build_service
 from router.prompt.prompt import PromptBuilder
 from router.routing.load_tracker import ReplicaLoadTracker

@@ -1,0 +1,78 @@
+"""The parts of one ingress that its routes share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from configs.settings import Settings
+from configs.telemetry import Tracer
+from router.auth import ConcurrencyLimit
+from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions
+from router.generation.context import ContextSource, DocumentSource, WindowKeeper
+from router.generation.readiness import Readiness
+from router.generation.recorder import IngressRecorder
+from router.generation.usage import UsageBook
+from router.metrics import Metrics
+from router.openai import ModelNotFound
+from router.prompt import PromptBuilder
+from router.routing import ReplicaClient, SessionDirectory
+
+
+@dataclass(frozen=True)
+class IngressServices:
+    """The parts a request needs, created once per ingress.
+
+    `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
+    `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
+    `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
+    `knowledge`, `documents`: where chats get context from, `compaction`: what makes them fit, if that is
+    switched on. `shares`, `known`, `responses`: what is shared with the other ingresses, `peers`; None: there
+    are none.
+    """
+
+    settings: Settings
+    client: ReplicaClient
+    prompts: PromptBuilder
+    model_name: str
+    context_tokens_configured: int
+    secret: bytes
+    model: str
+    readiness: Readiness
+    metrics: Metrics
+    concurrency: ConcurrencyLimit
+    reads: ConcurrencyLimit
+    directory: SessionDirectory
+    shares: DoorShares
+    known: KnownSessions
+    responses: KeptResponses
+    peers: DoorPeers | None = None
+    recorder: IngressRecorder | None = None
+    usage: UsageBook = field(default_factory=UsageBook)
+    generation: Mapping[str, float] = field(default_factory=dict)
+    commit: str | None = None
+    tracer: Tracer | None = None
+    knowledge: ContextSource | None = None
+    documents: DocumentSource | None = None
+    compaction: WindowKeeper | None = None
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that a request may send as `model`, the served one first."""
+        return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases)))
+
+    def demand(self) -> AbstractContextManager[None]:
+        """Let no work for idle moments run meanwhile."""
+        return nullcontext() if self.compaction is None else self.compaction.demand()
+
+    def refuse_other_model(self, asked: str) -> None:
+        """Raise `ModelNotFound` if `asked` is no name of the served model."""
+        if asked not in self.model_names:
+            raise ModelNotFound(asked, self.model_name)
+
+    @property
+    def context_tokens_max(self) -> int:
+        """Longest prompt + answer that every running replica can take."""
+        of_replicas = [info.context_tokens_max for info in self.readiness.replicas]
+        return min([self.context_tokens_configured, *of_replicas])
