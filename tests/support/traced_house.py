@@ -55,6 +55,7 @@ class _Replica(Replica):
         self._tracer = tracer
         self._streams = {}
         self._untold = {}
+        self._kept_logs = {}
         self._links = Links(self._settings.cluster.links, self._settings.router.heartbeat_s)
         self._keys = iter(range(1, 1000))  # type: ignore[assignment]
         self._thread = self  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import pytest
 
 from configs.optional_sections import AnswerSettings
 from tests.support.clock import Clock
-from tests.support.router.kept_replicas import FREE, TinyReplica, front_door, tiny_replicas
+from tests.support.router.kept_replicas import FREE, front_door, tiny_replicas
 from tests.support.router.router_harness import KEY, OTHER_KEY, chat, error_of, make_settings, until
 
 CHAT = "/v1/chat/completions"
@@ -315,10 +315,3 @@ async def test_without_room_the_header_is_ignored(tiny_llama: Path) -> None:
         async with front_door([replica], settings=settings) as (_, url):
             assert {name for name, _ in await whole(url, asking())} == {None}
         assert replica.generated == TOKENS
-
-
-def test_held_engines_are_those_of_the_product(tiny_llama: Path) -> None:
-    """What stands in for the deployment's constructor makes all that it makes."""
-    made = TinyReplica("r", tiny_llama, AnswerSettings(), Clock())
-    made.stop()
-    assert {"_kept", "_kept_logs", "_kept_spans", "_streams", "_untold", "_links"} <= vars(made).keys()
