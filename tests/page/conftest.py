@@ -20,6 +20,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("playwright") else ["test_*
 """`make test-page` installs Playwright beside the environment; other targets leave these files out."""
 
 WIDE, NARROW = (1280, 860), (390, 844)
+PICTURES = Path(__file__).parents[2] / "docs" / "img"
 AXE = Path(os.environ.get("TESTS_AXE", "axe.min.js"))
 CHROMIUM_HOW = "Chromium is missing: apt-get install chromium"
 IMPACTS = ("serious", "critical")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from playwright.sync_api import Error, expect
 
 from cache_tiers.pricing import TierPrice
 from router.diagnosis import CONDITIONS, diagnose
-from tests.page.conftest import NARROW, WIDE, Seen, answers, axe_problems, live, say
+from tests.page.conftest import NARROW, PICTURES, WIDE, Seen, answers, axe_problems, live, say
 from tests.page.fake_service import ADMIN, World, populate, step_down
 from tests.support.router.snapshots import HEALTHY, NVME, OFF, PLANTED, REPLICA, with_tiers
 from tests.support.services.service import until
@@ -268,9 +269,11 @@ def test_what_is_wrong_is_said_with_evidence_setting_and_gain(
     for change in finding.changes:
         expect(shown).to_contain_text(f"{change.setting}: {change.to_in_words}")
         expect(shown).to_contain_text(change.brings[1:])
+    page.locator("#memory > summary").click()
+    if os.environ.get("TESTS_PICTURES") and (size, scheme) == (WIDE, "light"):
+        page.locator(".advice").screenshot(path=PICTURES / "page-1280-diagnosis.png")
     page.get_by_text("All that was looked at").click()
     expect(page.locator(".condition")).to_have_count(len(CONDITIONS))
-    page.locator("#memory > summary").click()
     assert axe_problems(page) == []
     assert page.locator("html").evaluate("(html) => html.scrollWidth") <= size[0]
     world.snapshot = HEALTHY

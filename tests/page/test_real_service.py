@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import expect
 
 from router.diagnosis import BY_NAME, diagnose, snapshot_of
-from tests.page.conftest import NARROW, WIDE, Seen, answers, axe_problems, live, say
+from tests.page.conftest import NARROW, PICTURES, WIDE, Seen, answers, axe_problems, live, say
 from tests.support.services.guests import Conversation
 from tests.support.services.service import for_served_dtype
 from tests.support.services.tier_service import ADMIN_KEY, MIB, TierService, flag, tier_service
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Opener = Callable[..., Any]
 KEYS = {name: f"key-of-tenant-{name}" for name in ("alice", "bob")}
 ANSWER_S = 120.0
-PICTURES = Path(__file__).parents[2] / "docs" / "img"
 RAM_BYTES = for_served_dtype(64 * MIB)
 """Room for the conversations and for what fills the pool once (24 MiB), not twice."""
 LOADS_MAX = 6
@@ -117,7 +116,6 @@ def test_two_conversations_leave_the_pool_and_return_from_their_tiers(
     page.locator("#memory > summary").click()
     expect(page.locator("#memory-table tbody tr")).not_to_have_count(0)
     expect(page.locator("#memory-table thead")).to_contain_text("From NVMe")
-    page.screenshot(path=pictures / "page-1280-memory.png")
     page.locator("#memory > summary").click()
     page.set_viewport_size({"width": NARROW[0], "height": NARROW[1]})
     expect(page.get_by_role("tabpanel")).to_have_count(1)

@@ -15,6 +15,7 @@ from configs.optional_sections import LiveSettings
 from replicas.messages import Receipt
 from router.live.hub import LiveHub
 from router.live.merge_patch import Json
+from router.live.routes import LiveRoutes
 from router.live.state import owner_of
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.fake_replica import INFO, say
@@ -317,6 +318,23 @@ async def test_streams_that_come_and_go_make_no_looks_of_their_own() -> None:
             async with reading(home.app, KEY, method):
                 await until(lambda: hub(home).looks > 0)
     assert hub(home).looks == 1
+
+
+async def test_a_reader_that_leaves_in_the_moment_of_a_message_is_not_forgotten() -> None:
+    home = house()
+    routes = LiveRoutes(home.service, hub(home))
+
+    async def send(message: Any) -> None:
+        stream.cancel()
+
+    async def endless() -> None:
+        await routes._put(send, {"type": "http.response.body", "body": b"", "more_body": True})
+        await asyncio.Event().wait()
+
+    stream = asyncio.create_task(endless())
+    done, _ = await asyncio.wait({stream}, timeout=30)
+    stream.cancel()
+    assert done
 
 
 async def test_a_reader_that_takes_nothing_is_not_waited_for_at_the_end_of_its_time() -> None:
