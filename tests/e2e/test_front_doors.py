@@ -23,6 +23,7 @@ import pytest
 
 from tests.support.services.service import MODEL, Service, serving, until
 
+pytestmark = pytest.mark.slow  # the gate has three front doors in one process: tests/unit/router/doors
 DOORS = 3
 INGRESS = "ServeReplica:samovar:Ingress"
 BLOCK_TOKENS = 16
@@ -240,7 +241,6 @@ def kill_one(service: Service, rng: random.Random) -> None:
     until("it is dead", lambda: not psutil.pid_exists(pid))
 
 
-@pytest.mark.slow
 def test_front_doors_killed_at_random_under_load(service: Service, letters: list[int]) -> None:
     """Every request succeeds by an unmodified client's own retries, with the same text as without kills."""
     kills, rng = int(os.environ.get("TESTS_KILLS", KILLS)), random.Random(7)
