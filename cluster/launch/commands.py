@@ -28,8 +28,8 @@ KEEP_GCS_LOG = "~/samovar-gcs.log"
 
 MONITOR_LOG = "~/samovar-monitor.log"
 
-NODE_EXTRAS = "nixl,otel,s3"
-"""What nodes have that one machine may do without: blocks between nodes, traces, S3 and SSM."""
+NODE_EXTRAS = "documents,knowledge,nixl,otel,postgres,s3"
+"""What nodes have that one machine may do without: blocks between nodes, traces, knowledge, S3 and SSM."""
 
 BOOTSTRAP_FILE = "~/ray_bootstrap_config.yaml"
 

@@ -370,7 +370,7 @@ class KnowledgeStore(Protocol):
         ...
 
     def note_turn(self, tenant: str, session: bytes, key: bytes, placed: PlacedTurn) -> None:
-        """LoopRecord what a turn got, in place of what was recorded for it."""
+        """Record what a turn got, in place of what was recorded for it."""
         ...
 
     def recent_fronts(self, tenant: str, limit: int) -> list[tuple[EntryRef, ...]]:
