@@ -95,7 +95,7 @@ class PromptText(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AskedTurn:
+class KnowledgeTurn:
     """A turn before its answer, as the front door has read it. `refs`: the entries in its prompt.
 
     `results`: of the tools that were called since the question. `key`: of the conversation up to the question
@@ -115,7 +115,7 @@ class AskedTurn:
 class TurnMemory(Protocol):
     """Keeps turns, so that feedback need not say what was asked and answered."""
 
-    def record(self, asked: AskedTurn, said: ChatMessage) -> LoopRecord | None:
+    def record(self, asked: KnowledgeTurn, said: ChatMessage) -> LoopRecord | None:
         """Return a turn as it is to be kept; None if it is not."""
         ...
 
@@ -139,7 +139,7 @@ class PlacedContext:
     budget_tokens: int
     has_meaning: bool
     text: PromptText
-    asked: AskedTurn
+    asked: KnowledgeTurn
     dropped: int = 0
     turn_id: str | None = None
     places: Sequence[tuple[int, int]] = ()  # of each fence: first token, tokens
@@ -426,7 +426,7 @@ class KnowledgeBase:
         except ApiError as error:  # the answer is the client's all the same
             logger.warning("a turn is not kept, so that there is no feedback on it: %s", error)
 
-    def _answered(self, asked: AskedTurn, said: ChatMessage) -> str | None:
+    def _answered(self, asked: KnowledgeTurn, said: ChatMessage) -> str | None:
         # Before the write, which others wait for: the texts of tools are looked at.
         record = self._memory.record(asked, said) if self._memory is not None and asked.is_kept else None
         with self.store.transaction():
@@ -494,7 +494,7 @@ class KnowledgeBase:
         known = self.store.versions(tenant, refs)
         made, fences = place(messages, turns, known, self._text.marks)
         numbers = {index: number for number, index in enumerate(sorted(keys), 1)}
-        turn = AskedTurn(
+        turn = KnowledgeTurn(
             tenant,
             session,
             messages[last].content,

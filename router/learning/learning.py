@@ -13,12 +13,12 @@ from configs.json_text import parse_json
 from configs.optional_sections import KnowledgeSettings, LoopSettings
 from router.knowledge import (
     Approval,
-    AskedTurn,
     Change,
     EntryBody,
     EntryVersion,
     KnowledgeBase,
     KnowledgeStore,
+    KnowledgeTurn,
     LoopRecord,
     Question,
     QuestionBody,
@@ -65,7 +65,7 @@ class LoopMemory:
         self._settings = settings
         self._clock = clock
 
-    def record(self, asked: AskedTurn, said: ChatMessage) -> LoopRecord | None:
+    def record(self, asked: KnowledgeTurn, said: ChatMessage) -> LoopRecord | None:
         """Return a turn as it is to be kept; None for one that is too long."""
         results = [
             (TurnCall(clean(one.call_id), clean(one.tool)), one.content) for one in asked.results[-CALLS_MAX:]

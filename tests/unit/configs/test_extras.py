@@ -36,6 +36,7 @@ OPTIONAL = {
     "nixl_meta_utils",
     "mypy_boto3_s3",
     "psycopg",
+    "pypdf",
     "triton",
     "wordllama",
 }

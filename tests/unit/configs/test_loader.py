@@ -84,6 +84,8 @@ SPECIAL: dict[str, object] = {
     "limits.tenant_share": 0.25,
     "limits.tenant_weights": {"team": 2.0},
     "knowledge.always_of": ("team",),
+    "knowledge.loop.auto_of": ("team",),
+    "knowledge.loop.confirming_tools": {"run_tests": "^ok"},
     "compaction.of_tenant": {"team": "retrieve"},
     "router.session_ids": ("x-my-chat", "metadata.Chat", "user"),
     "router.prefix.volatile_lines": ("current time",),
@@ -378,13 +380,15 @@ def test_the_servers_own_secret_is_sent_by_nobody_and_may_hold_blanks() -> None:
 
 def test_one_ingress_writes_a_recording_and_the_knowledge_base() -> None:
     two = {"SAMOVAR_SERVER__INGRESS_REPLICAS": "2"}
-    assert load(None, two).settings.server.ingress_replicas == 2
+    assert load(None, two, []).settings.server.ingress_replicas == 2
     assert "server.record" in complaint(None, {**two, "SAMOVAR_SERVER__RECORD": "/tmp/turns"})
     assert "knowledge.enabled" in complaint(None, {**two, "SAMOVAR_KNOWLEDGE__ENABLED": "true"})
 
 
 def test_the_number_of_ingresses_may_be_auto() -> None:
-    assert load(None, {"SAMOVAR_SERVER__INGRESS_REPLICAS": "auto"}).settings.server.ingress_replicas is None
+    assert (
+        load(None, {"SAMOVAR_SERVER__INGRESS_REPLICAS": "auto"}, []).settings.server.ingress_replicas is None
+    )
     assert "1 to 64" in complaint(None, {"SAMOVAR_SERVER__INGRESS_REPLICAS": "0"})
 
 

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from cache_tiers.messages import NodeStats, PrefetchStats, ResumptionStats
 from cluster.cli.status import RETURNS_HEAD, Status, returns_rows
-from router.metrics import tier_metrics
+from router.tier_metrics import tier_metrics
 
 PREFETCH = PrefetchStats(
     started={"pause": 3 * 1024, "hint": 1024},
@@ -56,7 +56,7 @@ class Told:
 )
 def test_metrics(name: str, labels: dict[str, str], value: float | None) -> None:
     registry = CollectorRegistry()
-    registry.register(Told(NODE))  # type: ignore[arg-type]
+    registry.register(Told(NODE))
     assert registry.get_sample_value(name, {**labels, "node": "node-one"}) == value
 
 

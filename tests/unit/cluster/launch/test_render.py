@@ -224,7 +224,8 @@ def test_the_wheel_is_installed_where_one_is_given() -> None:
     tree = rendered_rack("--launch.wheel=dist/samovar-0.1.0-py3-none-any.whl").tree()
     assert tree["setup_commands"][-1] == (
         "{ test -x ~/samovar-venv/bin/pip || python3 -m venv ~/samovar-venv; } && "
-        "~/samovar-venv/bin/pip install --quiet ~/'samovar/samovar-0.1.0-py3-none-any.whl[nixl,otel,s3]' && "
+        "~/samovar-venv/bin/pip install --quiet ~/"
+        "'samovar/samovar-0.1.0-py3-none-any.whl[documents,knowledge,nixl,otel,postgres,s3]' && "
         "~/samovar-venv/bin/pip install --quiet --force-reinstall --no-deps "
         "~/samovar/samovar-0.1.0-py3-none-any.whl"
     )

@@ -511,7 +511,7 @@ store, point = SqliteStore(Path(sys.argv[1])), sys.argv[2]
 memory = LoopMemory(store, settings.loop)
 base = KnowledgeBase(store, None, Text(), settings, 1.0, memory)
 loop = LearningLoop(base, settings)
-asked = AskedTurn("tea", b"s", "Why?", (), (), None, PlacedTurn(), True)
+asked = KnowledgeTurn("tea", b"s", "Why?", (), (), None, PlacedTurn(), True)
 record = memory.record(asked, ChatMessage("assistant", "So."))
 memory.keep("tea", record)
 put = store.records.put
