@@ -244,7 +244,7 @@ class Replica:
                 yield [refused]
                 return
         stream = await self._stream_of(request)
-        if request.keep is not None:
+        if request.keep is not None and not self._goes_on_apart(request):
             async for events in self._read_kept(request, stream):
                 yield [self._named(event) for event in events]
             return
@@ -268,6 +268,15 @@ class Replica:
             if not stream.is_over:
                 self._thread.abort(key)
 
+    def _goes_on_apart(self, request: GenerateRequest) -> bool:
+        """Whether the rest of an answer is computed for its reader alone, and not kept.
+
+        The reader has begun it on a replica that was lost, and what is kept under its name did not begin so.
+        """
+        keep = request.keep
+        log = None if keep is None else self._kept.find(request.tenant, keep.ref)
+        return keep is not None and log is not None and not log.begins_with(keep.before)
+
     async def _read_kept(
         self, request: GenerateRequest, stream: EventStream | EventSender
     ) -> AsyncIterator[list[Event]]:
@@ -279,7 +288,7 @@ class Replica:
             stream.put(Refused("invalid", "This key was sent with another request.", param="idempotency-key"))
             log = None
         elif log is not None:
-            self._kept.attach(log, stream)
+            self._kept.attach(log, stream, keep.before)
         elif keep.is_attaching:
             stream.put(Failed("this replica does not keep the answer", replica_lost=True))
         else:

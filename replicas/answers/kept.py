@@ -6,8 +6,9 @@ event on. What is kept is bounded in answers, bytes and seconds; it is dropped w
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import msgpack
@@ -64,6 +65,10 @@ class KeptLog:
         """Return what a front door has to know to read it."""
         return KeptAnswer(replica_id, self.keep.body, self.keep.created, self._prompt, is_over=self.is_over)
 
+    def begins_with(self, said: Sequence[Event]) -> bool:
+        """Return whether these were its first events: to who has them, the rest may be told."""
+        return self._packed.startswith(b"".join(map(_packed, said)))
+
     def events(self) -> Iterator[Event]:
         """Yield the events so far, each as it was said."""
         unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(self._packed)), unicode_errors="surrogatepass")
@@ -87,10 +92,14 @@ class KeptLog:
         self._packed.clear()
 
     def _add(self, event: Event) -> None:
-        packed: bytes = msgpack.packb(pack_event(event), unicode_errors="surrogatepass")
-        self._packed += packed
+        self._packed += _packed(event)
         if isinstance(event, Delta):
             self._choices_open -= event.finish_reason is not None
+
+
+def _packed(event: Event) -> bytes:
+    packed: bytes = msgpack.packb(pack_event(event), unicode_errors="surrogatepass")
+    return packed
 
 
 class KeptAnswers:
@@ -136,9 +145,10 @@ class KeptAnswers:
         self._make_room()
         return log
 
-    def attach(self, log: KeptLog, reader: Reader) -> None:
-        """Tell a reader all events so far, and those that will come."""
-        for event in log.events():
+    def attach(self, log: KeptLog, reader: Reader, has: Sequence[Event] = ()) -> None:
+        """Tell a reader the events so far, and those that will come. `has`: the first ones, which it has."""
+        assert log.begins_with(has), "the reader has read another answer"
+        for event in itertools.islice(log.events(), len(has), None):
             reader.put(event)
         if not log.is_over:
             log.readers.append(reader)

@@ -18,7 +18,7 @@ from configs.settings import Settings
 from replicas.answers import KeptAnswers
 from replicas.deployment import Replica
 from replicas.engine import EngineThread
-from replicas.links import Inlet, Links
+from replicas.links import DoorLoads, Inlet, Links
 from replicas.messages import Event, GenerateRequest, KeptAnswer
 from router.routing import ReplicaLost
 from router.routing.linked_call import LinkedCall
@@ -65,6 +65,7 @@ class TinyReplica(Replica):
         self._thread = EngineThread(self.engine, self._deliver, 60.0)  # type: ignore[arg-type]
         self._streams, self._untold, self._kept_logs, self._kept_spans = {}, {}, {}, {}
         self._links = Links(LINKS, 60.0)
+        self._door_loads = DoorLoads(name)
         self._keys = itertools.count()
         self._kept = KeptAnswers(answers, self._abort_kept, clock)
         self._sweep = None
@@ -96,6 +97,7 @@ class KeptReplicas(FakeReplicas):
     def __init__(self, replicas: list[TinyReplica]) -> None:
         super().__init__(lambda request: say([]))
         self.tiny = replicas
+        self.cuts = 0  # of connections that end with the next events, of replicas that live on
         self.inlet = Inlet(LOOPBACK, LINKS, 0.0)
         self.infos = [replace(INFO, replica_id=one._info.replica_id) for one in replicas]
 
@@ -118,6 +120,9 @@ class KeptReplicas(FakeReplicas):
             async for events in call:
                 choices_open -= choices_ended(events, choices_open)
                 yield events
+                if self.cuts > 0:
+                    self.cuts -= 1
+                    raise ReplicaLost("cut by the test")
                 if names[name].is_lost:
                     raise ReplicaLost("killed by the test")
                 if choices_open <= 0:
@@ -154,6 +159,7 @@ async def tiny_replicas(
                 await until(lambda one=one: not one.engine.real.has_work)  # type: ignore[misc]
                 assert not one._streams
                 assert not one._kept_logs
+                assert not one._door_loads._calls
     finally:
         for one in made:
             one.stop()

@@ -88,6 +88,22 @@ def test_what_another_replica_said_comes_before_but_not_to_who_has_it() -> None:
     assert late.events == [*before, *reader.events]
 
 
+def test_who_has_its_begin_hears_the_rest() -> None:
+    book, first = Book(), Heard()
+    log = book.begin(1, asked(1), first)
+    said: tuple[Event, ...] = (ADMITTED, Delta(0, "a", (1,), (TOKEN,)), Delta(0, "b", (2,)))
+    for event in said:
+        book.put(log, event)
+    for has in range(len(said) + 1):
+        assert log.begins_with(said[:has])
+        back = Heard()
+        book.attach(log, back, said[:has])
+        assert back.events == list(said[has:])
+        book.detach(log, back)
+    assert not log.begins_with((ADMITTED, Delta(0, "another", (1,), (TOKEN,))))
+    assert not log.begins_with((*said, Delta(0, "c", (3,))))
+
+
 def test_an_answer_that_fails_is_not_kept() -> None:
     book, reader = Book(), Heard()
     request = asked(1)

@@ -205,6 +205,55 @@ async def test_an_answer_goes_on_on_another_replica_and_is_kept_there(tiny_llama
         assert one.generated + other.generated <= TOKENS + 1
 
 
+@pytest.mark.parametrize("kind", ASKS)
+async def test_a_replica_that_was_given_up_and_lives_says_nothing_twice(kind: str, tiny_llama: Path) -> None:
+    """Its answer goes on without a reader, and the reader that comes back has its begin."""
+    body = asking(**ASKS[kind])
+    async with tiny_replicas(tiny_llama) as (truth,), front_door([truth]) as (_, url):
+        uninterrupted = await whole(url, body)
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+        replica.allow(5)
+        async with reading(url, body) as response:
+            lines = response.aiter_lines()
+            seen = [await anext(lines) for _ in range(4)]
+            house.replicas.cuts = 1
+            replica.allow(FREE)
+            seen += [line async for line in lines]
+        assert _words(events_of(seen)) == _words(uninterrupted)
+
+
+async def test_two_front_doors_that_lose_a_replica_read_on_at_the_next(tiny_llama: Path) -> None:
+    body = asking(temperature=1.0)
+    async with tiny_replicas(tiny_llama) as (truth,), front_door([truth]) as (_, url):
+        uninterrupted = await whole(url, body)
+    async with tiny_replicas(tiny_llama, 2) as (one, other), front_door([one, other]) as (_, url):
+        one.allow(5)
+        async with reading(url, body) as first, front_door([one, other]) as (_, elsewhere):
+            lines = first.aiter_lines()
+            seen = [await anext(lines) for _ in range(6)]
+            async with reading(elsewhere, body) as second:
+                more = second.aiter_lines()
+                also = [await anext(more) for _ in range(6)]
+                one.is_lost = True
+                one.allow(1)
+                seen += [line async for line in lines]
+                also += [line async for line in more]
+        assert _texts(seen) == _texts(also) == _texts_of(uninterrupted)
+
+
+def _words(events: list[tuple[str | None, Any]]) -> dict[int, str]:
+    """The text and the calls of each choice."""
+    said: dict[int, str] = {}
+    for _, event in events:
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            words = (delta.get("content") or "") + "".join(
+                call["function"].get("arguments") or "" for call in delta.get("tool_calls") or ()
+            )
+            said[choice["index"]] = said.get(choice["index"], "") + words
+    return said
+
+
 def _texts(lines: list[str]) -> str:
     return _texts_of(events_of(lines))
 
