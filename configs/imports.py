@@ -6,7 +6,9 @@ import gc
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
@@ -15,6 +17,8 @@ from pathlib import Path
 SAMPLES = ("configs", "ray", "torch", "transformers")
 """Packages whose bytecode tells whether all have theirs: our own, and the largest."""
 PREFIX, DONT_WRITE = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
+FOLDER = re.compile(r"[\w.-]+-[0-9a-f]{16}")
+"""The name of an installation's folder; nothing else is deleted."""
 FOLDERS_MAX = 3
 """Installations whose bytecode is kept in one place; each takes some 40 MB."""
 
@@ -40,16 +44,18 @@ def keep_bytecode(home: Path, environment: MutableMapping[str, str]) -> Path | N
     """Let this process and those that inherit `environment` keep bytecode below `home`; return where.
 
     None, and nothing is changed: Python keeps it beside the sources as usual, or `environment` says where, or
-    others may write to `home`. Images often forbid it (`PYTHONDONTWRITEBYTECODE`) or leave no right to write
+    others may write to `home` or put something else in its place. Images often forbid it (`PYTHONDONTWRITEBYTECODE`) or leave no right to write
     to the sources' folders: each of nine processes then compiles all that it imports, half of a start.
     """
     if environment.get(PREFIX) or sys.pycache_prefix or all(map(_is_kept, SAMPLES)):
         return None
-    folder = home / _installation()
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_foreign(home) or not _is_out_of_reach(home := home.resolve()):
+            return None
+        folder = home / _installation()
         folder.mkdir(mode=0o700, exist_ok=True)
-        if any(_is_foreign(path) for path in (home, folder)):
+        if _is_foreign(folder):
             return None
         folder.touch()
         _forget_old(home)
@@ -94,12 +100,28 @@ def _installation() -> str:
 
 
 def _is_foreign(folder: Path) -> bool:
-    """Return whether others could have written there: bytecode is run."""
-    found = folder.stat()
-    return found.st_uid != os.geteuid() or bool(found.st_mode & 0o022)
+    """Return whether others could have written there: bytecode is run. A link is another's word, too."""
+    found = folder.lstat()
+    return not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or bool(found.st_mode & 0o022)
+
+
+def _is_out_of_reach(home: Path) -> bool:
+    """Return whether nobody else may rename `home`, or a folder above it, and put another in its place.
+
+    `home` has no links in it.
+    """
+    for above in home.parents:
+        found = above.stat()
+        if found.st_uid not in (0, os.geteuid()):
+            return False
+        # In a folder with the sticky bit others rename and delete only what is their own.
+        if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+            return False
+    return True
 
 
 def _forget_old(home: Path) -> None:
-    by_age = sorted(home.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    ours = (path for path in home.iterdir() if FOLDER.fullmatch(path.name))
+    by_age = sorted(ours, key=lambda path: path.stat().st_mtime_ns)
     for path in by_age[:-FOLDERS_MAX]:
         shutil.rmtree(path, ignore_errors=True)

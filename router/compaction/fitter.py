@@ -161,8 +161,10 @@ class Fitter:
     def fit(self, owner: Owner, wish: Wish, request: ParsedChat, placed: ParsedChat) -> Fitted:
         """Fit a request. Raises `ApiError` if it cannot be rendered."""
         forgets = self.memory.forgets(owner[0])
-        head = leading_system(request.messages)
-        front, raw = placed.messages[:head], request.messages[head:]
+        raw = request.messages[leading_system(request.messages) :]
+        # Documents may have made a system prompt where the client sent none.
+        head = len(placed.messages) - len(raw)
+        front = placed.messages[:head]
         links = chain(raw)
         plan, window = self.plan(wish)
         limit = plan.limit_tokens

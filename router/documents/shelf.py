@@ -355,6 +355,7 @@ class DocumentShelf:
             logger.exception("document %s failed", one)
             await self._failed(tenant, one, "an internal error; the server's log has it")
         finally:
+            later = later or document.state == "deleting"  # what is left of it is not tried without a pause
             with suppress(KnowledgeError, ApiError):
                 await asyncio.shield(self._base.run(partial(self.store.put_back, document, later=later)))
 

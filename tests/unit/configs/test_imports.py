@@ -111,6 +111,34 @@ def test_no_bytecode_is_taken_from_where_others_may_write(tmp_path: Path, source
     assert (where, forbidden) == ("None", "1")
 
 
+@pytest.mark.parametrize("above", ["parent", "grandparent"])
+def test_no_bytecode_is_kept_where_others_may_put_a_folder_in_its_place(
+    tmp_path: Path, sources: Path, above: str
+) -> None:
+    home = tmp_path / "shared" / "cache" / "bytecode"
+    home.parent.mkdir(parents=True)
+    open_to_all = home.parent if above == "parent" else home.parent.parent
+    open_to_all.chmod(0o775)
+    where, _, _, forbidden = run_program(home, sources, PYTHONDONTWRITEBYTECODE="1")
+    assert (where, forbidden) == ("None", "1")
+    open_to_all.chmod(0o1777)  # as /tmp: others cannot rename what is not theirs
+    assert run_program(home, sources, PYTHONDONTWRITEBYTECODE="1")[0] != "None"
+
+
+def test_a_link_is_not_followed_and_nothing_but_bytecode_is_deleted(tmp_path: Path, sources: Path) -> None:
+    own = tmp_path / "own"
+    for number in range(FOLDERS_MAX + 2):
+        (own / f"letters-{number}").mkdir(parents=True)
+    home = tmp_path / "home"
+    home.symlink_to(own)
+    assert run_program(home, sources, PYTHONDONTWRITEBYTECODE="1")[0] == "None"
+    # Nor is one on the way there, which others could let point to elsewhere later.
+    where = run_program(home / "cache", sources, PYTHONDONTWRITEBYTECODE="1")[0]
+    assert Path(where).parent == own / "cache"
+    assert run_program(own, sources, PYTHONDONTWRITEBYTECODE="1")[0] != "None"
+    assert len(list(own.glob("letters-*"))) == FOLDERS_MAX + 2
+
+
 def test_another_installation_has_bytecode_of_its_own_and_few_are_kept(tmp_path: Path, sources: Path) -> None:
     home, seen = tmp_path / "home", set()
     for version in range(FOLDERS_MAX + 2):

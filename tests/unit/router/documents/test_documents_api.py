@@ -310,6 +310,24 @@ async def test_a_deletion_that_does_not_reach_everything_says_so_and_is_gone_on_
         assert (await client.get(f"{ROUTE}/{card['id']}")).status_code == 404
 
 
+async def test_a_deletion_that_fails_in_an_unknown_way_is_not_tried_without_a_pause(tmp_path: Path) -> None:
+    made = house(tmp_path)
+    async with opened(made) as client:
+        card = await added(made, client, prefill="never")
+        shelf, tries = shelf_of(made), 0
+
+        async def broken(tenant: str, sessions: tuple[bytes, ...] | None) -> None:
+            nonlocal tries
+            tries += 1
+            raise RuntimeError("planted")
+
+        shelf.clears = broken
+        assert (await client.delete(f"{ROUTE}/{card['id']}")).status_code == 500
+        for _ in range(4):
+            await shelf.work()
+        assert tries == 2, "one call, and one look in the background"
+
+
 async def test_nothing_of_an_erased_document_is_in_any_file(tmp_path: Path) -> None:
     made = house(tmp_path)
     word = "Quincunxial-4711"
