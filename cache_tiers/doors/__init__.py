@@ -1,7 +1,9 @@
-"""What front doors share, so that any of them may die: replies and responses, and the limits of tenants."""
+"""What front doors share, so that any of them may die: replies and responses, and the limits of tenants.
 
-from cache_tiers.doors.kept_shelf import KeptBounds, KeptShelf, NotErased
+`kept_shelf` imports SQLite, which front doors do without: import the module.
+"""
+
 from cache_tiers.doors.quotas import NO_USE, Quotas, Use
-from cache_tiers.doors.shelf import Item, Kind
+from cache_tiers.doors.shelf import Item, KeptBounds, Kind
 
-__all__ = ["NO_USE", "Item", "KeptBounds", "KeptShelf", "Kind", "NotErased", "Quotas", "Use"]
+__all__ = ["NO_USE", "Item", "KeptBounds", "Kind", "Quotas", "Use"]

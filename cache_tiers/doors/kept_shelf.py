@@ -7,11 +7,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 from cache_tiers.doors.kept_file import KeptFile
-from cache_tiers.doors.shelf import Item, Kind, Shelf
+from cache_tiers.doors.shelf import Item, KeptBounds, Kind, Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +21,6 @@ ClearedAt = Callable[[bytes, bytes], float]
 
 class NotErased(Exception):
     """The file of kept items cannot be written: what was to be forgotten is still in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptBounds:
-    """How much is kept of what front doors share. `path`: of the file; None: in memory only."""
-
-    bytes_max: int = 64 << 20
-    replies_max: int = 4
-    path: Path | None = None
 
 
 class KeptShelf:

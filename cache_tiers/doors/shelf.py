@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Kind = Literal["reply", "response"]
 
 # Python's cost of an item besides name and body: object, keys, tags, dict slots. Measured with tracemalloc.
 ITEM_OVERHEAD_BYTES = 1100
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBounds:
+    """How much is kept of what front doors share. `path`: of the file; None: in memory only."""
+
+    bytes_max: int = 64 << 20
+    replies_max: int = 4
+    path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

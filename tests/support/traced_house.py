@@ -19,7 +19,7 @@ from configs.optional_sections import TelemetrySettings
 from configs.settings import Settings
 from configs.telemetry import Tracer
 from replicas.deployment import Replica
-from replicas.links import Links
+from replicas.links import DoorLoads, Links
 from replicas.messages import Event, GenerateRequest
 from replicas.offload import TierLink
 from replicas.tracing import TracedLink
@@ -56,6 +56,7 @@ class _Replica(Replica):
         self._streams = {}
         self._untold = {}
         self._kept_logs = {}
+        self._door_loads = DoorLoads("here")
         self._links = Links(self._settings.cluster.links, self._settings.router.heartbeat_s)
         self._keys = iter(range(1, 1000))  # type: ignore[assignment]
         self._thread = self  # type: ignore[assignment]
