@@ -21,8 +21,7 @@ from ray._private.state import state as gcs_state
 from cache_tiers.actors import rpc
 from cache_tiers.actors.tier import tier_actors
 from cache_tiers.blocks import Clear
-from cache_tiers.doors import Item, KeptBounds, Kind, Quotas, Use
-from cache_tiers.doors.kept_shelf import KeptShelf, NotErased
+from cache_tiers.doors import Item, KeptBounds, KeptShelf, Kind, NotErased, Quotas, Use
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
 from cache_tiers.session_table import (

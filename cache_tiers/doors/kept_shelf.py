@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from cache_tiers.doors.kept_file import KeptFile
 from cache_tiers.doors.shelf import Item, KeptBounds, Kind, Shelf
+
+if TYPE_CHECKING:  # the file's module imports SQLite, which front doors do without
+    from cache_tiers.doors.kept_file import KeptFile
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,10 @@ class KeptShelf:
     def _open(self) -> None:
         if self._bounds.path is None:
             return
+        import sqlite3
+
+        from cache_tiers.doors.kept_file import KeptFile
+
         try:
             self._file = KeptFile(self._bounds.path)
             gone = [lost for item in self._file.load(self._wall_clock()) for lost in self._shelf.put(item)]
@@ -112,6 +118,8 @@ class KeptShelf:
         """Bring the file up to date. A fault costs the file, not the request."""
         if self._file is None:
             return
+        import sqlite3
+
         try:
             if item is not None and item.is_durable:
                 self._file.put(item)
@@ -126,6 +134,10 @@ class KeptShelf:
         path = self._bounds.path
         if path is None or (self._file is None and not path.exists()):
             return
+        import sqlite3
+
+        from cache_tiers.doors.kept_file import KeptFile
+
         try:
             self._file = self._file or KeptFile(path)
             erase(self._file)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cache_tiers.doors import Item, KeptBounds, Kind
+from cache_tiers.doors import Item, KeptBounds, KeptShelf, Kind, NotErased
 from cache_tiers.doors.kept_file import KeptFile
-from cache_tiers.doors.kept_shelf import KeptShelf, NotErased
 from cache_tiers.doors.shelf import ITEM_OVERHEAD_BYTES, Shelf
 
 A, B = bytes([1]) * 16, bytes([2]) * 16
