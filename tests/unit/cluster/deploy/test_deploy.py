@@ -119,8 +119,8 @@ class TestApplications:
 
     def test_f33_front_doors_know_from_ray_alone_whether_proxies_are_guarded(self) -> None:
         """Proxies have what Ray was started with, and no application's environment."""
-        for app in self.made(settings_of()).values():
-            told = app["runtime_env"]["env_vars"]
+        for made in self.made(settings_of()).values():
+            told = made["runtime_env"]["env_vars"]
             assert told["RAY_AUTH_MODE"] == "token"
             assert not are_proxies_guarded(told)
             assert not told.keys() & proxy_environment(settings_of()).keys()

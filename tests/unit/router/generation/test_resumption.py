@@ -16,8 +16,16 @@ from configs.optional_sections import AnswerSettings
 from router.generation import generation
 from router.openai import ChatMessage
 from tests.support.clock import Clock
-from tests.support.router.kept_replicas import FREE, front_door, tiny_replicas
-from tests.support.router.router_harness import KEY, OTHER_KEY, TOKENIZER, chat, error_of, make_settings, until
+from tests.support.router.kept_replicas import FREE, KeptReplicas, front_door, tiny_replicas
+from tests.support.router.router_harness import (
+    KEY,
+    OTHER_KEY,
+    TOKENIZER,
+    chat,
+    error_of,
+    make_settings,
+    until,
+)
 
 CHAT = "/v1/chat/completions"
 NAMED = {"Idempotency-Key": "the first question"}
@@ -219,6 +227,7 @@ async def test_a_replica_that_was_given_up_and_lives_says_nothing_twice(kind: st
         async with reading(url, body) as response:
             lines = response.aiter_lines()
             seen = [await anext(lines) for _ in range(4)]
+            assert isinstance(house.replicas, KeptReplicas)
             house.replicas.cuts = 1
             replica.allow(FREE)
             seen += [line async for line in lines]
