@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
-from cluster.serve.environment import ray_environment
+from cluster.serve.environment import application_environment
 from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name, serve_logs
 from cluster.serve.preflight import StartFailed, check_extras
 from cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
@@ -202,7 +202,7 @@ def applications(
     replica: dict[str, Any] = {"name": REPLICA_DEPLOYMENT} | (
         {} if scaling.enabled else {"num_replicas": count}
     )
-    common = {"args": args.model_dump(mode="json"), "runtime_env": {"env_vars": ray_environment(settings)}}
+    common = {"args": args.model_dump(mode="json"), "runtime_env": {"env_vars": application_environment()}}
     return {
         model_app: {
             "name": model_app,

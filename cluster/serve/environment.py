@@ -126,6 +126,9 @@ TOKEN_MODE = {"RAY_AUTH_MODE": "token"}
 """Makes Ray require its token from every client."""
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
 def ray_environment(settings: Settings) -> dict[str, str]:
     """Return all variables, as `ray start` needs them."""
     return PROCESS_ENVIRONMENT | required_environment(settings)
@@ -135,4 +138,13 @@ def required_environment(settings: Settings) -> dict[str, str]:
     """Return the variables that Samovar depends on; they override what the user has set."""
     from router.http import proxy_environment  # it takes a second, and sizes are checked before that
 
-    return proxy_environment(settings) | TOKEN_MODE | {"HF_HUB_OFFLINE": "1"}
+    return proxy_environment(settings) | TOKEN_MODE | OFFLINE
+
+
+def application_environment() -> dict[str, str]:
+    """Return the variables that applications on a running cluster are sent.
+
+    None of the proxies': those have what Ray was started with, and front doors must not take proxies for
+    guarded that are not (`router/http/direct_reply.py`).
+    """
+    return PROCESS_ENVIRONMENT | TOKEN_MODE | OFFLINE

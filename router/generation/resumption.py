@@ -92,8 +92,14 @@ class NamedAnswer:
         return bool(self.replica_id)
 
     def prompts(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Return the prompts with the tokens that the answer was made for: they are told to the client."""
-        return [replace(prompts[0], token_ids=list(self.prompt))] if self.is_replayed else prompts
+        """Return the prompts with the tokens that the answer was made for: they are told to the client.
+
+        What is rendered now may have become another text (context, cuts, the date): it is not that of those
+        tokens then, and must not be remembered as theirs.
+        """
+        if not self.is_replayed or prompts[0].token_ids == list(self.prompt):
+            return prompts
+        return [replace(prompts[0], token_ids=list(self.prompt), rendered=None)]
 
 
 def answer_name(secret: bytes, tenant: str, headers: Headers, chars_max: int) -> AnswerName | None:

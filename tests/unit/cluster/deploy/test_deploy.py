@@ -30,12 +30,15 @@ from cluster.deploy.deploy import (
     url_of,
 )
 from cluster.serve import rollout
+from cluster.serve.environment import ray_environment
 from cluster.serve.graph import FRONT_APP, MODEL_APP_PREFIX
 from cluster.serve.preflight import StartFailed
 from cluster.serve.ray_cluster import asks_for_token, refuse_open_cluster
 from cluster.serve.rollout import Patience, exchange, steps
 from configs.fields import merged, public_tree, secret_tree
 from configs.settings import EngineSettings, Settings
+from router.http import proxy_environment
+from router.http.direct_reply import are_proxies_guarded
 
 KEY, SECRET = "a-key-of-team-one", "a-secret-of-the-server"
 SECRETS = {"auth": {"api_keys": {"team": KEY}, "server_secret": SECRET}}
@@ -113,6 +116,15 @@ class TestApplications:
 
     def test_how_it_was_launched_is_no_argument(self) -> None:
         assert "launch" not in self.made(settings_of())[NEW]["args"]["settings"]
+
+    def test_f33_front_doors_know_from_ray_alone_whether_proxies_are_guarded(self) -> None:
+        """Proxies have what Ray was started with, and no application's environment."""
+        for made in self.made(settings_of()).values():
+            told = made["runtime_env"]["env_vars"]
+            assert told["RAY_AUTH_MODE"] == "token"
+            assert not are_proxies_guarded(told)
+            assert not told.keys() & proxy_environment(settings_of()).keys()
+        assert are_proxies_guarded(ray_environment(settings_of()))
 
     def test_autoscaling_decides_the_number_itself(self) -> None:
         settings = settings_of(autoscaling={"enabled": True, "replicas_min": 2})

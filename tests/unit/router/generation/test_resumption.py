@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,19 @@ import httpx
 import pytest
 
 from configs.optional_sections import AnswerSettings
+from router.generation import generation
+from router.openai import ChatMessage
 from tests.support.clock import Clock
-from tests.support.router.kept_replicas import FREE, front_door, tiny_replicas
-from tests.support.router.router_harness import KEY, OTHER_KEY, chat, error_of, make_settings, until
+from tests.support.router.kept_replicas import FREE, KeptReplicas, front_door, tiny_replicas
+from tests.support.router.router_harness import (
+    KEY,
+    OTHER_KEY,
+    TOKENIZER,
+    chat,
+    error_of,
+    make_settings,
+    until,
+)
 
 CHAT = "/v1/chat/completions"
 NAMED = {"Idempotency-Key": "the first question"}
@@ -216,6 +227,7 @@ async def test_a_replica_that_was_given_up_and_lives_says_nothing_twice(kind: st
         async with reading(url, body) as response:
             lines = response.aiter_lines()
             seen = [await anext(lines) for _ in range(4)]
+            assert isinstance(house.replicas, KeptReplicas)
             house.replicas.cuts = 1
             replica.allow(FREE)
             seen += [line async for line in lines]
@@ -260,6 +272,38 @@ def _texts(lines: list[str]) -> str:
 
 def _texts_of(events: list[tuple[str | None, Any]]) -> str:
     return "".join(choice["delta"].get("content") or "" for _, event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize("has_changed", [False, True])
+async def test_a_replay_is_remembered_as_the_answer_to_what_it_answered_only(
+    has_changed: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is put into a prompt may have changed since: the answer is not one to the prompt of now."""
+    body, system = asking(), "Only rain is served."
+    monkeypatch.setattr(generation, "in_context", (told := Told()).in_context)
+    async with tiny_replicas(tiny_llama) as (replica,):
+        async with front_door([replica]) as (_, url):
+            said = _texts_of(await whole(url, body))
+        async with front_door([replica]) as (house, url):  # it has nothing in its memory
+            told.system = system if has_changed else ""
+            assert _texts_of(await whole(url, body)) == said
+            remembered = len(house.prompts._memory)
+            again = [*body["messages"], {"role": "assistant", "content": said}, *body["messages"]]
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                (await client.post(CHAT, json={**body, "messages": again})).raise_for_status()
+            text = TOKENIZER.decode(house.replicas.calls[-1].prompt_token_ids)
+            assert (system in text) is has_changed
+            assert remembered == (0 if has_changed else 1)
+
+
+class Told:
+    """Puts a text into prompts, as knowledge does."""
+
+    system = ""
+
+    async def in_context(self, source: Any, request: Any, *_: Any) -> tuple[Any, None]:
+        told = (ChatMessage("system", self.system),) if self.system else ()
+        return replace(request, messages=(*told, *request.messages)), None
 
 
 async def test_what_is_not_the_same_request_is_refused(tiny_llama: Path) -> None:
