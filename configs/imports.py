@@ -44,8 +44,9 @@ def keep_bytecode(home: Path, environment: MutableMapping[str, str]) -> Path | N
     """Let this process and those that inherit `environment` keep bytecode below `home`; return where.
 
     None, and nothing is changed: Python keeps it beside the sources as usual, or `environment` says where, or
-    others may write to `home` or put something else in its place. Images often forbid it (`PYTHONDONTWRITEBYTECODE`) or leave no right to write
-    to the sources' folders: each of nine processes then compiles all that it imports, half of a start.
+    others may write to `home` or put something else in its place. Images often forbid it
+    (`PYTHONDONTWRITEBYTECODE`) or leave no right to write to the sources' folders: each of nine processes
+    then compiles all that it imports, half of a start.
     """
     if environment.get(PREFIX) or sys.pycache_prefix or all(map(_is_kept, SAMPLES)):
         return None
