@@ -75,7 +75,10 @@ async def with_documents(
     if source is not None:
         return await source.place(request, tenant, session)
     if request.documents:
-        message = "documents are served where the knowledge base is in a file. Leave them out."
+        message = (
+            "documents are not served here: they need knowledge.enabled, and no knowledge.postgres.url. "
+            "Leave them out."
+        )
         raise UnsupportedParameter("documents", message)
     return request, None
 

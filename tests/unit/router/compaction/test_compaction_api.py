@@ -506,7 +506,8 @@ async def test_a_delete_stops_the_summary_that_is_being_written(tmp_path: Path) 
 async def test_a_summary_that_is_stored_as_its_session_is_deleted_is_not_left(tmp_path: Path) -> None:
     made = house(tmp_path, summary="The password of the safe is Rosebud.")
     async with made.client() as client:
-        loop, store, deleted = asyncio.get_running_loop(), keeper(made).fitter.summaries, list[int]()
+        loop, deleted = asyncio.get_running_loop(), list[int]()
+        store: Any = keeper(made).fitter.summaries
         put = store.put
 
         def late(*args: Any) -> None:
@@ -516,7 +517,7 @@ async def test_a_summary_that_is_stored_as_its_session_is_deleted_is_not_left(tm
             done.append(True)
 
         done = list[bool]()
-        store.put = late  # type: ignore[method-assign]
+        store.put = late
         guest = Guest(client, made)
         while not deleted:
             await guest.talks(1, len(guest.messages), rests=True, compaction={"mode": "summarise"})
