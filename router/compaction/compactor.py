@@ -144,7 +144,6 @@ class Compactor:
 
     async def _summarise(self, asked: AskedTurn, wish: Wish, fitted: Fitted, home: str) -> JobOutcome:
         """Write summaries, each over the one before, until one stands for all that is to be left out."""
-        owner = asked.tenant, asked.session
         conversation = fitted.conversation
         plan = replace(fitted.plan, charge_tokens=0)
         begin = Cut(fitted.summarised, NEVER)
@@ -166,12 +165,19 @@ class Compactor:
             if text is None or self._prompts.forgets(asked.tenant) != asked.forgets:
                 return "failed"
             summary = Summary(until, text)
-            put = partial(self.fitter.summaries.put, owner, fitted.links[until], summary)
-            await self._prompts.work(put, 1, asked.tenant)
+            await self._prompts.work(
+                partial(self._keep, asked, fitted.links[until], summary), 1, asked.tenant
+            )
             self._note(
                 asked, {"summary_tokens": told.tokens, "summary_computed_tokens": told.computed_tokens}
             )
         return "nothing"
+
+    def _keep(self, asked: AskedTurn, link: bytes, summary: Summary) -> None:
+        """Store a summary; nothing interrupts this, so it is erased if the session was deleted meanwhile."""
+        self.fitter.summaries.put((asked.tenant, asked.session), link, summary)
+        if self._prompts.forgets(asked.tenant) != asked.forgets:
+            self.fitter.summaries.forget(asked.tenant, [asked.session])
 
     def _part(
         self, asked: AskedTurn, fitted: Fitted, summary: Summary | None, target: int

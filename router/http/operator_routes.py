@@ -473,9 +473,10 @@ async def forget_here(service: IngressServices, tenant: str, sessions: Sequence[
     A tenant that is no longer configured has no replies here.
     """
     service.responses.forget(tenant, sessions)
-    if service.compaction is not None:
+    replies = await service.prompts.forget(tenant, sessions)
+    if service.compaction is not None:  # behind: it asks the counter of the prompts whether it is too late
         await service.compaction.forget(tenant, sessions)
-    return await service.prompts.forget(tenant, sessions)
+    return replies
 
 
 def _plain(value: Any) -> Any:

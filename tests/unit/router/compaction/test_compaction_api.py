@@ -503,6 +503,29 @@ async def test_a_delete_stops_the_summary_that_is_being_written(tmp_path: Path) 
         assert keeper(made).idle.outcomes["done"] == 0
 
 
+async def test_a_summary_that_is_stored_as_its_session_is_deleted_is_not_left(tmp_path: Path) -> None:
+    made = house(tmp_path, summary="The password of the safe is Rosebud.")
+    async with made.client() as client:
+        loop, deleted = asyncio.get_running_loop(), list[int]()
+        store: Any = keeper(made).fitter.summaries
+        put = store.put
+
+        def late(*args: Any) -> None:
+            gone = asyncio.run_coroutine_threadsafe(client.delete("/v1/sessions/s"), loop)
+            deleted.append(gone.result(60).status_code)
+            put(*args)
+            done.append(True)
+
+        done = list[bool]()
+        store.put = late
+        guest = Guest(client, made)
+        while not deleted:
+            await guest.talks(1, len(guest.messages), rests=True, compaction={"mode": "summarise"})
+        await until(lambda: bool(done) and not made.prompts._threads._open)
+        assert set(deleted) == {200}
+        await until(lambda: b"Rosebud" not in bytes_in(tmp_path))
+
+
 async def test_tools_stay_with_their_results_and_a_long_turn_keeps_its_question(tmp_path: Path) -> None:
     made = house(tmp_path)
     look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
