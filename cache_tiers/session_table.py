@@ -375,8 +375,8 @@ class Sync:
     """Changes from an ingress. `incarnation`, `since`: of the directory, as in its last reply.
 
     `door`: the ingress; empty: it shares no limits. `uses`: what tenants (tags) have open there, and `asked`:
-    how often it had asked for more before it counted that. `doors`: among how many it shares limits; 0: it was
-    never told. `actor`: the id of its Ray actor.
+    how often it had asked for more before it counted that. `doors`: among how many it shares limits; 0: it
+    was never told. `actor`: the id of its Ray actor.
     """
 
     incarnation: str

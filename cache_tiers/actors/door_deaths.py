@@ -1,4 +1,4 @@
-"""Which front doors are dead, as the cluster knows: asked for before a tenant is refused on account of them."""
+"""Which front doors are dead, as the cluster knows: asked before a tenant is refused on their account."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Bodies of requests, kept in a proxy until their answers begin: so that it can repeat a request itself.
 
-A front door that dies takes its requests with it. Those of whose answer nothing was sent yet may go to another,
-if they do no more than read or generate: the client need not know. The rest is the client's to repeat.
+A front door that dies takes its requests with it. Those of whose answer nothing was sent yet may go to
+another, if they do no more than read or generate. The rest is the client's to repeat.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ READING_PATHS = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokeniz
 class KeptBodies:
     """The room for the bodies of a proxy's open requests. Use it from one event loop.
 
-    `bytes_max`: of all together; a request whose body finds no room is not repeated. 0: none is, whatever it is.
+    `bytes_max`: of all together; a request whose body finds no room is not repeated. 0: none is.
     """
 
     def __init__(self, bytes_max: int) -> None:

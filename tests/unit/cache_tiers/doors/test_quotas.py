@@ -119,7 +119,7 @@ def test_shares_grow_only_as_others_have_said_that_theirs_are_smaller() -> None:
 
 @dataclass
 class Door:
-    """A front door as `TenantShares` has it. `ends_s`: when each open request is over. `began_s`: it serves."""
+    """A front door as `TenantShares` has it. `ends_s`: when each open request ends. `began_s`: it serves."""
 
     name: str
     began_s: float = 0.0
@@ -175,7 +175,8 @@ def fleet(seed: int, limit: int, *, has_deaths: bool, start_s: float = 0.0) -> t
             number = rng.randrange(3)
             if quotas is not None and rng.random() < 0.5:
                 quotas.bury(doors[number].name)
-            doors[number] = Door(f"d{made}", clock.now_s + rng.uniform(0, start_s))  # its requests die with it
+            # Its requests die with it.
+            doors[number] = Door(f"d{made}", clock.now_s + rng.uniform(0, start_s))
             made += 1
         if has_deaths and quotas is not None and rng.random() < 0.004:
             quotas, back_s = None, clock.now_s + rng.uniform(0.1, 5)
