@@ -36,7 +36,7 @@ class DyingDoors:
             assert message["type"] == "http.request", "the client is there"
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.bodies.append(body)
-        gone = asyncio.create_task(receive())  # as Serve does: it watches for a client that leaves
+        gone = asyncio.ensure_future(receive())  # as Serve does: it watches for a client that leaves
         self.lost -= 1
         if self.lost < 0 or self.begins:
             head = [(b"content-type", b"application/json"), (b"content-length", b"4")]
