@@ -5,7 +5,7 @@ without asking. Above its share it asks, and is allowed what the others leave of
 what they have open, or were allowed it since. What others have open within their own shares is known only
 after their next report, so until then a tenant may have more open than its limit: less than twice as much
 (docs/adr/016). For that the shares in force must not be more than the limit together while front doors come
-and go: one is told of a larger share only when the others have said that theirs are smaller.
+and go: one gets a larger share only when the others have said that theirs are smaller.
 """
 
 from __future__ import annotations
