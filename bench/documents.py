@@ -79,8 +79,8 @@ def cpu_s() -> float:
 
 def asked(http: httpx.Client, document: str, **more: Any) -> dict[str, Any]:
     """One question: TTFT, CPU-seconds until the first token, and where its prompt came from."""
-    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 2, "temperature": 0, "stream": True}
-    body |= {"documents": [document], **more}
+    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 8, "temperature": 0, "stream": True}
+    body |= {"documents": [document], "ignore_eos": True, **more}
     before_s, began_s = cpu_s(), time.monotonic()
     ttft_s, spent_s = 0.0, 0.0
     receipt: dict[str, Any] = {}

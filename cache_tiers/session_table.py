@@ -375,7 +375,8 @@ class Sync:
     """Changes from an ingress. `incarnation`, `since`: of the directory, as in its last reply.
 
     `door`: the ingress; empty: it shares no limits. `uses`: what tenants (tags) have open there, and `asked`:
-    how often it had asked for more before it counted that.
+    how often it had asked for more before it counted that. `doors`: among how many it shares limits; 0: it
+    was never told. `actor`: the id of its Ray actor.
     """
 
     incarnation: str
@@ -385,13 +386,15 @@ class Sync:
     door: str = ""
     uses: Mapping[bytes, Use] = field(default_factory=dict)
     asked: int = 0
+    doors: int = 0
+    actor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
     """Changes from the directory. `is_all`: nothing was left over. `draining`: node ids.
 
-    `doors`: ingresses that live; 0: that is not known yet.
+    `doors`: among how many ingresses it shares limits now; 0: that is not known yet.
     """
 
     incarnation: str

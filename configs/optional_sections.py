@@ -68,7 +68,14 @@ class DoorSettings(Section):
         ge=0.5,
         le=600,
         description="an ingress that was not heard of for so long is dead: the others share its part of the "
-        "limits of a tenant; at least two router.sync_s",
+        "limits of a tenant; at least two router.sync_s. Of a process that has ended they know at once",
+    )
+    repeat_bytes_max: int = Field(
+        64 * MIB,
+        ge=0,
+        le=100 * GIB,
+        description="memory in each HTTP proxy for bodies of requests whose answers have not begun: those go "
+        "to another ingress, once, if theirs dies; 0 = clients repeat them",
     )
 
 

@@ -19,6 +19,7 @@ import ray
 from ray._private.state import state as gcs_state
 
 from cache_tiers.actors import rpc
+from cache_tiers.actors.door_deaths import DoorDeaths
 from cache_tiers.actors.tier import tier_actors
 from cache_tiers.blocks import Clear
 from cache_tiers.doors import Item, KeptBounds, KeptShelf, Kind, NotErased, Quotas, Use
@@ -101,6 +102,7 @@ class SessionActor:
         self._table = SessionTable(sessions_max, lineages_max)
         self._lock = threading.Lock()
         self._quotas = Quotas(door_silent_s, time.monotonic)
+        self._deaths = DoorDeaths(self._is_dead, self._bury)
         self._kept = KeptShelf(kept or KeptBounds(), self._cleared_at)
         self._incarnation = uuid.uuid4().hex
         self._draining: tuple[str, ...] = ()
@@ -117,8 +119,9 @@ class SessionActor:
             self._table.merge(sync.rows)
             since = sync.since if sync.incarnation == self._incarnation else 0
             rows, clears, seq = self._table.changes(since, ROWS_MAX)
+            doors = 0
             if sync.door:
-                self._quotas.report(sync.door, sync.uses, sync.asked)
+                doors = self._quotas.report(sync.door, sync.uses, sync.asked, sync.doors, sync.actor)
             return Synced(
                 self._incarnation,
                 seq,
@@ -126,14 +129,23 @@ class SessionActor:
                 tuple(rows),
                 tuple(clears),
                 self._draining,
-                self._quotas.doors,
+                doors,
             )
 
     @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
     def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
-        """Return whether an ingress may have `wanted` of a tenant open, see `Quotas.ask`."""
-        with self._lock:
-            return self._quotas.ask(door, asked, tenant, wanted, limit)
+        """Return whether an ingress may have `wanted` of a tenant open, see `Quotas.ask`.
+
+        Before a refusal it is made sure that those whose requests fill the limit live.
+        """
+        for may_look in (True, False):
+            with self._lock:
+                if self._quotas.ask(door, asked, tenant, wanted, limit):
+                    return True
+                actors = self._quotas.actors
+            if not may_look or not self._deaths.look(actors):
+                break
+        return False
 
     @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
     def keep(self, items: Sequence[Item], rows: Sequence[SessionRow]) -> int:
@@ -240,6 +252,15 @@ class SessionActor:
     def _cleared_at(self, tenant: bytes, session: bytes) -> float:
         with self._lock:
             return self._table.cleared_unix_s(tenant, session)
+
+    def _is_dead(self, actor: str) -> bool:
+        state: str | None = gcs_state.actor_table(actor).get("State")
+        return state == "DEAD"
+
+    def _bury(self, door: str) -> None:
+        logger.info("ingress %s is dead: what its requests took of limits is free", door[:8])
+        with self._lock:
+            self._quotas.bury(door)
 
     def _forget(self, cleared: SessionsCleared) -> None:
         """Apply an ingress's clear, which it has asked for by `forget` too, unless that did not get here."""

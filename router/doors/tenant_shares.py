@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from cache_tiers.doors import Use
+from cache_tiers.doors import MANY, Use
 from router.auth import CODE, ConcurrencyLimit
 from router.openai import TooManyRequests
 from router.routing import DirectoryLost
@@ -60,6 +60,7 @@ class DoorShares:
         self._wait_s = wait_s
         self._clock = clock
         self._asks_again_s = 0.0
+        self._is_told = False
 
     @property
     def limit(self) -> Use:
@@ -74,12 +75,18 @@ class DoorShares:
 
     @property
     def doors(self) -> int:
-        """Front doors that share the limits."""
+        """Front doors that share the limits; `MANY`: this one has no share yet, and asks for all."""
         return self._doors
 
     def heard(self, doors: int) -> None:
         """Take in how many front doors there are; 0: the directory does not know yet."""
         self._doors = doors or self._doors
+        self._is_told = True
+
+    @property
+    def told(self) -> int:
+        """Front doors among which the limits are shared here; 0: the directory has not answered yet."""
+        return self._doors if self._is_told else 0
 
     def uses(self) -> dict[bytes, Use]:
         """Return what tenants have open here, by their tags."""
@@ -103,8 +110,9 @@ class DoorShares:
                 logger.info("limits are shared without asking for %g s: %s", SILENT_S, lost or "late")
                 self._asks_again_s = self._clock() + SILENT_S
         limits = self._open_here.limits
+        doors = "all" if self._doors == MANY else self._doors
         message = (
-            f"This API key has as much open as it may, on {self._doors} front doors together: "
+            f"This API key has as much open as it may, on {doors} front doors together: "
             f"{limits.concurrent_per_key} requests (limits.concurrent_per_key), {limits.sequences_per_key} "
             f"answers (limits.sequences_per_key), {limits.tokens_per_key} tokens (limits.tokens_per_key). "
             "Try again later."

@@ -21,15 +21,15 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from configs.optional_sections import TelemetrySettings
+from configs.optional_sections import DoorSettings, TelemetrySettings
 from configs.settings import LimitsSettings, Settings
 from configs.telemetry import NO_SPAN, Span, Tracer, open_tracer
 from router.auth import OPEN_PATH
+from router.doors import KeptBodies
 from router.http.direct_reply import (
     CALLBACK,
     CALLBACK_VARIABLE,
     DirectReplies,
-    DirectReply,
     inlet_from_environment,
     links_environment,
 )
@@ -62,6 +62,7 @@ LIMIT_FIELDS = (
     "request_timeout_s",
     "retry_after_s",
 )
+REPEAT_BYTES = f"{PREFIX}REPEAT_BYTES_MAX"
 TELEMETRY_PREFIX = f"{PREFIX}TELEMETRY_"
 TELEMETRY_FIELDS = (
     "otlp_endpoint",
@@ -94,7 +95,7 @@ def proxy_environment(settings: Settings) -> dict[str, str]:
     """Return the variables to set before Ray starts, so that its proxies install this guard."""
     limits = settings.limits.model_dump(include=set(LIMIT_FIELDS))
     return (
-        {CALLBACK_VARIABLE: CALLBACK}
+        {CALLBACK_VARIABLE: CALLBACK, REPEAT_BYTES: str(settings.doors.repeat_bytes_max)}
         | links_environment(settings)
         | {f"{PREFIX}{name.upper()}": str(value) for name, value in limits.items()}
         | _telemetry_environment(settings.telemetry)
@@ -132,7 +133,8 @@ def install() -> list[Middleware]:
     uvicorn.config.HTTP_PROTOCOLS["auto"] = guarded_protocol(connection)  # type: ignore[assignment]
     replies = DirectReplies(inlet_from_environment(os.environ))
     tracer = tracer_from_environment(os.environ)
-    return [Middleware(ProxyGuard, limits=limits, replies=replies, tracer=tracer)]
+    bodies = KeptBodies(int(os.environ.get(REPEAT_BYTES, DoorSettings().repeat_bytes_max)))
+    return [Middleware(ProxyGuard, limits=limits, replies=replies, tracer=tracer, bodies=bodies)]
 
 
 class AppPresence:
@@ -159,14 +161,23 @@ class AppPresence:
 class ProxyGuard:
     """The outermost ASGI middleware of Serve's proxy. `tracer`: of what is posted or deleted, or None.
 
+    `bodies`: of requests that it sends once more, if their front door dies before the answer begins.
+
     The front door's span of a traced request stands below the proxy's, which lasts from the request's head
     until the last byte of the answer has been handed to the connection.
     """
 
     def __init__(
-        self, app: ASGIApp, *, limits: LimitsSettings, replies: DirectReplies, tracer: Tracer | None = None
+        self,
+        app: ASGIApp,
+        *,
+        limits: LimitsSettings,
+        replies: DirectReplies,
+        tracer: Tracer | None = None,
+        bodies: KeptBodies | None = None,
     ) -> None:
         self._tracer = tracer
+        self._bodies = bodies or KeptBodies(0)
         self._app = app
         self._limits = limits
         self._replies = replies
@@ -203,24 +214,22 @@ class ProxyGuard:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, request_id: str, span: Span) -> None:
         """Pass a request on, and make sure of its answer."""
-        reply = _GuardedSend(send, scope, request_id, self._limits, self._presence, span.header)
-        body = _BoundedBody(receive, self._limits.body_bytes_max, reply)
-        wait_s = HEALTH_WAIT_S if scope["path"] == OPEN_PATH else None
-        direct: DirectReply | None = None
+        kept = self._bodies.of(scope, receive)
+
+        async def answer(message: Message) -> None:
+            kept.drop()
+            await send(message)
+
+        reply = _GuardedSend(answer, scope, request_id, self._limits, self._presence, span.header)
+        body = _BoundedBody(kept, self._limits.body_bytes_max, reply)
         try:
             self._check(scope)
             cleaned = _cleaned(scope, request_id, span.header)
-            direct = await self._replies.expect(scope, reply)
-            async with asyncio.timeout(wait_s) as patience:
-                if direct is None:
-                    await self._app(cleaned, body, reply)
-                else:
-                    cleaned["headers"].append(direct.header)
-                    await self._app(cleaned, body, direct.send)
-                    if not body.is_disconnected:
-                        await direct.finish(self._limits.write_idle_s, self._limits.request_timeout_s)
-            if patience.expired():  # Serve's proxy swallows the cancellation
-                raise TimeoutError
+            is_lost = await self._once(cleaned, body, reply)
+            if is_lost and kept.rewind():
+                logger.warning("request %s: its front door was lost; it goes to another", request_id)
+                body.begin_again()
+                is_lost = await self._once(cleaned, body, reply)
         except TimeoutError:  # the app is there, and its process is not
             await reply.fail(Loading(self._limits.retry_after_s))
         except ApiError as error:
@@ -231,12 +240,31 @@ class ProxyGuard:
         else:
             if body.is_too_large:
                 await reply.fail(BodyTooLarge(self._limits.body_bytes_max))
-            elif not body.is_disconnected:
+            elif is_lost:
                 message = "The process that handled this request was lost. Try again."
                 await reply.fail(Unavailable(message, self._limits.retry_after_s, code="ingress_lost"))
         finally:
+            kept.drop()
+
+    async def _once(self, cleaned: Scope, body: _BoundedBody, reply: _GuardedSend) -> bool:
+        """Send a request to a front door; return whether that was lost before it had answered."""
+        wait_s = HEALTH_WAIT_S if cleaned["path"] == OPEN_PATH else None
+        direct = await self._replies.expect(cleaned, reply)
+        try:
+            async with asyncio.timeout(wait_s) as patience:
+                if direct is None:
+                    await self._app(cleaned, body, reply)
+                else:
+                    asked = {**cleaned, "headers": [*cleaned["headers"], direct.header]}
+                    await self._app(asked, body, direct.send)
+                    if not body.is_disconnected:
+                        await direct.finish(self._limits.write_idle_s, self._limits.request_timeout_s)
+            if patience.expired():  # Serve's proxy swallows the cancellation
+                raise TimeoutError
+        finally:
             if direct is not None:
                 await direct.close()
+        return not (reply.is_complete or body.is_disconnected or body.is_too_large)
 
     def _check(self, scope: Scope) -> None:
         path = scope["path"]
@@ -262,7 +290,7 @@ class _BoundedBody:
     def __init__(self, receive: Receive, bytes_max: int, reply: _GuardedSend) -> None:
         self._receive = receive
         self._reply = reply
-        self._bytes_left = bytes_max
+        self._bytes_max = self._bytes_left = bytes_max
         self.is_too_large = False
         self.is_disconnected = False
 
@@ -278,6 +306,10 @@ class _BoundedBody:
             self.is_too_large = True
             return {"type": "http.disconnect"}  # makes Serve cancel the request; we answer it
         return message
+
+    def begin_again(self) -> None:
+        """Count from the body's beginning."""
+        self._bytes_left = self._bytes_max
 
 
 class _GuardedSend:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ray import get_runtime_context
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
@@ -239,7 +240,8 @@ class RayDirectoryLink:
         self._clear_s_max = clear_s_max
 
     async def sync(self, sync: Sync) -> Synced:
-        reply: Synced = await self._ask("sync", self._timeout_s, sync)
+        actor = get_runtime_context().get_actor_id() or ""
+        reply: Synced = await self._ask("sync", self._timeout_s, replace(sync, actor=actor))
         return reply
 
     async def held(self, tenant: bytes, sessions: tuple[bytes, ...]) -> dict[bytes, dict[str, int]]:

@@ -87,6 +87,9 @@ class DoorReport(Protocol):
     door: str
     asked: int
 
+    @property
+    def told(self) -> int: ...
+
     def uses(self) -> Mapping[bytes, Use]: ...
 
     def heard(self, doors: int) -> None: ...
@@ -229,7 +232,7 @@ class SessionDirectory:
         wanted = Sync(self._incarnation, self._since, tuple(rows), tuple(clears))
         if self.report is not None:
             own = self.report
-            wanted = replace(wanted, door=own.door, asked=own.asked, uses=own.uses())
+            wanted = replace(wanted, door=own.door, asked=own.asked, uses=own.uses(), doors=own.told)
         reply = await link.sync(wanted)
         if self.report is not None:
             self.report.heard(reply.doors)
