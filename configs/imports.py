@@ -107,7 +107,7 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def _is_out_of_reach(home: Path) -> bool:
-    """Return whether nobody else may rename `home`, or a folder above it, and put another in its place.
+    """Return whether other users cannot rename `home`, or a folder above it, and put another in its place.
 
     `home` has no links in it.
     """
