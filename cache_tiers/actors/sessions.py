@@ -21,7 +21,7 @@ from ray._private.state import state as gcs_state
 from cache_tiers.actors import rpc
 from cache_tiers.actors.door_deaths import DoorDeaths
 from cache_tiers.actors.tier import tier_actors
-from cache_tiers.blocks import Clear
+from cache_tiers.blocks import SHARED_TIER, Clear
 from cache_tiers.doors import Item, KeptBounds, KeptShelf, Kind, NotErased, Quotas, Use
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
@@ -46,7 +46,6 @@ ON_HEAD = {"node:__internal_head__": 0.001}
 WATCH_S = 1.0
 ASK_S_MAX = 5.0
 GLANCE_S_MAX = 1.0
-SHARED_TIER = "s3"
 ROWS_MAX = 2000
 """Maximum rows of one exchange; the rest follows in the next."""
 REBUILD_SESSIONS_MAX = 100_000

@@ -2,6 +2,7 @@
 
 from cache_tiers.blocks.extent import (
     SESSION_BYTES,
+    SHARED_TIER,
     TAG_BYTES,
     TIERS,
     Address,
@@ -51,6 +52,7 @@ __all__ = [
     "PREFIX_BYTES",
     "ROOT",
     "SESSION_BYTES",
+    "SHARED_TIER",
     "TAG_BYTES",
     "TIERS",
     "Address",

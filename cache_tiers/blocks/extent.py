@@ -55,6 +55,8 @@ class Clear:
 
 TierName = Literal["cpu", "nvme", "s3"]
 TIERS: tuple[TierName, ...] = ("cpu", "nvme", "s3")
+SHARED_TIER: TierName = "s3"
+"""The tier that all nodes see: its copies count once."""
 """In order of cost: a block is demoted from left to right."""
 
 LoadSource = Literal["cpu", "nvme", "s3", "peer"]

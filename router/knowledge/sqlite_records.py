@@ -83,7 +83,7 @@ class SqliteRecords:
                 f"SELECT {COLUMNS} FROM records WHERE {where} ORDER BY id DESC LIMIT ?",
                 (*values, -1 if limit is None else limit),
             ).fetchall()
-        return [self._record(row) for row in rows]
+        return [record_of(row, self._embedder) for row in rows]
 
     def count(
         self,
@@ -157,7 +157,9 @@ class SqliteRecords:
             values.append(self._clock())
         return " AND ".join(parts), values
 
-    def _record(self, row: tuple[Any, ...]) -> LoopRecord:
-        kind, name, body, turn, session, state, key, at_s, expires_s, embedder, raw = row
-        vector = None if raw is None or embedder != self._embedder else np.frombuffer(raw, "<f4")
-        return LoopRecord(kind, name, body, turn, session, state, key, at_s, expires_s, vector)
+
+def record_of(row: tuple[Any, ...], embedder: str) -> LoopRecord:
+    """Return the record of a row of `COLUMNS`; without its vector, if that is another embedder's."""
+    kind, name, body, turn, session, state, key, at_s, expires_s, made_by, raw = row
+    vector = None if raw is None or made_by != embedder else np.frombuffer(raw, "<f4")
+    return LoopRecord(kind, name, body, turn, session, state, key, at_s, expires_s, vector)

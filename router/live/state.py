@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks import SESSION_BYTES, session_of
+from cache_tiers.blocks import SESSION_BYTES, SHARED_TIER, session_of
 from cache_tiers.forecast import CALIBRATION_S
 from cache_tiers.messages import LineageGlance, NodeGlance, NodeStats
 from cache_tiers.session_table import SessionRow, SessionView
@@ -21,8 +21,6 @@ from router.routing import Outcome, session_name
 FORECAST_AT_S = (8.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0, 14400.0, 86400.0)
 """Idle times at which survival curves are shown."""
 PLACES = ("gpu", "cpu", "nvme", "s3", "peer")
-SHARED = "s3"
-"""The tier that all nodes see: its copies count once."""
 STEADY_S = 1.0
 """The start of an idle time, told by another clock, is the same if it differs by less."""
 LEFT_OUT = "left_out"
@@ -229,8 +227,8 @@ def _places(row: SessionRow, seen: Seen, pooled: int, block_bytes: int, before: 
         for tier in glance.blocks.keys() | glance.nbytes.keys():
             place = _place(tier, is_home=name == home)
             more, size = glance.blocks.get(tier, 0), glance.nbytes.get(tier, 0)
-            blocks[place] = max(blocks[place], more) if tier == SHARED else blocks[place] + more
-            nbytes[place] = max(nbytes[place], size) if tier == SHARED else nbytes[place] + size
+            blocks[place] = max(blocks[place], more) if tier == SHARED_TIER else blocks[place] + more
+            nbytes[place] = max(nbytes[place], size) if tier == SHARED_TIER else nbytes[place] + size
     told: Json = {
         "running": any(glance.is_running for glance in glances.values()),
         "blocks": {place: blocks[place] for place in PLACES},
@@ -261,7 +259,7 @@ def _home(row: SessionRow, known: Iterable[str]) -> str:
 
 
 def _place(tier: str, *, is_home: bool) -> str:
-    return tier if is_home or tier == SHARED else "peer"
+    return tier if is_home or tier == SHARED_TIER else "peer"
 
 
 def _runs(glances: Mapping[str, LineageGlance], row: SessionRow) -> list[list[str | int]]:

@@ -10,8 +10,7 @@ import numpy as np
 from router.knowledge.entries import LoopRecord, QuotaExceeded, RecordBounds, RecordKind, Vector
 from router.knowledge.postgres.connections import Connection
 from router.knowledge.postgres.database import Database
-
-COLUMNS = "kind, record, body, turn, session, state, key, at_s, expires_s, embedder, vector"
+from router.knowledge.sqlite_records import COLUMNS, record_of
 
 
 class PostgresRecords:
@@ -99,7 +98,7 @@ class PostgresRecords:
             rows = db.execute(
                 f"SELECT {COLUMNS} FROM records WHERE {where} ORDER BY id DESC LIMIT %s", (*values, limit)
             ).fetchall()
-        return [self._record(row) for row in rows]
+        return [record_of(row, self._embedder) for row in rows]
 
     def count(
         self,
@@ -174,8 +173,3 @@ class PostgresRecords:
             parts.append("expires_s > %s")
             values.append(self._clock())
         return " AND ".join(parts), values
-
-    def _record(self, row: tuple[Any, ...]) -> LoopRecord:
-        kind, name, body, turn, session, state, key, at_s, expires_s, embedder, raw = row
-        vector = None if raw is None or embedder != self._embedder else np.frombuffer(raw, "<f4")
-        return LoopRecord(kind, name, body, turn, session, state, key, at_s, expires_s, vector)

@@ -42,10 +42,8 @@ from router.knowledge.postgres.transfer import backup, copy_newest, restore
 from router.knowledge.postgres.words import Tokenizer, best
 from router.knowledge.sqlite_file import IN_MEMORY
 from router.knowledge.sqlite_schema import COLUMNS, refs_of, refs_text, version_bytes, version_of
-from router.knowledge.sqlite_store import SqliteStore
+from router.knowledge.sqlite_store import PRUNE_EVERY, PRUNE_SHARE, SqliteStore
 
-PRUNE_EVERY = 256
-PRUNE_SHARE = 0.1
 STATE_MAX = 10**9
 """States of a tenant that is new begin below it, at random: no number of before its erasure comes again."""
 NUMBER_MAX = 2**31 - 1
