@@ -24,7 +24,7 @@ from cluster.launch.commands import gcs_environment, node_environment
 from configs.loader import load
 from configs.sections import MIB
 from configs.settings import Settings
-from tests.infra.netlab import Host, Lab
+from tests.infra.netlab import Host, Lab, LabError
 from tests.support.services.guests import Guests
 from tests.support.services.service import for_served_dtype, is_moving, until
 
@@ -229,12 +229,15 @@ class SamovarLab(Guests):
         )
 
     def _ray(self, host: Host, flags: str, environment: dict[str, str]) -> None:
-        host.run(
-            f"ray start {flags} --node-ip-address={host.ip} --object-store-memory={STORE_BYTES} "
-            "--disable-usage-stats",
-            environment,
-            timeout_s=120,
-        )
+        command = f"ray start {flags} --node-ip-address={host.ip} --object-store-memory={STORE_BYTES} --disable-usage-stats"
+        try:
+            host.run(command, environment, timeout_s=120)
+        except LabError as error:
+            # Ray gives a raylet 30 s, whatever runs beside it. A supervisor starts it again.
+            if "timed out during startup" not in str(error):
+                raise
+            host.run("ray stop --force", environment, timeout_s=90)
+            host.run(command, environment, timeout_s=120)
 
     def _driver(self) -> dict[str, str]:
         return {"RAY_AUTH_MODE": "token"}
