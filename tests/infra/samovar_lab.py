@@ -229,7 +229,8 @@ class SamovarLab(Guests):
         )
 
     def _ray(self, host: Host, flags: str, environment: dict[str, str]) -> None:
-        command = f"ray start {flags} --node-ip-address={host.ip} --object-store-memory={STORE_BYTES} --disable-usage-stats"
+        host_flags = f"--node-ip-address={host.ip} --object-store-memory={STORE_BYTES} --disable-usage-stats"
+        command = f"ray start {flags} {host_flags}"
         try:
             host.run(command, environment, timeout_s=120)
         except LabError as error:
