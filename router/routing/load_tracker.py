@@ -18,6 +18,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from time import monotonic
 
 from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice
@@ -268,7 +269,7 @@ class ReplicaLoadTracker:
             by_hash = ring.first(ask.session, LOOKS_MAX)
             chosen = [
                 *beside,
-                *[name for name in by_hash if is_wanted(name)][:BY_HASH],
+                *islice(filter(is_wanted, by_hash), BY_HASH),
                 *self._least_loaded.first(LEAST_LOADED, self._replicas, names, is_wanted),
             ]
             if ask.home in names:
@@ -402,7 +403,10 @@ class ReplicaLoadTracker:
                 assert math.isclose(known.work_s, total_s, abs_tol=1e-6), f"{name} has another load"
 
     def _load_of(self, name: str) -> _ReplicaLoad:
-        return self._replicas.setdefault(name, _ReplicaLoad())
+        known = self._replicas.get(name)
+        if known is None:
+            known = self._replicas[name] = _ReplicaLoad()
+        return known
 
     def _changed(self, name: str, replica: _ReplicaLoad) -> None:
         self._least_loaded.changed(name, replica)

@@ -30,17 +30,19 @@ OTHERS_MAX = 32
 class _Candidates:
     """Replicas that can serve a model, by name; made once for each set of replicas, not for each request."""
 
-    def __init__(self, replicas: Sequence[RunningReplica]) -> None:
+    def __init__(self, replicas: Sequence[RunningReplica], rng: random.Random) -> None:
         self.by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self.ring = score.Rendezvous(self.by_name)
-        self._replicas = replicas
+        self._rng = rng
+        self._in_turn = rng.sample(list(self.by_name), len(self.by_name))
 
-    def others(self, ranked: Sequence[str], rng: random.Random) -> list[RunningReplica]:
-        """Return some that are not ranked."""
-        if len(ranked) == len(self._replicas):
+    def others(self, ranked: Sequence[str]) -> list[RunningReplica]:
+        """Return some that are not ranked: from a place drawn by lot on, in an order of this process."""
+        if len(ranked) == len(self._in_turn):
             return []
-        some = rng.sample(self._replicas, min(OTHERS_MAX, len(self._replicas)))
-        return [replica for replica in some if replica.replica_id.unique_id not in ranked]
+        at = self._rng.randrange(len(self._in_turn))
+        some = (self._in_turn[at : at + OTHERS_MAX] + self._in_turn[:at])[:OTHERS_MAX]
+        return [self.by_name[name] for name in some if name not in ranked]
 
 
 class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is untyped
@@ -139,7 +141,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         while len(self._chosen) > load_tracker.CHOSEN_MAX:  # requests given up before they were sent
             del self._chosen[next(iter(self._chosen))]
         ranks = [[by_name[name]] for name in ranking.names]
-        return [*ranks, others] if (others := known.others(ranking.names, self._rng)) else ranks
+        return [*ranks, others] if (others := known.others(ranking.names)) else ranks
 
     def _known(self, candidates: list[RunningReplica], model: str) -> _Candidates:
         """Return the candidates that serve a model; all, if none does."""
@@ -148,7 +150,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         known = self._candidates.get(model)
         if known is None:
             fitting = [one for one in candidates if _serves(one, model)]
-            known = self._candidates[model] = _Candidates(fitting or candidates)
+            known = self._candidates[model] = _Candidates(fitting or candidates, self._rng)
         return known
 
     def _is_full(self, replica: RunningReplica) -> bool:
