@@ -1,7 +1,7 @@
 """Many streams of one client process, in raw HTTP: it must cost little beside what it measures.
 
-As a program: `python -m bench._front_client URL STREAMS SECONDS`; prints `begun`, `over` and
-its figures as JSON.
+As a program: `python -m bench._front_client HOST PORT STREAMS SECONDS`; prints `begun`, `over` and
+its figures as JSON. Of a server whose tokens do not say when they were made it counts the chunks alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 STAMP = re.compile(rb'"content":"((?:\d+\.\d{6} )+)"')
+PLAIN = re.compile(rb'"content":"[^"]')
 BEGIN_S_MAX = 120.0
 
 
@@ -62,6 +63,10 @@ class Reader(asyncio.Protocol):
                 del stamps[0]
                 self._clients.began()
             stream.tokens += [(made_s, now_s) for made_s in stamps]
+        if stream.ttft_added_s is None and (plain := len(PLAIN.findall(data, 0, whole))):
+            if not stream.chunks:
+                self._clients.began()
+            stream.chunks += plain
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._clients.is_over:
@@ -96,6 +101,7 @@ async def run(host: str, port: int, streams: int, seconds: float) -> dict[str, o
             "max_tokens": 8000,
             "stream": True,
             "temperature": 0,
+            "ignore_eos": True,
         }
     ).encode()
     head = (

@@ -2,8 +2,9 @@
 
 A service whose engine costs nothing (`_front_engine`) gets 1 to 1,024 streams; each token says when it was
 made. CPU is counted by process while all streams run. Beside it: the same without links (`samovar-serve`:
-every token is a message of Ray Serve), the same with two and four front doors, and a bare streaming app under
-uvicorn. The engine's own share of the replica's process counts as front door. Linux only.
+every token is a message of Ray Serve), the same with two and four front doors, a bare streaming app under
+uvicorn, and vLLM's server if it is asked for (`_front_vllm`). The engine's own share of the replica's process
+counts as front door. Linux only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
+from bench import _front_vllm
 from bench import _report as report
 from bench._peers_processes import Threads
 from bench.footprint import role_of
@@ -37,6 +39,7 @@ SERVERS = {
     "samovar-4-doors": ("--server.ingress-replicas", "4"),
     "samovar-serve": ("--cluster.links.enabled", "false"),
     "uvicorn": None,
+    "vllm": (),
 }
 AS_SAMOVAR_SERVE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
 """What the command sets before it imports Ray."""
@@ -47,6 +50,8 @@ ROLES = {
     ":Ingress": "ingress",
     ":Replica": "replica",
     "_front_raw": "ingress",
+    "VLLM::EngineCore": "engine",
+    "bin/vllm": "ingress",
 }
 
 
@@ -82,8 +87,11 @@ def server(
 ) -> Iterator[tuple[int, psutil.Process]]:
     """Run a server until the block ends; gives its port and process."""
     port = free_port()
-    own = SERVERS[name]
-    if own is None:
+    own, env = SERVERS[name], AS_SAMOVAR_SERVE
+    if name == "vllm":
+        peer = _front_vllm.launch(port, max(STREAMS))
+        command, env, path = list(peer.command), dict(peer.env), "/health"
+    elif own is None:
         command = [sys.executable, "-m", "bench._front_raw", str(port), str(step_ms)]
         path = "/"
     else:
@@ -95,7 +103,7 @@ def server(
         path = "/health"
     log = work / f"{name}.log"
     process = subprocess.Popen(
-        command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env={**os.environ, **AS_SAMOVAR_SERVE}
+        command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env={**os.environ, **env}
     )
     try:
         deadline_s = time.monotonic() + START_S
@@ -136,18 +144,21 @@ def measure(name: str, port: int, root: psutil.Process, streams: int, seconds: f
         assert client.stdout is not None
         if client.stdout.readline().strip() != "begun":
             raise RuntimeError(f"{streams} streams did not begin")
+        counted = _front_vllm.tokens(port) if name == "vllm" else 0
         before = by_role.cpu_s()
         client.stdout.readline()
         after, rss = by_role.cpu_s(), by_role.rss()
+        if name == "vllm":
+            counted = _front_vllm.tokens(port) - counted
         seen = json.loads(client.stdout.readline())
-    tokens = max(1, seen["tokens"])
-    spent = {role: 1000 * (after[role] - before[role]) / tokens for role in after}
+    tokens = max(1, counted or seen["tokens"])
+    spent = {role: 1000 * (after[role] - before[role]) / tokens for role in after if role != "engine"}
     parts = {role for role in ("proxy", "ingress", "replica") if role in rss}
     grown = sum(rss[role] - rss_before[role] for role in parts)
     return {
         "server": name,
         "streams": streams,
-        "tokens_s": seen["tokens"] / seen["seconds"],
+        "tokens_s": tokens / seen["seconds"],
         "front_cpu_ms_per_token": sum(spent.values()),
         **{f"{role}_ms": spent.get(role, 0.0) for role in ("proxy", "ingress", "replica", "ray")},
         "client_ms": 1000 * seen["client_cpu_s"] / tokens,
@@ -166,7 +177,7 @@ def measure(name: str, port: int, root: psutil.Process, streams: int, seconds: f
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.front", description=__doc__)
     parser.add_argument(
-        "--servers", nargs="+", choices=list(SERVERS), default=["samovar", *list(SERVERS)[3:]]
+        "--servers", nargs="+", choices=list(SERVERS), default=["samovar", "samovar-serve", "uvicorn"]
     )
     parser.add_argument("--streams", nargs="+", type=int, default=STREAMS)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from bench import _front_vllm
 from bench._front_client import STAMP, Stream, figures
 from bench._front_engine import ScriptedEngine
 from bench.front import role_named
@@ -21,6 +22,8 @@ from replicas.messages import Admitted, Delta, GenerateRequest, SamplingParams
         (["ray::SERVE_PROXY_ACTOR-58f473"], "proxy"),
         (["ray::ServeController"], "ray"),
         (["/venv/bin/python", "-m", "bench._front_raw", "1", "20"], "ingress"),
+        (["/build/vllm/bin/python", "/build/vllm/bin/vllm", "serve", "/model"], "ingress"),
+        (["VLLM::EngineCore"], "engine"),
         ([], "ray"),
     ],
 )
@@ -51,3 +54,12 @@ def test_a_scripted_engine_says_when_it_was_asked_and_when_each_token_was_made()
     assert began_s - 1e-3 <= asked_s <= made_s <= float(last.text) + 1e-6
     assert STAMP.search(f'"content":"{first.text}"'.encode()) is not None
     assert (key, first.finish_reason, last.finish_reason, engine.has_work) == (7, None, "length", False)
+
+
+def test_tokens_of_vllm_are_those_it_counts() -> None:
+    said = (
+        "# HELP vllm:generation_tokens_total Number of generation tokens processed.\n"
+        'vllm:generation_tokens_total{engine="0",model_name="m"} 1.5e+03\n'
+        'vllm:generation_tokens_created{engine="0"} 9.0\n'
+    )
+    assert _front_vllm.counted(said) == 1500
