@@ -237,7 +237,7 @@ def build_engine(
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
     started_s = time.monotonic()
-    spec = inspect_model(model_dir)
+    spec = inspect_model(model_dir, None if keep is None else settings.inspected_dir)
     device = choose_device(settings.engine)
     sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
     threads = settings.engine.threads or max(1, CORES // sharing)
