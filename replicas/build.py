@@ -24,6 +24,7 @@ from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, fit_prefill
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
+from replicas.checkpoint import load_vocabulary
 from replicas.engine import (
     Auditor,
     Engine,
@@ -51,7 +52,6 @@ from replicas.model import (
     choose_dtype,
     inspect_model,
     is_device_lost,
-    load_tokenizer,
     measure_gemm,
 )
 from replicas.offload import (
@@ -237,7 +237,7 @@ def build_engine(
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
     started_s = time.monotonic()
-    spec = inspect_model(model_dir)
+    spec = inspect_model(model_dir, None if keep is None else settings.inspected_dir)
     device = choose_device(settings.engine)
     sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
     threads = settings.engine.threads or max(1, CORES // sharing)
@@ -269,6 +269,7 @@ def build_engine(
         kept,
         settings.native_dir,
         settings.model.weights,
+        spec.path if ranks is None and load is load_model else None,
     )
     begin("probe")
     step = choice.settle(spec.vocab, min(settings.engine.step_tokens_max, spec.context_tokens_max))
@@ -315,19 +316,18 @@ def build_engine(
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
     offload, preemption = _offload(tiers, settings, geometry, open_io, page_pool, meter, kept)
+    vocabulary = load_vocabulary(model_dir, kept)
+    tokenizer = vocabulary.tokenizer
     kept.save()
     begin("engine")
     rng = random.Random()
-    tokenizer = load_tokenizer(model_dir)
-    grammars = GrammarCompiler(
-        tokenizer.backend_tokenizer.to_str, spec.vocab, spec.eos_token_ids, settings.grammar
-    )
+    grammars = GrammarCompiler(tokenizer.to_str, spec.vocab, spec.eos_token_ids, settings.grammar)
     engine = Engine(
         runner=runner,
         scheduler=_scheduler(settings, page_pool, preemption, offload, meter),
         sampler=Sampler(spec.eos_token_ids, grammars, rows_max=settings.engine.logit_rows_max),
-        tokenizer=tokenizer.backend_tokenizer,
-        token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
+        tokenizer=tokenizer,
+        token_text=TokenText(tokenizer, vocabulary.special_ids),
         limits=_limits(settings, spec, plan),
         namespace=model_namespace(spec, geometry, step.numerics(device)),
         replica_id=replica_id,

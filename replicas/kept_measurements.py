@@ -30,7 +30,17 @@ T = TypeVar("T")
 
 LIBRARY_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of the environment variables that choose how the math libraries compute."""
-CODE = ("forward", "kv", "measure.py", "model", "native", "ranks", "step_choice.py", "engine/audit.py")
+CODE = (
+    "checkpoint",
+    "forward",
+    "kv",
+    "measure.py",
+    "model",
+    "native",
+    "ranks",
+    "step_choice.py",
+    "engine/audit.py",
+)
 """What computes, in this package: another version of it is measured again."""
 CODE_FILES = ("*.py", "*.cpp", "*.h")
 

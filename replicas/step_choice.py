@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from configs.json_text import parse_json
 from configs.settings import EngineSettings
+from replicas.checkpoint import PlainRecipe, recipe_of
 from replicas.engine import TOLERANCES, Probe, ProbeResult
 from replicas.forward import (
     PLAIN_TYPES,
@@ -53,8 +54,8 @@ AUTO, NATIVE_BF16, NATIVE, LEAN, TRANSFORMERS = "auto", "native-bf16", "native",
 """Values of `engine.step`."""
 INT8 = "int8"
 """Value of `model.weights`."""
-PROBE = TypeAdapter(ProbeResult)
-"""The form in which verdicts are kept."""
+PROBE, RECIPE = TypeAdapter(ProbeResult), TypeAdapter(PlainRecipe | None)
+"""The forms in which verdicts and recipes are kept."""
 
 
 class StepForm(Protocol):
@@ -184,13 +185,13 @@ FORMS: dict[str, Callable[[PlainModel, FormSetup], StepForm]] = {
 class ChosenStep:
     """What computes the steps. `kind`: of `engine.step`; `sentence`: what it is, and why not another.
 
-    `model`: transformers' module, without weights if `form` holds them; `form`: None for its own modules;
-    `weights`: what they were rounded to, if to anything but the dtype.
+    `model`: transformers' module, without weights if `form` holds them, and None if they were read without
+    it; `form`: None for its own modules; `weights`: what they were rounded to, if to anything but the dtype.
     """
 
     kind: str
     sentence: str
-    model: torch.nn.Module
+    model: torch.nn.Module | None
     form: StepForm | None
     exactness: ProbeResult
     weights: str = ""
@@ -234,7 +235,8 @@ class StepChoice:
     """Settles which kind of step serves a model, and whether it is exact here.
 
     `load`: loads the model; called once, and again if a kind that has taken its weights over does not serve.
-    `kept`: verdicts of earlier starts. `native_dir`, `weights`: of `FormSetup`.
+    `kept`: verdicts of earlier starts. `native_dir`, `weights`: of `FormSetup`. `directory`: where `load`
+    finds the weights, to read them without it once a start has kept how; None: each start loads the model.
     """
 
     def __init__(
@@ -246,6 +248,7 @@ class StepChoice:
         kept: KeptMeasurements,
         native_dir: Path | None = None,
         weights: str = AUTO,
+        directory: Path | None = None,
     ) -> None:
         self._setup = FormSetup(settings, geometry, native_dir, weights)
         self._settings = settings
@@ -253,10 +256,40 @@ class StepChoice:
         self._device = device
         self._load = load
         self._kept = kept
-        self._model = load()
-        self._plain: PlainModel | None = None  # of the model, until a form takes it over
+        self._directory = directory
+        self._model: torch.nn.Module | None = None
+        self._plain: PlainModel | None = None  # until a form takes it over
         self._form: StepForm | None = None
-        self._held = TRANSFORMERS
+        self._held: str | None = None
+        self._recipe = self._known_recipe()
+        self._take_weights()
+
+    def _known_recipe(self) -> PlainRecipe | None:
+        """Return how a step of our own reads the weights without transformers, if that is known."""
+        ours = self._settings.step != TRANSFORMERS and self._settings.tensor_parallel == 1
+        if self._directory is None or self._device.type != "cpu" or not ours:
+            return None
+        return self._kept.get("plain form", RECIPE, self._learn, None)
+
+    def _learn(self) -> PlainRecipe | None:
+        """Load the model, and return what reads the very same from its files, if anything does."""
+        assert self._directory is not None
+        self._model, self._held = self._load(), TRANSFORMERS
+        try:
+            self._plain = plain_model(self._model)
+        except NotPlain:
+            return None
+        recipe = recipe_of(self._plain)
+        return recipe if recipe.gives(self._plain, self._directory) else None
+
+    def _take_weights(self) -> None:
+        """Have the weights as they are before a form takes them over."""
+        if self._plain is not None or self._model is not None:
+            return
+        if self._recipe is None or self._directory is None:
+            self._model, self._held = self._load(), TRANSFORMERS
+        else:
+            self._plain = self._recipe.read(self._directory, self._geometry.dtype)
 
     def settle(self, vocab: int, step_tokens_max: int) -> ChosenStep:
         """Return the first kind that serves and is exact; if trials show that none is, the first that serves.
@@ -298,7 +331,7 @@ class StepChoice:
         return NATIVE
 
     def _chosen(self, exactness: ProbeResult, passed: dict[str, str]) -> ChosenStep:
-        kind = self._held
+        kind = self._held or TRANSFORMERS
         what = "the modules of transformers" if self._form is None else self._form.sentence
         before = [*FORMS, TRANSFORMERS][: [*FORMS, TRANSFORMERS].index(kind)]
         reasons = dict.fromkeys(passed[name] for name in before if name in passed)
@@ -318,17 +351,24 @@ class StepChoice:
         if kind != TRANSFORMERS and self._device.type != "cpu":
             return f"the model is on {self._device.type}"
         if self._form is not None:  # it has taken the weights over
-            self._form, self._held = None, TRANSFORMERS
-            self._model = self._load()
+            self._form = self._held = self._model = None
         if kind == TRANSFORMERS:
+            if self._model is None:
+                self._plain = None
+                self._model = self._load()
+            self._held = TRANSFORMERS
             return None
+        self._take_weights()
         try:
-            self._plain = self._plain or plain_model(self._model)
+            if self._plain is None:
+                assert self._model is not None
+                self._plain = plain_model(self._model)
             self._form = FORMS[kind](self._plain, self._setup)
         except (NotPlain, NotNative) as why:
             return str(why)
         self._held, self._plain = kind, None
-        self._model.to("meta")  # who computes with it now gets an error
+        if self._model is not None:
+            self._model.to("meta")  # who computes with it now gets an error
         return_freed_memory()
         return None
 
@@ -348,7 +388,12 @@ class StepChoice:
             return ProbeResult(False, f"not in float16; {tolerance}")
         make = None if form is None else form.forward(GatherSdpa(True, geometry.dtype), exact=True)
         is_torch = form is None or form.is_torch
-        probe = Probe(self._model, geometry, vocab, self._device, make, is_torch)
+
+        def probe() -> ProbeResult:
+            if is_torch and self._model is None:  # read without it, and its config is asked
+                self._model = self._load().to("meta")
+            return Probe(self._model, geometry, vocab, self._device, make, is_torch).run(step_tokens_max)
+
         unprobed = ProbeResult(False, f"not probed (engine.fast_start); {tolerance}")
         name = "probe" if form is None else f"probe {form.version}"
-        return self._kept.get(name, PROBE, lambda: probe.run(step_tokens_max), unprobed)
+        return self._kept.get(name, PROBE, probe, unprobed)

@@ -43,7 +43,8 @@ NAME = "sessions"
 ON_HEAD = {"node:__internal_head__": 0.001}
 """Ray's head-node resource: an actor placed there is not lost with a drained or failed worker."""
 
-WATCH_S = 1.0
+WATCH_S, ALONE_WATCH_S = 1.0, 5.0
+"""Between two looks at the cluster; and where one node's tiers are all there are, and have been asked."""
 ASK_S_MAX = 5.0
 GLANCE_S_MAX = 1.0
 ROWS_MAX = 2000
@@ -274,6 +275,7 @@ class SessionActor:
         """Learn what the tiers hold, then watch for draining nodes; in a thread, because GCS may hang."""
         asked: set[str] = set()
         while not self._stopped.is_set():
+            is_settled = False
             try:
                 self._draining = tuple(sorted(gcs_state.get_draining_nodes()))
                 actors = tier_actors()
@@ -281,9 +283,10 @@ class SessionActor:
                     asked = set()  # a node is gone: others may have taken its blocks
                 self._actors = actors
                 asked = {node for node in actors if node in asked or self._learn(node, actors[node])}
+                is_settled = len(asked) == len(actors) == 1
             except Exception:  # GCS unavailable, a node just lost: retry at the next look
                 logger.exception("the session directory could not read the cluster's state")
-            self._stopped.wait(WATCH_S)
+            self._stopped.wait(ALONE_WATCH_S if is_settled else WATCH_S)
 
     def _learn(self, node: str, actor: Any) -> bool:
         """Return whether the node has reported what its tiers hold."""

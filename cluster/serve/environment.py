@@ -112,8 +112,6 @@ PRIVATE_ENVIRONMENT = {
     "RAY_kill_idle_workers_interval_ms": "1000",  # 200
     "RAY_local_fs_monitor_interval_ms": "1000",  # 100
     "RAY_debug_dump_period_milliseconds": "60000",  # 10,000
-    "REPORTER_UPDATE_INTERVAL_MS": "60000",  # 5,000; what each process takes, for a dashboard
-    "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",  # 2; for a dashboard
     "RAY_raylet_report_resources_period_milliseconds": "500",  # 100; how soon freed resources are known
     "RAY_memory_monitor_refresh_ms": "1000",  # 250; how soon Ray ends a process when memory is short
     "RAY_object_manager_timer_freq_ms": "1000",  # 100; of objects pulled from other nodes: there are none

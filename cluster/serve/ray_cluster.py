@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,9 +27,21 @@ import httpx
 import ray
 from ray._common.tls_utils import load_certs_from_env
 from ray._private import node as ray_node
+from ray._private import services as ray_services
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
-from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
-from ray._private.services import canonicalize_bootstrap_address
+from ray._private.ray_constants import (
+    DASHBOARD_ADDRESS,
+    KV_NAMESPACE_DASHBOARD,
+    PROCESS_TYPE_DASHBOARD_AGENT,
+    PROCESS_TYPE_RUNTIME_ENV_AGENT,
+)
+from ray._raylet import (
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    METRICS_AGENT_PORT_NAME,
+    METRICS_EXPORT_PORT_NAME,
+    RUNTIME_ENV_AGENT_PORT_NAME,
+    persist_port,
+)
 
 from cluster.serve.environment import TOKEN_MODE
 from cluster.serve.preflight import StartFailed
@@ -313,7 +326,7 @@ def address_of(cluster: ClusterSettings) -> str | None:
     if cluster.ray_address == "local":
         return None
     try:
-        found: str | None = canonicalize_bootstrap_address(cluster.ray_address)
+        found: str | None = ray_services.canonicalize_bootstrap_address(cluster.ray_address)
     except (ConnectionError, ValueError) as error:
         raise StartFailed(f"cluster.ray_address={cluster.ray_address}: {error}") from error
     return found
@@ -321,6 +334,19 @@ def address_of(cluster: ClusterSettings) -> str | None:
 
 NO_DASHBOARD = b"127.0.0.1:9"
 """In the place of the dashboard's address, for which Ray's agent would ask again every second."""
+
+NO_PORT, NOBODYS_PORT = -1, 9
+"""What Ray's agents say of a service that they do not offer; and a port at which none answers."""
+AGENT_PORTS = {
+    METRICS_AGENT_PORT_NAME: NO_PORT,
+    METRICS_EXPORT_PORT_NAME: NO_PORT,
+    DASHBOARD_AGENT_LISTEN_PORT_NAME: NO_PORT,
+    RUNTIME_ENV_AGENT_PORT_NAME: NOBODYS_PORT,
+}
+AGENTS = (PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT)
+WAIT_FOR_RAYLET = [sys.executable, "-I", "-S", "-c", "open(0).read()"]
+"""Waits for the end of its standard input, which the raylet holds. No blanks: Ray makes one string of it."""
+AGENTS_HOLD_A_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
 
 
 class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
@@ -330,6 +356,11 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
     but runs; the monitor of an autoscaler that has no machines to start; and the log monitor, which reads
     every log file for drivers with `log_to_driver`. Together they were 300 MB and 2.7 CPU-seconds of a start
     (ray 2.60). Ray itself starts nodes without them, by private parameters that `ray.init` does not pass on.
+
+    The raylet does not run without its two agents, so processes of 10 MB wait in their place: one gathers for
+    the dashboard and exports metrics, which `PRIVATE_ENVIRONMENT` switches off; the other installs runtime
+    environments, and whoever asks for one needs a cluster that is not private. They were 215 MB, 1.9
+    CPU-seconds of a start and half a percent of a core.
     """
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
@@ -344,6 +375,22 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
 
     def start_log_monitor(self) -> None:
         """Start nothing: logs are in their files."""
+
+    def start_raylet(self, *args: object, **options: object) -> None:
+        """Start the raylet with agents that only wait; it reads from files at which ports they listen."""
+        os.environ[AGENTS_HOLD_A_PIPE] = "1"
+        for name, port in AGENT_PORTS.items():
+            persist_port(self._session_dir, self._node_id, name, port)
+        python_command = ray_services._build_python_executable_command_memory_profileable
+
+        def command(component: str, *of: object, **more: object) -> list[str]:
+            return list(WAIT_FOR_RAYLET) if component in AGENTS else python_command(component, *of, **more)
+
+        ray_services._build_python_executable_command_memory_profileable = command
+        try:
+            super().start_raylet(*args, **options)
+        finally:
+            ray_services._build_python_executable_command_memory_profileable = python_command
 
 
 @contextlib.contextmanager

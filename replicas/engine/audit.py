@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers.activations import ACT2FN
 
 from replicas.forward import EXACT_ROWS, GatherSdpa, MakeForward, Runner
 from replicas.kv import KvGeometry, KvPool, PagePool
@@ -220,13 +219,14 @@ class Probe:
     at once, in chunks and in a batch with others, and compares logits and KV; and it runs the activation
     function at every number of rows that a step may have.
 
-    `model`: loaded for the paged pool; `geometry`: of the pool it will run on. `forward`: what computes the
-    steps there; None: the model's modules. `is_torch`: whether its elementwise functions are torch's.
+    `model`: loaded for the paged pool; None: neither `forward` nor its elementwise functions are of torch.
+    `geometry`: of the pool it will run on. `forward`: what computes the steps there; None: the model's
+    modules. `is_torch`: whether its elementwise functions are torch's.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None,
         geometry: KvGeometry,
         vocab: int,
         device: torch.device,
@@ -277,6 +277,7 @@ class Probe:
         torch computes what is left of an elementwise operation, behind whole vectors and at the ends of its
         threads' shares, by another exp than the rest.
         """
+        assert self._model is not None
         config, threads = self._model.config, torch.get_num_threads()
         if getattr(config, "shared_expert_intermediate_size", None):
             return "the gate of the shared expert is one number for each row"
@@ -289,6 +290,9 @@ class Probe:
 
     def _first_uneven_activation(self, rows_max: int) -> int | None:
         """Return the smallest row count at which an elementwise function changes a row's bits, or None."""
+        from transformers.activations import ACT2FN
+
+        assert self._model is not None
         config = self._model.config
         named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "silu"
         activation = ACT2FN[named]

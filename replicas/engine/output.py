@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from replicas.grammar import GrammarRefused
 from replicas.messages import FinishReason, GenerateRequest, Refused, TokenLogprob
@@ -175,7 +174,19 @@ class OutputProcessor:
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
+
+
+def _printable_stand_ins() -> dict[str, int]:
+    """Return the byte of each character that byte-level BPE writes for one: GPT-2's table.
+
+    Printable bytes stand for themselves, the others for the characters from 256 on.
+    """
+    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _printable_stand_ins()
 
 
 class TokenNames(Protocol):

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
 
 from replicas.forward.inputs import Segment, StepInputs
 from replicas.kv import TRASH_PAGE, KvPool, LayerKv
@@ -344,4 +343,6 @@ def _paged_attention(
 
 def register() -> None:
     """Make `attn_implementation="samovar_paged"` known to transformers. Call before loading a model."""
+    from transformers import AttentionInterface
+
     AttentionInterface.register(ATTENTION_NAME, _paged_attention)

@@ -45,7 +45,7 @@ def attention_forms(model: torch.nn.Module, head_dim: int) -> list[AttentionForm
 
 
 def choose_attention(
-    model: torch.nn.Module,
+    model: torch.nn.Module | None,
     geometry: KvGeometry,
     device: torch.device,
     *,
@@ -56,6 +56,7 @@ def choose_attention(
     sdpa = GatherSdpa(exact, geometry.dtype)
     if device.type != "cuda" or exact:
         return ChosenAttention(sdpa, sdpa.name)
+    assert model is not None, "on CUDA it is transformers' model that computes"
     return prefer(lambda: compared_kernel(model, geometry, device, context_tokens_max), sdpa)
 
 

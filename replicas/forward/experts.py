@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from replicas.forward.attention import EXACT_ROWS
 
@@ -48,4 +47,6 @@ def _linear(experts: Any, name: str, expert: int, rows: torch.Tensor) -> torch.T
 
 def register() -> None:
     """Make `experts_implementation="samovar_experts"` known to transformers. Call before loading a model."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_by_rows)

@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from replicas.forward.attention import ATTENTION_NAME, AttentionBackend
 from replicas.forward.attention import register as register_attention
 from replicas.forward.experts import EXPERTS_NAME
 from replicas.forward.experts import register as register_experts
-from replicas.forward.forward import MakeForward, TransformersForward
+from replicas.forward.forward import Forward, MakeForward, TransformersForward
 from replicas.forward.graphs import Capture, DecodeGraphs
 from replicas.forward.inputs import StepInputs, StepPacker, Words
 from replicas.kv import KvPool
@@ -33,6 +32,8 @@ def load_model(
 
     `read`: makes it of other weights than all of `spec`'s.
     """
+    from transformers import AutoModelForCausalLM  # seconds, which steps of our own need not wait for
+
     register_attention()
     register_experts()
     experts = {"experts_implementation": EXPERTS_NAME} if spec.has_experts else {}
@@ -96,8 +97,9 @@ class Runner:
     Packs the tokens of all chunks into one row dimension `[1, rows]`, copies pages that a sibling is about to
     write (copy-on-write), and returns the logits of the rows that sample.
 
-    `model`: a transformers causal LM loaded with `ATTENTION_NAME`. `forward`: makes what computes the steps;
-    None: the model's own modules, with `backend`. `exact`: a row's bits do not depend on the batch.
+    `model`: a transformers causal LM loaded with `ATTENTION_NAME`; None: `forward` needs none. `forward`:
+    makes what computes the steps; None: the model's own modules, with `backend`. `exact`: a row's bits do not
+    depend on the batch.
     `logit_rows_max`: rows of logits that exist at a time besides those that sample. `took`: the time of the
     last step on the device; None on CPU, where a step is over when `run` returns. `greedy`: what `greedy_of`
     says of the last step's logits, where a graph has computed it; else None.
@@ -105,7 +107,7 @@ class Runner:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None,
         pool: KvPool,
         backend: AttentionBackend,
         *,
@@ -117,9 +119,11 @@ class Runner:
         self.pool = pool
         self.backend = backend
         self.exact = exact
-        self.forward = (
-            TransformersForward(model, pool, backend, exact=exact) if forward is None else forward(pool)
-        )
+        if forward is None:
+            assert model is not None, "nothing that computes steps"
+            self.forward: Forward = TransformersForward(model, pool, backend, exact=exact)
+        else:
+            self.forward = forward(pool)
         self.logit_rows_max = logit_rows_max
         self.device = pool.data.device
         self.took: DeviceTime | None = None
@@ -140,6 +144,7 @@ class Runner:
         """
         if not self.backend.tile_rows:
             raise ValueError(f"{self.backend.name} reads no query tiles: its steps cannot be recorded")
+        assert self.model is not None, "on CUDA it is transformers' model that computes"
         self._graphs = DecodeGraphs(
             self._packer,
             lambda inputs: self.forward.logits(

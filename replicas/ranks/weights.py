@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from safetensors import safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from replicas.forward import load_model
 from replicas.model import ModelSpec, read_weights
@@ -19,6 +18,8 @@ def load_part(spec: ModelSpec, dtype: torch.dtype, device: torch.device, peers: 
 
     Raises `ModelRefused` if the model cannot be cut, or its weights are not whole.
     """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
     config = AutoConfig.from_pretrained(spec.path, local_files_only=True)
     split = narrow(config, spec, peers.rank, peers.ranks)
     of_type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

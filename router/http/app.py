@@ -490,6 +490,7 @@ class Ingress:
                 ),
                 load_tracker.BOOK,
                 settings.router,
+                quiet_s=settings.doors.silent_s / 2,  # or it would count as dead
             ),
         )
 

@@ -106,7 +106,11 @@ class TurnEnd:
 
 
 class SessionDirectory:
-    """Locations of sessions, for routing. `tracker`: nodes of the replicas. `wall_clock`: unix seconds."""
+    """Locations of sessions, for routing. `tracker`: nodes of the replicas. `wall_clock`: unix seconds.
+
+    `quiet_s`: the longest time between two synchronisations while neither side has news; own news wait for
+    `router.sync_s` at most.
+    """
 
     def __init__(
         self,
@@ -114,6 +118,7 @@ class SessionDirectory:
         tracker: ReplicaLoadTracker,
         settings: RouterSettings,
         wall_clock: Callable[[], float] = time.time,
+        quiet_s: float = 0.0,
     ) -> None:
         self.table = SessionTable(settings.sessions_max, settings.lineages_max)
         self.link = link
@@ -122,6 +127,8 @@ class SessionDirectory:
         self._tracker = tracker
         self._settings = settings
         self._wall_clock = wall_clock
+        self._quiet_s = quiet_s
+        self._is_quiet = False  # neither side had news when they last met
         self._incarnation, self._since = "", 0
         self._sent_seq = 0  # sequence number of our last change that the directory has
         self._is_lost = False
@@ -236,6 +243,7 @@ class SessionDirectory:
         reply = await link.sync(wanted)
         if self.report is not None:
             self.report.heard(reply.doors)
+        is_agreed = wanted.doors == reply.doors and not wanted.uses
         is_new = reply.incarnation != self._incarnation
         if is_new and self._incarnation:
             logger.warning("the session directory was restarted: sending it all known sessions")
@@ -245,11 +253,12 @@ class SessionDirectory:
         self.table.merge(reply.rows)
         self._incarnation, self._since = reply.incarnation, reply.seq
         self._tracker.leaving_nodes = frozenset(reply.draining)
+        self._is_quiet = is_agreed and not (rows or clears or reply.rows or reply.clears or reply.draining)
         return not (had_all and reply.is_all and self._sent_seq == sent)
 
     async def _sync_forever(self, link: DirectoryLink) -> None:
         while True:
-            more = False
+            more = self._is_quiet = False
             try:
                 more = await self.sync(link)
                 if self._is_lost:
@@ -261,4 +270,14 @@ class SessionDirectory:
                 self._is_lost = True
             except Exception:  # the next exchange may succeed; requests are not affected
                 logger.exception("a synchronisation with the session directory failed")
-            await asyncio.sleep(0 if more else self._settings.sync_s)
+            waited_s = 0.0
+            while not more and (not waited_s or (waited_s < self._quiet_s and not self._has_news())):
+                await asyncio.sleep(self._settings.sync_s)
+                waited_s += self._settings.sync_s
+            if more:
+                await asyncio.sleep(0)
+
+    def _has_news(self) -> bool:
+        """Whether the directory should hear of something here, or of what may have happened there."""
+        has_uses = self.report is not None and bool(self.report.uses())
+        return not self._is_quiet or has_uses or self.table.seq != self._sent_seq

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from configs.settings import EngineSettings
+from replicas.checkpoint import PlainRecipe
 from replicas.engine.audit import Probe, ProbeResult
 from replicas.forward.runner import load_model
 from replicas.kept_measurements import KeptMeasurements
@@ -35,9 +36,13 @@ class Chooser:
         model_dir: Path,
         monkeypatch: pytest.MonkeyPatch,
         keep: Path | None = None,
+        *,
+        reads: bool = False,
         **verdicts: ProbeResult,
     ) -> None:
+        """`reads`: it may read the weights without loading the model."""
         self.loads = 0
+        self._directory = model_dir if reads else None
         self.probed: list[str] = []
         self._spec = inspect_model(model_dir)
         self._keep = keep
@@ -61,7 +66,8 @@ class Chooser:
 
         kept = KeptMeasurements(self._keep, 60.0, "a model")
         settings = EngineSettings.model_validate(engine)
-        chosen = StepChoice(settings, geometry, CPU, load, kept).settle(spec.vocab, 64)
+        choice = StepChoice(settings, geometry, CPU, load, kept, directory=self._directory)
+        chosen = choice.settle(spec.vocab, 64)
         kept.save()
         return chosen
 
@@ -112,6 +118,52 @@ def test_a_verdict_is_kept_for_each_kind(
     second = Chooser(tiny_llama, monkeypatch, tmp_path)
     assert second.choose().kind == "transformers"
     assert second.probed == []
+
+
+def test_weights_are_read_without_the_model_once_it_is_known_how(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Chooser(tiny_llama, monkeypatch, tmp_path, reads=True, lean=YES)
+    learned = first.choose()
+    assert (first.loads, learned.model is None) == (1, False)
+    second = Chooser(tiny_llama, monkeypatch, tmp_path, reads=True)
+    chosen = second.choose()
+    assert (second.loads, second.probed, chosen.model) == (0, [], None)
+    assert (chosen.sentence, chosen.numerics(CPU)) == (learned.sentence, learned.numerics(CPU))
+    other = Chooser(tiny_llama, monkeypatch, tmp_path, reads=True, transformers=NO)
+    assert other.choose(step="transformers").model is not None
+    assert other.loads == 1
+
+
+def test_a_step_that_is_not_exact_gives_way_to_the_model_also_without_it(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for loads in (2, 1):
+        chooser = Chooser(tiny_llama, monkeypatch, tmp_path, reads=True, lean=NO, transformers=YES)
+        chosen = chooser.choose()
+        assert (chosen.kind, chooser.loads) == ("transformers", loads)
+        assert chosen.model is not None
+        assert all(one.device.type == "cpu" for one in chosen.model.parameters())
+
+
+def test_what_reads_other_numbers_is_not_used(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainRecipe, "gives", lambda *_: False)
+    for _ in range(2):
+        chooser = Chooser(tiny_llama, monkeypatch, tmp_path, reads=True, lean=YES)
+        chooser.choose()
+        assert chooser.loads == 1
+
+
+def test_a_probe_of_what_was_read_without_the_model_asks_it(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's elementwise functions are tried at the widths that the model's config says."""
+    Chooser(tiny_llama, monkeypatch, tmp_path, reads=True).choose(exact=False)
+    later = Chooser(tiny_llama, monkeypatch, tmp_path, reads=True, lean=YES)
+    assert later.choose(step="lean").exactness.exact
+    assert (later.loads, later.probed) == (1, ["lean"])
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from cache_tiers.actors.rpc import ActorRef
 from cache_tiers.actors.sessions import SessionActor
 from cache_tiers.blocks import session_of
 from cache_tiers.blocks.extent import Clear
+from cache_tiers.doors import Use
 from cache_tiers.messages import Cleared
 from cache_tiers.session_table import SessionHeld, Sync
 from configs.settings import RouterSettings
@@ -339,6 +341,54 @@ async def test_the_task_goes_on_whatever_happens_and_does_not_spin(
     assert sum("does not answer" in line for line in said) == 1, "said once, not every time"
     assert sum("answers again" in line for line in said) == 1
     assert sum("failed" in line for line in said) == 1
+
+
+async def test_without_news_it_asks_seldom_and_own_news_do_not_wait_for_that() -> None:
+    link = FakeLink()
+    desk = Desk(link, sync_s=0.01)
+    desk.directory._quiet_s = 3600.0
+    whole, calls = link.sync, 0
+
+    async def counted(sync: Sync) -> Any:
+        nonlocal calls
+        calls += 1
+        return await whole(sync)
+
+    link.sync = counted  # type: ignore[method-assign]
+    desk.directory.start()
+    try:
+        await until(lambda: desk.directory._is_quiet)
+        for turns in range(1, 4):
+            desk.turn(tokens=10 * turns)
+            await until(lambda: desk.directory.table.seq == desk.directory._sent_seq)
+            assert link.actor.check_integrity() == 1
+            await until(lambda: desk.directory._is_quiet)
+        assert calls <= 12, "it asked without news"
+        link.is_lost = True
+        desk.turn(tokens=99)
+        await until(lambda: desk.directory._is_lost)
+        assert not desk.directory._is_quiet
+        link.is_lost = False
+        await until(lambda: desk.directory._is_quiet)
+        row = link.actor._table.get(TENANT, S1)
+        assert row is not None
+        assert row.tokens == 99
+    finally:
+        await desk.directory.stop()
+
+
+async def test_what_tenants_have_open_is_reported_as_often_as_ever() -> None:
+    desk = Desk(FakeLink(), sync_s=0.01)
+    desk.directory._is_quiet = True
+    assert not desk.directory._has_news()
+    report = Mock(door="d", asked=0, told=1, uses=Mock(return_value={TENANT: Use(1, 1, 1)}))
+    desk.directory.report = report
+    assert desk.directory._has_news()
+    await desk.sync()
+    assert not desk.directory._is_quiet
+    report.uses.return_value = {}
+    await desk.sync()
+    assert desk.directory._is_quiet
 
 
 async def test_without_a_link_there_is_no_task() -> None:
