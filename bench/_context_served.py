@@ -156,9 +156,9 @@ def orders_served(
                 found = client.post("/v1/knowledge/search", json=wanted).raise_for_status()
                 told = "\n".join(one["text"] for one in found.json()["data"])
                 asked = {"messages": [{"role": "system", "content": f"{system}\n\n{told}"}, *messages[1:]]}
-            body = {"model": model, "max_tokens": 1, "temperature": 0, "session_id": session, **asked}
+            whole = {"model": model, "max_tokens": 1, "temperature": 0, "session_id": session, **asked}
             began_s = time.perf_counter()
-            receipt = client.post("/v1/chat/completions", json=body).raise_for_status().json()["receipt"]
+            receipt = client.post("/v1/chat/completions", json=whole).raise_for_status().json()["receipt"]
             ttft_s.append(time.perf_counter() - began_s)
             tokens.append(receipt["tokens"])
             messages.append({"role": "assistant", "content": answer})
