@@ -6,11 +6,13 @@ hidden state in place of the packaged embedder (minutes; of one seed).
 
 Order: a conversation of 30 turns with retrieval, built by the product's own code, in the order that keeps
 prefixes (`cache_aware`) and with what was retrieved in front (`naive_order`); tokens that a cache without
-bounds would not have, counted by block keys. `--url`: also of a running service with `knowledge.enabled`:
-times to first token, and tokens computed as its receipts say.
+bounds would not have, counted by block keys.
 
 Window: a conversation of three times the window, compacted and truncated (`_context_window.py`).
-`--window-url`: also of a running service with a window of 2,048 tokens and `compaction.enabled`.
+
+Then both with a service (`_context_served.py`): times to first token, and tokens computed as its receipts
+say. Two are started one after the other, unless there is one: `--url`, with `knowledge.enabled`;
+`--window-url`, with a window of 2,048 tokens and `compaction.enabled`. `--offline`: without a service.
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from bench import _report as report
 from bench._context_facts import PlantedFact, planted
-from bench._context_window import beyond_window, served_window
+from bench._context_served import Guest, guest_at, guest_of_service, orders_served, window_served
+from bench._context_window import WINDOW_TOKENS, beyond_window
 from cache_tiers.blocks import block_key
 from configs.optional_sections import KnowledgeSettings
 from configs.settings import Settings
@@ -63,8 +65,6 @@ BLOCK_TOKENS = 16
 ROOT = bytes(32)
 SYSTEM = "You are a careful assistant. Answer from the reference data where there is any, and briefly."
 ANSWER_WORDS = 60
-SERVED_TOKENS = 128
-"""Of context a turn, so that 30 turns fit the default model's window in both orders."""
 
 
 class HiddenStates:
@@ -244,52 +244,13 @@ def orders(
     return rows
 
 
-def served(url: str, api_key: str | None, seed: int = 1, turns: int = TURNS) -> Iterator[dict[str, Any]]:
-    """The same conversation with a running service, in both orders: its receipts and times."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    facts, answers, everything = conversation(seed, turns)
-    with httpx.Client(base_url=url, headers=headers, timeout=300, trust_env=False) as client:
-        model = client.get("/v1/models").json()["data"][0]["id"]
-        client.delete("/v1/knowledge").raise_for_status()
-        lines = (
-            json.dumps({"kind": kind, "text": fact})
-            for fact, kind in zip(everything, itertools.cycle(["gotcha", "document_chunk"]))
-        )
-        body = {"format": "jsonl", "text": "\n".join(lines)}
-        client.post("/v1/knowledge/import", json=body).raise_for_status()
-        for name in ("naive_order", "cache_aware"):
-            session = f"{name}-{time.time_ns()}"
-            messages = [{"role": "system", "content": SYSTEM}]
-            ttft_s, tokens = [], []
-            for fact, answer in zip(facts, answers, strict=True):
-                messages.append({"role": "user", "content": fact.question})
-                asked: dict[str, Any] = {"knowledge": {"budget_tokens": SERVED_TOKENS}, "messages": messages}
-                if name == "naive_order":
-                    found = client.post(
-                        "/v1/knowledge/search", json={"query": fact.question, "budget_tokens": SERVED_TOKENS}
-                    )
-                    told = "\n".join(one["text"] for one in found.json()["data"])
-                    asked = {
-                        "messages": [{"role": "system", "content": f"{SYSTEM}\n\n{told}"}, *messages[1:]]
-                    }
-                body = {"model": model, "max_tokens": 1, "temperature": 0, "session_id": session, **asked}
-                began_s = time.perf_counter()
-                receipt = client.post("/v1/chat/completions", json=body).raise_for_status().json()["receipt"]
-                ttft_s.append(time.perf_counter() - began_s)
-                tokens.append(receipt["tokens"])
-                messages.append({"role": "assistant", "content": answer})
-            computed = sum(one["compute"] for one in tokens)
-            every = sum(sum(one.values()) for one in tokens)
-            yield {
-                "name": f"{name}_served",
-                "facts": turns,
-                "prompt_tokens": every,
-                "computed_tokens": computed,
-                "cached_share": 1 - computed / every,
-                "ttft_s_median": statistics.median(ttft_s),
-                "ttft_s_last_5": statistics.median(ttft_s[-5:]),
-                "ttft_s_by_turn": [round(one, 4) for one in ttft_s],
-            }
+def _guest(
+    stack: ExitStack, url: str | None, args: argparse.Namespace, flags: Mapping[str, object]
+) -> Guest | None:
+    """Return who asks the service at `url`, or one that is started with `flags`; None: none is wanted."""
+    if url:
+        return stack.enter_context(guest_at(url, args.api_key))
+    return None if args.offline else stack.enter_context(guest_of_service(flags))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -300,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--url", help="a running service with knowledge.enabled")
     parser.add_argument("--window-url", help="a running service with compaction.enabled and a small window")
-    parser.add_argument("--api-key")
+    parser.add_argument("--api-key", help="of these")
+    parser.add_argument("--offline", action="store_true", help="start no service")
     args = parser.parse_args(argv)
     settings = Settings()
     _, prompts = open_prompts(settings, None)
@@ -313,8 +275,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = list(recall(text, embedders))
     report.show("Planted facts among the first five", found)
     order = orders(prompts, packaged)
-    if args.url:
-        order += served(args.url, args.api_key)
+    with ExitStack() as stack:
+        guest = _guest(stack, args.url, args, {"knowledge.enabled": True})
+        if guest is not None:
+            order += orders_served(guest, conversation(1, TURNS), SYSTEM)
     shown = (
         "name",
         "facts",
@@ -326,9 +290,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     report.show("A conversation of 30 turns", [{key: row.get(key, "") for key in shown} for row in order])
     window = beyond_window(prompts, packaged, iter(BlockCount, None))
-    if args.window_url:
-        window += served_window(args.window_url, args.api_key)
-    columns = (*shown[:3], "facts_answered", *shown[3:], "idle_tokens", "ttft_to_short")
+    small = {"compaction.enabled": True, "model.context-tokens-max": WINDOW_TOKENS}
+    with ExitStack() as stack:
+        guest = _guest(stack, args.window_url, args, small)
+        if guest is not None:
+            window += window_served(guest)
+    columns = (
+        *shown[:3],
+        "facts_answered",
+        *shown[3:],
+        "idle_tokens",
+        "ttft_to_short",
+        "cpu_to_short",
+        "computed_to_short",
+    )
     report.show(
         "A conversation of three windows", [{key: row.get(key, "") for key in columns} for row in window]
     )

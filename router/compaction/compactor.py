@@ -131,12 +131,17 @@ class Compactor:
             if outcome != "done":
                 return outcome
             fitted = await self._fitted(asked, wish)
+        await self._index(asked, fitted)
         prompt = await self._errands.prompt(asked, fitted.request)
         if self._errands.price_s(home, len(prompt.token_ids)) > self.settings.price_s_max:
             return "too_dear"
         told = await self._errands.prefill(asked, prompt)
         self._note(asked, {"prepared_tokens": told.prompt_tokens})
         return "done"
+
+    async def _index(self, asked: AskedTurn, fitted: Fitted) -> None:
+        work = partial(self.fitter.make_ready, (asked.tenant, asked.session), fitted, asked.request)
+        await self._prompts.work(work, chars_of(asked.request), asked.tenant)
 
     def _note(self, asked: AskedTurn, told: dict[str, Any]) -> None:
         memory, owner = self.fitter.memory, (asked.tenant, asked.session)

@@ -62,6 +62,7 @@ class Fitted:
     tokens: dict[int, int] = field(default_factory=dict)  # of these, fenced
     now: int | None = None  # the question that is asked now
     waits: bool = False  # for a summary
+    forgets: int = 0  # of the memory, when it was made
 
     @property
     def is_cut(self) -> bool:
@@ -177,7 +178,7 @@ class Fitter:
         conversation = Talk(rest, [self.text.message(one, placed) for one in rest], fixed)
         known = self.memory.cuts(owner, wish.mode, links)
         begin = WHOLE if summary is None else Cut(summary.messages)
-        made = Fitted(placed, wish, conversation, links, plan, begin, summary, window, 0)
+        made = Fitted(placed, wish, conversation, links, plan, begin, summary, window, 0, forgets=forgets)
         at = max((count for count in known if count < len(raw)), default=0)
         made.before = known[at] if at and known[at].first > begin.first else begin
         aim = limit
@@ -204,6 +205,12 @@ class Fitter:
         if made.is_cut or made.before.first:
             self.memory.note(owner, forgets, cut=(wish.mode, links[-1], made.cut), told=made.card())
         return made
+
+    def make_ready(self, owner: Owner, made: Fitted, request: ParsedChat) -> None:
+        """Index what a cut leaves out, so that no question waits for that. `request`: what was fitted."""
+        if made.is_cut:
+            raw = request.messages[leading_system(request.messages) :]
+            self._indexed(owner, made, raw, made.forgets)
 
     def summary(self, owner: Owner, links: Sequence[bytes]) -> Summary | None:
         """Return the longest summary of a conversation; None also if the store fails: it is only a saving."""
@@ -251,14 +258,7 @@ class Fitter:
     def _found(
         self, owner: Owner, made: Fitted, raw: Sequence[Any], question: int, placed: set[int], forgets: int
     ) -> tuple[FoundPiece, ...]:
-        own = self.settings
-        key = made.links[made.cut.first] + b"%d %d" % (made.summarised, made.wish.budget_tokens)
-        index = self.memory.index(owner, key)
-        if index is None:
-            left_out = [one for one in made.conversation.left_out(made.cut.first) if one >= made.summarised]
-            chars = min(own.piece_chars, max(CHARS_MIN, CHARS_OF_TOKENS * made.wish.budget_tokens))
-            index = PieceIndex(pieces_of(raw, left_out, chars, own.pieces_max), self._embedder)
-            self.memory.note(owner, forgets, index=(key, index))
+        own, index = self.settings, self._indexed(owner, made, raw, forgets)
         asked = raw[question].content[: own.query_chars_max]
         candidates = index.search(asked, own.candidates, own.meaning_min)
         tokens_of = {
@@ -267,3 +267,15 @@ class Fitter:
         fence = self.text.text(f"{BEGIN}\n{END}\n")
         budget = Budget(made.wish.budget_tokens - fence, own.pieces_per_turn)
         return tuple(index.choose(candidates, tokens_of, budget, placed))
+
+    def _indexed(self, owner: Owner, made: Fitted, raw: Sequence[Any], forgets: int) -> PieceIndex:
+        """Return the index of what a cut leaves out; it is made once."""
+        own = self.settings
+        key = made.links[made.cut.first] + b"%d %d" % (made.summarised, made.wish.budget_tokens)
+        index = self.memory.index(owner, key)
+        if index is None:
+            left_out = [one for one in made.conversation.left_out(made.cut.first) if one >= made.summarised]
+            chars = min(own.piece_chars, max(CHARS_MIN, CHARS_OF_TOKENS * made.wish.budget_tokens))
+            index = PieceIndex(pieces_of(raw, left_out, chars, own.pieces_max), self._embedder)
+            self.memory.note(owner, forgets, index=(key, index))
+        return index

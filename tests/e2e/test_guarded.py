@@ -1,4 +1,7 @@
-"""A service with API keys and small limits: auth (F33), tenants (F14), back-pressure, a tidy stop."""
+"""A service with API keys and small limits: auth (F33), tenants (F14), back-pressure, a tidy stop.
+
+Its window is small, too: a conversation that outgrows it is compacted if it wants to be.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -21,7 +25,27 @@ FLAGS = (
     *("--engine.pool-bytes-max", str(for_served_dtype(64 * 2**20))),
     *("--engine.sequences-max", "8", "--engine.queue-max", "4", "--engine.threads", "1"),
     *("--model.context-tokens-max", str(CONTEXT), "--limits.concurrent-per-key", "24"),
+    *("--compaction.enabled", "true", "--compaction.embedder", "none"),
+    # What is expected of this conversation's return is not what is tested.
+    *("--compaction.idle-s", "0.1", "--compaction.return-min", "0"),
 )
+BLOCK_TOKENS = 16
+ROOMS = (
+    "Lisbon",
+    "Oslo",
+    "Turin",
+    "Graz",
+    "Ghent",
+    "Porto",
+    "Basel",
+    "Cork",
+    "Split",
+    "Lund",
+    "Bergen",
+    "Nice",
+)
+TURNS_MAX = 10
+COMPACTED = {"compaction": {"mode": "retrieve", "budget_tokens": 96}}
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +164,101 @@ def test_f32_prompt_at_the_limit(guarded: Service) -> None:
         assert caught.value.code == "context_length_exceeded"
         assert str(CONTEXT) in caught.value.message
         assert str(tokens) in caught.value.message
+
+
+class LongTalk:
+    """A conversation of one tenant that outgrows the window; the client sends all of it, each time."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.session = "a long one"
+        self.messages = [{"role": "system", "content": "You keep the keys of a hotel."}]
+        for number, room in enumerate(ROOMS):
+            told = (
+                f"The key of the {room} room is K{number * 7}X. It has a view of the lake and two large beds."
+            )
+            self.messages += [
+                {"role": "user", "content": told},
+                {
+                    "role": "assistant",
+                    "content": f"Noted, {room}. The guests there will be glad of the view.",
+                },
+            ]
+
+    def post(self, text: str, **fields: object) -> httpx.Response:
+        asked = [*self.messages, {"role": "user", "content": text}]
+        with self.service.http() as http:
+            fields = {"messages": asked, "session_id": self.session, "return_token_ids": True, **fields}
+            return http.post("/v1/chat/completions", json=body(**fields))
+
+    def says(self, text: str) -> dict[str, Any]:
+        """A turn, and the idle moment after it."""
+        before = self.jobs()
+        answer = self.post(text, **COMPACTED)
+        assert answer.status_code == 200, answer.text
+        said: dict[str, Any] = answer.json()
+        self.messages += [{"role": "user", "content": text}, said["choices"][0]["message"]]
+        until("the idle moment is over", lambda: self.jobs() > before, 60)
+        return said
+
+    def jobs(self, **outcome: str) -> float:
+        return self.service.total("samovar_compaction_jobs_total", **outcome)
+
+    def card(self, key: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.get(f"{self.service.url}/v1/sessions/{self.session}", headers=headers, timeout=60)
+
+    def prompt_of(self, said: dict[str, Any]) -> str:
+        with self.service.http() as http:
+            shown = http.post("/detokenize", json={"model": MODEL, "tokens": said["prompt_token_ids"]})
+        prompt: str = shown.raise_for_status().json()["prompt"]
+        return prompt
+
+
+def test_a_conversation_beyond_the_window_is_cut_and_the_next_turn_finds_its_prefix(guarded: Service) -> None:
+    talk = LongTalk(guarded)
+    question = "What is the key of the Oslo room?"
+    refused = talk.post(question)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+    said = talk.says(question)
+    told = said["receipt"]["compaction"]
+    assert told["mode"] == "retrieve"
+    assert told["turns_cut"] > len(ROOMS) / 2
+    assert told["tokens_cut"] > 0
+    assert said["usage"]["prompt_tokens"] < CONTEXT
+    assert [one["turn"] for one in told["pieces"]].count(ROOMS.index("Oslo") + 1) == 1
+    prompt = talk.prompt_of(said)
+    assert "K7X" in prompt, "what was asked for came back"
+    assert "K0X" not in prompt, "the rest is left out"
+    card = talk.card(KEYS["alpha"]).raise_for_status().json()["compaction"]
+    assert {name: card[name] for name in ("mode", "turns_cut", "tokens_cut")} == {
+        name: told[name] for name in ("mode", "turns_cut", "tokens_cut")
+    }
+    assert talk.card(KEYS["beta"]).status_code == 404
+
+    for _ in range(TURNS_MAX):
+        done = talk.jobs(outcome="done")
+        before = talk.says("Tell me of the lake, of the beds in that room, and of what guests say.")
+        if talk.jobs(outcome="done") > done:
+            break
+    else:
+        pytest.fail("no next prefix was computed in an idle moment")
+    prepared = talk.card(KEYS["alpha"]).json()["compaction"]["prepared_tokens"]
+    again = talk.messages[:]
+    after = talk.says("And at night?")
+    tokens, cut = after["receipt"]["tokens"], after["receipt"]["compaction"]["turns_cut"]
+    assert cut > before["receipt"]["compaction"]["turns_cut"], "this prompt begins with another one's tokens"
+    assert sum(tokens.values()) - tokens["compute"] >= prepared // BLOCK_TOKENS * BLOCK_TOKENS
+    assert tokens["compute"] < 3 * BLOCK_TOKENS
+
+    talk.messages = again
+    fresh = talk.post("And at night?", cache_salt="nothing is cached under it", **COMPACTED).json()
+    assert fresh["receipt"]["tokens"]["compute"] == fresh["usage"]["prompt_tokens"]
+    assert fresh["prompt_token_ids"] == after["prompt_token_ids"]
+    if guarded.says_exact():
+        assert fresh["choices"][0]["message"] == after["choices"][0]["message"], "cached is uncached"
 
 
 @pytest.mark.guarantee("F32")

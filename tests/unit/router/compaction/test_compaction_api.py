@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from replicas.messages import EngineStats, Failed, GenerateRequest
-from router.compaction import Compactor
+from router.compaction import Compactor, PieceIndex, fitter
 from tests.house import ROOT
 from tests.support.engines.tiny_models import EOS_TOKEN
 from tests.support.router.fake_replica import Script, say
@@ -157,6 +157,30 @@ async def test_a_conversation_of_three_windows_goes_on_and_is_cut_once_in_many_t
         last = max(changes)
         asked = [one for one in made.replicas.calls if not one.request_id.startswith("idle-")]
         assert asked[last].session in {one.session for one in prefilled}
+
+
+async def test_what_a_cut_leaves_out_is_indexed_before_anybody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, indexed = house(tmp_path), list[bool]()  # whether somebody waited for it
+
+    class Watched(PieceIndex):
+        def __init__(self, *of: Any) -> None:
+            indexed.append(keeper(made).idle._running is None)
+            super().__init__(*of)
+
+    monkeypatch.setattr(fitter, "PieceIndex", Watched)
+    async with made.client() as client:
+        guest = Guest(client, made)
+        await guest.talks(40, rests=True)
+        assert not any(indexed), "all of it was done in idle moments"
+        assert len(indexed) == keeper(made).idle.outcomes["done"] > 2
+        await guest.says(question(3), compaction={"mode": "retrieve", "budget_tokens": 90})
+        assert indexed[-1], "pieces of another size"
+        (owner,) = keeper(made).fitter.memory._sessions
+        keeper(made).fitter.memory.check_integrity()
+        await client.delete("/v1/sessions/s")
+        assert owner not in keeper(made).fitter.memory._sessions
 
 
 async def test_a_fact_beyond_the_window_comes_back_beside_its_question(tmp_path: Path) -> None:
