@@ -1,7 +1,7 @@
 """Many streams of one client process, in raw HTTP: it must cost little beside what it measures.
 
-As a program: `python -m bench._front_client HOST PORT STREAMS SECONDS`; prints `begun`, `over` and its figures
-as JSON. With `lone REQUESTS` in place of the last two: requests one after the other, each with the server idle.
+As a program: `python -m bench._front_client HOST PORT STREAMS SECONDS`; prints `begun`, `over` and its
+figures as JSON. With `lone REQUESTS` in place of the last two: one request after the other.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ async def run_lone(host: str, port: int, requests: int) -> dict[str, object]:
             added.append(reader.stream.ttft_added_s)
     print("over", flush=True)
     shares = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9}
-    figures: dict[str, object] = {f"ttft_added_{name}_ms": _at(added, share) for name, share in shares.items()}
-    return figures | {"errors": len(errors), "first_error": errors[:1]}
+    seen: dict[str, object] = {f"ttft_added_{name}_ms": _at(added, share) for name, share in shares.items()}
+    return seen | {"errors": len(errors), "first_error": errors[:1]}
 
 
 async def run(host: str, port: int, streams: int, seconds: float) -> dict[str, object]:
