@@ -5,9 +5,9 @@ there, and tells Serve about it in the end. Requests, their end and their cancel
 there is no link (other methods, whole answers, a proxy that is not reached) Serve carries all of it.
 
 The other way, a small request body goes with the request, in its scope: Serve's front doors ask the proxy's
-actor for it, a call there and back before anything can be done. And they ask it once: whether the client is
-still there is the proxy's to watch, which has the call cancelled (else one more call is open for each stream,
-in both processes, to say the same).
+actor for it, a call there and back before anything can be done. And they ask at most once: whether the client
+is still there is the proxy's to watch, which has the call cancelled (else one more call is open for each
+stream, in both processes, to say the same).
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ EARLY_BODY = "samovar.early_body"
 """In a request's scope: what of its body had come when it went to a front door, and whether more comes."""
 IS_WATCHED = "samovar.is_watched"
 """In a request's scope: the proxy watches for a client that leaves, and nothing comes after the body."""
+SERVES_FETCH = "_receive_asgi_messages"
+"""What Serve's ASGI `receive` calls to fetch messages from the proxy (`ASGIReceiveProxy`)."""
 EARLY_WAIT_S = 0.002
 """How long the request waits for its body: clients often send it in a packet of its own."""
 WHOLE, CUT = True, False
@@ -122,6 +124,20 @@ def _asked(scope: Scope) -> tuple[ReplyTo, str] | None:
     return None
 
 
+async def _no_more(_: object) -> bytes:
+    """Say, as Serve's proxy does of a request that is over, that there is nothing to fetch."""
+    raise KeyError
+
+
+def _ask_for_nothing(receive: Any) -> None:
+    """Have Serve not ask the proxy: all is here. Its task for that (ray 2.60) begins when we first wait.
+
+    Another version of Serve asks, and is told of the body's end.
+    """
+    if hasattr(receive, SERVES_FETCH):
+        setattr(receive, SERVES_FETCH, _no_more)
+
+
 class _GivenBody:
     """ASGI `receive` of a request as `_SentBody` has sent it.
 
@@ -136,6 +152,8 @@ class _GivenBody:
         self._comes_again = self._early is not None
         self._is_whole = False
         self._receive = receive
+        if self._is_watched and self._early is not None and not self._early[1]:
+            _ask_for_nothing(receive)
 
     async def __call__(self) -> Message:
         if self._is_whole and self._is_watched:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ray.serve._private.http_util import ASGIReceiveProxy
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.cluster import LinkSettings
@@ -232,6 +233,38 @@ async def test_apps_that_are_not_ours_are_told_as_ever() -> None:
         assert await asyncio.wait_for(posted(url, BODY, path="/other"), 30) == BODY
     assert not door.told
     assert not any(IS_WATCHED in scope for scope in door.scopes)
+
+
+@pytest.mark.parametrize(("more", "asked"), [(False, 0), (True, 1)])
+async def test_serve_asks_for_nothing_if_all_of_the_body_came_with_the_request(
+    more: bool, asked: int
+) -> None:
+    """With Serve's own `receive`, whose task runs beside the front door."""
+    calls = 0
+
+    async def fetch(_: object) -> bytes:
+        nonlocal calls
+        calls += 1
+        rest = {"type": "http.request", "body": b"!", "more_body": False}
+        return pickle.dumps([{"type": "http.request", "body": BODY, "more_body": more}, rest, BodyOver()])
+
+    scope: Scope = {"type": "http", "headers": [], EARLY_BODY: (BODY, more), IS_WATCHED: True}
+    receive = ASGIReceiveProxy(scope, None, fetch)
+    bodies = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        bodies.append((await receive())["body"])
+        if more:
+            bodies.append((await receive())["body"])
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    fetching = asyncio.create_task(receive.fetch_until_disconnect())
+    await ReplySender(app, settings=make_settings())(scope, receive, send)
+    await asyncio.wait_for(fetching, 30)
+    assert calls == asked
+    assert b"".join(bodies) == BODY + b"!" * more
 
 
 def test_the_end_of_a_body_is_a_disconnect_in_another_process_only() -> None:
