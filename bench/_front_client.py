@@ -1,7 +1,8 @@
 """Many streams of one client process, in raw HTTP: it must cost little beside what it measures.
 
-As a program: `python -m bench._front_client HOST PORT STREAMS SECONDS`; prints `begun`, `over` and
-its figures as JSON. Of a server whose tokens do not say when they were made it counts the chunks alone.
+As a program: `python -m bench._front_client HOST PORT STREAMS SECONDS`; prints `begun`, `over` and its
+figures as JSON. With `lone REQUESTS` in place of the last two: one request after the other. Of a server whose
+tokens do not say when they were made it counts the chunks alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import re
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 STAMP = re.compile(rb'"content":"((?:\d+\.\d{6} )+)"')
 PLAIN = re.compile(rb'"content":"[^"]')
 BEGIN_S_MAX = 120.0
+ANSWER_TOKENS = 8000
+REST_S = 0.05
+"""Between lone requests: what an answer leaves to be done is over by then."""
 
 
 @dataclass
@@ -92,13 +97,13 @@ class Clients:
         self.began()
 
 
-async def run(host: str, port: int, streams: int, seconds: float) -> dict[str, object]:
-    """Open the streams, read them for `seconds` after all have begun, hang up; return the figures."""
+def asking(host: str, port: int, max_tokens: int = ANSWER_TOKENS) -> bytes:
+    """Return a request for a streamed answer."""
     body = json.dumps(
         {
             "model": "SmolLM2-135M-Instruct",
             "messages": [{"role": "user", "content": "Count."}],
-            "max_tokens": 8000,
+            "max_tokens": max_tokens,
             "stream": True,
             "temperature": 0,
             "ignore_eos": True,
@@ -108,9 +113,37 @@ async def run(host: str, port: int, streams: int, seconds: float) -> dict[str, o
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     ).encode()
-    loop, clients, readers = asyncio.get_running_loop(), Clients(streams), []
+    return head + body
+
+
+async def run_lone(host: str, port: int, requests: int) -> dict[str, object]:
+    """Send requests for one token, one after the other; return the figures."""
+    loop, added, errors = asyncio.get_running_loop(), list[float](), list[str]()
+    print("begun", flush=True)
+    for _ in range(requests):
+        clients = Clients(1)
+        _, reader = await loop.create_connection(
+            partial(Reader, asking(host, port, max_tokens=1), clients), host, port
+        )
+        async with asyncio.timeout(BEGIN_S_MAX):
+            await clients.all_begun.wait()
+        clients.is_over = True
+        await asyncio.sleep(REST_S)
+        reader.transport.abort()
+        errors += clients.errors
+        if reader.stream.ttft_added_s is not None:
+            added.append(reader.stream.ttft_added_s)
+    print("over", flush=True)
+    shares = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9}
+    seen: dict[str, object] = {f"ttft_added_{name}_ms": _at(added, share) for name, share in shares.items()}
+    return seen | {"errors": len(errors), "first_error": errors[:1]}
+
+
+async def run(host: str, port: int, streams: int, seconds: float) -> dict[str, object]:
+    """Open the streams, read them for `seconds` after all have begun, hang up; return the figures."""
+    loop, clients, readers, request = asyncio.get_running_loop(), Clients(streams), [], asking(host, port)
     for number in range(streams):
-        _, reader = await loop.create_connection(lambda: Reader(head + body, clients), host, port)
+        _, reader = await loop.create_connection(lambda: Reader(request, clients), host, port)
         readers.append(reader)
         if number % 16 == 15:
             await asyncio.sleep(0.05)  # arrivals are spread a little
@@ -162,8 +195,12 @@ def _at(values: list[float], share: float) -> float:
 
 
 def main() -> int:
-    host, port, streams, seconds = sys.argv[1:]
-    print(json.dumps(asyncio.run(run(host, int(port), int(streams), float(seconds)))), flush=True)
+    host, port, streams, amount = sys.argv[1:]
+    if streams == "lone":
+        work = run_lone(host, int(port), int(amount))
+    else:
+        work = run(host, int(port), int(streams), float(amount))
+    print(json.dumps(asyncio.run(work)), flush=True)
     return 0
 
 

@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -127,30 +127,47 @@ def _answers(url: str, name: str) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def client_of(port: int, *arguments: str) -> Iterator[IO[str]]:
+    """Run the client program; gives what it says."""
+    command = [sys.executable, "-m", "bench._front_client", "127.0.0.1", str(port), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        yield client.stdout
+
+
+def measure_lone(name: str, port: int, root: psutil.Process, requests: int) -> dict[str, Any]:
+    """Send requests one after the other to a server that is idle; return their row."""
+    by_role = ByRole(root)
+    with client_of(port, "lone", str(requests)) as client:
+        client.readline()
+        before = by_role.cpu_s()
+        client.readline()
+        after = by_role.cpu_s()
+        seen = json.loads(client.readline())
+    spent = {role: 1000 * (after[role] - before[role]) / requests for role in after}
+    return {
+        "server": name,
+        "requests": requests,
+        **{name: value for name, value in seen.items() if name != "first_error"},
+        **{f"{role}_ms_a_request": spent.get(role, 0.0) for role in ("proxy", "ingress", "replica", "ray")},
+    }
+
+
 def measure(name: str, port: int, root: psutil.Process, streams: int, seconds: float) -> dict[str, Any]:
     """Run one client against a server; return its row."""
     by_role = ByRole(root)
     rss_before = by_role.rss()
-    command = [
-        sys.executable,
-        "-m",
-        "bench._front_client",
-        "127.0.0.1",
-        str(port),
-        str(streams),
-        str(seconds),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None
-        if client.stdout.readline().strip() != "begun":
+    with client_of(port, str(streams), str(seconds)) as client:
+        if client.readline().strip() != "begun":
             raise RuntimeError(f"{streams} streams did not begin")
         counted = _front_vllm.tokens(port) if name == "vllm" else 0
         before = by_role.cpu_s()
-        client.stdout.readline()
+        client.readline()
         after, rss = by_role.cpu_s(), by_role.rss()
         if name == "vllm":
             counted = _front_vllm.tokens(port) - counted
-        seen = json.loads(client.stdout.readline())
+        seen = json.loads(client.readline())
     tokens = max(1, counted or seen["tokens"])
     spent = {role: 1000 * (after[role] - before[role]) / tokens for role in after if role != "engine"}
     parts = {role for role in ("proxy", "ingress", "replica") if role in rss}
@@ -181,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--streams", nargs="+", type=int, default=STREAMS)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
+    parser.add_argument("--lone", type=int, default=200, help="requests one after the other, for the TTFT")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the scripted engine")
     args, flags = parser.parse_known_args(argv)
     interrupt_on_signals()  # a service must not outlive this
@@ -189,6 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.servers:
             with server(name, args.step_ms, work, flags) as (port, root):
                 measure(name, port, root, 16, 1.0)  # what is made at the first request, at each front door
+                if args.lone and name != "vllm":  # whose tokens do not say when they were made
+                    rows.append(measure_lone(name, port, root, args.lone))
+                    report.show(f"{name}, {args.lone} lone requests", rows[-1:])
                 for streams in args.streams:
                     rows.append(measure(name, port, root, streams, args.seconds))
                     report.show(f"{name}, {streams} streams", rows[-1:])

@@ -91,6 +91,13 @@ class LinkSettings(Section):
         le=1024 * MIB,
         description="the writer waits while a client leaves this many bytes of its answer unread",
     )
+    body_bytes_max: int = Field(
+        16 * 1024,
+        ge=0,
+        le=MIB,
+        description="a request's body up to this size goes to the front door with the request, and is held "
+        "while the answer is streamed; a larger one is asked for, which takes some ms. 0 = all are asked for",
+    )
 
 
 class ClusterSettings(Section):

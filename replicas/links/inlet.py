@@ -178,7 +178,7 @@ class Inlet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
         self._pace = Pace(wait_s_max)
         self._secret = secrets.token_hex(SECRET_BYTES)
@@ -206,7 +206,7 @@ class Inlet:
 
     def expect(self, ticket: str) -> Mailbox:
         """Return the mailbox of a stream that will come; call `forget` in the end."""
-        box = Mailbox(self._settings.stream_bytes_max, lambda goes_on: self._answer(ticket, goes_on))
+        box = Mailbox(self.settings.stream_bytes_max, lambda goes_on: self._answer(ticket, goes_on))
         self._boxes[ticket] = box
         return box
 
@@ -234,7 +234,7 @@ class Inlet:
 
         They take no place of those that know it: any local user can open connections.
         """
-        if len(self._strangers) >= self._settings.links_max:
+        if len(self._strangers) >= self.settings.links_max:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             if oldest.transport is not None:
@@ -244,7 +244,7 @@ class Inlet:
     def admit(self, link: _Incoming) -> bool:
         """Whether one more connection may be there; it has said the secret."""
         self._strangers.pop(link, None)
-        if len(self._links) >= self._settings.links_max:
+        if len(self._links) >= self.settings.links_max:
             logger.warning("a link is refused: there are %d (cluster.links.links_max)", len(self._links))
             return False
         self._links.add(link)
@@ -254,10 +254,10 @@ class Inlet:
         return hmac.compare_digest(secret, self._secret.encode())
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
-        notice_loss(transport, self._settings.keepalive_s)
+        notice_loss(transport, self.settings.keepalive_s)
 
     def parser(self) -> Parser:
-        return Parser(self._settings.unread_bytes_max)
+        return Parser(self.settings.unread_bytes_max)
 
     def put(self, link: _Incoming, ticket: str, payload: Any) -> bool:
         """Take a payload; return whether the stream is new to this link."""

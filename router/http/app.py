@@ -289,7 +289,7 @@ def build_api(service: IngressServices) -> FastAPI:
     )
     if origins:  # outermost: refusals must be readable too
         app.add_middleware(CorsOrigins, origins=origins)
-    if settings.cluster.links.enabled and are_proxies_guarded(os.environ):  # outermost: what clients get
+    if are_proxies_guarded(os.environ):  # outermost: what clients get
         app.add_middleware(ReplySender, settings=settings)
     return app
 

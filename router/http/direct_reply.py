@@ -3,11 +3,17 @@
 The proxy names in a header where it listens; a front door that streams sends status, headers and body
 there, and tells Serve about it in the end. Requests, their end and their cancelling stay with Serve. Where
 there is no link (other methods, whole answers, a proxy that is not reached) Serve carries all of it.
+
+The other way, a small request body goes with the request, in its scope: Serve's front doors ask the proxy's
+actor for it, a call there and back before anything can be done. And they ask at most once: whether the client
+is still there is the proxy's to watch, which has the call cancelled (else one more call is open for each
+stream, in both processes, to say the same).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import uuid
@@ -22,7 +28,8 @@ from configs.cluster import LinkSettings
 from configs.settings import Settings
 from replicas.links import Inlet, Link, LinkLost, Links
 from replicas.messages import ReplyTo
-from router.openai import ClientClosedRequest
+from router.doors import GENERATION_PATHS
+from router.openai import ClientClosedRequest, declared_bytes
 
 logger = logging.getLogger("ray.serve")
 
@@ -37,6 +44,14 @@ READ_BYTES = 1 << 14
 """A body goes over a link, and to its client, in pieces: one message must not fill what all streams share,
 and each piece that the client takes tells the front door that it reads."""
 LIVE_PATH = "/v1/live"
+EARLY_BODY = "samovar.early_body"
+"""In a request's scope: what of its body had come when it went to a front door, and whether more comes."""
+IS_WATCHED = "samovar.is_watched"
+"""In a request's scope: the proxy watches for a client that leaves, and nothing comes after the body."""
+SERVES_FETCH = "_receive_asgi_messages"
+"""What Serve's ASGI `receive` calls to fetch messages from the proxy (`ASGIReceiveProxy`)."""
+EARLY_WAIT_S = 0.002
+"""How long the request waits for its body: clients often send it in a packet of its own."""
 WHOLE, CUT = True, False
 """The last payload of a response: that its body was all, or that it failed."""
 
@@ -80,11 +95,14 @@ class ReplySender:
 
     def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
         self._app = app
-        self._links = Links(settings.cluster.links, settings.router.heartbeat_s)
+        links = settings.cluster.links
+        self._links = Links(links, settings.router.heartbeat_s) if links.enabled else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = None if scope["type"] != "http" else _asked(scope)
-        if asked is None:
+        if EARLY_BODY in scope or IS_WATCHED in scope:
+            receive = _GivenBody(scope, receive)
+        asked = None if scope["type"] != "http" or self._links is None else _asked(scope)
+        if asked is None or self._links is None:
             await self._app(scope, receive, send)
             return
         reply = _LinkedSend(send, self._links, *asked)
@@ -104,6 +122,52 @@ def _asked(scope: Scope) -> tuple[ReplyTo, str] | None:
             except ValueError:
                 logger.warning("a request's %s cannot be read", REPLY_TO.decode())
     return None
+
+
+async def _no_more(_: object) -> bytes:
+    """Say, as Serve's proxy does of a request that is over, that there is nothing to fetch."""
+    raise KeyError
+
+
+def _ask_for_nothing(receive: Any) -> None:
+    """Have Serve not ask the proxy: all is here. Its task for that (ray 2.60) begins when we first wait.
+
+    Another version of Serve asks, and is told of the body's end.
+    """
+    if hasattr(receive, SERVES_FETCH):
+        setattr(receive, SERVES_FETCH, _no_more)
+
+
+class _GivenBody:
+    """ASGI `receive` of a request as `_SentBody` has sent it.
+
+    What was early comes again, later. After the body of a request that is watched nothing comes: Serve
+    cancels the request of a client that leaves.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        # Taken out: a scope, with all that is in it, is there as long as the stream.
+        self._early: tuple[bytes, bool] | None = scope.pop(EARLY_BODY, None)
+        self._is_watched: bool = scope.pop(IS_WATCHED, False)
+        self._comes_again = self._early is not None
+        self._is_whole = False
+        self._receive = receive
+        if self._is_watched and self._early is not None and not self._early[1]:
+            _ask_for_nothing(receive)
+
+    async def __call__(self) -> Message:
+        if self._is_whole and self._is_watched:
+            await asyncio.get_running_loop().create_future()
+        if self._early is not None:
+            (body, more), self._early = self._early, None
+            self._is_whole = not more
+            return {"type": "http.request", "body": body, "more_body": more}
+        message = await self._receive()
+        if self._comes_again and message["type"] == "http.request":
+            self._comes_again = False
+            message = await self._receive()
+        self._is_whole = message["type"] == "http.request" and not message.get("more_body", False)
+        return message
 
 
 class _LinkedSend:
@@ -171,6 +235,24 @@ class DirectReplies:
 
     def __init__(self, inlet: Inlet | None) -> None:
         self._inlet = inlet
+        self._body_bytes_max = 0 if inlet is None else inlet.settings.body_bytes_max
+
+    async def sent_on(self, scope: Scope, receive: Receive, reply: DirectReply) -> tuple[Scope, Receive]:
+        """Return the request as it goes to Serve: with the reply's header, and a small body in its scope.
+
+        Who does not look there finds the body where it always is.
+        """
+        asked = {**scope, "headers": [*scope["headers"], reply.header]}
+        asked |= {IS_WATCHED: True} if scope["path"] in GENERATION_PATHS else {}
+        first: Message | None = None
+        declared = declared_bytes(Headers(scope=scope))
+        if declared and declared <= self._body_bytes_max:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EARLY_WAIT_S):
+                    first = await receive()
+        if first is not None and first["type"] == "http.request":
+            asked[EARLY_BODY] = first.get("body", b""), first.get("more_body", False)
+        return asked, _SentBody(first, receive, asked)
 
     async def expect(self, scope: Scope, reply: Send) -> DirectReply | None:
         """Return the reply to a request that may be streamed over a link; None: it will not be."""
@@ -184,6 +266,45 @@ class DirectReplies:
             self._inlet = None
             return None
         return DirectReply(self._inlet, to, reply)
+
+
+class BodyOver(dict[str, str]):
+    """After a request's body: to Serve's proxy no message it knows, to a front door the last that comes.
+
+    A front door stops asking when it hears of a disconnect. The proxy must not hear of one: it would cancel
+    the request.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(type="samovar.body_over")
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, str]]]:
+        return dict, ({"type": "http.disconnect"},)
+
+
+class _SentBody:
+    """ASGI `receive` as Serve's proxy has it. `first`: a message that has been looked at.
+
+    Of a request that is watched, the body's end is said. Serve reads this when it has sent the scope.
+    """
+
+    def __init__(self, first: Message | None, receive: Receive, scope: Scope) -> None:
+        self._first = first
+        self._receive = receive
+        self._scope = scope
+        self._is_watched = IS_WATCHED in scope
+        self._is_whole = False
+
+    async def __call__(self) -> Message:
+        if self._is_whole:
+            self._is_whole = self._is_watched = False
+            return BodyOver()
+        first, self._first = self._first, None
+        self._scope.pop(EARLY_BODY, None)  # Serve keeps the scope as long as the stream
+        message = await self._receive() if first is None else first
+        is_last = message["type"] == "http.request" and not message.get("more_body", False)
+        self._is_whole = self._is_watched and is_last
+        return message
 
 
 class DirectReply:

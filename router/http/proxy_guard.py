@@ -255,8 +255,8 @@ class ProxyGuard:
                 if direct is None:
                     await self._app(cleaned, body, reply)
                 else:
-                    asked = {**cleaned, "headers": [*cleaned["headers"], direct.header]}
-                    await self._app(asked, body, direct.send)
+                    asked, rest = await self._replies.sent_on(cleaned, body, direct)
+                    await self._app(asked, rest, direct.send)
                     if not body.is_disconnected:
                         await direct.finish(self._limits.write_idle_s, self._limits.request_timeout_s)
             if patience.expired():  # Serve's proxy swallows the cancellation

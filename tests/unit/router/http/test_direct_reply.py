@@ -223,8 +223,12 @@ async def test_serve_does_not_see_a_client_leave_that_has_its_whole_answer() -> 
         async def keep(message: Any) -> None:
             late.append(message)
 
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
         await sender(scope, receive, keep)
-        leaving = asyncio.ensure_future(receive())
+        leaving = asyncio.ensure_future(watch())
         await over.wait()
         for _ in range(10):
             await asyncio.sleep(0)
