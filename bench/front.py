@@ -4,7 +4,9 @@ A service whose engine costs nothing (`_front_engine`) gets 1 to 1,024 streams; 
 made. CPU is counted by process while all streams run. Beside it: the same without links (`samovar-serve`:
 every token is a message of Ray Serve), the same with two and four front doors, a bare streaming app under
 uvicorn, and vLLM's server if it is asked for (`_front_vllm`). The engine's own share of the replica's process
-counts as front door. Linux only.
+counts as front door. What the processes take without any stream (Ray's and Serve's own work: more with each
+process) is measured before, and told apart: a row has the CPU of a token with it (`front_cpu_ms_per_token`) and
+without (`net_cpu_ms_per_token`). Linux only.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +35,7 @@ from cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import free_port
 
 STREAMS = (1, 8, 64, 256, 1024)
+PARTS = ("proxy", "ingress", "replica", "ray")
 SERVERS = {
     "samovar": (),
     "samovar-2-doors": ("--server.ingress-replicas", "2"),
@@ -53,6 +56,8 @@ ROLES = {
     "VLLM::EngineCore": "engine",
     "bin/vllm": "ingress",
 }
+
+Costs = dict[str, float]
 
 
 def role_named(command: Sequence[str]) -> str:
@@ -154,7 +159,34 @@ def measure_lone(name: str, port: int, root: psutil.Process, requests: int) -> d
     }
 
 
-def measure(name: str, port: int, root: psutil.Process, streams: int, seconds: float) -> dict[str, Any]:
+def idle_cpu_s(root: psutil.Process, seconds: float) -> dict[str, float]:
+    """Return the CPU seconds that a second without any stream takes, by role."""
+    by_role = ByRole(root)
+    before, began_s = by_role.cpu_s(), time.monotonic()
+    time.sleep(seconds)  # it is what is measured
+    after, passed_s = by_role.cpu_s(), time.monotonic() - began_s
+    return {role: (after[role] - before[role]) / passed_s for role in after if role != "engine"}
+
+
+def costs(spent_s: Mapping[str, float], idle_s: Mapping[str, float], seconds: float, tokens: int) -> Costs:
+    """Return what a token took in CPU-ms, with and without what is taken while nothing is streamed.
+
+    `spent_s`: CPU seconds by role, of `seconds` in which `tokens` came. `idle_s`: of one without streams.
+    """
+    each = {role: 1000 * one / max(1, tokens) for role, one in spent_s.items()}
+    net_s = sum(one - seconds * idle_s.get(role, 0.0) for role, one in spent_s.items())
+    return {
+        "front_cpu_ms_per_token": sum(each.values()),
+        "net_cpu_ms_per_token": 1000 * net_s / max(1, tokens),
+        "idle_cpu_ms_a_second": 1000 * sum(idle_s.values()),
+        **{f"{role}_ms": each.get(role, 0.0) for role in PARTS},
+        **{f"{role}_idle_ms_a_second": 1000 * idle_s.get(role, 0.0) for role in PARTS},
+    }
+
+
+def measure(
+    name: str, port: int, root: psutil.Process, streams: int, seconds: float, idle_s: Mapping[str, float]
+) -> dict[str, Any]:
     """Run one client against a server; return its row."""
     by_role = ByRole(root)
     rss_before = by_role.rss()
@@ -168,17 +200,16 @@ def measure(name: str, port: int, root: psutil.Process, streams: int, seconds: f
         if name == "vllm":
             counted = _front_vllm.tokens(port) - counted
         seen = json.loads(client.readline())
-    tokens = max(1, counted or seen["tokens"])
-    spent = {role: 1000 * (after[role] - before[role]) / tokens for role in after if role != "engine"}
+    tokens = counted or seen["tokens"]
+    spent_s = {role: after[role] - before[role] for role in after if role != "engine"}
     parts = {role for role in ("proxy", "ingress", "replica") if role in rss}
     grown = sum(rss[role] - rss_before[role] for role in parts)
     return {
         "server": name,
         "streams": streams,
         "tokens_s": tokens / seen["seconds"],
-        "front_cpu_ms_per_token": sum(spent.values()),
-        **{f"{role}_ms": spent.get(role, 0.0) for role in ("proxy", "ingress", "replica", "ray")},
-        "client_ms": 1000 * seen["client_cpu_s"] / tokens,
+        **costs(spent_s, idle_s, seen["seconds"], tokens),
+        "client_ms": 1000 * seen["client_cpu_s"] / max(1, tokens),
         "ttft_added_ms": seen["ttft_added_ms"],
         "delay_p50_ms": seen["delay_p50_ms"],
         "delay_p99_ms": seen["delay_p99_ms"],
@@ -206,12 +237,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with working_directory() as work:
         for name in args.servers:
             with server(name, args.step_ms, work, flags) as (port, root):
-                measure(name, port, root, 16, 1.0)  # what is made at the first request, at each front door
+                measure(name, port, root, 16, 1.0, {})  # each front door makes things at its first request
                 if args.lone and name != "vllm":  # whose tokens do not say when they were made
                     rows.append(measure_lone(name, port, root, args.lone))
                     report.show(f"{name}, {args.lone} lone requests", rows[-1:])
+                idle_s = idle_cpu_s(root, args.seconds)
                 for streams in args.streams:
-                    rows.append(measure(name, port, root, streams, args.seconds))
+                    rows.append(measure(name, port, root, streams, args.seconds, idle_s))
                     report.show(f"{name}, {streams} streams", rows[-1:])
                     path = report.write("front", rows, step_ms=args.step_ms, seconds=args.seconds)
     print(path)

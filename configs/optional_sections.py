@@ -70,6 +70,13 @@ class DoorSettings(Section):
         description="an ingress that was not heard of for so long is dead: the others share its part of the "
         "limits of a tenant; at least two router.sync_s. Of a process that has ended they know at once",
     )
+    start_wait_s: float = Field(
+        10.0,
+        ge=0,
+        le=600,
+        description="an ingress that starts takes requests when it has seen a replica, or after so long: "
+        "then it answers 503 `loading` until it sees one",
+    )
     repeat_bytes_max: int = Field(
         64 * MIB,
         ge=0,

@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from replicas.answers import KeptAnswers, KeptLog
+    from replicas.answers import KeptAnswers, KeptLog, SweepTimer
     from replicas.build import BuiltEngine
     from replicas.engine import Engine, EventStream
     from replicas.links import EventSender
@@ -172,6 +172,7 @@ class Replica:
     def __init__(self, settings: Settings, model_dir: str | None) -> None:
         with collector_paused():
             from replicas.answers import KeptAnswers as Kept
+            from replicas.answers import SweepTimer as Sweeps
             from replicas.build import open_tiers
             from replicas.engine import EngineThread
             from replicas.links import Links
@@ -200,7 +201,7 @@ class Replica:
         self._kept: KeptAnswers = Kept(settings.answers, self._abort_kept, time.monotonic)
         self._kept_logs: dict[int, KeptLog] = {}  # of answers that are not over, by the engine's key
         self._kept_spans: dict[int, AnswerSpans] = {}
-        self._sweep: asyncio.TimerHandle | None = None
+        self._sweeps: SweepTimer = Sweeps(self._kept, _call_later, time.monotonic)
         self._untold: dict[int, AnswerSpans] = {}  # traced requests whose prompt is not computed yet
         self._links = Links(settings.cluster.links, settings.router.heartbeat_s)
         self._door_loads = DoorLoads(replica_id)
@@ -284,11 +285,15 @@ class Replica:
         keep = request.keep
         assert keep is not None, "an answer without a name"
         log = self._kept.find(request.tenant, keep.ref)
+        said: Generator[None] | None = None  # what is told again
+        telling: asyncio.Task[None] | None = None
         if log is not None and log.keep.body != keep.body:
             stream.put(Refused("invalid", "This key was sent with another request.", param="idempotency-key"))
             log = None
         elif log is not None:
-            self._kept.attach(log, stream, keep.before)
+            said = self._kept.attach(log, stream, keep.before)
+            next(said, None)  # now: it is read from here on, and what of it is dropped is told all the same
+            telling = asyncio.create_task(self._tell_again(said, stream))
         elif keep.is_attaching:
             stream.put(Failed("this replica does not keep the answer", replica_lost=True))
         else:
@@ -304,24 +309,28 @@ class Replica:
                 yield events
         finally:
             stream.close()
+            if telling is not None and said is not None:
+                telling.cancel()
+                said.close()
             if log is not None:
                 self._kept.detach(log, stream)
-                self._sweep_in_time()
+                self._sweeps.set()
 
-    def _sweep_in_time(self) -> None:
-        """Have the kept answers swept when the next of them is due."""
-        if self._sweep is None and (due_in_s := self._kept.due_in_s) is not None:
-            self._sweep = asyncio.get_running_loop().call_later(due_in_s, self._sweep_kept)
+    async def _tell_again(self, said: Generator[None], stream: EventStream | EventSender) -> None:
+        """Tell a reader the rest of what an answer has said, as fast as it reads."""
+        try:
+            await stream.drained()
+            for _ in said:
+                await stream.drained()
+        except Exception:  # else the reader would wait for ever
+            logger.exception("a kept answer could not be told again")
+            stream.put(Failed("The answer could not be told again."))
+        self._sweeps.set()
 
-    def _sweep_kept(self) -> None:
-        self._sweep = None
-        self._kept.sweep()
-        self._sweep_in_time()
-
-    async def kept(self, tenant: bytes, ref: bytes) -> KeptAnswer | None:
-        """Return what is known of the answer that a tenant's client has named so; None: it is not here."""
-        log = self._kept.find(tenant, ref)
-        return None if log is None else log.told(self._info.replica_id)
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[str, KeptAnswer | None]:
+        """Return our id, and what is known of the answer that a tenant's client has named so."""
+        log, own = self._kept.find(tenant, ref), self._info.replica_id
+        return own, None if log is None else log.told(own)
 
     def _spans(self, request: GenerateRequest) -> AnswerSpans | None:
         if self._tracer is None or not request.trace:
@@ -511,7 +520,7 @@ class Replica:
         self._kept.put(log, self._named(event))
         if log.is_over:
             self._end_kept(log.key, is_complete=not log.has_failed)
-            self._sweep_in_time()
+            self._sweeps.set()
 
     def _abort_kept(self, key: int) -> None:
         self._end_kept(key, is_complete=False)
@@ -523,6 +532,10 @@ class Replica:
         self._door_loads.ended(key)
         if (spans := self._kept_spans.pop(key, None)) is not None:
             spans.end(is_complete=is_complete)
+
+
+def _call_later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(delay_s, call)
 
 
 def _precompile(sampler: Sampler, request: GenerateRequest) -> Refused | None:

@@ -6,9 +6,9 @@ event on. What is kept is bounded in answers, bytes and seconds; it is dropped w
 
 from __future__ import annotations
 
-import itertools
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Protocol
 
 import msgpack
@@ -16,11 +16,13 @@ import msgpack
 from cache_tiers.blocks import TAG_BYTES
 from configs.optional_sections import AnswerSettings
 from replicas.kv import session_owner
-from replicas.links import events_of, pack_event
+from replicas.links import pack_event, whole_bytes
 from replicas.messages import Delta, Event, Failed, GenerateRequest, KeptAnswer, Refused
 
 ANSWER_BYTES = 2048
 """What an answer takes beside its events and its prompt."""
+PIECE_BYTES = 1 << 13
+"""What was said is told again in pieces: all readers of a front door wait while one is written."""
 
 Name = tuple[bytes, bytes]
 """The tenant's tag, and `Keep.ref`."""
@@ -30,6 +32,12 @@ class Reader(Protocol):
     """What events are told to."""
 
     def put(self, event: Event) -> None: ...
+
+    def put_packed(self, piece: bytes) -> None:
+        """Take several events, packed one behind the other."""
+
+    def caught_up(self, choices_open: int) -> None:
+        """Note that the packed ones were all so far, and how many choices go on."""
 
 
 class KeptLog:
@@ -42,10 +50,11 @@ class KeptLog:
         self.name: Name = (request.tenant, request.keep.ref)
         self.owner = request.tenant + request.session
         self.readers: list[Reader] = []
+        self.followers = 0  # readers that are still told what was said before they came
         self.is_over = False
         self.is_kept = True
         self.since_s = now_s  # when its last reader left, or when it was over
-        self._choices_open = request.n
+        self.choices_open = request.n
         self._prompt = array("I", request.prompt_token_ids).tobytes()
         self._packed = bytearray()
         for event in request.keep.before:
@@ -57,9 +66,14 @@ class KeptLog:
         return ANSWER_BYTES + len(self._prompt) + len(self._packed)
 
     @property
+    def is_read(self) -> bool:
+        """Whether it has a reader now."""
+        return bool(self.readers) or self.followers > 0
+
+    @property
     def has_failed(self) -> bool:
         """Whether it ended without its answers' ends: it is of no use."""
-        return self.is_over and self._choices_open > 0
+        return self.is_over and self.choices_open > 0
 
     def told(self, replica_id: str) -> KeptAnswer:
         """Return what a front door has to know to read it."""
@@ -69,32 +83,43 @@ class KeptLog:
         """Return whether these were its first events: to who has them, the rest may be told."""
         return self._packed.startswith(b"".join(map(_packed, said)))
 
-    def events(self) -> Iterator[Event]:
-        """Yield the events so far, each as it was said."""
-        unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(self._packed)), unicode_errors="surrogatepass")
-        unpacker.feed(bytes(self._packed))
-        for payload in unpacker:
-            yield from events_of([payload])
+    def pieces(self, has: Sequence[Event]) -> Iterator[bytes]:
+        """Yield whole events, packed, without those that the reader `has`; also those that come meanwhile."""
+        begin = sum(len(_packed(event)) for event in has)
+        while begin < len(self._packed):
+            piece = self._piece(begin)
+            begin += len(piece)
+            yield piece
+
+    def _piece(self, begin: int) -> bytes:
+        """Return about `PIECE_BYTES` of whole events, at least one."""
+        size = PIECE_BYTES
+        while True:
+            data = bytes(self._packed[begin : begin + size])
+            if whole := whole_bytes(data):
+                return data[:whole]
+            size *= 2
 
     def put(self, event: Event) -> None:
         """Note an event and tell it to the readers."""
-        if self.is_kept:
+        if self.is_kept or self.followers:
             self._add(event)
         elif isinstance(event, Delta):
-            self._choices_open -= event.finish_reason is not None
-        self.is_over = self._choices_open <= 0 or isinstance(event, Refused | Failed)
+            self.choices_open -= event.finish_reason is not None
+        self.is_over = self.choices_open <= 0 or isinstance(event, Refused | Failed)
         for reader in self.readers:
             reader.put(event)
 
     def drop(self) -> None:
-        """Keep no events any more; those who read go on."""
+        """Keep no events any more; those who read go on, to the end of what they are still to be told."""
         self.is_kept = False
-        self._packed.clear()
+        if not self.followers:
+            self._packed.clear()
 
     def _add(self, event: Event) -> None:
         self._packed += _packed(event)
         if isinstance(event, Delta):
-            self._choices_open -= event.finish_reason is not None
+            self.choices_open -= event.finish_reason is not None
 
 
 def _packed(event: Event) -> bytes:
@@ -145,19 +170,36 @@ class KeptAnswers:
         self._make_room()
         return log
 
-    def attach(self, log: KeptLog, reader: Reader, has: Sequence[Event] = ()) -> None:
-        """Tell a reader the events so far, and those that will come. `has`: the first ones, which it has."""
+    def attach(self, log: KeptLog, reader: Reader, has: Sequence[Event] = ()) -> Generator[None]:
+        """Tell a reader the events so far, a piece with each step, and then have it told those that come.
+
+        `has`: the first ones, which it has. Close it if the reader leaves before. An answer that is dropped
+        meanwhile is told to its end.
+        """
         assert log.begins_with(has), "the reader has read another answer"
-        for event in itertools.islice(log.events(), len(has), None):
-            reader.put(event)
-        if not log.is_over:
-            log.readers.append(reader)
+        log.followers += 1
+        try:
+            for piece in log.pieces(has):
+                reader.put_packed(piece)
+                yield
+            reader.caught_up(log.choices_open)
+            if not log.is_over:
+                log.readers.append(reader)
+        finally:
+            log.followers -= 1
+            if not log.is_kept:
+                log.drop()
+            self._left(log)
 
     def detach(self, log: KeptLog, reader: Reader) -> None:
         """Let a reader go. An answer without readers goes on for `unread_s`, if it is kept."""
         if reader in log.readers:
             log.readers.remove(reader)
-        if log.readers or log.is_over:
+        self._left(log)
+
+    def _left(self, log: KeptLog) -> None:
+        """Decide what becomes of an answer when one of its readers may have been the last."""
+        if log.is_read or log.is_over:
             return
         log.since_s = self._clock()
         if not log.is_kept:
@@ -213,6 +255,7 @@ class KeptAnswers:
         assert self._nbytes <= settings.bytes_max, "kept answers take too much"
         assert all(log.is_kept and log.name == name for name, log in self._logs.items()), "a wrong name"
         assert not any(log.readers for log in self._logs.values() if log.is_over), "an end is read on"
+        assert all(log.followers >= 0 for log in self._logs.values()), "more have left than came"
         unread: dict[bytes, int] = {}
         for log in self._unread():
             unread[log.name[0]] = unread.get(log.name[0], 0) + 1
@@ -220,28 +263,39 @@ class KeptAnswers:
 
     def _unread(self) -> list[KeptLog]:
         """Return the answers that are computed without a reader now, the longest so first."""
-        found = [log for log in self._logs.values() if not log.is_over and not log.readers]
+        found = [log for log in self._logs.values() if not log.is_over and not log.is_read]
         return sorted(found, key=lambda log: log.since_s)
 
     def _due_s(self, log: KeptLog) -> float | None:
-        if log.is_over:
-            return log.since_s + self._settings.kept_s
-        return None if log.readers else log.since_s + self._settings.unread_s
+        if log.is_read:
+            return None
+        return log.since_s + (self._settings.kept_s if log.is_over else self._settings.unread_s)
 
     def _make_room(self) -> None:
-        """Drop answers until the bounds hold: of those that are over the oldest first, then the largest."""
+        """Drop answers until the bounds hold, of the tenant that has most of what is short."""
         settings = self._settings
-        while len(self._logs) > settings.answers_max or self._nbytes > settings.bytes_max:
-            over = [log for log in self._logs.values() if log.is_over]
-            log = min(over, key=lambda one: one.since_s, default=None) or max(
-                self._logs.values(), key=lambda one: one.nbytes
-            )
-            self._drop(log)
+        while (is_large := self._nbytes > settings.bytes_max) or len(self._logs) > settings.answers_max:
+            taken: Counter[bytes] = Counter()
+            for log in self._logs.values():
+                taken[log.name[0]] += log.nbytes if is_large else 1
+            tenant = max(taken, key=taken.__getitem__)
+            self._drop(_first_to_go([log for log in self._logs.values() if log.name[0] == tenant]))
 
     def _drop(self, log: KeptLog) -> None:
         if log.is_kept:
             del self._logs[log.name]
             self._nbytes -= log.nbytes
             log.drop()
-        if not log.is_over and not log.readers:
+        if not log.is_over and not log.is_read:
             self._abort(log.key)
+
+
+def _first_to_go(logs: Sequence[KeptLog]) -> KeptLog:
+    """Return which of a tenant's answers gives way: of those that are over and unread the oldest.
+
+    Then the largest; last one that is told again, since that takes its memory until it is told.
+    """
+    over = [log for log in logs if log.is_over and not log.is_read]
+    if over:
+        return min(over, key=lambda log: log.since_s)
+    return max(logs, key=lambda log: (not log.followers, log.nbytes))

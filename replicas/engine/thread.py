@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from replicas.engine.engine import Engine
+from replicas.links import said_events
 from replicas.messages import Delta, Event, Failed, GenerateRequest, Refused
 
 logger = logging.getLogger(__name__)
@@ -208,6 +209,7 @@ class EventStream:
         self._events: list[Event] = []
         self._arrived = asyncio.Event()
         self._over = asyncio.Event()
+        self._read = asyncio.Event()
         self._choices_open = choices
         self._coalesce_s = coalesce_s
         self._heartbeat_s = heartbeat_s
@@ -240,6 +242,20 @@ class EventStream:
             self._over.set()
         self._arrived.set()
 
+    def put_packed(self, piece: bytes) -> None:
+        """Take several events, packed one behind the other."""
+        for event in said_events([piece]):
+            self.put(event)
+
+    def caught_up(self, choices_open: int) -> None:
+        """Do nothing: each event was counted."""
+
+    async def drained(self) -> None:
+        """Wait until what was put is read."""
+        while self._events:
+            self._read.clear()
+            await self._read.wait()
+
     async def next(self) -> list[Event]:
         """Return the new events; empty if none came for `heartbeat_s`. Not for a stream that is read."""
         if self._has_spoken:
@@ -252,6 +268,7 @@ class EventStream:
             return []
         events, self._events = self._events, []
         self._arrived.clear()
+        self._read.set()
         self._has_spoken = any(isinstance(event, Delta) for event in events)
         return merge_deltas(events) if self._joins else events
 

@@ -6,7 +6,7 @@ link: one message for all streams of a step (docs/adr/015).
 """
 
 from replicas.links.door_loads import DoorLoad, DoorLoads, others_load
-from replicas.links.events import EventSender, events_of, pack_event
+from replicas.links.events import EventSender, events_of, pack_event, said_events, whole_bytes
 from replicas.links.inlet import Inlet, Mailbox
 from replicas.links.link import Link, Links
 from replicas.links.wire import LinkLost, Pace
@@ -24,4 +24,6 @@ __all__ = [
     "events_of",
     "others_load",
     "pack_event",
+    "said_events",
+    "whole_bytes",
 ]

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
+import msgpack
+
 from replicas.links.link import Link
 from replicas.links.wire import LinkLost
 from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, TokenLogprob
@@ -29,6 +31,38 @@ def pack_event(event: Event) -> list[Any]:
 def _pack_token(token: TokenLogprob) -> list[Any]:
     top = [_pack_token(other) for other in token.top]
     return [token.token_id, token.token, token.token_bytes, token.logprob, top, token.rank]
+
+
+def whole_bytes(data: bytes) -> int:
+    """Return how many of these bytes are whole payloads, packed one behind the other."""
+    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)), unicode_errors="surrogatepass")
+    unpacker.feed(data)
+    whole = 0
+    try:
+        while True:
+            unpacker.skip()
+            whole = unpacker.tell()
+    except msgpack.OutOfData:
+        return whole
+
+
+def said_events(payloads: Iterable[Any]) -> list[Event]:
+    """Return the events of payloads, each as it was said. Raises `LinkLost`.
+
+    A payload of bytes is several, packed one behind the other.
+    """
+    return [event for payload in payloads for one in _unpacked(payload) for event in events_of([one])]
+
+
+def _unpacked(payload: Any) -> Iterable[Any]:
+    if not isinstance(payload, bytes):
+        return [payload]
+    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(payload)), unicode_errors="surrogatepass")
+    try:
+        unpacker.feed(payload)
+        return list(unpacker)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise LinkLost(f"events that are none: {error}") from error
 
 
 def events_of(payloads: Iterable[Any]) -> list[Event]:
@@ -99,8 +133,26 @@ class EventSender:
         if isinstance(event, Delta) and event.finish_reason is not None:
             self._choices_open -= 1
         if self._choices_open == 0 or isinstance(event, Refused | Failed):
-            self.is_over = True
-            self._over.set()
+            self._end()
+
+    def put_packed(self, piece: bytes) -> None:
+        """Send several events, packed one behind the other; `caught_up` says what they were."""
+        self._link.send(self._ticket, piece)
+
+    def caught_up(self, choices_open: int) -> None:
+        """Note how many choices go on after what was packed."""
+        self._choices_open = choices_open
+        if choices_open <= 0:
+            self._end()
+
+    async def drained(self) -> None:
+        """Wait while the reader has more than enough to read."""
+        await asyncio.sleep(0)  # what was sent goes out, and its reader's answer comes in
+        await self._link.drained(self._ticket)
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._over.set()
 
     async def unsent(self) -> AsyncIterator[list[Event]]:
         """Wait for the last event; yield that the link was lost before, if it was: nothing else is unsent."""

@@ -16,6 +16,7 @@ from cache_tiers.blocks import Placement
 from cache_tiers.doors import Item
 from cache_tiers.session_table import SessionRow
 from configs.optional_sections import DoorSettings
+from router.doors.told_together import ToldTogether
 from router.openai import ParsedChat
 from router.prompt import Owner, SharedReplies
 from router.routing import DirectoryLost, SessionDirectory
@@ -53,6 +54,7 @@ class KnownSessions:
         self._settings = settings
         self._clock = clock
         self._asks_again_s = 0.0
+        self._told = ToldTogether()
         self.recalled = 0
         """Replies that were taken over."""
         self.refused = 0
@@ -106,7 +108,7 @@ class KnownSessions:
         rows: list[SessionRow] = [row for row in known if row is not None]
         try:
             async with asyncio.timeout(self._settings.wait_s):
-                await link.keep(tuple(items), tuple(rows))
+                await self._told.keep(link, items, rows)
         except (DirectoryLost, TimeoutError) as lost:
             self._pause(lost)
 

@@ -334,7 +334,8 @@ class GenerationEndpoint:
                 service.context_tokens_max,
                 param,
             )
-            service.directory.turn_began(tenant, lineage)
+            if not exchange.is_replayed:
+                service.directory.turn_began(tenant, lineage)
             route = service.directory.route(tenant, lineage)
             named = exchange.named
             if named is not None and named.is_replayed:
@@ -386,11 +387,11 @@ class GenerationEndpoint:
         exchange.is_noted = True
         tenant, answer = tenant_tag(self._service.secret, exchange.tenant), exchange.answer
         for index, lineage in enumerate(exchange.lineages):
-            if answer.home(index):
-                self._service.directory.turn_ended(
-                    TurnEnd(tenant, lineage, answer.home(index), answer.chain_tokens(index))
-                )
-                if answer.calls_tool(index):  # as if the client had said so; its next turn says it is over
+            if home := answer.home(index):
+                end = TurnEnd(tenant, lineage, home, answer.chain_tokens(index), exchange.is_replayed)
+                if self._service.directory.turn_ended(end) and answer.calls_tool(
+                    index
+                ):  # as if the client had said so; its next turn says it is over
                     self._service.directory.hint(tenant, lineage, "tool", None)
 
     async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:

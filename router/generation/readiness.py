@@ -26,11 +26,14 @@ TIER_MISSES_MAX = 2  # failed tier polls until a node's tiers count as gone
 class Readiness:
     """The ingress's readiness, kept up to date between `start` and `stop`."""
 
-    def __init__(self, client: ReplicaClient, wanted: int = 1, *, start_s: float = 0.0) -> None:
+    def __init__(
+        self, client: ReplicaClient, wanted: int = 1, *, start_s: float = 0.0, must_see: bool = True
+    ) -> None:
         self.wanted = wanted
         """Minimum number of replicas; 0: replicas start on demand."""
         self._client = client
         self._start_s = start_s
+        self._must_see = must_see
         self._seen = asyncio.Event()
         self._replicas: list[ReplicaInfo] = []
         self._was_ready = False
@@ -77,13 +80,19 @@ class Readiness:
     async def start(self) -> None:
         """Start polling on the running event loop; with `start_s`, return at the first replica.
 
-        Raises `TimeoutError` if there is none within `start_s`.
+        If there is none within `start_s`, raises `TimeoutError`, or returns where one need not be seen.
         """
         if not self._tasks:
             self._tasks = [asyncio.create_task(work()) for work in (self._poll_forever, self._poll_tiers)]
-        if self._start_s > 0:
+        if self._start_s <= 0 or (self._may_sleep and not self._must_see):
+            return
+        try:
             async with asyncio.timeout(self._start_s):
                 await self._seen.wait()
+        except TimeoutError:
+            if self._must_see:
+                raise
+            logger.info("no replica was seen within %g s: requests are refused until one is", self._start_s)
 
     async def stop(self) -> None:
         """Stop polling."""

@@ -116,11 +116,15 @@ def answer_name(secret: bytes, tenant: str, headers: Headers, chars_max: int) ->
             )
             raise InvalidValue(KEY_HEADER, message)
         ref = _digest(secret, b"key", tenant.encode(), keys[0].encode())[:KEPT_REF_BYTES]
-    if not events:
+    if not any(events):  # an empty one says that there is none (WHATWG)
         return None if ref is None else AnswerName(ref, None, KEY_HEADER)
     found = EVENT_ID.fullmatch(events[0])
     if found is None:
-        raise InvalidValue(EVENT_HEADER, f"{EVENT_HEADER} is not the id of an event of an answer.")
+        message = (
+            f"{EVENT_HEADER} is not the id of an event that this service has sent. Send the request without "
+            "it, for a whole answer."
+        )
+        raise InvalidValue(EVENT_HEADER, message)
     named = bytes.fromhex(found[1])
     if ref is not None and ref != named:
         raise InvalidValue(EVENT_HEADER, f"{EVENT_HEADER} is not of the answer of this {KEY_HEADER}.")

@@ -113,16 +113,18 @@ def build_service(
     commit: str | None = None,
     tracer: Tracer | None = None,
     peers: DoorPeers | None = None,
+    first_s: float = 0.0,
 ) -> IngressServices:
     """Create the parts of one ingress.
 
     `secret`: see `auth.server_secret`. `directory`: by default a local one without link. `model`:
     fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
     `generation`: the model's own defaults, used unless the settings say no. `commit`: of the hub.
-    `tracer`: None: requests are not traced. `peers`: all ingresses; None: there is no other.
+    `tracer`: None: requests are not traced. `peers`: all ingresses; None: there is no other. `first_s`:
+    how long the start waits for a replica if it need not see one.
     """
-    start_s = settings.server.start_timeout_s if waits else 0.0
-    readiness = Readiness(client, settings.cluster.replicas, start_s=start_s)
+    start_s = settings.server.start_timeout_s if waits else first_s
+    readiness = Readiness(client, settings.cluster.replicas, start_s=start_s, must_see=waits)
     directory = directory or SessionDirectory(None, load_tracker.BOOK, settings.router)
     concurrency = ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys))
     tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))
@@ -468,6 +470,7 @@ class Ingress:
             context_tokens_max=_context_tokens(settings, spec),
             model=spec.fingerprint.hex(),
             waits=waits,
+            first_s=settings.doors.start_wait_s,
             peers=_peers(settings),
             secret=server_secret(settings.auth),
             generation=spec.generation,

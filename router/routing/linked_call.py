@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from replicas.links import Inlet, events_of
+from replicas.links import Inlet, events_of, said_events
 from replicas.messages import Event
 
 RUNNING: set[asyncio.Task[None]] = set()
 """Calls whose answers have been read: they end by themselves, and asyncio keeps no task alive."""
+
+READ_BYTES = 1 << 14
+"""Of a kept answer that is told again, so much is read at once: then others have their turn."""
 
 
 class LinkedCall:
@@ -37,10 +40,9 @@ class LinkedCall:
 
     async def __anext__(self) -> list[Event]:
         try:
-            payloads = await self._mailbox.next()
             if self._joins:
-                return events_of(payloads)
-            return [event for payload in payloads for event in events_of([payload])]
+                return events_of(await self._mailbox.next())
+            return said_events(await self._mailbox.next(READ_BYTES))
         except _CallOver:
             raise StopAsyncIteration from None
 

@@ -39,6 +39,7 @@ from replicas.messages import (
     TierSign,
 )
 from router.routing import load_tracker
+from router.routing.kept_search import KeptSearch
 from router.routing.linked_call import LinkedCall
 from router.routing.replica_client import (
     ClearCounts,
@@ -83,6 +84,7 @@ class RayReplicaClient:
         self._handle = handle
         self._retry_after_s = retry_after_s
         self._control_timeout_s = control_timeout_s
+        self._search = KeptSearch(control_timeout_s)
         self._clear_timeout_s = clear_timeout_s
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
@@ -171,10 +173,15 @@ class RayReplicaClient:
         return up
 
     async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
-        answers = await self._broadcast("kept", self._control_timeout_s, tenant, ref)
-        found = [answer for answer in answers if isinstance(answer, KeptAnswer)]
-        is_whole = bool(answers) and not any(isinstance(answer, Exception) for answer in answers)
-        return max(found, key=lambda one: one.is_over, default=None), is_whole
+        try:
+            async with asyncio.timeout(self._control_timeout_s):
+                # Serve's own `results_async` waits for the slowest (ray 2.60, `handle.py`).
+                asked = self._handle.broadcast("kept", tenant, ref)._fetch_replica_results_async()
+                calls = [one.get_async() for one in await asked]
+        except (TimeoutError, RayError, RayServeException) as failed:
+            logger.warning("kept: asking the replicas failed: %s", type(failed).__name__)
+            return None, False
+        return await self._search.find(calls, load_tracker.BOOK.nodes)
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         answers = await self._broadcast("pool_bytes", self._control_timeout_s, tenant + session)

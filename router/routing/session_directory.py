@@ -97,12 +97,16 @@ class DoorReport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """A turn computed by `replica`; `tokens`: length of its lineage's chain after it. `session`: that tag."""
+    """A turn computed by `replica`; `tokens`: length of its lineage's chain after it. `session`: that tag.
+
+    `is_replayed`: it was only told again; who asked first has recorded it, unless that front door died.
+    """
 
     tenant: bytes
     session: bytes
     replica: str
     tokens: int
+    is_replayed: bool = False
 
 
 class SessionDirectory:
@@ -167,8 +171,11 @@ class SessionDirectory:
         if row is not None and row.state == "tool":
             self.table.hint(tenant, session, "idle", None)
 
-    def turn_ended(self, end: TurnEnd) -> None:
-        """Record the turn's replica as its lineage's home."""
+    def turn_ended(self, end: TurnEnd) -> bool:
+        """Record the turn's replica as its lineage's home; return whether it was not recorded before."""
+        row = self.table.get(end.tenant, end.session)
+        if end.is_replayed and row is not None and row.tokens >= end.tokens:
+            return False
         self.table.turn(
             end.tenant,
             end.session,
@@ -177,6 +184,7 @@ class SessionDirectory:
             tokens=end.tokens,
             now_unix_s=self._wall_clock(),
         )
+        return True
 
     def hint(
         self, tenant: bytes, session: bytes, state: SessionState, return_in_s: float | None

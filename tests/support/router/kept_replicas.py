@@ -15,12 +15,13 @@ from typing import Any
 
 from configs.optional_sections import AnswerSettings
 from configs.settings import Settings
-from replicas.answers import KeptAnswers
-from replicas.deployment import Replica
+from replicas.answers import KeptAnswers, SweepTimer
+from replicas.deployment import Replica, _call_later
 from replicas.engine import EngineThread
 from replicas.links import DoorLoads, Inlet, Links
 from replicas.messages import Event, GenerateRequest, KeptAnswer
 from router.routing import ReplicaLost
+from router.routing.kept_search import KeptSearch
 from router.routing.linked_call import LinkedCall
 from router.routing.replica_client import choices_ended
 from tests.support.clock import Clock
@@ -68,7 +69,7 @@ class TinyReplica(Replica):
         self._door_loads = DoorLoads(name)
         self._keys = itertools.count()
         self._kept = KeptAnswers(answers, self._abort_kept, clock)
-        self._sweep = None
+        self._sweeps = SweepTimer(self._kept, _call_later, clock)
         self.is_lost = False
         self._thread.start()
 
@@ -77,8 +78,7 @@ class TinyReplica(Replica):
 
     def stop(self) -> None:
         self._thread.stop(30)
-        if self._sweep is not None:
-            self._sweep.cancel()
+        self._sweeps.stop()
 
     def allow(self, steps: int) -> None:
         """Let the engine take as many steps from now on."""
@@ -98,6 +98,8 @@ class KeptReplicas(FakeReplicas):
         super().__init__(lambda request: say([]))
         self.tiny = replicas
         self.cuts = 0  # of connections that end with the next events, of replicas that live on
+        self.search = KeptSearch(60.0)
+        self.has_links = True
         self.inlet = Inlet(LOOPBACK, LINKS, 0.0)
         self.infos = [replace(INFO, replica_id=one._info.replica_id) for one in replicas]
 
@@ -111,7 +113,7 @@ class KeptReplicas(FakeReplicas):
             request,
             model="",
             route=replace(request.route, ticket=ticket),
-            reply_to=await self.inlet.address(),
+            reply_to=await self.inlet.address() if self.has_links else None,
         )
         call = LinkedCall(names[name].generate(asked), self.inlet, ticket, joins=request.keep is None)
         choices_open = request.n
@@ -132,8 +134,9 @@ class KeptReplicas(FakeReplicas):
             call.close(is_over=choices_open <= 0)
 
     async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
-        found = [await one.kept(tenant, ref) for one in self.tiny if not one.is_lost]
-        return next((one for one in found if one is not None), None), self.all_asked
+        asked = [one.kept(tenant, ref) for one in self.tiny if not one.is_lost]
+        found, is_whole = await self.search.find(asked, ())
+        return found, is_whole and self.all_asked
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> Any:
         for one in self.tiny:

@@ -9,7 +9,7 @@ import pytest
 from bench import _front_vllm
 from bench._front_client import STAMP, Stream, figures
 from bench._front_engine import ScriptedEngine
-from bench.front import role_named
+from bench.front import costs, role_named
 from replicas.messages import Admitted, Delta, GenerateRequest, SamplingParams
 
 
@@ -29,6 +29,17 @@ from replicas.messages import Admitted, Delta, GenerateRequest, SamplingParams
 )
 def test_a_process_is_a_part_of_the_road(command: list[str], role: str) -> None:
     assert role_named(command) == role
+
+
+def test_what_is_taken_without_streams_is_told_apart() -> None:
+    spent_s, idle_s = {"ingress": 1.2, "ray": 0.4}, {"ingress": 0.02, "ray": 0.04, "proxy": 0.01}
+    told = costs(spent_s, idle_s, 10.0, 1000)
+    assert told["front_cpu_ms_per_token"] == pytest.approx(1.6)
+    assert told["net_cpu_ms_per_token"] == pytest.approx(1.0)  # 1.0 of the ingress, none of Ray
+    assert told["idle_cpu_ms_a_second"] == pytest.approx(70)
+    assert (told["ingress_ms"], told["proxy_ms"]) == (pytest.approx(1.2), 0.0)
+    assert told["ingress_idle_ms_a_second"] == pytest.approx(20)
+    assert costs({}, {}, 10.0, 0)["front_cpu_ms_per_token"] == 0.0
 
 
 def test_what_a_token_was_late_is_told_from_how_slowly_tokens_were_made() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from cache_tiers.blocks import TAG_BYTES
 from configs.optional_sections import AnswerSettings
-from replicas.answers import KeptAnswers, KeptLog
+from replicas.answers import KeptAnswers, KeptLog, SweepTimer
+from replicas.answers.kept import PIECE_BYTES
+from replicas.links import said_events
 from replicas.messages import (
     Admitted,
     Delta,
@@ -37,8 +40,24 @@ class Heard:
 
     events: list[Event] = field(default_factory=list)
 
+    choices_open: int = -1
+    pieces: list[int] = field(default_factory=list)
+
     def put(self, event: Event) -> None:
         self.events.append(event)
+
+    def put_packed(self, piece: bytes) -> None:
+        self.pieces.append(len(piece))
+        self.events += said_events([piece])
+
+    def caught_up(self, choices_open: int) -> None:
+        self.choices_open = choices_open
+
+
+def tell(book: KeptAnswers, log: KeptLog, reader: Heard, has: tuple[Event, ...] = ()) -> None:
+    """Attach a reader that reads as fast as it is told."""
+    for _ in book.attach(log, reader, has):
+        book.check_integrity()
 
 
 def asked(name: int, tenant: int = 0, *, n: int = 1, before: tuple[Event, ...] = ()) -> GenerateRequest:
@@ -68,11 +87,11 @@ def test_a_reader_hears_every_event_as_it_was_said_whenever_it_comes() -> None:
     ]
     for place, event in enumerate(said):
         if place == 2:
-            book.attach(log, second)
+            tell(book, log, second)
         book.put(log, event)
         book.check_integrity()
     assert log.is_over
-    book.attach(log, third)
+    tell(book, log, third)
     assert first.events == second.events == third.events == said
     told = log.told("r1")
     assert (told.body, told.created, told.is_over) == (b"body", 7, True)
@@ -84,7 +103,7 @@ def test_what_another_replica_said_comes_before_but_not_to_who_has_it() -> None:
     log = book.begin(1, asked(1, before=before), reader)
     book.put(log, Delta(0, "b", (2,), (), "stop"))
     assert reader.events == [Delta(0, "b", (2,), (), "stop")]
-    book.attach(log, late)
+    tell(book, log, late)
     assert late.events == [*before, *reader.events]
 
 
@@ -97,7 +116,7 @@ def test_who_has_its_begin_hears_the_rest() -> None:
     for has in range(len(said) + 1):
         assert log.begins_with(said[:has])
         back = Heard()
-        book.attach(log, back, said[:has])
+        tell(book, log, back, said[:has])
         assert back.events == list(said[has:])
         book.detach(log, back)
     assert not log.begins_with((ADMITTED, Delta(0, "another", (1,), (TOKEN,))))
@@ -154,6 +173,152 @@ def test_what_is_erased_is_computed_no_further_unless_somebody_reads_it(tags: se
     book.check_integrity()
 
 
+def kept_whole(book: Book, key: int, tenant: int, texts: int = 1, size: int = 10) -> KeptLog:
+    """Return the log of an answer that is over, of so many deltas."""
+    log = book.begin(key, asked(key, tenant), Heard())
+    for number in range(texts):
+        book.put(log, Delta(0, "x" * size, (number,)))
+    book.put(log, Delta(0, "", (), (), "stop"))
+    return log
+
+
+def test_a_large_answer_is_told_again_in_pieces_that_its_reader_asks_for() -> None:
+    book, reader = Book(), Heard()
+    log = kept_whole(book, 1, 0, texts=1000)
+    telling = book.attach(log, reader)
+    for told, _ in enumerate(telling, 1):
+        assert len(reader.pieces) == told, "the next piece came before it was asked for"
+    assert len(reader.pieces) > 2
+    assert max(reader.pieces) <= PIECE_BYTES
+    assert [event.token_ids for event in reader.events] == [*((number,) for number in range(1000)), ()]  # type: ignore[union-attr]
+    assert reader.choices_open == 0
+
+
+def test_one_event_larger_than_a_piece_is_told_whole() -> None:
+    book, reader = Book(), Heard()
+    tell(book, kept_whole(book, 1, 0, texts=2, size=3 * PIECE_BYTES), reader)
+    assert [len(event.text) for event in reader.events] == [3 * PIECE_BYTES, 3 * PIECE_BYTES, 0]  # type: ignore[union-attr]
+
+
+def test_what_is_said_while_it_is_told_again_comes_behind() -> None:
+    book, reader = Book(), Heard()
+    log = book.begin(1, asked(1), Heard())
+    said = [Delta(0, "x" * 100, (number,)) for number in range(200)]
+    for event in said:
+        book.put(log, event)
+    for number, _ in enumerate(book.attach(log, reader)):
+        if number < 2:
+            said.append(Delta(0, "meanwhile", (number,)))
+            book.put(log, said[-1])
+    said.append(Delta(0, "c", (3,), (), "stop"))
+    book.put(log, said[-1])
+    assert reader.events == said
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_what_is_dropped_while_it_is_told_again_is_told_to_its_end(is_over: bool) -> None:
+    book, first, reader = Book(), Heard(), Heard()
+    log = book.begin(1, asked(1), first)
+    said: list[Event] = [Delta(0, "x" * 100, (number,)) for number in range(200)]
+    said += [Delta(0, "", (), (), "stop")] if is_over else []
+    for event in said:
+        book.put(log, event)
+    telling = book.attach(log, reader)
+    next(telling)
+    assert book.forget({bytes(TAG_BYTES)}) == 1
+    assert book.nbytes == 0
+    if not is_over:
+        book.detach(log, first)
+        assert not book.aborted, "somebody is told it"
+        said.append(Delta(0, "later", (7,)))
+        book.put(log, said[-1])
+    for _ in telling:
+        pass
+    assert reader.events == said
+    assert log.nbytes < PIECE_BYTES, "what was dropped is still there"
+    if not is_over:
+        book.detach(log, reader)
+        assert book.aborted == [1]
+    book.check_integrity()
+
+
+def test_an_answer_that_is_told_again_is_not_due_before_its_reader_has_left() -> None:
+    book = Book()
+    log = kept_whole(book, 1, 0, texts=1000)
+    telling = book.attach(log, Heard())
+    next(telling)
+    book.clock.now_s += 11
+    book.sweep()
+    assert len(book) == 1
+    telling.close()
+    book.sweep()
+    assert len(book) == 0
+
+
+def test_one_tenants_answers_take_no_room_of_anothers() -> None:
+    book = Book()
+    small = kept_whole(book, 1, 1)
+    for key in range(2, 5):
+        kept_whole(book, key, 0, texts=20, size=1000)  # 60 KB of 64
+    kept_whole(book, 5, 0, texts=20, size=1000)
+    assert small.is_kept
+    kept_whole(book, 6, 1)
+    kept_whole(book, 7, 1)  # by number now: the first has two, the second three
+    assert not small.is_kept
+    assert sum(log.name[0] == bytes(TAG_BYTES) for log in book._logs.values()) == 2
+    book.check_integrity()
+
+
+class Timers:
+    """A `call_later` that a test runs by hand."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.waiting: list[tuple[float, Callable[[], None]]] = []
+
+    def __call__(self, delay_s: float, call: Callable[[], None]) -> Timers.Entry:
+        entry = Timers.Entry(self, (self._clock() + delay_s, call))
+        self.waiting.append(entry.what)
+        return entry
+
+    def run(self) -> None:
+        at_s, call = min(self.waiting, key=lambda one: one[0])
+        self.waiting.remove((at_s, call))
+        self._clock.now_s = max(self._clock.now_s, at_s)
+        call()
+
+    @dataclass
+    class Entry:
+        timers: Timers
+        what: tuple[float, Callable[[], None]]
+
+        def cancel(self) -> None:
+            self.timers.waiting.remove(self.what)
+
+
+def test_the_timer_moves_forward_for_an_answer_that_is_due_before_the_others() -> None:
+    book = Book(AnswerSettings(kept_s=100, unread_s=5, answers_max=4))
+    timers = Timers(book.clock)
+    sweeps = SweepTimer(book, timers, book.clock)
+    sweeps.set()
+    assert not timers.waiting
+    kept_whole(book, 1, 0)
+    sweeps.set()
+    begun_s = book.clock.now_s
+    assert [at_s - begun_s for at_s, _ in timers.waiting] == [100]
+    reader = Heard()
+    unread = book.begin(2, asked(2), reader)
+    book.detach(unread, reader)
+    sweeps.set()
+    assert [at_s - begun_s for at_s, _ in timers.waiting] == [5]
+    timers.run()
+    assert book.aborted == [2]
+    assert [at_s - begun_s for at_s, _ in timers.waiting] == [100]
+    timers.run()
+    assert len(book) == 0
+    assert not timers.waiting
+
+
 @given(st.lists(st.tuples(st.sampled_from("bdpafstx"), st.integers(0, 7), st.integers(0, 9)), max_size=60))
 @settings(max_examples=examples(300))
 def test_the_bounds_hold_in_any_history(steps: list[tuple[str, int, int]]) -> None:
@@ -172,7 +337,7 @@ def test_the_bounds_hold_in_any_history(steps: list[tuple[str, int, int]]) -> No
                 book.detach(log, readers.pop())
             elif step == "a" and log.is_kept:
                 readers.append(Heard())
-                book.attach(log, readers[-1])
+                tell(book, log, readers[-1])
             elif step == "p" and log.key not in book.aborted:
                 book.put(log, Delta(0, "x" * 4000 * size, (1,)))
             elif step == "f" and log.key not in book.aborted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
 
 from configs.optional_sections import AnswerSettings
+from replicas.answers import kept
+from replicas.engine import EventStream
+from replicas.links import EventSender, pack_event
+from replicas.messages import Delta
 from router.generation import generation
 from router.openai import ChatMessage
 from tests.support.clock import Clock
 from tests.support.router.kept_replicas import FREE, KeptReplicas, front_door, tiny_replicas
+from tests.support.router.linked_replicas import LINKS
 from tests.support.router.router_harness import (
     KEY,
     OTHER_KEY,
@@ -48,6 +55,11 @@ ASKS: dict[str, dict[str, Any]] = {
 def at_one_time(events: list[tuple[str | None, Any]]) -> list[tuple[str | None, Any]]:
     """The events as if they were of an answer that began at another time."""
     return [(name, {**event, "created": 0}) for name, event in events]
+
+
+def packed_delta(number: int) -> bytes:
+    data: bytes = msgpack.packb(pack_event(Delta(0, "x" * 40, (number,))))
+    return data
 
 
 def asking(**fields: Any) -> dict[str, Any]:
@@ -131,6 +143,89 @@ async def test_each_event_is_one_to_go_on_from(tiny_llama: Path) -> None:
         for number, (name, _) in enumerate(uninterrupted):
             assert await whole(url, body, **{"Last-Event-ID": str(name)}) == uninterrupted[number + 1 :]
         assert replica.generated == 12
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+async def test_a_long_answer_is_told_again_in_pieces(
+    has_links: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "PIECE_BYTES", 64)
+    told: list[int] = []
+    for kind in (EventSender, EventStream):
+
+        def put_packed(self: Any, piece: bytes, put: Any = kind.put_packed) -> None:
+            told.append(len(piece))
+            put(self, piece)
+
+        monkeypatch.setattr(kind, "put_packed", put_packed)
+    body = asking(**ASKS["several"])
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+        uninterrupted = await whole(url, body)
+        house.replicas.has_links = has_links
+        for last in (None, uninterrupted[len(uninterrupted) // 2][0]):
+            told.clear()
+            event = {} if last is None else {"Last-Event-ID": last}
+            rest = await whole(url, body, **event)
+            assert rest == uninterrupted[-len(rest) :]
+            assert len(rest) == len(uninterrupted) - (0 if last is None else len(uninterrupted) // 2 + 1)
+            assert len(told) > 5
+        assert replica.generated == 3 * TOKENS
+
+
+async def test_who_reads_slowly_is_waited_for_and_who_leaves_is_forgotten(tiny_llama: Path) -> None:
+    """A reader that takes nothing: the rest is not sent, and the answer is not held for it."""
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+        await whole(url, asking())
+        (log,) = replica._kept._logs.values()
+        for number in range(40_000):
+            log._packed += packed_delta(number)
+        replica._kept._nbytes = log.nbytes
+        assert log.nbytes > 4 * LINKS.stream_bytes_max
+        sent: list[int] = []
+        request = replace(house.replicas.calls[-1], keep=replace(log.keep, is_attaching=True))
+        box = house.replicas.inlet.expect("a ticket")
+        box._bytes_max = LINKS.stream_bytes_max
+        asked = replace(
+            request,
+            model="",
+            route=replace(request.route, ticket="a ticket"),
+            reply_to=await house.replicas.inlet.address(),
+        )
+        call = asyncio.create_task(anext(replica.generate(asked)))  # type: ignore[arg-type]
+        await until(lambda: box._is_paused)
+        for _ in range(50):
+            await asyncio.sleep(0)
+            sent.append(box._nbytes)
+        assert log.followers == 1
+        assert box._nbytes < log.nbytes - LINKS.stream_bytes_max, "all was sent to who reads nothing"
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await until(lambda: log.followers == 0)
+        house.replicas.inlet.forget("a ticket")
+
+
+async def test_a_replay_is_no_turn_of_its_session(tiny_llama: Path) -> None:
+    body = asking(session_id="tea")
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+        await whole(url, body)
+        (row,) = house.directory.table
+        assert row.turns == 1
+        await whole(url, body)
+        assert list(house.directory.table) == [row]
+        async with front_door([replica]) as (other, other_url):  # who asked first died before it told anybody
+            await whole(other_url, body)
+            (known,) = other.directory.table
+            assert (known.home, known.tokens, known.turns) == (row.home, row.tokens, 1)
+            await whole(other_url, body)
+            assert list(other.directory.table) == [known]
+
+
+async def test_an_empty_event_id_is_none(tiny_llama: Path) -> None:
+    """An EventSource whose last id was reset to nothing has seen no event."""
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+        uninterrupted = await whole(url, asking())
+        assert await whole(url, asking(), **{"Last-Event-ID": ""}) == uninterrupted
+        assert replica.generated == TOKENS
 
 
 async def test_the_event_alone_names_the_answer(tiny_llama: Path) -> None:
@@ -327,7 +422,13 @@ async def test_what_is_not_the_same_request_is_refused(tiny_llama: Path) -> None
                 named = {b"Idempotency-Key": bad}
                 response = await client.post(CHAT, json=asking(), headers=named)  # type: ignore[arg-type]
                 assert (response.status_code, error_of(response)["param"]) == (400, "idempotency-key")
-            assert (await refused(asking(), **{"Last-Event-ID": "7"}))[:2] == (400, "last-event-id")
+            for other in (
+                "7",
+                "0" * 32,
+                f"{events[0][0]}, {events[1][0]}",
+                "chatcmpl-1",
+            ):  # of another service
+                assert (await refused(asking(), **{"Last-Event-ID": other}))[:2] == (400, "last-event-id")
             unknown = {"Last-Event-ID": "0" * 32 + "-1"}
             assert await refused(asking(), **unknown) == (410, "last-event-id", "answer_not_kept")
             assert replica.generated == TOKENS  # only the first was computed
