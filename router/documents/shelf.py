@@ -29,7 +29,14 @@ from router.documents.document import (
     new_document_id,
 )
 from router.documents.pdf import read_pdf
-from router.documents.placement import Whole, end_of_documents, fenced_document, in_order, place_documents
+from router.documents.placement import (
+    Whole,
+    end_of_documents,
+    fenced_document,
+    in_order,
+    place_documents,
+    text_of_documents,
+)
 from router.documents.prefill import Prefill, PrefillBusy, document_session
 from router.documents.store import DocumentStore
 from router.documents.text import chunks_of, text_of
@@ -72,6 +79,14 @@ class ForgetBlocks(Protocol):
         ...
 
 
+class ForgetEntries(Protocol):
+    """Erases everywhere what was made of entries of knowledge."""
+
+    async def __call__(self, tenant: str, entries: Sequence[str] | None) -> None:
+        """Erase what was made of these entries, or of any (None). Raises `ApiError` if not all is erased."""
+        ...
+
+
 @dataclass(slots=True)
 class PlacedDocuments:
     """The documents in one prompt, for the receipt. `measure` first, then `told`."""
@@ -92,7 +107,7 @@ class PlacedDocuments:
 class DocumentShelf:
     """The documents of an ingress's tenants. Its coroutines raise `ApiError`.
 
-    `clears`: None until the routes are built: nothing is deleted before. `wall_clock`: Unix time.
+    `clears`, `forgets`: None until the routes are built: nothing is deleted before. `wall_clock`: Unix time.
     """
 
     def __init__(
@@ -110,6 +125,7 @@ class DocumentShelf:
         self.store = store
         self.settings = settings
         self.clears: ForgetBlocks | None = None
+        self.forgets: ForgetEntries | None = None
         self._base = base
         self._prefill = prefill
         self._text = text
@@ -130,20 +146,25 @@ class DocumentShelf:
     # -- what clients ask ------------------------------------------------------------------
 
     async def add(
-        self, tenant: str, title: str, form: Format, source: bytes, wanted: Wanted | None
+        self, tenant: str, title: str, form: Format, source: Callable[[], bytes], wanted: Wanted | None
     ) -> Document:
-        """Take in a document; it is worked on from now on."""
-        made = Document(
-            id=new_document_id(),
-            tenant=tenant,
-            title=title,
-            format=form,
-            state="processing",
-            prefill=wanted or self.settings.prefill,
-            source_bytes=len(source),
-            created_s=self._wall_clock(),
-        )
-        added = await self._run(partial(self.store.add, made, source, self._quota))
+        """Take in a document; it is worked on from now on. `source`: called in a thread."""
+
+        def work() -> Document:
+            sent = source()
+            made = Document(
+                id=new_document_id(),
+                tenant=tenant,
+                title=title,
+                format=form,
+                state="processing",
+                prefill=wanted or self.settings.prefill,
+                source_bytes=len(sent),
+                created_s=self._wall_clock(),
+            )
+            return self.store.add(made, sent, self._quota)
+
+        added = await self._run(work)
         self._called.set()
         return added
 
@@ -209,12 +230,10 @@ class DocumentShelf:
                 raise
         await self._note(tenant, [one.id for one in wholes], session)
         placed = in_order(wholes)
-        messages = place_documents(
-            request.messages,
-            placed,
-            has_system=await self._prefill.has_system(),
-            volatile_lines=self._volatile,
-        )
+        if not await self._prefill.has_system():
+            # In no message: knowledge is searched for what the user said, and old messages may be left out.
+            return replace(request, lead=text_of_documents(placed)), PlacedDocuments(placed)
+        messages = place_documents(request.messages, placed, has_system=True, volatile_lines=self._volatile)
         return replace(request, messages=messages), PlacedDocuments(placed)
 
     async def measure(self, placed: PlacedDocuments, rendered: str | None) -> None:
@@ -374,12 +393,8 @@ class DocumentShelf:
         text = await self._run(partial(self.store.text, tenant, one))
         if text is None:
             source = await self._run(partial(self.store.source, tenant, one)) or b""
-            pages = 0
-            if document.format == "pdf":
-                raw, pages = await read_pdf(source, settings)
-            else:
-                raw = source.decode("utf-8", "replace")
-            text = await self._base.run(partial(text_of, raw, settings.chars_max))
+            raw, pages = await read_pdf(source, settings) if document.format == "pdf" else (source, 0)
+            text = await self._base.run(partial(_text, raw, settings.chars_max))
             await self._base.run(partial(self.store.put_text, tenant, one, text, self._quota))
             await self._run(partial(self.store.change, tenant, one, pages=pages))
         chunks = await self._base.run(partial(self._chunks, document, text))
@@ -447,15 +462,16 @@ class DocumentShelf:
         tenant, one = document.tenant, document.id
         self._forget(tenant, one)
 
-        def chunks() -> int:
+        def chunks() -> list[str]:
             entries = self._entries_of(document)
             for entry in entries:
                 self._base.store.erase(tenant, entry)
-            return len(entries)
+            return entries
 
         erased = await self._base.run(chunks)
-        if self.clears is None:
+        if self.clears is None or self.forgets is None:
             raise Unavailable("The server is not ready to delete. Try again.", IDLE_S)
+        await self.forgets(tenant, erased)
         users = await self._run(partial(self.store.sessions_of, tenant, one))
         if len(users) > self.settings.sessions_max:
             await self.clears(tenant, None)  # not all users are known
@@ -464,7 +480,7 @@ class DocumentShelf:
             for at in range(0, len(own), CLEARED_AT_ONCE):
                 await self.clears(tenant, own[at : at + CLEARED_AT_ONCE])
         await self._run(partial(self.store.erase, tenant, one))
-        return erased
+        return len(erased)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         """Run a call of the store in a thread; what it does not find is a document, not an entry."""
@@ -478,6 +494,10 @@ class DocumentShelf:
                 ) from None
 
         return await self._base.run(told)
+
+
+def _text(raw: str | bytes, chars_max: int) -> str:
+    return text_of(raw if isinstance(raw, str) else raw.decode("utf-8", "replace"), chars_max)
 
 
 def _why(document: str) -> str:

@@ -139,6 +139,13 @@ class WindowKeeper(Protocol):
         """Forget all of these sessions, or of all (None)."""
         ...
 
+    async def forget_entries(self, tenant: str, entries: Collection[str] | None) -> None:
+        """Erase what was made of prompts that had these entries of knowledge, or any (None).
+
+        Raises `ApiError`.
+        """
+        ...
+
     async def close(self) -> None:
         """Stop work and close files."""
         ...

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg import conninfo
-from psycopg.abc import PQGen
+from psycopg.abc import Buffer, PQGen
+from psycopg.types.string import StrDumperUnknown
 
 from configs.optional_sections import PostgresSettings
 from router.knowledge.entries import KnowledgeError, StoreBusy
@@ -22,6 +23,16 @@ GRACE_S = 5.0
 """How much longer than the server's own limit of a statement an answer is waited for."""
 KEEPALIVE_S = 10
 SAID_CHARS_MAX = 300
+
+
+class StorableText(StrDumperUnknown):
+    """Writes a text as PostgreSQL takes it, which keeps no NUL and no half of a character.
+
+    What is kept has none (`clean`). What is looked up with one is not there, as in any other store.
+    """
+
+    def dump(self, obj: str) -> Buffer:
+        return obj.replace("\0", "\ufffd").encode(self._encoding, "replace")
 
 
 class Connection(psycopg.Connection[Any]):
@@ -125,6 +136,7 @@ class Connections:
                 raise KnowledgeError(self._refusal)
         try:
             made = Connection.connect(self._to, autocommit=True, prepare_threshold=None)
+            made.adapters.register_dumper(str, StorableText)
         except psycopg.Error as error:
             refusal = f"the knowledge base's database cannot be reached: {self._said(error)}"
             with self._lock:
