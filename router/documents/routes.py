@@ -18,9 +18,9 @@ from router.auth import ConcurrencyLimit, tenant_of
 from router.documents.body import DocumentBody, PrefillBody, source_of, title_of
 from router.documents.prefill import Front, Prefill
 from router.documents.shelf import DocumentShelf, ForgetBlocks, ForgetEntries
-from router.documents.store import FILE_NAME, DocumentStore
+from router.documents.store import FILE_NAME, SCHEMA, DocumentStore
 from router.generation import IngressServices
-from router.knowledge import KnowledgeBase, PromptText, cursor, store_folder, whole_number
+from router.knowledge import KnowledgeBase, PromptText, cursor, whole_number
 from router.openai import check_structure, read_body, validated
 from router.prompt import PromptBuilder
 from router.routing import ReplicaClient, SessionDirectory
@@ -43,14 +43,12 @@ def open_documents(
     front: Front,
     secret: bytes,
 ) -> DocumentShelf:
-    """Open the documents of the settings; a file that cannot be opened gives 503 and is tried again."""
+    """Open the documents of the settings, beside the entries of the knowledge base.
+
+    Tables that cannot be opened give 503 and are tried again.
+    """
     own = settings.documents
-    store = DocumentStore(
-        store_folder(settings.knowledge, settings.model.cache_dir) / FILE_NAME,
-        lease_s=own.lease_s,
-        busy_s=settings.knowledge.busy_s,
-        must_open=False,
-    )
+    store = DocumentStore(base.store.beside(FILE_NAME, SCHEMA), lease_s=own.lease_s)
     prefill = Prefill(client, prompts, directory, front, settings, secret=secret)
     prefix = settings.router.prefix
     volatile = () if prefix.volatile == "keep" else prefix.volatile_lines

@@ -68,6 +68,8 @@ NOTED_MAX = 100_000
 """Uses that are known to be written down."""
 CLEARED_AT_ONCE = 64
 """Sessions of one call to the tiers."""
+ERASED_AT_ONCE = 256
+"""Chunks of one write."""
 CHUNK_BYTES_PER_CHAR = 4
 
 
@@ -199,7 +201,7 @@ class DocumentShelf:
             try:
                 return self.store.mark_deleting(tenant, document)
             except EntryNotFound:
-                self.store.empty_log()  # who repeats a deletion that could not do that wants just that
+                self.store.erased()  # who repeats a deletion that could not do that wants just that
                 raise
 
         found = await self._run(mark)
@@ -327,7 +329,9 @@ class DocumentShelf:
             try:
                 if await self.work():
                     continue
-            except Exception:  # the next look may succeed
+            except ApiError as refused:  # the next look may succeed
+                logger.warning("the documents cannot be worked on: %s", refused.message)
+            except Exception:
                 logger.exception("the documents cannot be worked on")
             with suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_S):
@@ -363,6 +367,7 @@ class DocumentShelf:
                 await self._prefilled(document)
         except (EntryNotFound, DocumentFailed) as failed:
             await self._failed(tenant, one, str(failed))
+            await self._clear_late(tenant, one)
         except (PrefillBusy, ReplicaLost, ReplicaFailed, StoreBusy) as busy:
             logger.info("document %s waits: %s", one, busy)
             later = True
@@ -377,6 +382,17 @@ class DocumentShelf:
             later = later or document.state == "deleting"  # what is left of it is not tried without a pause
             with suppress(KnowledgeError, ApiError):
                 await asyncio.shield(self._base.run(partial(self.store.put_back, document, later=later)))
+
+    async def _clear_late(self, tenant: str, one: str) -> None:
+        """Clear what a step may have stored after another ingress had deleted the document."""
+        try:
+            found = await self.get(tenant, one)
+            is_gone = found.state == "deleting"
+        except ApiError as refused:
+            is_gone = refused.status == 404
+        if is_gone and self.clears is not None:
+            with suppress(ApiError):  # they are named by nothing any more, and leave with their time
+                await self.clears(tenant, (document_session(self._secret, tenant, one),))
 
     async def _failed(self, tenant: str, one: str, reason: str) -> None:
         """Write down why; of a document that is read already only its prefill has failed."""
@@ -415,8 +431,7 @@ class DocumentShelf:
 
         All on one thread, which nothing interrupts: those of a document that was deleted meanwhile go.
         """
-        for entry in self._entries_of(document):
-            self._base.store.erase(document.tenant, entry)
+        self._erase_entries(document.tenant, self._entries_of(document))
         origin = Provenance(document.tenant, _why(document.id))
         changes = [Change(Content("document_chunk", title, text), origin) for title, text in chunks]
         try:
@@ -429,9 +444,12 @@ class DocumentShelf:
         try:
             return self.store.change(document.tenant, document.id, **fields)
         except EntryNotFound:
-            for entry in entries:
-                self._base.store.erase(document.tenant, entry)
+            self._erase_entries(document.tenant, entries)
             raise
+
+    def _erase_entries(self, tenant: str, entries: list[str]) -> None:
+        for at in range(0, len(entries), ERASED_AT_ONCE):  # others write in between
+            self._base.store.erase_all(tenant, entries[at : at + ERASED_AT_ONCE])
 
     def _entries_of(self, document: Document) -> list[str]:
         """Return the entries of a document's chunks; looked for, if they were never written down."""
@@ -464,8 +482,7 @@ class DocumentShelf:
 
         def chunks() -> list[str]:
             entries = self._entries_of(document)
-            for entry in entries:
-                self._base.store.erase(tenant, entry)
+            self._erase_entries(tenant, entries)
             return entries
 
         erased = await self._base.run(chunks)

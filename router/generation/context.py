@@ -75,10 +75,7 @@ async def with_documents(
     if source is not None:
         return await source.place(request, tenant, session)
     if request.documents:
-        message = (
-            "documents are served where knowledge.enabled is true and the knowledge base is in a file. "
-            "Leave them out."
-        )
+        message = "documents are not served here: knowledge.enabled is false. Leave them out."
         raise UnsupportedParameter("documents", message)
     return request, None
 

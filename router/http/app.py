@@ -141,10 +141,9 @@ def build_service(
         from router.http.knowledge_routes import ServedText, open_knowledge
 
         knowledge = open_knowledge(settings, prompts, context_tokens_max)
-        if settings.knowledge.is_one_file:  # documents are in a file, too
-            text = ServedText(prompts, context_tokens_max)
-            front = Front(readiness, context_tokens_max, lambda: concurrency.open_total)
-            documents = open_documents(settings, knowledge, text, client, prompts, directory, front, secret)
+        text = ServedText(prompts, context_tokens_max)
+        front = Front(readiness, context_tokens_max, lambda: concurrency.open_total)
+        documents = open_documents(settings, knowledge, text, client, prompts, directory, front, secret)
     metrics, compaction = Metrics(), None
     if settings.compaction.enabled:
         from router.compaction import Served, open_compaction  # who has it off does not pay for its imports

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg import conninfo
-from psycopg.abc import Buffer, PQGen
-from psycopg.types.string import StrDumperUnknown
+from psycopg.abc import Params, PQGen, Query
 
 from configs.optional_sections import PostgresSettings
 from router.knowledge.entries import KnowledgeError, StoreBusy
@@ -25,20 +24,20 @@ KEEPALIVE_S = 10
 SAID_CHARS_MAX = 300
 
 
-class StorableText(StrDumperUnknown):
-    """Writes a text as PostgreSQL takes it, which keeps no NUL and no half of a character.
+class Connection(psycopg.Connection[Any]):
+    """A connection whose answers do not take for ever, also of a server that hangs. `answer_s`: seconds.
 
-    What is kept has none (`clean`). What is looked up with one is not there, as in any other store.
+    What PostgreSQL cannot keep (NUL) is not found there; only to insert it is an error.
     """
 
-    def dump(self, obj: str) -> Buffer:
-        return obj.replace("\0", "\ufffd").encode(self._encoding, "replace")
-
-
-class Connection(psycopg.Connection[Any]):
-    """A connection whose answers do not take for ever, also of a server that hangs. `answer_s`: seconds."""
-
     answer_s: float = 60.0
+
+    def execute(
+        self, query: Query, params: Params | None = None, *, prepare: bool | None = None, binary: bool = False
+    ) -> psycopg.Cursor[Any]:
+        if isinstance(params, list | tuple) and not _inserts(query):
+            params = [_sought(one) for one in params]
+        return super().execute(query, params, prepare=prepare, binary=binary)
 
     def wait(self, gen: PQGen[Result], interval: float = 0.1, timeout: float | None = None) -> Result:
         try:
@@ -46,6 +45,18 @@ class Connection(psycopg.Connection[Any]):
         except psycopg.errors._WaitTimeout:
             self.pgconn.finish()  # an answer that comes later would be taken for that of the next statement
             raise psycopg.OperationalError(f"no answer within {self.answer_s:g} s") from None
+
+
+def _inserts(query: Query) -> bool:
+    begin = query[:6] if isinstance(query, str | bytes) else ""
+    return begin in ("INSERT", b"INSERT")
+
+
+def _sought(value: Any) -> Any:
+    """Return a value as it is looked up: a text that no row can have becomes another one of these."""
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd")
+    return [_sought(one) for one in value] if isinstance(value, list) else value
 
 
 class Connections:
@@ -136,7 +147,6 @@ class Connections:
                 raise KnowledgeError(self._refusal)
         try:
             made = Connection.connect(self._to, autocommit=True, prepare_threshold=None)
-            made.adapters.register_dumper(str, StorableText)
         except psycopg.Error as error:
             refusal = f"the knowledge base's database cannot be reached: {self._said(error)}"
             with self._lock:
