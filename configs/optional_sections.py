@@ -519,7 +519,9 @@ class CompactionSettings(Section):
         description="nothing is computed for a session that is less likely to return by then",
     )
 
-    def mode_for(self, tenant: str, is_asked: bool, asked: CompactionMode | None) -> CompactionMode | None:
+    def mode_for(
+        self, tenant: str, is_asked: bool, asked: CompactionMode | Literal["off"] | None
+    ) -> CompactionMode | None:
         """Return how a chat of `tenant` is compacted; None: not at all.
 
         `is_asked`: whether its request has the field; `asked`: the mode that this names.

@@ -18,7 +18,7 @@ from router.auth import ConcurrencyLimit, tenant_of
 from router.documents.body import DocumentBody, PrefillBody, source_of, title_of
 from router.documents.prefill import Front, Prefill
 from router.documents.shelf import DocumentShelf, ForgetBlocks, ForgetEntries
-from router.documents.store import FILE_NAME, SCHEMA, DocumentStore
+from router.documents.store import FILE_NAME, SCHEMAS, DocumentStore
 from router.generation import IngressServices
 from router.knowledge import KnowledgeBase, PromptText, cursor, whole_number
 from router.openai import check_structure, read_body, validated
@@ -48,7 +48,7 @@ def open_documents(
     Tables that cannot be opened give 503 and are tried again.
     """
     own = settings.documents
-    store = DocumentStore(base.store.beside(FILE_NAME, SCHEMA), lease_s=own.lease_s)
+    store = DocumentStore(base.store.beside(FILE_NAME, SCHEMAS), lease_s=own.lease_s)
     prefill = Prefill(client, prompts, directory, front, settings, secret=secret)
     prefix = settings.router.prefix
     volatile = () if prefix.volatile == "keep" else prefix.volatile_lines

@@ -94,6 +94,7 @@ class PlacedDocuments:
     """The documents in one prompt, for the receipt. `measure` first, then `told`."""
 
     documents: Sequence[Whole]
+    nodes: tuple[str, ...] = ()  # where their blocks were computed, and can be asked for
     places: tuple[int, int] | None = None  # first token, tokens
 
     def told(self, cached_tokens: int) -> dict[str, Any]:
@@ -223,20 +224,22 @@ class DocumentShelf:
             raise InvalidValue(
                 "documents", f"documents may have at most {most} items (documents.per_request_max)."
             )
-        wholes = []
+        wholes, node_of = [], dict[str, str]()
         for index, one in enumerate(request.documents):
             try:
-                wholes.append(await self._whole(tenant, one))
+                whole, node_of[one] = await self._whole(tenant, one)
+                wholes.append(whole)
             except ApiError as refused:
                 refused.param = f"documents[{index}]"
                 raise
         await self._note(tenant, [one.id for one in wholes], session)
         placed = in_order(wholes)
+        told = PlacedDocuments(placed, tuple(node for one in placed if (node := node_of[one.id])))
         if not await self._prefill.has_system():
             # In no message: knowledge is searched for what the user said, and old messages may be left out.
-            return replace(request, lead=text_of_documents(placed)), PlacedDocuments(placed)
+            return replace(request, lead=text_of_documents(placed)), told
         messages = place_documents(request.messages, placed, has_system=True, volatile_lines=self._volatile)
-        return replace(request, messages=messages), PlacedDocuments(placed)
+        return replace(request, messages=messages), told
 
     async def measure(self, placed: PlacedDocuments, rendered: str | None) -> None:
         """Count the tokens of the documents in a prompt, and of what is before; None: it was cut."""
@@ -256,8 +259,11 @@ class DocumentShelf:
                 self._counted.popitem(last=False)
         placed.places = self._counted[key]
 
-    async def _whole(self, tenant: str, document: str) -> Whole:
-        """Return a document as it stands in prompts. Raises 404, or 409 before it is read."""
+    async def _whole(self, tenant: str, document: str) -> tuple[Whole, str]:
+        """Return a document as it stands in prompts, and the node that has computed it.
+
+        Raises 404, or 409 before it is read.
+        """
         found = await self.get(tenant, document)  # each time: another ingress may have deleted it
         if found.state == "deleting":
             raise _unknown(document)
@@ -266,7 +272,7 @@ class DocumentShelf:
         known = self._wholes.get((tenant, document))
         if known is not None:
             self._wholes.move_to_end((tenant, document))
-            return known
+            return known, found.node
 
         def read() -> Whole:
             text = self.store.text(tenant, document)
@@ -279,7 +285,7 @@ class DocumentShelf:
         while self._whole_bytes > self.settings.text_cache_bytes_max and len(self._wholes) > 1:
             _, gone = self._wholes.popitem(last=False)
             self._whole_bytes -= len(gone.fence)
-        return whole
+        return whole, found.node
 
     async def _note(self, tenant: str, documents: list[str], session: bytes) -> None:
         """Write down that this session's blocks are about to hold these documents."""
@@ -461,7 +467,8 @@ class DocumentShelf:
     async def _prefilled(self, document: Document) -> None:
         tenant, one = document.tenant, document.id
         began_s = time.monotonic()
-        ids = await self._prefill.prefix(tenant, await self._whole(tenant, one))
+        whole, _ = await self._whole(tenant, one)
+        ids = await self._prefill.prefix(tenant, whole)
         if not ids:
             raise DocumentFailed("it is shorter than one block")
         async with aclosing(self._prefill.run(tenant, one, ids, document.prefill)) as steps:
@@ -473,6 +480,7 @@ class DocumentShelf:
                     "prefill_reason": step.reason,
                     "prefill_s": time.monotonic() - began_s,
                     "model": self._prefill.model,
+                    "node": step.node,
                 }
                 await self._run(partial(self.store.change, tenant, one, **fields))
 

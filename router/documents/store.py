@@ -26,11 +26,15 @@ CREATE TABLE texts(tenant TEXT NOT NULL, id TEXT NOT NULL, source BLOB, text TEX
 CREATE TABLE uses(tenant TEXT NOT NULL, id TEXT NOT NULL, session BLOB NOT NULL,
     PRIMARY KEY(tenant, id, session)) WITHOUT ROWID;
 """
+WITH_NODE = """
+ALTER TABLE documents ADD COLUMN node TEXT NOT NULL DEFAULT '';
+"""
+SCHEMAS = (SCHEMA, WITH_NODE)
 OPEN = "(state IN ('processing', 'deleting') OR prefilled IN ('waiting', 'running'))"
 COLUMNS = (
     "id", "tenant", "title", "format", "state", "prefill", "source_bytes", "created_s", "seq", "reason",
     "text_bytes", "pages", "entries", "prefilled", "prefill_reason", "prefill_s", "tokens",
-    "prefilled_tokens", "model", "ready_s",
+    "prefilled_tokens", "model", "ready_s", "node",
 )  # fmt: skip
 LISTED = ", ".join(COLUMNS)
 WRITES = "documents"
@@ -38,7 +42,7 @@ UNKNOWN = "there is no such document"
 
 
 class DocumentStore:
-    """Documents in the tables of `SCHEMA`, which several ingresses may use at once. Thread-safe.
+    """Documents in the tables of `SCHEMAS`, which several ingresses may use at once. Thread-safe.
 
     `tables`: see `KnowledgeStore.beside`. A tenant sees its own only. Every call blocks and raises
     `KnowledgeError`. `clock`: Unix time. Work on a document is leased: an ingress that began it and is gone

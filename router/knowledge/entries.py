@@ -427,8 +427,11 @@ class KnowledgeStore(Protocol):
         """Forget what the turns of these sessions got, and erase their records; None: of all."""
         ...
 
-    def beside(self, name: str, schema: str) -> Tables:
-        """Return tables that are kept beside the entries: in a file of that name, or in their database."""
+    def beside(self, name: str, schemas: Sequence[str]) -> Tables:
+        """Return tables that are kept beside the entries: in a file of that name, or in their database.
+
+        `schemas`: of the file, see `SqliteFile`.
+        """
         ...
 
     def backup(self, target: Path) -> None:

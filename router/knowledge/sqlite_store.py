@@ -538,8 +538,8 @@ class SqliteStore:
                     db.execute(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", (tenant, session))
         self._file.empty_log()  # records have texts
 
-    def beside(self, name: str, schema: str) -> SqliteTables:
-        file = SqliteFile(self.path.with_name(name), (schema,), self._busy_s, must_open=False)
+    def beside(self, name: str, schemas: Sequence[str]) -> SqliteTables:
+        file = SqliteFile(self.path.with_name(name), schemas, self._busy_s, must_open=False)
         return SqliteTables(file, is_own=True)
 
     def backup(self, target: Path) -> None:

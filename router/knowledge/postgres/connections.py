@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg import conninfo
-from psycopg.abc import Params, PQGen, Query
+from psycopg.abc import Params, PQGen
 
 from configs.optional_sections import PostgresSettings
 from router.knowledge.entries import KnowledgeError, StoreBusy
@@ -32,12 +32,10 @@ class Connection(psycopg.Connection[Any]):
 
     answer_s: float = 60.0
 
-    def execute(
-        self, query: Query, params: Params | None = None, *, prepare: bool | None = None, binary: bool = False
-    ) -> psycopg.Cursor[Any]:
+    def execute(self, query: Any, params: Params | None = None, **how: Any) -> psycopg.Cursor[Any]:
         if isinstance(params, list | tuple) and not _inserts(query):
             params = [_sought(one) for one in params]
-        return super().execute(query, params, prepare=prepare, binary=binary)
+        return super().execute(query, params, **how)
 
     def wait(self, gen: PQGen[Result], interval: float = 0.1, timeout: float | None = None) -> Result:
         try:
@@ -47,9 +45,8 @@ class Connection(psycopg.Connection[Any]):
             raise psycopg.OperationalError(f"no answer within {self.answer_s:g} s") from None
 
 
-def _inserts(query: Query) -> bool:
-    begin = query[:6] if isinstance(query, str | bytes) else ""
-    return begin in ("INSERT", b"INSERT")
+def _inserts(query: object) -> bool:
+    return isinstance(query, str | bytes) and query[:6] in ("INSERT", b"INSERT")
 
 
 def _sought(value: Any) -> Any:

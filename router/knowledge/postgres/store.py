@@ -439,7 +439,7 @@ class PostgresStore:
         finally:
             copy.close()
 
-    def beside(self, name: str, schema: str) -> PostgresTables:
+    def beside(self, name: str, schemas: Sequence[str]) -> PostgresTables:
         return PostgresTables(self._database)  # `MIGRATIONS` have made them
 
     def backup(self, target: Path) -> None:

@@ -13,7 +13,8 @@ from replicas.messages import EngineStats, GenerateRequest
 from router.compaction import Summary, SummaryStore
 from router.documents import DocumentShelf
 from router.knowledge import KnowledgeBase
-from tests.support.router.router_harness import House, Script, error_of, make_settings, spoken
+from tests.support.router.fake_replica import Script
+from tests.support.router.router_harness import House, error_of, make_settings, spoken
 from tests.unit.router.compaction.test_compaction_api import (
     Guest,
     bytes_in,

@@ -12,7 +12,8 @@ from replicas.messages import EngineStats, GenerateRequest
 from router.documents import DocumentShelf
 from tests.support.engines.tiny_models import CHAT_TEMPLATE
 from tests.support.router.chat_templates import tokenizer_with
-from tests.support.router.router_harness import CONTEXT, House, Script, make_settings, spoken
+from tests.support.router.fake_replica import Script
+from tests.support.router.router_harness import CONTEXT, House, make_settings, spoken
 from tests.unit.router.compaction.test_compaction_api import (
     SUMMARY,
     Guest,

@@ -11,7 +11,7 @@ import pytest
 
 from router.documents import Document, DocumentStore, Quota
 from router.documents.document import new_document_id
-from router.documents.store import FILE_NAME, SCHEMA
+from router.documents.store import FILE_NAME, SCHEMAS
 from router.knowledge import EntryNotFound, QuotaExceeded
 from tests.support.router.knowledge_desks import Desk, PostgresDesk, SqliteDesk
 
@@ -27,7 +27,7 @@ class Shop:
         self.store = self.open(self.desk.store)
 
     def open(self, of: object) -> DocumentStore:
-        tables = of.beside(FILE_NAME, SCHEMA)  # type: ignore[attr-defined]
+        tables = of.beside(FILE_NAME, SCHEMAS)  # type: ignore[attr-defined]
         return DocumentStore(tables, lease_s=30.0, clock=lambda: self.now_s)
 
     def add(self, tenant: str = "tea", quota: Quota = QUOTA, text: bytes = b"text") -> Document:
@@ -139,12 +139,12 @@ def test_each_document_is_worked_on_by_one_ingress_until_its_lease_ends(shop: Sh
     assert found.seq == made[0].seq, "the longest waiting first"
     assert other.renew("coffee", found.id, "late")
     other.put_back(found, later=False)
-    assert other.claim("later") == found
+    assert other.claim("next") == found
     other.put_back(found, later=True)
-    next_one = other.claim("later")
+    next_one = other.claim("next")
     assert next_one is not None
     assert next_one.seq == made[1].seq
-    other.release("later")
+    other.release("next")
     assert shop.store.claim("again") == next_one
 
 

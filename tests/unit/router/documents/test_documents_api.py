@@ -18,6 +18,7 @@ from cache_tiers.blocks import session_of, tenant_tag
 from replicas.messages import Failed, GenerateRequest
 from router.documents import DocumentShelf, document_session, place_documents
 from router.documents.store import FILE_NAME
+from router.routing import SessionDirectory
 from tests.support.router.knowledge_desks import PostgresDesk
 from tests.support.router.router_harness import (
     KEY,
@@ -171,6 +172,32 @@ async def test_a_chat_begins_with_exactly_what_was_prefilled(tmp_path: Path) -> 
         assert sessions == {document_session(b"secret", "local", card["id"])}
         assert prefilled.placement is not None
         assert prefilled.placement.first == "nvme", "the lowest tier that there is"
+
+
+async def test_the_first_chat_asks_the_node_that_has_computed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {"replica-1": "node-a"}
+    monkeypatch.setattr(SessionDirectory, "nodes", property(lambda _: nodes))
+    made = house(tmp_path)
+    async with opened(made) as client:
+        cards = [await added(made, client, f"{TEXT} {number}. " * 9) for number in range(2)]
+        never = await added(made, client, TEXT, prefill="never")
+        nodes["replica-1"] = "node-b"
+        late = await added(made, client, TEXT * 9)
+        for ids, expected in (
+            ([cards[0]["id"]], ("node-a",)),
+            ([one["id"] for one in cards], ("node-a",)),
+            ([late["id"]], ("node-b",)),
+            ([never["id"]], ()),
+            ([], ()),
+        ):
+            answer = await client.post("/v1/chat/completions", json=chat("Why?", documents=ids))
+            assert answer.status_code == 200
+            assert questions(made)[-1].route.peers == expected
+        both = [late["id"], cards[0]["id"]]
+        await client.post("/v1/chat/completions", json=chat("Why?", documents=both, session_id="s"))
+        assert set(questions(made)[-1].route.peers) == {"node-a", "node-b"}
 
 
 async def test_a_prefix_that_is_not_the_chats_is_seen(

@@ -146,7 +146,7 @@ async def test_no_text_and_no_title_ends_its_fence(tmp_path: Path) -> None:
             ids.append(answer.json()["id"])
         await worked(made)
         for one in ids:
-            whole = await shelf_of(made)._whole("local", one)
+            whole, _ = await shelf_of(made)._whole("local", one)
             assert escapes(whole.fence, one) == []
             assert EOS_TOKEN not in whole.fence
         plain = {"local": await _plain(made, client, ids[0])}
