@@ -5,8 +5,8 @@ made. CPU is counted by process while all streams run. Beside it: the same witho
 every token is a message of Ray Serve), the same with two and four front doors, a bare streaming app under
 uvicorn, and vLLM's server if it is asked for (`_front_vllm`). The engine's own share of the replica's process
 counts as front door. What the processes take without any stream (Ray's and Serve's own work: more with each
-process) is measured before, and told apart: a row has the CPU of a token with it (`front_cpu_ms_per_token`) and
-without (`net_cpu_ms_per_token`). Linux only.
+process) is measured before, and told apart: a row has the CPU of a token with it (`front_cpu_ms_per_token`)
+and without (`net_cpu_ms_per_token`). Linux only.
 """
 
 from __future__ import annotations

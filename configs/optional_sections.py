@@ -525,6 +525,17 @@ class CompactionSettings(Section):
         le=1,
         description="nothing is computed for a session that is less likely to return by then",
     )
+
+    def mode_for(
+        self, tenant: str, is_asked: bool, asked: CompactionMode | Literal["off"] | None
+    ) -> CompactionMode | None:
+        """Return how a chat of `tenant` is compacted; None: not at all.
+
+        `is_asked`: whether its request has the field; `asked`: the mode that this names.
+        """
+        mode = asked or self.mode if is_asked else self.of_tenant.get(tenant)
+        return None if mode == "off" else mode
+
     jobs_max: int = Field(256, ge=1, le=100_000, description="sessions that wait for an idle moment")
     tries_max: int = Field(8, ge=1, le=1000, description="how often work that was stopped is begun again")
     busy_s: float = Field(5.0, gt=0, le=600, description="how long a write waits for another process's write")

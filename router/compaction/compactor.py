@@ -106,6 +106,14 @@ class Compactor:
         except KnowledgeError as error:
             raise Unavailable(f"{error}.", RETRY_AFTER_S, code="compaction_unavailable") from None
 
+    async def forget_entries(self, tenant: str, entries: Collection[str] | None) -> None:
+        """Erase what was made of prompts that had these entries of knowledge, or any (None)."""
+        self.idle.drop(tenant, None)  # what is to be summarised or computed may hold one
+        try:
+            await asyncio.to_thread(self.fitter.summaries.forget_entries, tenant, entries)
+        except KnowledgeError as error:
+            raise Unavailable(f"{error}.", RETRY_AFTER_S, code="compaction_unavailable") from None
+
     async def close(self) -> None:
         """Stop work and close the summaries' file."""
         await self.idle.close()
@@ -169,20 +177,32 @@ class Compactor:
             text = usable_summary(told.text, told.is_whole, CHARS_OF_TOKENS * tokens_max)
             if text is None or self._prompts.forgets(asked.tenant) != asked.forgets:
                 return "failed"
-            summary = Summary(until, text)
-            await self._prompts.work(
-                partial(self._keep, asked, fitted.links[until], summary), 1, asked.tenant
-            )
+            # A summary that it was written over may repeat what is in the prompt no more.
+            entries = {*asked.placed.entries, *(() if summary is None else summary.entries)}
+            summary = Summary(until, text, tuple(sorted(entries)))
+            work = partial(self._keep, asked, fitted.links[until], summary)
+            if not await self._prompts.work(work, 1, asked.tenant):
+                return "failed"
             self._note(
                 asked, {"summary_tokens": told.tokens, "summary_computed_tokens": told.computed_tokens}
             )
         return "nothing"
 
-    def _keep(self, asked: AskedTurn, link: bytes, summary: Summary) -> None:
-        """Store a summary; nothing interrupts this, so it is erased if the session was deleted meanwhile."""
+    def _keep(self, asked: AskedTurn, link: bytes, summary: Summary) -> bool:
+        """Store a summary; nothing interrupts this, so it is erased again if it must not be.
+
+        That is: if the session was deleted meanwhile, or an entry that it was made of. Who erases an entry
+        looks for summaries afterwards. Returns whether it is kept.
+        """
         self.fitter.summaries.put((asked.tenant, asked.session), link, summary)
-        if self._prompts.forgets(asked.tenant) != asked.forgets:
-            self.fitter.summaries.forget(asked.tenant, [asked.session])
+        is_lasting = False
+        try:
+            is_lasting = self.fitter.is_lasting(asked.tenant, summary)
+        finally:
+            is_kept = is_lasting and self._prompts.forgets(asked.tenant) == asked.forgets
+            if not is_kept:
+                self.fitter.summaries.forget(asked.tenant, [asked.session])
+        return is_kept
 
     def _part(
         self, asked: AskedTurn, fitted: Fitted, summary: Summary | None, target: int

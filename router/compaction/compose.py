@@ -27,10 +27,14 @@ ASK = (
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the model wrote of the first `messages` messages behind the system prompt."""
+    """What the model wrote of the first `messages` messages behind the system prompt.
+
+    `entries`: ids of the knowledge that was in the prompts that it was made from.
+    """
 
     messages: int
     text: str
+    entries: tuple[str, ...] = ()
 
 
 def fenced_summary(summary: Summary, marks: Collection[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,7 +113,8 @@ class Fitted:
 class Fitter:
     """Fits requests, one call on the calling thread each. It should be one of the tokenizer's. Thread-safe.
 
-    `window_tokens`: tells the longest prompt and answer that is served now.
+    `window_tokens`: tells the longest prompt and answer that is served now. `has_entries`: whether none of a
+    tenant's entries was erased; it raises `KnowledgeError`.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Fitter:
         summaries: SummaryStore,
         embedder: Embedder | None,
         window_tokens: Callable[[], int],
+        has_entries: Callable[[str, Collection[str]], bool] = lambda tenant, entries: True,
     ) -> None:
         self.settings = settings
         self.text = text
@@ -131,12 +133,13 @@ class Fitter:
         self.summaries = summaries
         self._embedder = embedder
         self.window_tokens = window_tokens
+        self._has_entries = has_entries
 
     def wish(self, request: ParsedChat, tenant: str) -> Wish | None:
         """Return how a request wants to be compacted; None: not at all."""
         own, asked = self.settings, request.compaction
-        mode = own.of_tenant.get(tenant) if asked is None else asked.mode or own.mode
-        if mode is None or mode == "off":
+        mode = own.mode_for(tenant, asked is not None, None if asked is None else asked.mode)
+        if mode is None:
             return None
         window = self.window_tokens()
         budget = min(own.budget_tokens, window // BUDGET_SHARE)
@@ -213,12 +216,23 @@ class Fitter:
             self._indexed(owner, made, raw, made.forgets)
 
     def summary(self, owner: Owner, links: Sequence[bytes]) -> Summary | None:
-        """Return the longest summary of a conversation; None also if the store fails: it is only a saving."""
+        """Return the longest summary of a conversation; None also if the store fails: it is only a saving.
+
+        One that was made of an entry which was erased since is erased: another ingress may not have known.
+        """
         try:
-            return self.summaries.latest(owner, links)
+            found = self.summaries.latest(owner, links)
+            while found is not None and not self.is_lasting(owner[0], found):
+                self.summaries.forget_entries(owner[0], found.entries)
+                found = self.summaries.latest(owner, links)
+            return found
         except KnowledgeError as error:
             logger.warning("summaries cannot be read: %s", error)
             return None
+
+    def is_lasting(self, tenant: str, summary: Summary) -> bool:
+        """Whether nothing that it was made of was erased. Raises `KnowledgeError`."""
+        return not summary.entries or self._has_entries(tenant, summary.entries)
 
     def _expected(self, made: Fitted) -> int:
         """Return the tokens of a prompt, with what its questions really got."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from configs.settings import Settings
 from router.compaction.compactor import Compactor
@@ -26,11 +26,13 @@ def open_compaction(
     served: Served,
     metrics: Metrics,
     window_tokens: Callable[[], int],
+    has_entries: Callable[[str, Collection[str]], bool] = lambda tenant, entries: True,
 ) -> Compactor:
     """Open compaction. Raises `ExtraMissing`.
 
     A file of summaries that cannot be opened does not keep the ingress from starting: conversations are then
     cut without them. `window_tokens`: tells the longest prompt and answer that is served now.
+    `has_entries`: whether none of a tenant's entries of knowledge was erased.
     """
     own = settings.compaction
     folder = (own.dir or settings.model.cache_dir / "compaction").expanduser()
@@ -52,6 +54,7 @@ def open_compaction(
         summaries,
         open_embedder(own.embedder),
         window_tokens,
+        has_entries,
     )
     return Compactor(
         own,

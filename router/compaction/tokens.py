@@ -49,7 +49,8 @@ class MessageTokens:
             like, messages=(*front, ChatMessage("user", PROBE)), begins_turn=True, continues=False
         )
         tools = like.offer.tools if like.offer else ()
-        parts = [*(one.content for one in front), *(one.text for one in tools), repr(like.template_kwargs)]
+        texts = [*(one.content for one in front), *(one.text for one in tools)]
+        parts = [like.lead, *texts, repr(like.template_kwargs)]
         made = hashlib.blake2b(digest_size=16, person=b"front")
         for part in parts:
             made.update(hashlib.blake2b(part.encode("utf-8", "surrogatepass")).digest())
@@ -65,7 +66,7 @@ class MessageTokens:
 
         def measure() -> int:
             one = ChatMessage("user", PROBE)
-            bare = replace(like, offer=None, begins_turn=True, continues=False)
+            bare = replace(like, offer=None, lead="", begins_turn=True, continues=False)
             try:
                 long, short = (
                     self.prompt(replace(bare, messages=messages))

@@ -25,7 +25,7 @@ class Document:
     `source_bytes`: what was sent; `text_bytes`: of its text in UTF-8, 0 until it is read. `reason`: of a
     failure. `entries`: ids of its chunks in the knowledge base. `prefill`: what was asked for, `prefilled`
     what came of it: of `tokens`, `prefilled_tokens` are computed, and `prefill_reason` says why not more.
-    `model`: fingerprint of the one that they were computed by.
+    `model`: fingerprint of the one that they were computed by, `node`: where.
     """
 
     id: str
@@ -48,6 +48,7 @@ class Document:
     prefilled_tokens: int = 0
     model: str = ""
     ready_s: float = 0.0
+    node: str = ""
 
     @property
     def is_open(self) -> bool:

@@ -51,7 +51,7 @@ async def read_pdf(data: bytes, settings: DocumentsSettings) -> tuple[str, int]:
     if process.returncode != 0:
         logger.info("the reader of a PDF ended with %d", process.returncode)
         raise DocumentFailed(_stopped(settings))
-    told = parse_json(said.decode())
+    told = await asyncio.to_thread(parse_json, said)  # it may be long
     if "error" in told:
         raise DocumentFailed(str(told["error"]))
     return str(told["text"]), int(told["pages"])

@@ -70,12 +70,13 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """How far a prefill is: `tokens` of its prefix, `computed` of these, by `model`."""
+    """How far a prefill is: `tokens` of its prefix, `computed` of these, the last of them on `node`."""
 
     tokens: int
     computed: int
     state: Prefilled
     reason: str = ""
+    node: str = ""
 
 
 def pinned(settings: TierSettings) -> Placement | None:
@@ -196,7 +197,7 @@ class Prefill:
         placement, session = pinned(self._tiers), document_session(self._secret, tenant, document)
         step = max(1, self._own.prefill_step_tokens // self._block_tokens) * self._block_tokens
         tag, salt = tenant_tag(self._secret, tenant), tenant_salt(self._secret, tenant, None)
-        lineage, home, known = b"", "", 0
+        lineage, home, known, node = b"", "", 0, ""
         for end in [*range(step, len(ids), step), len(ids)]:
             lineage = lineage_tag(session, ids[:end], [lineage] if lineage else [], key=salt)
             await self._until_idle()
@@ -217,9 +218,10 @@ class Prefill:
                 session.hex(),
             )
             known = end
-            yield PrefillProgress(len(ids), end, "running")
+            node = self._directory.nodes.get(home, "")
+            yield PrefillProgress(len(ids), end, "running", node=node)
         state, reason = await self._outcome(tag, session, len(ids), placement)
-        yield PrefillProgress(len(ids), len(ids), state, reason)
+        yield PrefillProgress(len(ids), len(ids), state, reason, node)
 
     @property
     def model(self) -> str:

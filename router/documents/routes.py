@@ -5,6 +5,7 @@ Imported only where the knowledge base is switched on.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -16,11 +17,11 @@ from configs.settings import Settings
 from router.auth import ConcurrencyLimit, tenant_of
 from router.documents.body import DocumentBody, PrefillBody, source_of, title_of
 from router.documents.prefill import Front, Prefill
-from router.documents.shelf import DocumentShelf, ForgetBlocks
-from router.documents.store import FILE_NAME, DocumentStore
+from router.documents.shelf import DocumentShelf, ForgetBlocks, ForgetEntries
+from router.documents.store import FILE_NAME, SCHEMAS, DocumentStore
 from router.generation import IngressServices
-from router.knowledge import KnowledgeBase, PromptText, store_folder
-from router.openai import InvalidValue, check_structure, read_body, shown, validated
+from router.knowledge import KnowledgeBase, PromptText, cursor, whole_number
+from router.openai import check_structure, read_body, validated
 from router.prompt import PromptBuilder
 from router.routing import ReplicaClient, SessionDirectory
 
@@ -42,24 +43,25 @@ def open_documents(
     front: Front,
     secret: bytes,
 ) -> DocumentShelf:
-    """Open the documents of the settings; a file that cannot be opened gives 503 and is tried again."""
+    """Open the documents of the settings, beside the entries of the knowledge base.
+
+    Tables that cannot be opened give 503 and are tried again.
+    """
     own = settings.documents
-    store = DocumentStore(
-        store_folder(settings.knowledge, settings.model.cache_dir) / FILE_NAME,
-        lease_s=own.lease_s,
-        busy_s=settings.knowledge.busy_s,
-        must_open=False,
-    )
+    store = DocumentStore(base.store.beside(FILE_NAME, SCHEMAS), lease_s=own.lease_s)
     prefill = Prefill(client, prompts, directory, front, settings, secret=secret)
     prefix = settings.router.prefix
     volatile = () if prefix.volatile == "keep" else prefix.volatile_lines
     return DocumentShelf(store, base, prefill, text, own, secret=secret, volatile_lines=volatile)
 
 
-def document_routes(service: IngressServices, clears: ForgetBlocks) -> list[Route]:
-    """Return the routes of an ingress whose documents are open. `clears`: forgets blocks everywhere."""
+def document_routes(service: IngressServices, clears: ForgetBlocks, forgets: ForgetEntries) -> list[Route]:
+    """Return the routes of an ingress whose documents are open.
+
+    `clears`: forgets blocks everywhere, `forgets`: what was made of entries.
+    """
     assert isinstance(service.documents, DocumentShelf)
-    service.documents.clears = clears
+    service.documents.clears, service.documents.forgets = clears, forgets
     return DocumentRoutes(service, service.documents).routes()
 
 
@@ -86,16 +88,16 @@ class DocumentRoutes:
         """Handle POST /v1/documents: take it in; reading, chunking and prefilling go on behind the answer."""
         tenant, body = await self._body(request, DocumentBody)
         with self._reads.lease(tenant):
-            source = source_of(body)
+            source = partial(source_of, body)
             made = await self._shelf.add(tenant, title_of(body), body.format, source, body.prefill)
         return JSONResponse(made.card(), status_code=202)
 
     async def all(self, request: Request) -> Response:
         """Handle GET /v1/documents?limit=&after=: documents by id."""
         tenant, params = tenant_of(request.scope), request.query_params
-        limit = _limit(params.get("limit"))
+        limit, after = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX), cursor(params)
         with self._reads.lease(tenant):
-            page = await self._shelf.all(tenant, limit + 1, params.get("after", ""))
+            page = await self._shelf.all(tenant, limit + 1, after)
         data = [one.card() for one in page[:limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
 
@@ -126,11 +128,3 @@ class DocumentRoutes:
         raw = await read_body(request.receive, request.headers, self._limits)
         check_structure(raw, self._limits)
         return tenant, validated(model, raw)
-
-
-def _limit(given: str | None) -> int:
-    if given is None:
-        return PAGE_DEFAULT
-    if not given.isascii() or not given.isdigit() or len(given) > 10 or not 1 <= int(given) <= PAGE_MAX:
-        raise InvalidValue("limit", f"limit={shown(given)} is no number from 1 to {PAGE_MAX}.")
-    return int(given)

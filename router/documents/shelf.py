@@ -29,7 +29,14 @@ from router.documents.document import (
     new_document_id,
 )
 from router.documents.pdf import read_pdf
-from router.documents.placement import Whole, end_of_documents, fenced_document, in_order, place_documents
+from router.documents.placement import (
+    Whole,
+    end_of_documents,
+    fenced_document,
+    in_order,
+    place_documents,
+    text_of_documents,
+)
 from router.documents.prefill import Prefill, PrefillBusy, document_session
 from router.documents.store import DocumentStore
 from router.documents.text import chunks_of, text_of
@@ -61,6 +68,8 @@ NOTED_MAX = 100_000
 """Uses that are known to be written down."""
 CLEARED_AT_ONCE = 64
 """Sessions of one call to the tiers."""
+ERASED_AT_ONCE = 256
+"""Chunks of one write."""
 CHUNK_BYTES_PER_CHAR = 4
 
 
@@ -72,11 +81,20 @@ class ForgetBlocks(Protocol):
         ...
 
 
+class ForgetEntries(Protocol):
+    """Erases everywhere what was made of entries of knowledge."""
+
+    async def __call__(self, tenant: str, entries: Sequence[str] | None) -> None:
+        """Erase what was made of these entries, or of any (None). Raises `ApiError` if not all is erased."""
+        ...
+
+
 @dataclass(slots=True)
 class PlacedDocuments:
     """The documents in one prompt, for the receipt. `measure` first, then `told`."""
 
     documents: Sequence[Whole]
+    nodes: tuple[str, ...] = ()  # where their blocks were computed, and can be asked for
     places: tuple[int, int] | None = None  # first token, tokens
 
     def told(self, cached_tokens: int) -> dict[str, Any]:
@@ -92,7 +110,7 @@ class PlacedDocuments:
 class DocumentShelf:
     """The documents of an ingress's tenants. Its coroutines raise `ApiError`.
 
-    `clears`: None until the routes are built: nothing is deleted before. `wall_clock`: Unix time.
+    `clears`, `forgets`: None until the routes are built: nothing is deleted before. `wall_clock`: Unix time.
     """
 
     def __init__(
@@ -110,6 +128,7 @@ class DocumentShelf:
         self.store = store
         self.settings = settings
         self.clears: ForgetBlocks | None = None
+        self.forgets: ForgetEntries | None = None
         self._base = base
         self._prefill = prefill
         self._text = text
@@ -130,20 +149,25 @@ class DocumentShelf:
     # -- what clients ask ------------------------------------------------------------------
 
     async def add(
-        self, tenant: str, title: str, form: Format, source: bytes, wanted: Wanted | None
+        self, tenant: str, title: str, form: Format, source: Callable[[], bytes], wanted: Wanted | None
     ) -> Document:
-        """Take in a document; it is worked on from now on."""
-        made = Document(
-            id=new_document_id(),
-            tenant=tenant,
-            title=title,
-            format=form,
-            state="processing",
-            prefill=wanted or self.settings.prefill,
-            source_bytes=len(source),
-            created_s=self._wall_clock(),
-        )
-        added = await self._run(partial(self.store.add, made, source, self._quota))
+        """Take in a document; it is worked on from now on. `source`: called in a thread."""
+
+        def work() -> Document:
+            sent = source()
+            made = Document(
+                id=new_document_id(),
+                tenant=tenant,
+                title=title,
+                format=form,
+                state="processing",
+                prefill=wanted or self.settings.prefill,
+                source_bytes=len(sent),
+                created_s=self._wall_clock(),
+            )
+            return self.store.add(made, sent, self._quota)
+
+        added = await self._run(work)
         self._called.set()
         return added
 
@@ -178,7 +202,7 @@ class DocumentShelf:
             try:
                 return self.store.mark_deleting(tenant, document)
             except EntryNotFound:
-                self.store.empty_log()  # who repeats a deletion that could not do that wants just that
+                self.store.erased()  # who repeats a deletion that could not do that wants just that
                 raise
 
         found = await self._run(mark)
@@ -200,22 +224,22 @@ class DocumentShelf:
             raise InvalidValue(
                 "documents", f"documents may have at most {most} items (documents.per_request_max)."
             )
-        wholes = []
+        wholes, node_of = [], dict[str, str]()
         for index, one in enumerate(request.documents):
             try:
-                wholes.append(await self._whole(tenant, one))
+                whole, node_of[one] = await self._whole(tenant, one)
+                wholes.append(whole)
             except ApiError as refused:
                 refused.param = f"documents[{index}]"
                 raise
         await self._note(tenant, [one.id for one in wholes], session)
         placed = in_order(wholes)
-        messages = place_documents(
-            request.messages,
-            placed,
-            has_system=await self._prefill.has_system(),
-            volatile_lines=self._volatile,
-        )
-        return replace(request, messages=messages), PlacedDocuments(placed)
+        told = PlacedDocuments(placed, tuple(node for one in placed if (node := node_of[one.id])))
+        if not await self._prefill.has_system():
+            # In no message: knowledge is searched for what the user said, and old messages may be left out.
+            return replace(request, lead=text_of_documents(placed)), told
+        messages = place_documents(request.messages, placed, has_system=True, volatile_lines=self._volatile)
+        return replace(request, messages=messages), told
 
     async def measure(self, placed: PlacedDocuments, rendered: str | None) -> None:
         """Count the tokens of the documents in a prompt, and of what is before; None: it was cut."""
@@ -235,8 +259,11 @@ class DocumentShelf:
                 self._counted.popitem(last=False)
         placed.places = self._counted[key]
 
-    async def _whole(self, tenant: str, document: str) -> Whole:
-        """Return a document as it stands in prompts. Raises 404, or 409 before it is read."""
+    async def _whole(self, tenant: str, document: str) -> tuple[Whole, str]:
+        """Return a document as it stands in prompts, and the node that has computed it.
+
+        Raises 404, or 409 before it is read.
+        """
         found = await self.get(tenant, document)  # each time: another ingress may have deleted it
         if found.state == "deleting":
             raise _unknown(document)
@@ -245,7 +272,7 @@ class DocumentShelf:
         known = self._wholes.get((tenant, document))
         if known is not None:
             self._wholes.move_to_end((tenant, document))
-            return known
+            return known, found.node
 
         def read() -> Whole:
             text = self.store.text(tenant, document)
@@ -258,7 +285,7 @@ class DocumentShelf:
         while self._whole_bytes > self.settings.text_cache_bytes_max and len(self._wholes) > 1:
             _, gone = self._wholes.popitem(last=False)
             self._whole_bytes -= len(gone.fence)
-        return whole
+        return whole, found.node
 
     async def _note(self, tenant: str, documents: list[str], session: bytes) -> None:
         """Write down that this session's blocks are about to hold these documents."""
@@ -308,7 +335,9 @@ class DocumentShelf:
             try:
                 if await self.work():
                     continue
-            except Exception:  # the next look may succeed
+            except ApiError as refused:  # the next look may succeed
+                logger.warning("the documents cannot be worked on: %s", refused.message)
+            except Exception:
                 logger.exception("the documents cannot be worked on")
             with suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_S):
@@ -344,6 +373,7 @@ class DocumentShelf:
                 await self._prefilled(document)
         except (EntryNotFound, DocumentFailed) as failed:
             await self._failed(tenant, one, str(failed))
+            await self._clear_late(tenant, one)
         except (PrefillBusy, ReplicaLost, ReplicaFailed, StoreBusy) as busy:
             logger.info("document %s waits: %s", one, busy)
             later = True
@@ -358,6 +388,17 @@ class DocumentShelf:
             later = later or document.state == "deleting"  # what is left of it is not tried without a pause
             with suppress(KnowledgeError, ApiError):
                 await asyncio.shield(self._base.run(partial(self.store.put_back, document, later=later)))
+
+    async def _clear_late(self, tenant: str, one: str) -> None:
+        """Clear what a step may have stored after another ingress had deleted the document."""
+        try:
+            found = await self.get(tenant, one)
+            is_gone = found.state == "deleting"
+        except ApiError as refused:
+            is_gone = refused.status == 404
+        if is_gone and self.clears is not None:
+            with suppress(ApiError):  # they are named by nothing any more, and leave with their time
+                await self.clears(tenant, (document_session(self._secret, tenant, one),))
 
     async def _failed(self, tenant: str, one: str, reason: str) -> None:
         """Write down why; of a document that is read already only its prefill has failed."""
@@ -374,12 +415,8 @@ class DocumentShelf:
         text = await self._run(partial(self.store.text, tenant, one))
         if text is None:
             source = await self._run(partial(self.store.source, tenant, one)) or b""
-            pages = 0
-            if document.format == "pdf":
-                raw, pages = await read_pdf(source, settings)
-            else:
-                raw = source.decode("utf-8", "replace")
-            text = await self._base.run(partial(text_of, raw, settings.chars_max))
+            raw, pages = await read_pdf(source, settings) if document.format == "pdf" else (source, 0)
+            text = await self._base.run(partial(_text, raw, settings.chars_max))
             await self._base.run(partial(self.store.put_text, tenant, one, text, self._quota))
             await self._run(partial(self.store.change, tenant, one, pages=pages))
         chunks = await self._base.run(partial(self._chunks, document, text))
@@ -400,8 +437,7 @@ class DocumentShelf:
 
         All on one thread, which nothing interrupts: those of a document that was deleted meanwhile go.
         """
-        for entry in self._entries_of(document):
-            self._base.store.erase(document.tenant, entry)
+        self._erase_entries(document.tenant, self._entries_of(document))
         origin = Provenance(document.tenant, _why(document.id))
         changes = [Change(Content("document_chunk", title, text), origin) for title, text in chunks]
         try:
@@ -414,9 +450,12 @@ class DocumentShelf:
         try:
             return self.store.change(document.tenant, document.id, **fields)
         except EntryNotFound:
-            for entry in entries:
-                self._base.store.erase(document.tenant, entry)
+            self._erase_entries(document.tenant, entries)
             raise
+
+    def _erase_entries(self, tenant: str, entries: list[str]) -> None:
+        for at in range(0, len(entries), ERASED_AT_ONCE):  # others write in between
+            self._base.store.erase_all(tenant, entries[at : at + ERASED_AT_ONCE])
 
     def _entries_of(self, document: Document) -> list[str]:
         """Return the entries of a document's chunks; looked for, if they were never written down."""
@@ -428,7 +467,8 @@ class DocumentShelf:
     async def _prefilled(self, document: Document) -> None:
         tenant, one = document.tenant, document.id
         began_s = time.monotonic()
-        ids = await self._prefill.prefix(tenant, await self._whole(tenant, one))
+        whole, _ = await self._whole(tenant, one)
+        ids = await self._prefill.prefix(tenant, whole)
         if not ids:
             raise DocumentFailed("it is shorter than one block")
         async with aclosing(self._prefill.run(tenant, one, ids, document.prefill)) as steps:
@@ -440,6 +480,7 @@ class DocumentShelf:
                     "prefill_reason": step.reason,
                     "prefill_s": time.monotonic() - began_s,
                     "model": self._prefill.model,
+                    "node": step.node,
                 }
                 await self._run(partial(self.store.change, tenant, one, **fields))
 
@@ -447,15 +488,15 @@ class DocumentShelf:
         tenant, one = document.tenant, document.id
         self._forget(tenant, one)
 
-        def chunks() -> int:
+        def chunks() -> list[str]:
             entries = self._entries_of(document)
-            for entry in entries:
-                self._base.store.erase(tenant, entry)
-            return len(entries)
+            self._erase_entries(tenant, entries)
+            return entries
 
         erased = await self._base.run(chunks)
-        if self.clears is None:
+        if self.clears is None or self.forgets is None:
             raise Unavailable("The server is not ready to delete. Try again.", IDLE_S)
+        await self.forgets(tenant, erased)
         users = await self._run(partial(self.store.sessions_of, tenant, one))
         if len(users) > self.settings.sessions_max:
             await self.clears(tenant, None)  # not all users are known
@@ -464,7 +505,7 @@ class DocumentShelf:
             for at in range(0, len(own), CLEARED_AT_ONCE):
                 await self.clears(tenant, own[at : at + CLEARED_AT_ONCE])
         await self._run(partial(self.store.erase, tenant, one))
-        return erased
+        return len(erased)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         """Run a call of the store in a thread; what it does not find is a document, not an entry."""
@@ -478,6 +519,10 @@ class DocumentShelf:
                 ) from None
 
         return await self._base.run(told)
+
+
+def _text(raw: str | bytes, chars_max: int) -> str:
+    return text_of(raw if isinstance(raw, str) else raw.decode("utf-8", "replace"), chars_max)
 
 
 def _why(document: str) -> str:

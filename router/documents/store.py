@@ -1,4 +1,4 @@
-"""The documents of all tenants in one SQLite file: what was sent, their text, and how far they are."""
+"""The documents of all tenants: what was sent, their text, and how far they are."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from configs.json_text import parse_json
 from router.documents.document import Document, Quota
-from router.knowledge import EntryNotFound, QuotaExceeded, SqliteFile
+from router.knowledge import EntryNotFound, QuotaExceeded, Rows, Tables
 
 FILE_NAME = "documents.sqlite"
 SCHEMA = """
@@ -27,61 +26,66 @@ CREATE TABLE texts(tenant TEXT NOT NULL, id TEXT NOT NULL, source BLOB, text TEX
 CREATE TABLE uses(tenant TEXT NOT NULL, id TEXT NOT NULL, session BLOB NOT NULL,
     PRIMARY KEY(tenant, id, session)) WITHOUT ROWID;
 """
+WITH_NODE = """
+ALTER TABLE documents ADD COLUMN node TEXT NOT NULL DEFAULT '';
+"""
+SCHEMAS = (SCHEMA, WITH_NODE)
 OPEN = "(state IN ('processing', 'deleting') OR prefilled IN ('waiting', 'running'))"
 COLUMNS = (
     "id", "tenant", "title", "format", "state", "prefill", "source_bytes", "created_s", "seq", "reason",
     "text_bytes", "pages", "entries", "prefilled", "prefill_reason", "prefill_s", "tokens",
-    "prefilled_tokens", "model", "ready_s",
+    "prefilled_tokens", "model", "ready_s", "node",
 )  # fmt: skip
 LISTED = ", ".join(COLUMNS)
+WRITES = "documents"
 UNKNOWN = "there is no such document"
 
 
 class DocumentStore:
-    """One file, mode 0600, WAL; threads and processes may use it at once. A tenant sees its own only.
+    """Documents in the tables of `SCHEMAS`, which several ingresses may use at once. Thread-safe.
 
-    Every call blocks and raises `KnowledgeError`. `clock`: Unix time. Work on a document is leased: an
-    ingress that began it and is gone loses it to another one after `lease_s`.
+    `tables`: see `KnowledgeStore.beside`. A tenant sees its own only. Every call blocks and raises
+    `KnowledgeError`. `clock`: Unix time. Work on a document is leased: an ingress that began it and is gone
+    loses it to another one after `lease_s`.
     """
 
     def __init__(
         self,
-        path: Path,
+        tables: Tables,
         *,
         lease_s: float = 30.0,
-        busy_s: float = 5.0,
-        must_open: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.path = path
+        self._tables = tables
         self._lease_s = lease_s
         self._clock = clock
-        self._file = SqliteFile(path, (SCHEMA,), busy_s, must_open)
 
     def add(self, document: Document, source: bytes, quota: Quota) -> Document:
         """Store a new document and what was sent. Raises `QuotaExceeded`."""
-        with self._file.transaction() as db:
-            (count, nbytes) = db.execute(
+        with self._tables.writing(document.tenant, WRITES) as db:
+            ((count, nbytes),) = db.execute(
                 "SELECT count(*), coalesce(sum(source_bytes + text_bytes), 0) FROM documents"
                 " WHERE tenant = ?",
                 (document.tenant,),
-            ).fetchone()
+            ).fetchall()
             if count >= quota.documents_max:
                 raise QuotaExceeded(f"there are {count} documents (documents.documents_max)")
-            _check_bytes(nbytes + len(source), quota)
+            _check_bytes(int(nbytes) + len(source), quota)
             row = _row(document) | {"lease": "", "lease_until_s": 0.0}
             del row["seq"]
             names, marks = ", ".join(row), ", ".join("?" * len(row))
-            made = db.execute(f"INSERT INTO documents({names}) VALUES({marks})", tuple(row.values()))
+            ((seq,),) = db.execute(
+                f"INSERT INTO documents({names}) VALUES({marks}) RETURNING seq", tuple(row.values())
+            ).fetchall()
             db.execute(
                 "INSERT INTO texts(tenant, id, source) VALUES(?, ?, ?)",
                 (document.tenant, document.id, source),
             )
-            return replace(document, seq=int(made.lastrowid or 0))
+            return replace(document, seq=seq)
 
     def get(self, tenant: str, document: str) -> Document:
         """Return a document. Raises `EntryNotFound`."""
-        with self._file.reading() as db:
+        with self._tables.reading(tenant) as db:
             row = db.execute(
                 f"SELECT {LISTED} FROM documents WHERE tenant = ? AND id = ?", (tenant, document)
             ).fetchone()
@@ -91,7 +95,7 @@ class DocumentStore:
 
     def all(self, tenant: str, limit: int, after: str = "") -> list[Document]:
         """Return a tenant's documents by id."""
-        with self._file.reading() as db:
+        with self._tables.reading(tenant) as db:
             rows = db.execute(
                 f"SELECT {LISTED} FROM documents WHERE tenant = ? AND id > ? ORDER BY id LIMIT ?",
                 (tenant, after, limit),
@@ -109,7 +113,7 @@ class DocumentStore:
         return found
 
     def _part(self, name: str, tenant: str, document: str) -> Any:
-        with self._file.reading() as db:
+        with self._tables.reading(tenant) as db:
             row = db.execute(
                 f"SELECT {name} FROM texts WHERE tenant = ? AND id = ?", (tenant, document)
             ).fetchone()
@@ -120,12 +124,12 @@ class DocumentStore:
     def put_text(self, tenant: str, document: str, text: str, quota: Quota) -> None:
         """Store the text in place of what was sent. Raises `QuotaExceeded`, `EntryNotFound`."""
         size = len(text.encode())
-        with self._file.transaction() as db:
+        with self._tables.writing(tenant, WRITES) as db:
             self._change(db, tenant, document, {"text_bytes": size})
-            (nbytes,) = db.execute(
+            ((nbytes,),) = db.execute(
                 "SELECT sum(source_bytes + text_bytes) FROM documents WHERE tenant = ?", (tenant,)
-            ).fetchone()
-            _check_bytes(nbytes, quota)
+            ).fetchall()
+            _check_bytes(int(nbytes), quota)
             db.execute(
                 "UPDATE texts SET source = NULL, text = ? WHERE tenant = ? AND id = ?",
                 (text, tenant, document),
@@ -133,11 +137,11 @@ class DocumentStore:
 
     def change(self, tenant: str, document: str, **fields: Any) -> Document:
         """Set fields of `Document`, unless it is being deleted. Raises `EntryNotFound`."""
-        with self._file.transaction() as db:
+        with self._tables.writing(tenant, WRITES) as db:
             self._change(db, tenant, document, fields)
         return self.get(tenant, document)
 
-    def _change(self, db: Any, tenant: str, document: str, fields: dict[str, Any]) -> None:
+    def _change(self, db: Rows, tenant: str, document: str, fields: dict[str, Any]) -> None:
         fields = {name: json.dumps(value) if name == "entries" else value for name, value in fields.items()}
         assigned = ", ".join(f"{name} = ?" for name in fields)
         done = db.execute(
@@ -152,15 +156,18 @@ class DocumentStore:
         """Lease the next document with open work that no ingress works on, the longest waiting first."""
         now_s = self._clock()
         free = "(lease = '' OR lease_until_s < ?)"
-        with self._file.reading() as db:  # mostly there is none, and no lock is needed to see that
+        # Mostly there is none, and no lock is needed to see that.
+        with self._tables.reading("") as db, self._tables.everyone(db):
             waits = db.execute(
                 f"SELECT 1 FROM documents WHERE {OPEN} AND {free} LIMIT 1", (now_s,)
             ).fetchone()
         if waits is None:
             return None
-        with self._file.transaction() as db:
+        with self._tables.writing("") as db, self._tables.everyone(db):
             row = db.execute(
-                f"SELECT {LISTED} FROM documents WHERE {OPEN} AND {free} ORDER BY seq LIMIT 1", (now_s,)
+                f"SELECT {LISTED} FROM documents WHERE {OPEN} AND {free} ORDER BY seq LIMIT 1"
+                f"{self._tables.skip_locked}",
+                (now_s,),
             ).fetchone()
             if row is None:
                 return None
@@ -173,7 +180,7 @@ class DocumentStore:
 
     def renew(self, tenant: str, document: str, owner: str) -> bool:
         """Keep a lease; False if it is lost or the document is gone or to be deleted."""
-        with self._file.transaction() as db:
+        with self._tables.writing(tenant, WRITES) as db:
             done = db.execute(
                 "UPDATE documents SET lease_until_s = ? WHERE tenant = ? AND id = ? AND lease = ?"
                 " AND state <> 'deleting'",
@@ -183,13 +190,13 @@ class DocumentStore:
 
     def release(self, owner: str) -> None:
         """Give back all leases of an owner that stops."""
-        with self._file.transaction() as db:
+        with self._tables.writing("") as db, self._tables.everyone(db):
             db.execute("UPDATE documents SET lease = '', lease_until_s = 0 WHERE lease = ?", (owner,))
 
     def put_back(self, document: Document, *, later: bool) -> None:
         """Give back a lease; `later`: what is left to do is not begun again before `lease_s` have passed."""
         lease, until_s = ("later", self._clock() + self._lease_s) if later else ("", 0.0)
-        with self._file.transaction() as db:
+        with self._tables.writing(document.tenant) as db:
             db.execute(
                 "UPDATE documents SET lease = ?, lease_until_s = ? WHERE seq = ?",
                 (lease, until_s, document.seq),
@@ -200,26 +207,26 @@ class DocumentStore:
 
         Beyond `most` sessions none is recorded, which `sessions_of` tells.
         """
-        with self._file.transaction() as db:
+        with self._tables.writing(tenant, WRITES) as db:
             for one in documents:
                 known = db.execute(
                     "SELECT state FROM documents WHERE tenant = ? AND id = ?", (tenant, one)
                 ).fetchone()
                 if known is None or known[0] == "deleting":
                     raise EntryNotFound(UNKNOWN)
-                (count,) = db.execute(
-                    "SELECT count(*) FROM (SELECT 1 FROM uses WHERE tenant = ? AND id = ? LIMIT ?)",
+                ((count,),) = db.execute(
+                    "SELECT count(*) FROM (SELECT 1 FROM uses WHERE tenant = ? AND id = ? LIMIT ?) AS known",
                     (tenant, one, most + 1),
-                ).fetchone()
+                ).fetchall()
                 if count <= most:  # one more than the most: so many that they are not all known
                     db.execute(
-                        "INSERT OR IGNORE INTO uses(tenant, id, session) VALUES(?, ?, ?)",
+                        "INSERT INTO uses(tenant, id, session) VALUES(?, ?, ?) ON CONFLICT DO NOTHING",
                         (tenant, one, session),
                     )
 
     def sessions_of(self, tenant: str, document: str) -> list[bytes]:
         """Return the sessions whose blocks hold a document; more than `most` if not all are known."""
-        with self._file.reading() as db:
+        with self._tables.reading(tenant) as db:
             rows = db.execute(
                 "SELECT session FROM uses WHERE tenant = ? AND id = ?", (tenant, document)
             ).fetchall()
@@ -227,7 +234,7 @@ class DocumentStore:
 
     def mark_deleting(self, tenant: str, document: str) -> Document:
         """Serve nothing of a document any more. Raises `EntryNotFound`."""
-        with self._file.transaction() as db:
+        with self._tables.writing(tenant, WRITES) as db:
             done = db.execute(
                 "UPDATE documents SET state = 'deleting' WHERE tenant = ? AND id = ?", (tenant, document)
             )
@@ -237,18 +244,18 @@ class DocumentStore:
 
     def erase(self, tenant: str, document: str) -> None:
         """Erase a document, so that neither the file nor its log holds a byte of it."""
-        with self._file.transaction() as db:
+        with self._tables.writing(tenant, WRITES) as db:
             for table in ("documents", "texts", "uses"):
                 db.execute(f"DELETE FROM {table} WHERE tenant = ? AND id = ?", (tenant, document))
-        self._file.empty_log()
+        self._tables.erased()
 
-    def empty_log(self) -> None:
-        """Empty the write-ahead log, which holds what was erased."""
-        self._file.empty_log()
+    def erased(self) -> None:
+        """Empty what holds what was erased: a file's write-ahead log."""
+        self._tables.erased()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the tables."""
+        self._tables.close()
 
 
 def _check_bytes(nbytes: int, quota: Quota) -> None:

@@ -12,6 +12,9 @@ class DoorPeers(Protocol):
     async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> tuple[int, int]:
         """Forget a tenant's replies and responses; return how many replies, and how many did not answer."""
 
+    async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
+        """Erase what was made of these entries of knowledge, or of any; return how many did not answer."""
+
     async def discard(self, tenant: str, response_id: str) -> int:
         """Delete a stored response; return how many front doors did not answer."""
 

@@ -24,6 +24,10 @@ class RayPeers:
         counts = [count for count in told if isinstance(count, int)]
         return sum(counts), max(1, len(told)) - len(counts)
 
+    async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
+        told = await self._ask("forget_entries_here", tenant, None if entries is None else tuple(entries))
+        return max(1, len(told)) - sum(one is True for one in told)
+
     async def discard(self, tenant: str, response_id: str) -> int:
         told = await self._ask("discard_here", tenant, response_id)
         return max(1, len(told)) - sum(isinstance(one, bool) for one in told)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cache_tiers.blocks import Placement
+from replicas.messages import Route
 from router.openai import ChatMessage, ParsedChat, UnsupportedParameter
 
 
@@ -33,8 +34,27 @@ class Placer(Protocol):
         ...
 
 
-class DocumentSource(Placer, Protocol):
-    """Documents that chats name (`router/documents`), worked on in the background."""
+class DocumentContext(Context, Protocol):
+    """The documents in one prompt."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Where their blocks were computed in advance."""
+        ...
+
+
+class DocumentSource(Protocol):
+    """Documents that chats name (`router/documents`), worked on in the background. See `Placer`."""
+
+    async def place(
+        self, request: ParsedChat, tenant: str, session: bytes
+    ) -> tuple[ParsedChat, DocumentContext | None]:
+        """Return the request with its documents; as it came, and None, if it names none."""
+        ...
+
+    async def measure(self, context: Any, rendered: str | None) -> None:
+        """Count the tokens of the documents in a rendered prompt; None: the prompt was cut."""
+        ...
 
     def start(self) -> None:
         """Begin that work on the running event loop."""
@@ -65,9 +85,14 @@ class ContextSource(Placer, Protocol):
         ...
 
 
+def asking(route: Route, nodes: Sequence[str]) -> Route:
+    """Return a route whose request also asks these nodes for blocks, behind those that it names."""
+    return replace(route, peers=tuple(dict.fromkeys((*route.peers, *nodes)))) if nodes else route
+
+
 async def with_documents(
-    source: Placer | None, request: ParsedChat, tenant: str, session: bytes
-) -> tuple[ParsedChat, Context | None]:
+    source: DocumentSource | None, request: ParsedChat, tenant: str, session: bytes
+) -> tuple[ParsedChat, DocumentContext | None]:
     """Return a chat with the documents that it names in front, where documents are served.
 
     `source`: the documents (`router/documents`). Raises `UnsupportedParameter` where there are none.
@@ -75,10 +100,7 @@ async def with_documents(
     if source is not None:
         return await source.place(request, tenant, session)
     if request.documents:
-        message = (
-            "documents are served where knowledge.enabled is true and the knowledge base is in a file. "
-            "Leave them out."
-        )
+        message = "documents are not served here: knowledge.enabled is false. Leave them out."
         raise UnsupportedParameter("documents", message)
     return request, None
 
@@ -137,6 +159,13 @@ class WindowKeeper(Protocol):
 
     async def forget(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         """Forget all of these sessions, or of all (None)."""
+        ...
+
+    async def forget_entries(self, tenant: str, entries: Collection[str] | None) -> None:
+        """Erase what was made of prompts that had these entries of knowledge, or any (None).
+
+        Raises `ApiError`.
+        """
         ...
 
     async def close(self) -> None:

@@ -28,6 +28,8 @@ from router.generation.answer import Answer, answer_headers
 from router.generation.context import (
     AskedTurn,
     Context,
+    DocumentContext,
+    asking,
     in_context,
     in_window,
     with_documents,
@@ -100,6 +102,7 @@ class _Exchange:
     answer: Answer
     shape: AnswerShape
     asked: AskedTurn | None = None  # of a chat
+    peers: tuple[str, ...] = ()  # nodes that have computed its documents
     prompts_shown: set[int] = field(default_factory=set)  # of a stream, by number
     tokens_sent: int = 0  # of a stream: in deltas so far
     left_tokens: int = 0  # of the prompts: what their lineages' last turns left in the cache
@@ -232,7 +235,7 @@ class GenerationEndpoint:
         known = SessionTurn(tenant_tag(service.secret, tenant), owner, salt, forgets, began_unix_s)
         began_s = asyncio.get_running_loop().time()
         context: Context | None = None
-        documents: Context | None = None
+        documents: DocumentContext | None = None
         compaction: Context | None = None
         asked: AskedTurn | None = None
         if isinstance(request, ParsedChat):
@@ -297,6 +300,7 @@ class GenerationEndpoint:
                 compaction=compaction,
             ),
             asked=asked,
+            peers=() if documents is None else documents.nodes,
             shape=self._dialect.shape(head, request, tenant, session_tag(session)),
             named=named,
             ids=None if named is None else EventIds(named.name),
@@ -336,7 +340,7 @@ class GenerationEndpoint:
             )
             if not exchange.is_replayed:
                 service.directory.turn_began(tenant, lineage)
-            route = service.directory.route(tenant, lineage)
+            route = asking(service.directory.route(tenant, lineage), exchange.peers)
             named = exchange.named
             if named is not None and named.is_replayed:
                 route = replace(route, only=named.replica_id)

@@ -69,7 +69,7 @@ from router.http.middleware import (
     LocalHosts,
 )
 from router.http.operations import OPENAPI_ROUTE, methods_of, openapi_document
-from router.http.operator_routes import CacheRoutes, SessionRoutes, forget_here
+from router.http.operator_routes import CacheRoutes, SessionRoutes, forget_entries, forget_here
 from router.http.response_routes import ResponseRoutes
 from router.http.tokenizer_routes import TokenizerRoutes
 from router.live import LiveHub, LiveRoutes, PageFiles
@@ -143,10 +143,9 @@ def build_service(
         from router.http.knowledge_routes import ServedText, open_knowledge
 
         knowledge = open_knowledge(settings, prompts, context_tokens_max)
-        if settings.knowledge.is_one_file:  # documents are in a file, too
-            text = ServedText(prompts, context_tokens_max)
-            front = Front(readiness, context_tokens_max, lambda: concurrency.open_total)
-            documents = open_documents(settings, knowledge, text, client, prompts, directory, front, secret)
+        text = ServedText(prompts, context_tokens_max)
+        front = Front(readiness, context_tokens_max, lambda: concurrency.open_total)
+        documents = open_documents(settings, knowledge, text, client, prompts, directory, front, secret)
     metrics, compaction = Metrics(), None
     if settings.compaction.enabled:
         from router.compaction import Served, open_compaction  # who has it off does not pay for its imports
@@ -161,6 +160,7 @@ def build_service(
             window_tokens=lambda: min(
                 [context_tokens_max, *(one.context_tokens_max for one in readiness.replicas)]
             ),
+            **({} if knowledge is None else {"has_entries": knowledge.has}),
         )
     return IngressServices(
         settings=settings,
@@ -275,7 +275,7 @@ def build_api(service: IngressServices) -> FastAPI:
     if service.documents is not None:
         from router.documents import document_routes
 
-        routes += document_routes(service, cache.forget)
+        routes += document_routes(service, cache.forget, partial(forget_entries, service))
     app.router.routes.extend(routes)
     app.state.live = hub
     app.add_exception_handler(HTTPException, _http_exception)
@@ -510,6 +510,12 @@ class Ingress:
     async def forget_here(self, tenant: str, sessions: tuple[bytes, ...] | None) -> int:
         """Forget a tenant's replies and responses, as another ingress was asked; return how many replies."""
         return await forget_here(self._service, tenant, sessions)
+
+    async def forget_entries_here(self, tenant: str, entries: tuple[str, ...] | None) -> bool:
+        """Erase what was made of these entries of knowledge, or of any, as another ingress was asked."""
+        if self._service.compaction is not None:
+            await self._service.compaction.forget_entries(tenant, entries)
+        return True
 
     def discard_here(self, tenant: str, response_id: str) -> bool:
         """Delete a stored response, as another ingress was asked; return whether it was here."""

@@ -18,6 +18,7 @@ from configs.settings import Settings
 from router.auth import tenant_of
 from router.generation import IngressServices
 from router.http.middleware import KNOWLEDGE_ROUTE
+from router.http.operator_routes import forget_entries
 from router.knowledge import (
     KINDS,
     Candidate,
@@ -33,6 +34,7 @@ from router.knowledge import (
     TagBody,
     TestBody,
     content_of,
+    cursor,
     diff,
     imported,
     open_embedder,
@@ -89,7 +91,15 @@ def open_knowledge(settings: Settings, prompts: PromptBuilder, context_tokens_ma
     store = open_store(own, settings.model.cache_dir, name, must_open=False)
     text = ServedText(prompts, context_tokens_max)
     memory = LoopMemory(store, own.loop) if own.loop.enabled else None
-    return KnowledgeBase(store, embedder, text, own, settings.limits.retry_after_s, memory)
+
+    def makes_room(request: ParsedChat, tenant: str) -> bool:
+        if not settings.compaction.enabled or request.truncate_tokens is not None:
+            return False
+        wish = request.compaction
+        mode = settings.compaction.mode_for(tenant, wish is not None, None if wish is None else wish.mode)
+        return mode is not None
+
+    return KnowledgeBase(store, embedder, text, own, settings.limits.retry_after_s, memory, makes_room)
 
 
 def knowledge_routes(service: IngressServices) -> list[Route]:
@@ -137,9 +147,8 @@ class KnowledgeRoutes:
         kinds = [kind for kind in KINDS if kind == params.get("kind", kind)]
         if not kinds:
             raise InvalidValue("kind", f"kind={shown(params['kind'])} is none of {', '.join(KINDS)}.")
-        work = partial(
-            self._base.store.heads, tenant, kinds=kinds, limit=limit + 1, after=params.get("after", "")
-        )
+        after = cursor(params)
+        work = partial(self._base.store.heads, tenant, kinds=kinds, limit=limit + 1, after=after)
         page = await self._run(tenant, work)
         data = [_card(version) for version in page[:limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
@@ -283,6 +292,7 @@ class KnowledgeRoutes:
         """Handle DELETE /v1/knowledge/{id}: erase an entry with its history."""
         tenant, entry = tenant_of(request.scope), request.path_params["entry"]
         count = await self._run(tenant, partial(self._base.store.erase, tenant, entry))
+        await forget_entries(self._service, tenant, [entry])  # also of what was erased before
         if not count:
             raise ApiError(404, f"there is no entry {shown(entry)}.", param="id", code="entry_not_found")
         return JSONResponse({"id": entry, "object": "knowledge.entry", "deleted": True})
@@ -291,6 +301,7 @@ class KnowledgeRoutes:
         """Handle DELETE /v1/knowledge: erase everything of the caller."""
         tenant = tenant_of(request.scope)
         count = await self._run(tenant, partial(self._base.store.erase, tenant, None))
+        await forget_entries(self._service, tenant, None)
         return JSONResponse({"object": "knowledge", "deleted": True, "entries": count})
 
     async def _run(self, tenant: str, work: Callable[[], Result]) -> Result:

@@ -479,6 +479,19 @@ async def forget_here(service: IngressServices, tenant: str, sessions: Sequence[
     return replies
 
 
+async def forget_entries(service: IngressServices, tenant: str, entries: Sequence[str] | None) -> None:
+    """Erase, at all ingresses, what was made of entries that were erased, or of any (None).
+
+    Raises 503 if that did not reach everything.
+    """
+    if service.compaction is None:
+        return
+    await service.compaction.forget_entries(tenant, entries)
+    if service.peers is not None and await service.peers.forget_entries(tenant, entries):
+        message = "Summaries that other ingresses made of it are not all erased. Repeat the request."
+        raise Unavailable(message, service.settings.limits.retry_after_s, code="clear_incomplete")
+
+
 def _plain(value: Any) -> Any:
     """Return `value` as JSON can hold it: infinities and NaN become null."""
     if isinstance(value, dict):

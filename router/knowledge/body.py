@@ -248,3 +248,11 @@ def whole_number(params: Mapping[str, str], name: str, default: int, most: int) 
     if not given.isascii() or not given.isdigit() or len(given) > 10 or not 1 <= int(given) <= most:
         raise InvalidValue(name, f"{name}={shown(given)} is no number from 1 to {most}.")
     return int(given)
+
+
+def cursor(params: Mapping[str, str]) -> str:
+    """Return the id that a page of a query string begins behind. Raises `InvalidValue` for what none has."""
+    given = params.get("after", "")
+    if not given.isprintable():
+        raise InvalidValue("after", f"after={shown(given)} has characters that no id has.")
+    return given

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,6 +201,48 @@ class StoreBusy(KnowledgeError):
     """Another writer did not finish in time; nothing was written."""
 
 
+class Rows(Protocol):
+    """What statements are given to; their values are `?`. What comes back has `fetchall` and `rowcount`."""
+
+    def execute(self, statement: str, values: Sequence[Any] = ..., /) -> Any:
+        """Run a statement."""
+        ...
+
+
+class Tables(Protocol):
+    """Tables of one schema in SQLite or PostgreSQL, for statements that both understand. Thread-safe.
+
+    A row with a tenant is seen and changed by statements for that tenant only. Raises `KnowledgeError`.
+    `skip_locked`: ends a subquery whose rows are to be changed, and passes over those that another changes.
+    """
+
+    skip_locked: str
+
+    def by(self, index: str) -> str:
+        """Return what follows a table's name so that rows are looked up by an index, where that needs it."""
+        ...
+
+    def writing(self, tenant: str, of: str = "") -> AbstractContextManager[Rows]:
+        """Begin what is kept as a whole or not at all. `of`: what of the tenant's other writers wait for."""
+        ...
+
+    def reading(self, tenant: str) -> AbstractContextManager[Rows]:
+        """Begin what only reads."""
+        ...
+
+    def everyone(self, rows: Rows) -> AbstractContextManager[None]:
+        """Show the rows of all tenants, for a while."""
+        ...
+
+    def erased(self) -> None:
+        """Empty what still holds bytes of deleted rows; within a write nothing."""
+        ...
+
+    def close(self) -> None:
+        """Close what is not shared with others."""
+        ...
+
+
 class Records(Protocol):
     """Records of many tenants, in the store of the entries and in its transactions. See `KnowledgeStore`."""
 
@@ -353,6 +395,10 @@ class KnowledgeStore(Protocol):
         """
         ...
 
+    def erase_all(self, tenant: str, entries: Collection[str]) -> int:
+        """Erase these entries, as `erase` does each."""
+        ...
+
     def tag(self, tenant: str, name: str, limits: Limits) -> int:
         """Name the present state of a tenant's entries; return its `seq`."""
         ...
@@ -379,6 +425,13 @@ class KnowledgeStore(Protocol):
 
     def forget_sessions(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         """Forget what the turns of these sessions got, and erase their records; None: of all."""
+        ...
+
+    def beside(self, name: str, schemas: Sequence[str]) -> Tables:
+        """Return tables that are kept beside the entries: in a file of that name, or in their database.
+
+        `schemas`: of the file, see `SqliteFile`.
+        """
         ...
 
     def backup(self, target: Path) -> None:

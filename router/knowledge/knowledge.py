@@ -190,7 +190,8 @@ class KnowledgeBase:
     """Entries, their search, and the context of chats. Its methods block: call them by `run`. Thread-safe.
 
     They raise `KnowledgeError`, and `ApiError` for what a client asks wrongly. `embedder`: None: entries are
-    found by words and names only. `memory`: keeps answered turns; None: they are not kept.
+    found by words and names only. `memory`: keeps answered turns; None: they are not kept. `makes_room`:
+    whether old turns leave the prompt of a tenant's chat where it would not fit.
     """
 
     def __init__(
@@ -201,9 +202,11 @@ class KnowledgeBase:
         settings: KnowledgeSettings,
         retry_after_s: float = 1.0,
         memory: TurnMemory | None = None,
+        makes_room: Callable[[ParsedChat, str], bool] = lambda request, tenant: False,
     ) -> None:
         self.store = store
         self._memory = memory
+        self._makes_room = makes_room
         self.settings = settings
         self.limits = Limits(settings.entries_max, settings.bytes_max, settings.tags_max)
         self._embedder = embedder
@@ -252,6 +255,11 @@ class KnowledgeBase:
         """Stop the threads and close the store."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self.store.close()
+
+    def has(self, tenant: str, entries: Collection[str]) -> bool:
+        """Whether none of these entries was erased."""
+        first = {EntryRef(entry, 1) for entry in entries}
+        return not first or len(self.store.versions(tenant, first)) == len(first)
 
     def over(self, store: KnowledgeStore) -> KnowledgeBase:
         """Return a knowledge base that searches another store: a trial of this one's."""
@@ -473,7 +481,7 @@ class KnowledgeBase:
                 scores = {one.ref: one.score for one in candidates}
             if any(ref not in placed for ref in scores):
                 kept, _ = place(messages, turns, known, self._text.marks)
-                budget_tokens = max(0, min(budget_tokens, self._room(request, kept)))
+                budget_tokens = max(0, min(budget_tokens, self._room(request, tenant, kept)))
             is_first = is_first_turn(messages)
             chosen = select(
                 candidates,
@@ -507,7 +515,8 @@ class KnowledgeBase:
         context = PlacedContext(
             fences, known, scores, numbers, now, budget_tokens, self.has_meaning, self._text, turn, dropped
         )
-        return replace(request, messages=made), context
+        entries = tuple(sorted({ref.entry for ref in known}))
+        return replace(request, messages=made, entries=entries), context
 
     def _recorded(self, tenant: str, session: bytes, keys: Mapping[int, TurnKey]) -> dict[int, PlacedTurn]:
         """Return what the turns got: those that were answered so, before those that were only asked so."""
@@ -531,12 +540,12 @@ class KnowledgeBase:
         if not known:
             return turns, 0
         kept, _ = place(request.messages, turns, known, self._text.marks)
-        return (turns, 0) if self._room(request, kept) >= 0 else ({}, len(known))
+        return (turns, 0) if self._room(request, tenant, kept) >= 0 else ({}, len(known))
 
-    def _room(self, request: ParsedChat, messages: Sequence[Any]) -> int:
+    def _room(self, request: ParsedChat, tenant: str, messages: Sequence[Any]) -> int:
         """Return how many tokens the context window has left beside the conversation and its answer."""
-        if request.compaction is not None and request.compaction.mode != "off":
-            return self._text.context_tokens_max  # old turns make room
+        if self._makes_room(request, tenant):
+            return self._text.context_tokens_max
         sampling = request.sampling
         answer = 1 if request.is_length_default else max(1, sampling.max_tokens)
         own = self._text.chat_tokens(replace(request, messages=tuple(messages)))

@@ -7,10 +7,10 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from router.knowledge.entries import KnowledgeError, StoreBusy
+from router.knowledge.entries import KnowledgeError, Rows, StoreBusy
 
 logger = logging.getLogger(__name__)
 
@@ -232,3 +232,33 @@ class SqliteFile:
                 connection.close()
             self._connections.clear()
         self._local = threading.local()
+
+
+class SqliteTables:
+    """See `Tables`: those of a file. `is_own`: it is closed with them."""
+
+    skip_locked = ""
+
+    def __init__(self, file: SqliteFile, *, is_own: bool = False) -> None:
+        self.file = file
+        self._is_own = is_own
+
+    def by(self, index: str) -> str:
+        return f" INDEXED BY {index}"
+
+    def writing(self, tenant: str, of: str = "") -> AbstractContextManager[sqlite3.Connection]:
+        return self.file.transaction()  # all writers of a file wait for each other
+
+    def reading(self, tenant: str) -> AbstractContextManager[sqlite3.Connection]:
+        return self.file.reading()
+
+    def everyone(self, rows: Rows) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def erased(self) -> None:
+        if not self.file.is_writing:
+            self.file.empty_log()
+
+    def close(self) -> None:
+        if self._is_own:
+            self.file.close()

@@ -39,8 +39,8 @@ from router.knowledge.entries import (
     names_in,
     new_entry_id,
 )
-from router.knowledge.sqlite_file import IN_MEMORY, SqliteFile
-from router.knowledge.sqlite_records import SqliteRecords
+from router.knowledge.records import StoredRecords
+from router.knowledge.sqlite_file import IN_MEMORY, SqliteFile, SqliteTables
 from router.knowledge.sqlite_schema import (
     COLUMNS,
     SCHEMAS,
@@ -100,8 +100,9 @@ class SqliteStore:
         self._turns_max = turns_max
         self._vectors_bytes_max = vectors_bytes_max
         self._clock = clock
+        self._busy_s = busy_s
         self._file = SqliteFile(path, SCHEMAS, busy_s, must_open)
-        self.records = SqliteRecords(self._file, embedder, clock)
+        self.records = StoredRecords(SqliteTables(self._file), embedder, clock)
         self._lock = threading.Lock()  # of what follows
         self._matrices: OrderedDict[str, _Matrix] = OrderedDict()
         self._notes = 0
@@ -311,7 +312,8 @@ class SqliteStore:
         self, tenant: str, words: Sequence[str], kinds: Collection[Kind], limit: int
     ) -> list[tuple[EntryRef, float]]:
         weights = ", ".join(map(str, WEIGHTS))
-        asked = " OR ".join('"' + word.replace('"', '""') + '"' for word in words)
+        # FTS5 reads no further than a NUL.
+        asked = " OR ".join('"' + word.replace('"', '""').replace("\0", "\ufffd") + '"' for word in words)
         with self._file.reading() as db:
             table = self._words_table(db, tenant)
             if not table or not asked:
@@ -415,14 +417,20 @@ class SqliteStore:
             self._changed(db, tenant)
 
     def erase(self, tenant: str, entry: str | None) -> int:
+        return self._erase(tenant, None if entry is None else [entry])
+
+    def erase_all(self, tenant: str, entries: Collection[str]) -> int:
+        return self._erase(tenant, entries)
+
+    def _erase(self, tenant: str, entries: Collection[str] | None) -> int:
         with self._file.transaction() as db:
             table = self._words_table(db, tenant)
-            entries = (
+            asked = (
                 [row[0] for row in db.execute("SELECT entry FROM heads WHERE tenant = ?", (tenant,))]
-                if entry is None
-                else [entry]
+                if entries is None
+                else entries
             )
-            found = [(one, head) for one in entries if (head := self._head(db, tenant, one)) is not None]
+            found = [(one, head) for one in asked if (head := self._head(db, tenant, one)) is not None]
             for one, head in found:
                 self._unindex(db, table, head)
                 db.execute(
@@ -432,7 +440,7 @@ class SqliteStore:
                 )
                 db.execute("DELETE FROM heads WHERE tenant = ? AND entry = ?", (tenant, one))
                 db.execute("DELETE FROM versions WHERE tenant = ? AND entry = ?", (tenant, one))
-            if entry is None:
+            if entries is None:
                 if table:
                     db.execute(f"DROP TABLE {table}")
                 for other in ("tenants", "tags", "turns", "records"):
@@ -529,6 +537,10 @@ class SqliteStore:
                 for table in ("turns", "records"):
                     db.execute(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", (tenant, session))
         self._file.empty_log()  # records have texts
+
+    def beside(self, name: str, schemas: Sequence[str]) -> SqliteTables:
+        file = SqliteFile(self.path.with_name(name), schemas, self._busy_s, must_open=False)
+        return SqliteTables(file, is_own=True)
 
     def backup(self, target: Path) -> None:
         """Copy the store into a new file while it is in use. Raises `KnowledgeError` if `target` exists."""

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from router.auth import tenant_of
 from router.generation import IngressServices
-from router.knowledge import KnowledgeBase, whole_number
+from router.knowledge import KnowledgeBase, cursor, whole_number
 from router.learning.bodies import ConfirmBody, FeedbackBody, LoopVerdict, QuestionsBody, RejectBody
 from router.learning.candidates import State
 from router.learning.learning import LearningLoop
@@ -117,7 +117,7 @@ class FeedbackRoutes:
     async def _page(self, request: Request, read: Callable[[int, str], list[dict[str, Any]]]) -> Response:
         tenant, params = tenant_of(request.scope), request.query_params
         limit = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX)
-        found = await self._run(tenant, partial(read, limit + 1, params.get("after", "")))
+        found = await self._run(tenant, partial(read, limit + 1, cursor(params)))
         return JSONResponse({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
 
     async def _run(self, tenant: str, work: Callable[[], Result]) -> Result:

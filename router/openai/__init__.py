@@ -39,7 +39,7 @@ from router.openai.errors import (
     retry_after_header,
     shown,
 )
-from router.openai.messages import ChatMessage, Tool, ToolCall, ToolOffer
+from router.openai.messages import ChatMessage, Tool, ToolCall, ToolOffer, led
 from router.openai.parse import (
     AnswerExtras,
     CacheWish,
@@ -127,6 +127,7 @@ __all__ = [
     "error_of",
     "finish_of",
     "json_bytes",
+    "led",
     "read_body",
     "rename",
     "retry_after_header",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -47,6 +47,17 @@ class ChatMessage:
     calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
     tool: str = ""
+
+
+def led(messages: Sequence[ChatMessage], lead: str) -> tuple[ChatMessage, ...]:
+    """Return messages whose first one of the user begins with a text; without one, that is its own."""
+    at = next((index for index, one in enumerate(messages) if one.role == "user"), None)
+    if not lead:
+        return tuple(messages)
+    if at is None:
+        return (ChatMessage("user", lead), *messages)
+    own = replace(messages[at], content=f"{lead}\n{messages[at].content}")
+    return (*messages[:at], own, *messages[at + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,9 @@ class ParsedChat(ParsedRequest):
     """A conversation whose next turn is requested.
 
     `begins_turn`: the prompt ends where the assistant begins to speak; `continues`: it ends inside the last
-    message, which the answer continues. `documents`: ids of those that stand whole in front of it.
+    message, which the answer continues. `documents`: ids of those that stand whole in front of it. `lead`:
+    what the first user message of the prompt begins with, whichever that is once old turns were left out.
+    `entries`: ids of the knowledge that was put into the messages.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -156,6 +158,8 @@ class ParsedChat(ParsedRequest):
     knowledge: KnowledgeWish | None = None
     documents: tuple[str, ...] = ()
     compaction: CompactionWish | None = None
+    lead: str = ""
+    entries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

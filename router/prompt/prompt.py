@@ -35,6 +35,7 @@ from router.openai import (
     ParsedCompletion,
     ParsedRequest,
     UnsupportedParameter,
+    led,
     split_front,
 )
 from router.prompt.answer_form import BRACKETED, AnswerForm
@@ -239,7 +240,7 @@ class PromptBuilder:
 
     def tokens_of_chat(self, request: ParsedChat, *, add_special_tokens: bool) -> list[int]:
         """Render and tokenise a conversation of any length, on the calling thread."""
-        request, _ = without_volatile(request, self._prefix)
+        request, _ = without_volatile(_led(request), self._prefix)
         return self._encode(self._render(request), add_special_tokens=add_special_tokens)
 
     async def remember(
@@ -324,7 +325,7 @@ class PromptBuilder:
         """Build the prompt, and compare it with the last ones of its session."""
         if request.offer is not None and not self.template.reads_tools:
             raise UnsupportedParameter("tools", "tools is not supported: model.tool_parser is 'none'.")
-        request, kept_by = without_volatile(request, self._prefix)
+        request, kept_by = without_volatile(_led(request), self._prefix)
         tools = [tool_digest(tool, self._prefix_key) for tool in request.offer.tools] if request.offer else []
         if owner is not None and tools and self._prefix.tools == "ordered":
             request, tools, words = self._ordered(salt, request, tools, owner)
@@ -555,10 +556,18 @@ def without_volatile(request: ParsedChat, settings: PrefixSettings) -> tuple[Par
     return replace(request, messages=tuple(messages)), tuple(f"{done} {name}" for name in front.names)
 
 
+def _led(request: ParsedChat) -> ParsedChat:
+    """Return the request with its lead in a message."""
+    if not request.lead:
+        return request
+    return replace(request, messages=led(request.messages, request.lead), lead="")
+
+
 def chars_of(request: ParsedChat) -> int:
     """Return the characters of a conversation and its tools."""
     tools = request.offer.tools if request.offer else ()
-    return sum(len(tool.text) for tool in tools) + sum(
+    beside = len(request.lead) + sum(len(tool.text) for tool in tools)
+    return beside + sum(
         len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.calls)
         for one in request.messages
     )

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Bytes, Placement
+from cache_tiers.blocks.extent import Bytes, Placement, TierName
 from cache_tiers.blocks.record import decode_header, header_bytes
 from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.s3 import S3Tier
+from cache_tiers.media.tier import Tier
 from cache_tiers.pricing.meters import TierMeter
 from cache_tiers.transport.link import LinkLate
 from cache_tiers.transport.peers import LazyLink, PeerLate
@@ -23,18 +25,28 @@ from replicas.messages import GenerateRequest, Route
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, receipt_of, same, tiered
 from tests.support.nodes.peer_harness import FakeLink, World
+from tests.support.services.rclone import s3_server
 
 NEW_TURN = 21
 pytestmark = pytest.mark.timeout(300)
 
 
-def engine_of(world: World, name: str, model: Path, folder: Path, **engine_settings: object) -> Tiered:
+def engine_of(
+    world: World,
+    name: str,
+    model: Path,
+    folder: Path,
+    *,
+    tiers: dict[TierName, Tier] | None = None,
+    **engine_settings: object,
+) -> Tiered:
     """An engine on a node of its own; its requests name both nodes as peers."""
     link: dict[str, Any] = {
         "peer_calls": world,
         "link": LazyLink(lambda: FakeLink(f"{name}:link", world, 16 * MIB)),
     }
-    engine = tiered(model, folder / name, tiers={"cpu": HeapTier(64 * MIB)}, node=link, **engine_settings)
+    tiers = tiers or {"cpu": HeapTier(64 * MIB)}
+    engine = tiered(model, folder / name, tiers=tiers, node=link, **engine_settings)
     # A tiny model is computed in less time than a first connection may take.
     engine.node.peers._meter = TierMeter(1e-6, 1e12, clock=engine.clock)
     engine.node.peers._node_id = name
@@ -44,12 +56,12 @@ def engine_of(world: World, name: str, model: Path, folder: Path, **engine_setti
     return engine
 
 
-def prefill(engine: Tiered, prompt: list[int]) -> Prefilled:
+def prefill(engine: Tiered, prompt: list[int], peers: tuple[str, ...] = ("a", "b")) -> Prefilled:
     """As `Tiered.prefill`, with a route."""
     real = engine.driver.engine.add
 
     def add(key: int, request: GenerateRequest) -> object:
-        return real(key, replace(request, route=Route(peers=("a", "b"))))
+        return real(key, replace(request, route=Route(peers=peers)))
 
     engine.driver.engine.add = add  # type: ignore[method-assign, assignment]
     try:
@@ -181,3 +193,36 @@ def test_l14_many_turns_between_two_nodes_never_drift(tiny_llama: Path, tmp_path
             assert receipt.tokens["peer"] > 0
         prompt = [*prompt, *returned[0].ids, *prompt_of(7, seed=turn)]
         engine.forget_pool()
+
+
+def test_l14_what_a_named_node_has_put_into_s3_is_a_hit_before_this_one_has_looked_there(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """As a prefilled document's: all of it is in S3 only, and the chat names where it was computed."""
+    world = World()
+    with s3_server(tmp_path / "s3") as settings:
+        nodes = []
+        for name in "abc":
+            s3 = S3Tier(settings, wall_clock=lambda: 1_700_000_000.0)
+            tiers: dict[TierName, Tier] = {"cpu": HeapTier(64 * MIB), "s3": s3}
+            nodes.append(engine_of(world, name, tiny_llama, tmp_path, tiers=tiers))
+            nodes[-1].node._scans.join(30)
+        a, b, c = nodes
+        a.placement = Placement("s3", (), "s3")
+        document = prompt_of(96, seed=7)
+        a.run(document, max_tokens=1)
+        held = {row.name: row.extents for row in a.node.stats().tiers}
+        assert (held["cpu"], held["s3"] > 0) == (0, True), "nothing is kept in the other node's memory"
+        prompt = [*document, *prompt_of(NEW_TURN, seed=8)]
+        expected = truth(tiny_llama, tmp_path, prompt)
+        unnamed = prefill(c, prompt, peers=())
+        same(unnamed, expected)
+        assert receipt_of(unnamed[0]).tokens["compute"] == len(prompt), "the check can see it"
+        named = prefill(b, prompt, peers=("a",))
+        same(named, expected)
+        receipt = receipt_of(named[0])
+        assert receipt.tokens["peer"] >= len(document) - 16
+        assert receipt.tokens["compute"] <= NEW_TURN + 16
+        for one in nodes:
+            for tier in one.tiers.values():
+                tier.close()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg import conninfo
-from psycopg.abc import PQGen
+from psycopg.abc import Params, PQGen
 
 from configs.optional_sections import PostgresSettings
 from router.knowledge.entries import KnowledgeError, StoreBusy
@@ -25,9 +25,17 @@ SAID_CHARS_MAX = 300
 
 
 class Connection(psycopg.Connection[Any]):
-    """A connection whose answers do not take for ever, also of a server that hangs. `answer_s`: seconds."""
+    """A connection whose answers do not take for ever, also of a server that hangs. `answer_s`: seconds.
+
+    What PostgreSQL cannot keep (NUL) is not found there; only to insert it is an error.
+    """
 
     answer_s: float = 60.0
+
+    def execute(self, query: Any, params: Params | None = None, **how: Any) -> psycopg.Cursor[Any]:
+        if isinstance(params, list | tuple) and not _inserts(query):
+            params = [_sought(one) for one in params]
+        return super().execute(query, params, **how)
 
     def wait(self, gen: PQGen[Result], interval: float = 0.1, timeout: float | None = None) -> Result:
         try:
@@ -35,6 +43,17 @@ class Connection(psycopg.Connection[Any]):
         except psycopg.errors._WaitTimeout:
             self.pgconn.finish()  # an answer that comes later would be taken for that of the next statement
             raise psycopg.OperationalError(f"no answer within {self.answer_s:g} s") from None
+
+
+def _inserts(query: object) -> bool:
+    return isinstance(query, str | bytes) and query[:6] in ("INSERT", b"INSERT")
+
+
+def _sought(value: Any) -> Any:
+    """Return a value as it is looked up: a text that no row can have becomes another one of these."""
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd")
+    return [_sought(one) for one in value] if isinstance(value, list) else value
 
 
 class Connections:

@@ -18,6 +18,7 @@ from router.knowledge.entries import KnowledgeError
 from router.knowledge.postgres.connections import Connection, Connections
 from router.knowledge.postgres.schema import (
     MIGRATIONS,
+    OF_DOCUMENTS,
     SETTING_EVERYONE,
     SETTING_TENANT,
     TABLES,
@@ -201,7 +202,9 @@ class Database:
 
     def _tables(self) -> list[str]:
         return [
-            f"{self.schema}.{table}" for table in (*TABLES, VECTORS) if table != VECTORS or self.has(VECTORS)
+            f"{self.schema}.{table}"
+            for table in (*TABLES, *OF_DOCUMENTS, VECTORS)
+            if table != VECTORS or self.has(VECTORS)
         ]
 
     def _alone(self, statement: LiteralString, what: str, answer_s: float | None = None) -> None:

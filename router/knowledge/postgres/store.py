@@ -36,10 +36,11 @@ from router.knowledge.entries import (
 from router.knowledge.postgres.connections import Connection
 from router.knowledge.postgres.database import Database
 from router.knowledge.postgres.index import as_text, index, unindex
-from router.knowledge.postgres.records import PostgresRecords
 from router.knowledge.postgres.schema import VECTORS
+from router.knowledge.postgres.tables import PostgresTables
 from router.knowledge.postgres.transfer import backup, copy_newest, restore
 from router.knowledge.postgres.words import Tokenizer, best
+from router.knowledge.records import StoredRecords
 from router.knowledge.sqlite_file import IN_MEMORY
 from router.knowledge.sqlite_schema import COLUMNS, refs_of, refs_text, version_bytes, version_of
 from router.knowledge.sqlite_store import PRUNE_EVERY, PRUNE_SHARE, SqliteStore
@@ -80,7 +81,7 @@ class PostgresStore:
             has_vectors=bool(embedder),
             must_open=must_open,
         )
-        self.records = PostgresRecords(self._database, embedder, clock)
+        self.records = StoredRecords(PostgresTables(self._database), embedder, clock)
         self._lock = threading.Lock()  # of what follows
         self._notes = 0
 
@@ -313,10 +314,16 @@ class PostgresStore:
             )
 
     def erase(self, tenant: str, entry: str | None) -> int:
+        return self._erase(tenant, None if entry is None else [entry])
+
+    def erase_all(self, tenant: str, entries: Collection[str]) -> int:
+        return self._erase(tenant, list(entries))
+
+    def _erase(self, tenant: str, entries: list[str] | None) -> int:
         with self._database.transaction(tenant) as db:
             self._changed(db, tenant)
-            asked = "tenant = %s AND (%s::text IS NULL OR entry = %s)"
-            values = (tenant, entry, entry)
+            asked = "tenant = %s AND (%s OR entry = ANY(%s))"
+            values = (tenant, entries is None, entries or [])
             found = [row[0] for row in db.execute(f"SELECT entry FROM heads WHERE {asked}", values)]
             unindex(db, tenant, found)
             db.execute(
@@ -325,7 +332,7 @@ class PostgresStore:
                 (tenant, *values),
             )
             db.execute(f"DELETE FROM versions WHERE {asked}", values)
-            if entry is None:
+            if entries is None:
                 for table in ("tenants", "tags", "turns", "records"):
                     db.execute(f"DELETE FROM {table} WHERE tenant = %s", (tenant,))
         self._database.vacuum()
@@ -431,6 +438,9 @@ class PostgresStore:
             yield copy
         finally:
             copy.close()
+
+    def beside(self, name: str, schemas: Sequence[str]) -> PostgresTables:
+        return PostgresTables(self._database)  # `MIGRATIONS` have made them
 
     def backup(self, target: Path) -> None:
         """Copy the store into a new file, one of the embedded store, while it is in use."""

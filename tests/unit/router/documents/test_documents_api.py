@@ -1,9 +1,12 @@
-"""/v1/documents and chats that name documents, over the whole front door with scripted replicas."""
+"""/v1/documents and chats that name documents, over the whole front door with scripted replicas.
+
+All of it holds where documents are in a file, and where they are in PostgreSQL.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from cache_tiers.blocks import session_of, tenant_tag
 from replicas.messages import Failed, GenerateRequest
 from router.documents import DocumentShelf, document_session, place_documents
 from router.documents.store import FILE_NAME
+from router.routing import SessionDirectory
+from tests.support.router.knowledge_desks import PostgresDesk
 from tests.support.router.router_harness import (
     KEY,
     OTHER_KEY,
@@ -29,10 +34,28 @@ from tests.support.router.router_harness import (
 ROUTE = "/v1/documents"
 TEXT = "The samovar boils at ninety-six degrees.\n\nIts tap is called Zarya-7."
 BOTH = {"mine": KEY, "other": OTHER_KEY}
+SHARED: dict[str, Any] = {}
+"""The settings of a PostgreSQL, while a test has its documents there."""
+
+
+@pytest.fixture(autouse=True, params=["file", "postgres"])
+def desk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[PostgresDesk | None]:
+    if request.param == "file":
+        yield None
+        return
+    server = request.getfixturevalue("postgres_server")
+    made = PostgresDesk(server)
+    url = {"url": server.url(), "schema_name": made.schema, "connections_max": 8}
+    monkeypatch.setitem(SHARED, "postgres", url)
+    yield made
+    made.store.check_integrity()
+    made.store.close()
+    made.drop()
 
 
 def house(folder: Path, keys: dict[str, str] | None = None, **documents: Any) -> House:
-    settings = make_settings(knowledge={"enabled": True, "dir": folder / "kb", "embedder": "none"}, keys=keys)
+    own_dir = {"enabled": True, "dir": folder / "kb", "embedder": "none", **SHARED}
+    settings = make_settings(knowledge=own_dir, keys=keys)
     own = {"prefill_stored_s": 0.0, "prefill_idle_s": 0.0, **documents}
     settings = settings.model_copy(
         update={"documents": settings.documents.model_validate({**settings.documents.model_dump(), **own})}
@@ -149,6 +172,32 @@ async def test_a_chat_begins_with_exactly_what_was_prefilled(tmp_path: Path) -> 
         assert sessions == {document_session(b"secret", "local", card["id"])}
         assert prefilled.placement is not None
         assert prefilled.placement.first == "nvme", "the lowest tier that there is"
+
+
+async def test_the_first_chat_asks_the_node_that_has_computed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {"replica-1": "node-a"}
+    monkeypatch.setattr(SessionDirectory, "nodes", property(lambda _: nodes))
+    made = house(tmp_path)
+    async with opened(made) as client:
+        cards = [await added(made, client, f"{TEXT} {number}. " * 9) for number in range(2)]
+        never = await added(made, client, TEXT, prefill="never")
+        nodes["replica-1"] = "node-b"
+        late = await added(made, client, TEXT * 9)
+        for ids, expected in (
+            ([cards[0]["id"]], ("node-a",)),
+            ([one["id"] for one in cards], ("node-a",)),
+            ([late["id"]], ("node-b",)),
+            ([never["id"]], ()),
+            ([], ()),
+        ):
+            answer = await client.post("/v1/chat/completions", json=chat("Why?", documents=ids))
+            assert answer.status_code == 200
+            assert questions(made)[-1].route.peers == expected
+        both = [late["id"], cards[0]["id"]]
+        await client.post("/v1/chat/completions", json=chat("Why?", documents=both, session_id="s"))
+        assert set(questions(made)[-1].route.peers) == {"node-a", "node-b"}
 
 
 async def test_a_prefix_that_is_not_the_chats_is_seen(
@@ -328,12 +377,21 @@ async def test_a_deletion_that_fails_in_an_unknown_way_is_not_tried_without_a_pa
         assert tries == 2, "one call, and one look in the background"
 
 
-async def test_nothing_of_an_erased_document_is_in_any_file(tmp_path: Path) -> None:
+async def test_nothing_of_an_erased_document_is_in_any_file(
+    tmp_path: Path, desk: PostgresDesk | None
+) -> None:
     made = house(tmp_path)
     word = "Quincunxial-4711"
     async with opened(made) as client:
         card = await added(made, client, f"{TEXT}\n\nThe word is {word}. " * 40, title=f"About {word}")
         kept = await added(made, client, TEXT)
+        if desk is not None:
+            texts = [one.encode() for one in (word.lower(), "uincunx", card["id"])]
+            assert desk.seen(texts) == texts, "the check can see it"
+            assert (await client.delete(f"{ROUTE}/{card['id']}")).status_code == 200
+            assert desk.seen(texts) == []
+            assert (await client.get(f"{ROUTE}/{kept['id']}")).json()["state"] == "ready"
+            return
         folder = tmp_path / "kb"
         assert any(word.encode() in one.read_bytes() for one in folder.iterdir()), "the check can see it"
         assert (folder / FILE_NAME).stat().st_mode & 0o777 == 0o600

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import json
 import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router.documents import document, fenced_document, placement
+from configs.json_text import parse_json
+from router.documents import DocumentBody, document, fenced_document, placement, shelf
+from router.documents import body as bodies
 from router.documents.placement import BEGIN, END
+from router.knowledge import KnowledgeBase
+from router.openai import InvalidValue
 from tests.support.engines.tiny_models import EOS_TOKEN
-from tests.support.router.router_harness import TOKENIZER, chat
+from tests.support.router.router_harness import TOKENIZER, chat, error_of
 from tests.unit.router.documents.test_documents_api import (
     ROUTE,
     TEXT,
@@ -139,7 +146,7 @@ async def test_no_text_and_no_title_ends_its_fence(tmp_path: Path) -> None:
             ids.append(answer.json()["id"])
         await worked(made)
         for one in ids:
-            whole = await shelf_of(made)._whole("local", one)
+            whole, _ = await shelf_of(made)._whole("local", one)
             assert escapes(whole.fence, one) == []
             assert EOS_TOKEN not in whole.fence
         plain = {"local": await _plain(made, client, ids[0])}
@@ -172,3 +179,63 @@ def test_the_check_sees_a_fence_that_does_not_hold(monkeypatch: pytest.MonkeyPat
 
 def test_ids_are_those_that_routes_take() -> None:
     assert {document.new_document_id() for _ in range(50)}.__len__() == 50
+
+
+def test_base64_is_decoded_in_pieces_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(6)
+    monkeypatch.setattr(bodies, "PIECE_CHARS", 16)
+    for size in [*range(1, 60), 4096]:
+        raw = rng.randbytes(size)
+        text = base64.b64encode(raw).decode()
+        assert bodies.source_of(DocumentBody(format="pdf", data=text)) == raw
+        for wrong in (
+            text[:-1] + "\n",
+            "=" + text,
+            text[:7] + "!" + text[7:],
+            text + "ü",
+            text[:-1],
+        ):
+            with pytest.raises(ValueError, match=r"."):
+                base64.b64decode(wrong, validate=True)
+            with pytest.raises(InvalidValue, match="no base64"):
+                bodies.source_of(DocumentBody(format="pdf", data=wrong))
+    halves = [base64.b64encode(rng.randbytes(11)).decode() for _ in range(2)]
+    assert halves[0].endswith("=")
+    with pytest.raises(InvalidValue, match="no base64"):
+        bodies.source_of(DocumentBody(format="pdf", data="".join(halves)))
+
+
+async def test_uploads_are_decoded_in_threads_and_only_so_many_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = house(tmp_path, prefill="never")
+    threads: list[int] = []
+
+    def noted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            threads.append(threading.get_ident())
+            return real(*args, **more)
+
+        return call
+
+    monkeypatch.setattr("router.documents.body.a2b_base64", noted(binascii.a2b_base64))
+    for name in ("text_of", "chunks_of", "fenced_document"):
+        monkeypatch.setattr(f"router.documents.shelf.{name}", noted(getattr(shelf, name)))
+    monkeypatch.setattr("router.documents.pdf.parse_json", noted(parse_json))
+    from tests.support.pdfs import pdf_of
+
+    sent = {"format": "pdf", "data": base64.b64encode(pdf_of(["The tap is Zarya-7."])).decode()}
+    async with opened(made) as client:
+        named = (await client.post(ROUTE, json=sent)).json()["id"]
+        await worked(made)
+        asked = await client.post("/v1/chat/completions", json=chat("Why?", documents=[named]))
+        assert asked.status_code == 200, asked.text
+        assert len(threads) == 5
+        assert threading.get_ident() not in threads
+        base = made.service.knowledge
+        assert isinstance(base, KnowledgeBase)
+        monkeypatch.setattr(base, "_waiting", base.settings.waiting_max)
+        refused = await client.post(ROUTE, json=sent)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+        assert len(threads) == 5, "nothing of it was decoded"
+        monkeypatch.setattr(base, "_waiting", 0)

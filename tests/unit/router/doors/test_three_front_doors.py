@@ -55,6 +55,12 @@ class Street:
         counts = [await forget_here(house.service, tenant, sessions) for house in self.houses]
         return sum(counts), self.silent
 
+    async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
+        for house in self.houses:
+            if house.service.compaction is not None:
+                await house.service.compaction.forget_entries(tenant, entries)
+        return self.silent
+
     async def discard(self, tenant: str, response_id: str) -> int:
         for house in self.houses:
             house.service.responses.delete(tenant, response_id)

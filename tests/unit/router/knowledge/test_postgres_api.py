@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -97,3 +98,82 @@ async def test_while_the_database_is_away_its_routes_are_503_and_chats_that_did_
             assert (await asked(client)).json()["receipt"]["knowledge"]["entries"]
             server.stop()
     close(made)
+
+
+NUL = "a\0b"
+STRANGE: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("GET", f"{ROUTE}?after=%00", None),
+    ("GET", f"{ROUTE}?after=kb_1%00", None),
+    ("GET", f"{ROUTE}?kind=%00", None),
+    ("GET", f"{ROUTE}?limit=%00", None),
+    ("GET", f"{ROUTE}/a%00b", None),
+    ("GET", f"{ROUTE}/a%00b?version=1", None),
+    ("GET", f"{ROUTE}/a%00b/history", None),
+    ("GET", f"{ROUTE}/a%00b/history?after=%00", None),
+    ("GET", f"{ROUTE}/a%00b/diff", None),
+    ("DELETE", f"{ROUTE}/a%00b", None),
+    ("POST", f"{ROUTE}/a%00b", {"kind": "gotcha", "text": "x"}),
+    ("POST", f"{ROUTE}/a%00b/revert", {"version": 1}),
+    ("POST", f"{ROUTE}/revert", {"tag": NUL}),
+    ("POST", f"{ROUTE}/tags", {"name": NUL}),
+    ("POST", ROUTE, {"kind": "gotcha", "text": NUL, "title": NUL, "topics": [NUL], "why": NUL, "turn": NUL}),
+    ("POST", ROUTE, {"kind": "gotcha", "text": "\0"}),
+    ("POST", f"{ROUTE}/search", {"query": NUL}),
+    ("POST", f"{ROUTE}/search", {"query": "\0"}),
+    ("POST", f"{ROUTE}/import", {"format": "markdown", "text": f"# {NUL}\n{NUL}", "why": NUL}),
+    ("POST", f"{ROUTE}/import", {"format": "jsonl", "text": json.dumps({"kind": "gotcha", "text": NUL})}),
+    ("POST", f"{ROUTE}/test", {"questions": [{"question": NUL, "checks": [{"contains": NUL}]}]}),
+    ("POST", f"{ROUTE}/questions", {"questions": [{"question": NUL, "checks": [{"retrieves": NUL}]}]}),
+    ("GET", f"{ROUTE}/questions", None),
+    ("GET", f"{ROUTE}/candidates?after=%00", None),
+    ("GET", f"{ROUTE}/candidates?state=%00", None),
+    ("GET", f"{ROUTE}/candidates/a%00b", None),
+    ("DELETE", f"{ROUTE}/candidates/a%00b", None),
+    ("POST", f"{ROUTE}/candidates/a%00b/confirm", {"text": NUL}),
+    ("POST", f"{ROUTE}/candidates/a%00b/reject", {"why": NUL}),
+    ("GET", "/v1/feedback?after=%00", None),
+    ("GET", "/v1/feedback?verdict=%00", None),
+    ("POST", "/v1/feedback", {"turn_id": NUL, "verdict": "success"}),
+    ("POST", "/v1/feedback", {"turn_id": "TURN", "verdict": "success", "tool_call_id": NUL}),
+    ("POST", "/v1/feedback", {"turn_id": "TURN", "verdict": "failure", "corrected": NUL, "comment": NUL}),
+    ("GET", "/v1/documents?after=%00", None),
+    ("GET", "/v1/documents/a%00b", None),
+    ("DELETE", "/v1/documents/a%00b", None),
+    ("POST", "/v1/documents/a%00b/prefill", {}),
+    ("POST", "/v1/documents", {"text": NUL, "title": NUL, "prefill": "never"}),
+    ("POST", "/v1/chat/completions", chat(NUL, knowledge={"query": NUL}, session_id=NUL)),
+    ("POST", "/v1/chat/completions", chat("hi", knowledge={"kinds": [NUL]})),
+    ("POST", "/v1/chat/completions", chat("hi", documents=[NUL])),
+    ("POST", "/v1/chat/completions", chat(f"{NUL} samovar", knowledge={}, cache_salt=NUL)),
+    ("DELETE", "/v1/sessions/a%00b", None),
+]
+
+
+async def test_text_that_a_database_cannot_keep_is_answered_as_the_file_answers_it(
+    server: PostgresServer, tmp_path: Path
+) -> None:
+    own = {"enabled": True, "embedder": "none", "dir": tmp_path}
+    shared, file = house(server), House(lambda _: spoken("Fine."), settings=make_settings(knowledge=own))
+    told: list[list[tuple[int, Any]]] = []
+    for one in (shared, file):
+        answers = []
+        async with one.client() as client:
+            for text in ("The samovar boils.", "x"):
+                await client.post(ROUTE, json={"kind": "gotcha", "text": text})
+            first = await client.post("/v1/chat/completions", json=chat("samovar?", knowledge={}))
+            turn = first.json()["receipt"]["knowledge"]["turn_id"]
+            for method, path, body in STRANGE:
+                if body is not None and body.get("turn_id") == "TURN":
+                    body = {**body, "turn_id": turn}
+                answer = await client.request(method, path, json=body)
+                refusal = answer.json()["error"] if answer.status_code >= 400 else None
+                if refusal is not None:
+                    refusal["message"] = refusal["message"].replace(turn, "TURN")
+                assert answer.status_code < 500, (method, path, answer.text)
+                answers.append((answer.status_code, refusal))
+        told.append(answers)
+    for (method, path, _), here, there in zip(STRANGE, *told, strict=True):
+        assert here == there, (method, path)
+        if "after=%00" in path:
+            assert (here[0], here[1]["param"]) == (400, "after")
+    close(shared, file)

@@ -412,3 +412,28 @@ def test_files_are_private_and_another_format_is_refused(tmp_path: Path) -> None
     (tmp_path / "junk").write_bytes(b"no database" * 100)
     with pytest.raises(KnowledgeError, match="cannot be opened"):
         SqliteStore(tmp_path / "junk")
+
+
+@pytest.mark.parametrize("strange", ["\0", "kb_\0", "a\0b", "\ufffd"])
+def test_what_no_text_holds_is_looked_up_and_not_found(desk: Desk, strange: str) -> None:
+    ref = desk.add("the samovar boils", place=1)
+    store, of = desk.store, EntryRef(strange, 1)
+    desk.store.records.put("tea", LoopRecord("log", "fb_1", "{}", turn="t"), RecordBounds(9, 9999))
+    for call in (
+        lambda: store.head("tea", strange),
+        lambda: store.version("tea", of),
+        lambda: store.history("tea", strange),
+        lambda: store.write("tea", [Change(content("x"), ME, strange, "update")], LIMITS),
+    ):
+        with pytest.raises(EntryNotFound):
+            call()
+    assert store.versions("tea", [of]) == {}
+    assert store.erase("tea", strange) == 0
+    assert [one.ref for one in store.heads("tea", after="a")] == [ref]
+    assert store.by_words("tea", [strange], (), 9) == store.by_names("tea", [strange], (), 9) == []
+    assert store.records.find("tea", "log", ids=[strange]) == []
+    assert store.records.find("tea", "log", after=strange) == []
+    assert store.records.count("tea", "log", state=strange) == 0
+    assert store.records.erase("tea", ids=[strange]) == 0
+    assert len(store.records.find("tea", "log")) == 1
+    assert (store.heads(strange), store.state(strange)) == ([], 0), "a tenant of that name"
