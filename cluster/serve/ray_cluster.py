@@ -35,7 +35,7 @@ from ray._private.ray_constants import (
     PROCESS_TYPE_DASHBOARD_AGENT,
     PROCESS_TYPE_RUNTIME_ENV_AGENT,
 )
-from ray._raylet import (
+from ray._raylet import (  # type: ignore[attr-defined]  # compiled, and its stub does not have them
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
     METRICS_EXPORT_PORT_NAME,
