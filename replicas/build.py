@@ -280,12 +280,13 @@ def build_engine(
             model, geometry, device, exact=exactness.exact, context_tokens_max=context_tokens_max
         )
     else:
+        assert model is not None, "ranks compute by the model's modules"
         attention = ranks.choose_attention(model, geometry, device, context_tokens_max)
 
     def make_runner(pages: int) -> Runner:
         """Make a pool, of which every rank holds its part, and what computes on it."""
         logit_rows_max = settings.engine.logit_rows_max
-        if ranks is not None:
+        if ranks is not None and model is not None:
             pool = ranks.make_pool(geometry, pages, device)
             return LeadingRunner(model, pool, attention.backend, ranks, logit_rows_max=logit_rows_max)
         pool = KvPool(geometry, pages, device)

@@ -35,7 +35,7 @@ from ray._private.ray_constants import (
     PROCESS_TYPE_DASHBOARD_AGENT,
     PROCESS_TYPE_RUNTIME_ENV_AGENT,
 )
-from ray._raylet import (
+from ray._raylet import (  # type: ignore[attr-defined]  # compiled, and its stub does not have them
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
     METRICS_EXPORT_PORT_NAME,
@@ -359,7 +359,7 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
 
     The raylet does not run without its two agents, so processes of 10 MB wait in their place: one gathers for
     the dashboard and exports metrics, which `PRIVATE_ENVIRONMENT` switches off; the other installs runtime
-    environments, and whoever asks for one needs a cluster that is not private. They were 215 MB, 1.9
+    environments, which no application of `samovar serve` has. They were 215 MB, 1.9
     CPU-seconds of a start and half a percent of a core.
     """
 

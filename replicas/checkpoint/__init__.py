@@ -1,4 +1,4 @@
-"""A model read from its files without transformers, by what an earlier start has seen that make of them."""
+"""A model's weights and tokenizer read from their files, as an earlier start has seen transformers do it."""
 
 from replicas.checkpoint.plain_recipe import PlainRecipe, recipe_of
 from replicas.checkpoint.vocabulary import Vocabulary, load_vocabulary

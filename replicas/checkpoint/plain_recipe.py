@@ -81,17 +81,7 @@ class PlainRecipe:
         with _opened(directory, dtype) as read:
             embedding = read(EMBEDDING)
             return PlainModel(
-                layers=tuple(
-                    PlainLayer(
-                        **{
-                            name: _of_layer(read, number, name) if name in one.has else None
-                            for name in OF_LAYER
-                        },
-                        uses_rope=one.uses_rope,
-                        window=one.window,
-                    )
-                    for number, one in enumerate(self.layers)
-                ),
+                layers=tuple(_layer(read, one, number) for number, one in enumerate(self.layers)),
                 embedding=embedding,
                 final_norm=read(FINAL_NORM),
                 head=embedding if self.is_tied else read(HEAD),
@@ -104,7 +94,10 @@ class PlainRecipe:
         if recipe_of(plain) != self or not _is_float32(plain.inverse_frequencies):
             return False
         with _opened(directory, plain.dtype) as read:
-            pairs = [(plain.embedding, (EMBEDDING,)), (plain.final_norm, (FINAL_NORM,))]
+            pairs: list[tuple[torch.Tensor, tuple[str, ...]]] = [
+                (plain.embedding, (EMBEDDING,)),
+                (plain.final_norm, (FINAL_NORM,)),
+            ]
             if not self.is_tied:
                 pairs.append((plain.head, (HEAD,)))
             for number, (one, layer) in enumerate(zip(self.layers, plain.layers, strict=True)):
@@ -138,9 +131,10 @@ def _names(layer: int, name: str) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}.{part}" for part in OF_LAYER[name])
 
 
-def _of_layer(read: Any, layer: int, name: str) -> torch.Tensor:
-    tensor: torch.Tensor = read(*_names(layer, name))
-    return tensor
+def _layer(read: Any, recipe: LayerRecipe, number: int) -> PlainLayer:
+    tensors: dict[str, Any] = dict.fromkeys(OF_LAYER)
+    tensors |= {name: read(*_names(number, name)) for name in recipe.has}
+    return PlainLayer(**tensors, uses_rope=recipe.uses_rope, window=recipe.window)
 
 
 @contextmanager

@@ -86,6 +86,7 @@ def test_the_lean_step_serves_and_takes_the_weights_over(play: Play) -> None:
     assert chosen.kind == "lean"
     assert chosen.exactness.exact
     assert chosen.sentence.startswith("lean, weights ")
+    assert chosen.model is not None
     assert {parameter.device.type for parameter in chosen.model.parameters()} == {"meta"}
     assert (chooser.loads, chooser.probed) == (1, ["lean"])
     assert " lean" in chosen.numerics(CPU)

@@ -80,7 +80,7 @@ def planted(plain: PlainModel, where: str) -> PlainModel:
     if where in ("qkv", "down", "input_norm"):
         tensor = getattr(layer, where).clone()
         tensor.view(-1)[-1] += 1
-        changed = replace(layer, **{where: tensor})  # type: ignore[arg-type]
+        changed = replace(layer, **{where: tensor})
         return replace(plain, layers=(plain.layers[0], changed))
     tensor = plain.embedding.clone()
     tensor[-1, -1] += 1
