@@ -106,7 +106,9 @@ class Fitted:
             "summarised_messages": self.summarised,
             "prompt_tokens": self.prompt_tokens,
             "window_tokens": self.window_tokens,
-            "next_cut_at_tokens": self.plan.start_tokens,
+            "next_cut_at_tokens": self.plan.due_tokens(
+                self.conversation.expected_tokens(len(self.conversation))
+            ),
         }
 
 

@@ -1,16 +1,17 @@
 """Where a conversation that outgrows its window is cut. Pure.
 
 A cut leaves out the oldest turns. It is made in one big step, from `start_tokens` down to `target_tokens`,
-and then stays where it is until the rest has grown to `start_tokens` again: the prompts in between begin with
-the same tokens. Whether a cut is due is asked of the history before the new input only, so that the answer is
-known when a turn ends; and once more if the new input would not fit.
+and then stays where it is until the rest has grown to `start_tokens` again, or so far that an input as long
+as the latest ones would not fit: the prompts in between begin with the same tokens. Whether a cut is due is
+asked of the history before the new input only, so that the answer is known when a turn ends; and once more if
+the new input does not fit, which its user waits for.
 
 Indices are of the messages behind the leading system messages.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
@@ -34,6 +35,8 @@ class Cut:
 
 
 WHOLE = Cut()
+LATEST = 4
+"""Inputs, the longest of which the next one is expected to be as long as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,14 @@ class WindowPlan:
     target_tokens: int
     charge_tokens: int = 0
     recent_turns: int = 1
+
+    def due_tokens(self, input_tokens: int) -> int:
+        """Return the size at which a cut is due before an input of so many tokens.
+
+        Half of a step is used in any case: long inputs must not make each turn begin with other tokens.
+        """
+        room = self.limit_tokens - self.charge_tokens - input_tokens
+        return max((self.target_tokens + self.start_tokens) // 2, min(self.start_tokens, room))
 
 
 def leading_system(messages: Sequence[ChatMessage]) -> int:
@@ -94,6 +105,8 @@ class Talk:
         self._system_sums = [0, *accumulate(of_system)]
         self.questions = [index for index, one in enumerate(messages) if one.role == "user"]
         self.boundaries = boundaries(messages)
+        self._inputs = _inputs(messages)
+        self._ends = [end for _, end in self._inputs]
 
     def __len__(self) -> int:
         return len(self.messages)
@@ -136,20 +149,30 @@ class Talk:
 
     def inputs(self) -> list[tuple[int, int]]:
         """Return where each request's new messages begin and end: what came between two answers."""
-        found, begin = [], 0
-        for index, message in enumerate(self.messages):
-            if message.role == "assistant":
-                begin = index + 1
-            elif index + 1 == len(self) or self.messages[index + 1].role == "assistant":
-                found.append((begin, index + 1))
+        found = list(self._inputs)
         if self.messages and self.messages[-1].role == "assistant":  # an answer that is to be continued
             found.append((len(self), len(self)))
         return found
 
+    def expected_tokens(self, end: int) -> int:
+        """Return how long the input that follows messages `[0, end)` is expected to be."""
+        known = self._inputs[: bisect_right(self._ends, end)]
+        return max((self.tokens(*one) for one in known[-LATEST:]), default=0)
+
+
+def _inputs(messages: Sequence[ChatMessage]) -> list[tuple[int, int]]:
+    found, begin = [], 0
+    for index, message in enumerate(messages):
+        if message.role == "assistant":
+            begin = index + 1
+        elif index + 1 == len(messages) or messages[index + 1].role == "assistant":
+            found.append((begin, index + 1))
+    return found
+
 
 def next_cut(conversation: Talk, cut: Cut, end: int, plan: WindowPlan) -> Cut:
     """Return the cut that requests after messages `[0, end)` are made with, whatever they ask."""
-    if conversation.size(cut, end, plan) <= plan.start_tokens:
+    if conversation.size(cut, end, plan) <= plan.due_tokens(conversation.expected_tokens(end)):
         return cut
     return _moved(conversation, cut, end, end, plan, plan.start_tokens)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,6 +164,33 @@ def test_the_prefix_stays_for_many_turns_between_two_cuts() -> None:
     # A turn adds 60 with its charge, so that a step of 400 lasts for six or seven turns.
     assert 12 <= changes <= 16
     assert min(sizes[20:]) < PLAN.target_tokens + 100
+
+
+@pytest.mark.parametrize("limit_tokens", [800, 840, 900])
+@pytest.mark.parametrize("said", [[20], [60], [20, 60, 30], [90, 90, 20, 20, 20]])
+def test_no_turn_waits_for_a_cut_if_what_is_said_is_as_long_as_lately(
+    said: list[int], limit_tokens: int
+) -> None:
+    plan = replace(PLAN, limit_tokens=limit_tokens)
+    messages: list[ChatMessage] = []
+    tokens: list[int] = []
+    early, forced = 0, []
+    for number in range(150):
+        before = cut_of(made(messages, tokens), plan) if messages else WHOLE
+        messages.append(ChatMessage("user", f"question {number}"))
+        tokens.append(said[number % len(said)])
+        after = cut_of(made(messages, tokens), plan)
+        if after != before:
+            forced.append(number)
+        early += bool(messages[:-1]) and before != cut_of(made(messages[:-2], tokens[:-2]), plan)
+        messages.append(ChatMessage("assistant", f"answer {number}"))
+        tokens.append(20)
+    assert early > 5
+    assert not forced, "a user waited"
+
+
+def test_long_inputs_do_not_make_every_turn_begin_with_other_tokens() -> None:
+    assert [PLAN.due_tokens(tokens) for tokens in (0, 80, 100, 280, 10_000)] == [800, 800, 780, 600, 600]
 
 
 def test_without_early_cuts_nothing_is_left_out_before_it_must_be() -> None:
