@@ -132,7 +132,7 @@ async def _no_more(_: object) -> bytes:
 def _ask_for_nothing(receive: Any) -> None:
     """Have Serve not ask the proxy: all is here. Its task for that (ray 2.60) begins when we first wait.
 
-    Another version of Serve asks, and is told of the body's end.
+    Another version of Serve asks, and hears of the body's end.
     """
     if hasattr(receive, SERVES_FETCH):
         setattr(receive, SERVES_FETCH, _no_more)

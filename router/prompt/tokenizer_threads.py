@@ -53,6 +53,11 @@ class TokenizerThreads:
             results.append(await asyncio.wrap_future(job.future))
         return results
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no work waits or runs."""
+        return not self._open
+
     def _begin(self, tenant: str, work: Callable[[], Any], nbytes: int, *, is_new: bool) -> _Job:
         job = _Job(work)
         with self._lock:

@@ -104,6 +104,17 @@ async def test_a_front_door_that_reaches_no_proxy_answers_through_serve(
     replicas.inlet.close()
 
 
+async def test_a_front_door_without_links_behind_proxies_that_have_them_answers_through_serve() -> None:
+    """The application was changed, and the proxies were not: they watch its clients all the same."""
+    off = ClusterSettings(links=LinkSettings(enabled=False))
+    house = House(lambda request: say(WORDS), settings=make_settings().model_copy(update={"cluster": off}))
+    async with through_proxy(house) as (client, inlet):
+        assert text_of((await client.post(CHAT, json=STREAM)).text) == "".join(WORDS)
+        whole = await client.post(CHAT, json=BODY)
+        assert whole.json()["choices"][0]["message"]["content"] == "".join(WORDS)
+        assert not inlet._links
+
+
 async def test_a_front_door_that_is_lost_in_mid_stream_ends_it_with_an_error() -> None:
     gate = asyncio.Event()
     house, replicas = linked_house(

@@ -86,10 +86,8 @@ class Door:
                     self.left.set()
                     return
 
-        watching, serving_it = (
-            asyncio.create_task(watch()),
-            asyncio.create_task(self._app(sent, queue.get, send)),
-        )
+        watching = asyncio.ensure_future(watch())
+        serving_it = asyncio.ensure_future(self._app(sent, queue.get, send))
         await asyncio.wait({watching, serving_it}, return_when=asyncio.FIRST_COMPLETED)
         serving_it.cancel() if not serving_it.done() else watching.cancel()
         await asyncio.gather(watching, serving_it, return_exceptions=True)

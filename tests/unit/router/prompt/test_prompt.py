@@ -15,7 +15,13 @@ from replicas.messages import SamplingParams
 from router.openai.errors import ApiError
 from router.openai.messages import ChatMessage
 from router.openai.parse import ParsedChat, ParsedCompletion
-from router.prompt.prompt import PromptBuilder, answer_tokens, longest_token_bytes
+from router.prompt.prompt import (
+    SHORT_CHARS,
+    SHORT_MESSAGES,
+    PromptBuilder,
+    answer_tokens,
+    longest_token_bytes,
+)
 from router.prompt.reply_memory import Owner
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
@@ -49,6 +55,43 @@ def chat(*texts: str) -> ParsedChat:
 
 def plain(*prompts: str | tuple[int, ...]) -> ParsedCompletion:
     return ParsedCompletion(model="m", sampling=SamplingParams(), prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_busy", "threads"),
+    [
+        (("tell me",), False, 0),
+        (("tell me",), True, 1),
+        (("x" * (SHORT_CHARS + 1),), False, 1),
+        (("x",) * (SHORT_MESSAGES + 1), False, 1),
+    ],
+)
+async def test_a_short_chat_needs_no_thread_and_waits_for_its_turn_with_the_others(
+    monkeypatch: pytest.MonkeyPatch, texts: tuple[str, ...], is_busy: bool, threads: int
+) -> None:
+    builder = builder_of(tokenizer_threads=1)
+    monkeypatch.setattr(builder, "_context_tokens_max", 100_000)
+    gate, ran = threading.Event(), set[str]()
+    rendered = builder._render
+
+    def noting(request: ParsedChat) -> str:
+        ran.add(threading.current_thread().name)
+        return rendered(request)
+
+    monkeypatch.setattr(builder, "_render", noting)
+    busy = asyncio.create_task(builder.work(gate.wait, 1)) if is_busy else None
+    await asyncio.sleep(0)  # it is queued
+    asking = asyncio.create_task(builder.chat("t", chat(*texts)))
+    await asyncio.sleep(0)
+    gate.set()
+    prompt = await asyncio.wait_for(asking, 30)
+    assert prompt.token_ids
+    assert len([name for name in ran if name.startswith("tokenizer")]) == threads
+    assert len(ran) == 1
+    if busy is not None:
+        await busy
+    builder.check_integrity()
+    builder.close()
 
 
 async def test_chat_is_what_transformers_makes_of_it(builder: PromptBuilder) -> None:
