@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cache_tiers.blocks import Clear
-from cache_tiers.forecast import Forecast
 from cache_tiers.messages import (
-    BadReport,
-    Cleared,
     Fetch,
     Fetched,
     FetchFailed,
-    LoadReport,
     Lookup,
     LookupResult,
-    NodeStats,
     StoreReply,
     StoreRequest,
-    TurnEnded,
 )
 from configs.telemetry import Tracer, Value
 from replicas.messages import Admitted, Event, Failed, Refused
@@ -35,6 +28,9 @@ class TracedLink:
     def __init__(self, link: TierLink, tracer: Tracer) -> None:
         self._link = link
         self._tracer = tracer
+        # What has no span goes straight to the link.
+        self.report, self.clear, self.turn_over = link.report, link.clear, link.turn_over
+        self.stats, self.ping = link.stats, link.ping
 
     def lookup(self, lookup: Lookup) -> LookupResult | None:
         if not lookup.trace:
@@ -67,21 +63,6 @@ class TracedLink:
             reply = self._link.offer(told)
             span.set({"samovar.taken": sum(outcome == "taken" for outcome in reply.outcomes)})
             return reply
-
-    def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
-        self._link.report(bad, loads)
-
-    def clear(self, clear: Clear) -> Cleared:
-        return self._link.clear(clear)
-
-    def turn_over(self, over: TurnEnded) -> Forecast | None:
-        return self._link.turn_over(over)
-
-    def stats(self) -> NodeStats | None:
-        return self._link.stats()
-
-    def ping(self) -> str | None:
-        return self._link.ping()
 
 
 class AnswerSpans:
