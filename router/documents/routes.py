@@ -22,12 +22,10 @@ from router.documents.store import FILE_NAME, SCHEMAS, DocumentStore
 from router.generation import IngressServices
 from router.knowledge import KnowledgeBase, PromptText, cursor, whole_number
 from router.openai import check_structure, read_body, validated
+from router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
 from router.prompt import PromptBuilder
 from router.routing import ReplicaClient, SessionDirectory
 
-DOCUMENTS = "/v1/documents"
-DOCUMENT_ROUTE = "/v1/documents/{document}"
-PREFILL_ROUTE = "/v1/documents/{document}/prefill"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
 
 Body = TypeVar("Body", bound=BaseModel)

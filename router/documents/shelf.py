@@ -336,7 +336,7 @@ class DocumentShelf:
                 if await self.work():
                     continue
             except ApiError as refused:  # the next look may succeed
-                logger.warning("the documents cannot be worked on: %s", refused.message)
+                logger.info("the documents cannot be worked on: %s", refused.message)
             except Exception:
                 logger.exception("the documents cannot be worked on")
             with suppress(TimeoutError):

@@ -20,6 +20,7 @@ from configs.telemetry import NO_SPAN, Span, Tracer, noted_request
 from router.auth import PAGE_FILES, Authenticator, is_open, is_preflight
 from router.metrics import Metrics
 from router.openai import ApiError, ClientClosedRequest, Forbidden, InternalError, shown
+from router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL, PREFILL_ROUTE
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +92,6 @@ HINT = "/hint"
 TRACED = ("POST", "DELETE")  # what is only asked for again and again (/health, /metrics) is not traced
 KNOWLEDGE = "/v1/knowledge/"
 KNOWLEDGE_ROUTE = "/v1/knowledge/{entry}"
-DOCUMENTS = "/v1/documents/"
-DOCUMENT_ROUTE = "/v1/documents/{document}"
-PREFILL_ROUTE = DOCUMENT_ROUTE + "/prefill"
-PREFILL = "/prefill"
 OTHER_ROUTE = "other"  # label for unknown paths: clients choose paths
 
 ErrorBody = Callable[[ApiError, str], bytes]
@@ -217,7 +214,7 @@ def _label(path: str, routes: frozenset[str]) -> str:
         return RESPONSE_ROUTE
     if path.startswith(KNOWLEDGE) and path not in routes and KNOWLEDGE_ROUTE in routes:
         return KNOWLEDGE_ROUTE
-    if path.startswith(DOCUMENTS) and DOCUMENT_ROUTE in routes:
+    if path.startswith(f"{DOCUMENTS}/") and DOCUMENT_ROUTE in routes:
         return PREFILL_ROUTE if path.endswith(PREFILL) else DOCUMENT_ROUTE
     return path if path in routes else OTHER_ROUTE
 

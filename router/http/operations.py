@@ -16,17 +16,16 @@ from starlette.routing import BaseRoute, Route
 from configs.settings import LimitsSettings
 from router.anthropic import bounded_messages_body
 from router.http.middleware import (
-    DOCUMENT_ROUTE,
     HINT_ROUTE,
     KNOWLEDGE_ROUTE,
     PAGE_ROUTE,
-    PREFILL_ROUTE,
     RESPONSE_ROUTE,
     SESSIONS_ROUTE,
 )
 from router.http.operator_routes import PAGE_DEFAULT, PAGE_MAX, ClearBody, HintBody
 from router.metrics import CONTENT_TYPE
 from router.openai import DetokenizeBody, bounded_chat, bounded_completion, bounded_tokenize
+from router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
 from router.reference import Operation, QueryParameter, answers, build_document
 from router.responses import bounded_responses_body
 
@@ -236,8 +235,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="Keep such questions, in place of those before", body=_loop_body("QuestionsBody")
     ),
     ("DELETE", f"{_KB}/questions"): _knowledge(summary="Delete these questions"),
-    ("GET", "/v1/documents"): _document(summary="List the documents", query=(_LIMIT, _AFTER)),
-    ("POST", "/v1/documents"): _document(
+    ("GET", DOCUMENTS): _document(summary="List the documents", query=(_LIMIT, _AFTER)),
+    ("POST", DOCUMENTS): _document(
         summary="Take in a document",
         description="It is read, chunked and prefilled behind the answer: GET it to see how far it is.",
         body=_body("DocumentBody", "router.documents"),
