@@ -20,7 +20,7 @@ from router.documents.shelf import DocumentShelf, ForgetBlocks
 from router.documents.store import FILE_NAME, DocumentStore
 from router.generation import IngressServices
 from router.knowledge import KnowledgeBase, PromptText, store_folder
-from router.openai import InvalidValue, check_structure, read_body, shown, validated
+from router.openai import check_structure, read_body, validated, whole_number
 from router.prompt import PromptBuilder
 from router.routing import ReplicaClient, SessionDirectory
 
@@ -93,7 +93,7 @@ class DocumentRoutes:
     async def all(self, request: Request) -> Response:
         """Handle GET /v1/documents?limit=&after=: documents by id."""
         tenant, params = tenant_of(request.scope), request.query_params
-        limit = _limit(params.get("limit"))
+        limit = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX)
         with self._reads.lease(tenant):
             page = await self._shelf.all(tenant, limit + 1, params.get("after", ""))
         data = [one.card() for one in page[:limit]]
@@ -126,11 +126,3 @@ class DocumentRoutes:
         raw = await read_body(request.receive, request.headers, self._limits)
         check_structure(raw, self._limits)
         return tenant, validated(model, raw)
-
-
-def _limit(given: str | None) -> int:
-    if given is None:
-        return PAGE_DEFAULT
-    if not given.isascii() or not given.isdigit() or len(given) > 10 or not 1 <= int(given) <= PAGE_MAX:
-        raise InvalidValue("limit", f"limit={shown(given)} is no number from 1 to {PAGE_MAX}.")
-    return int(given)

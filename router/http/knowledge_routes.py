@@ -39,7 +39,6 @@ from router.knowledge import (
     open_store,
     origin_of,
     questions_of,
-    whole_number,
 )
 from router.learning import Gate, LoopMemory, asked, feedback_routes
 from router.openai import (
@@ -50,6 +49,7 @@ from router.openai import (
     read_body,
     shown,
     validated,
+    whole_number,
 )
 from router.prompt import PromptBuilder
 
@@ -147,6 +147,8 @@ class KnowledgeRoutes:
     async def create(self, request: Request) -> Response:
         """Handle POST /v1/knowledge: a new entry."""
         tenant, body = await self._body(request, EntryBody)
+        if body.base is not None:
+            raise InvalidValue("base", "base is of an entry's next version: send it to /v1/knowledge/{id}.")
 
         def work() -> list[EntryVersion]:  # not on the event loop: it looks at each character
             change = Change(content_of(body, self._settings), origin_of(tenant, body.why, body.turn))

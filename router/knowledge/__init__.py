@@ -16,11 +16,9 @@ from router.knowledge.body import (
     imported,
     origin_of,
     questions_of,
-    whole_number,
 )
 from router.knowledge.embedder import Embedder, StaticEmbedder, open_embedder
 from router.knowledge.entries import (
-    ID_PATTERN,
     KINDS,
     Authorship,
     Change,
@@ -75,7 +73,6 @@ from router.knowledge.sqlite_file import SqliteFile
 from router.knowledge.sqlite_store import SqliteStore, store_file, store_folder
 
 __all__ = [
-    "ID_PATTERN",
     "KINDS",
     "RANKINGS",
     "STEM_CHARS",
@@ -149,6 +146,5 @@ __all__ = [
     "tells",
     "turn_keys",
     "verdicts",
-    "whole_number",
     "words_of",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -238,13 +238,3 @@ def _sections(body: ImportBody) -> list[tuple[str, EntryBody]]:
             place = f"text[section {shown(title)}]."
             found.append((place, _entry(fields, place)))
     return found
-
-
-def whole_number(params: Mapping[str, str], name: str, default: int, most: int) -> int:
-    """Return a number from 1 to `most` of a query string. Raises `InvalidValue`."""
-    given = params.get(name)
-    if given is None:
-        return default
-    if not given.isascii() or not given.isdigit() or len(given) > 10 or not 1 <= int(given) <= most:
-        raise InvalidValue(name, f"{name}={shown(given)} is no number from 1 to {most}.")
-    return int(given)

@@ -13,11 +13,11 @@ from starlette.routing import Route
 
 from router.auth import tenant_of
 from router.generation import IngressServices
-from router.knowledge import KnowledgeBase, whole_number
+from router.knowledge import KnowledgeBase
 from router.learning.bodies import ConfirmBody, FeedbackBody, LoopVerdict, QuestionsBody, RejectBody
 from router.learning.candidates import State
 from router.learning.learning import LearningLoop
-from router.openai import InvalidValue, check_structure, read_body, shown, validated
+from router.openai import InvalidValue, check_structure, read_body, shown, validated, whole_number
 
 FEEDBACK = "/v1/feedback"
 CANDIDATES = "/v1/knowledge/candidates"

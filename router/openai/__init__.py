@@ -53,6 +53,7 @@ from router.openai.parse import (
     error_of,
     validated,
 )
+from router.openai.query import whole_number
 from router.openai.schema import (
     CacheMark,
     DetokenizeBody,
@@ -133,4 +134,5 @@ __all__ = [
     "shown",
     "split_front",
     "validated",
+    "whole_number",
 ]

@@ -27,7 +27,7 @@ class PostgresRecords:
         origin = (record.turn, record.session, record.state, record.key)
         values = (record.kind, record.id, record.body, *origin, record.at_s, record.expires_s)
         with self._database.transaction(tenant) as db:
-            self._take_turns(db, tenant)
+            self.take_turns(db, tenant)
             with self._database.everyone(db):
                 # What another ingress deletes at this moment is left to it.
                 db.execute(
@@ -46,8 +46,8 @@ class PostgresRecords:
             )
             self._make_room(db, tenant, record, bounds)
 
-    def _take_turns(self, db: Connection, tenant: str) -> None:
-        """Let other writers of the tenant's records wait: what is counted must be all."""
+    def take_turns(self, db: Connection, tenant: str) -> None:
+        """Let other writers of the tenant's records wait: what is counted, or erased, must be all."""
         db.execute("SELECT pg_advisory_xact_lock(hashtext('samovar records'), hashtext(%s))", (tenant,))
 
     def _make_room(self, db: Connection, tenant: str, record: LoopRecord, bounds: RecordBounds) -> None:

@@ -1,0 +1,20 @@
+"""Values of a query string."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from router.openai.errors import InvalidValue, shown
+
+DIGITS_MAX = 10
+
+
+def whole_number(params: Mapping[str, str], name: str, default: int, most: int) -> int:
+    """Return a number from 1 to `most`; `default` where it is not given. Raises `InvalidValue`."""
+    given = params.get(name)
+    if given is None:
+        return default
+    is_number = given.isascii() and given.isdigit() and len(given) <= DIGITS_MAX
+    if not is_number or not 1 <= int(given) <= most:
+        raise InvalidValue(name, f"{name}={shown(given)} is no number from 1 to {most}.")
+    return int(given)
