@@ -125,4 +125,4 @@ class DocumentRoutes:
         tenant = tenant_of(request.scope)
         raw = await read_body(request.receive, request.headers, self._limits)
         check_structure(raw, self._limits)
-        return tenant, validated(model, raw)
+        return tenant, validated(model, raw or b"{}")

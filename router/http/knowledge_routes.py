@@ -303,7 +303,7 @@ class KnowledgeRoutes:
         tenant, limits = tenant_of(request.scope), self._service.settings.limits
         raw = await read_body(request.receive, request.headers, limits)
         check_structure(raw, limits)
-        return tenant, validated(model, raw)
+        return tenant, validated(model, raw or b"{}")
 
 
 def _card(version: EntryVersion) -> dict[str, Any]:

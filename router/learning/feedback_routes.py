@@ -128,7 +128,7 @@ class FeedbackRoutes:
         limits = self._service.settings.limits
         raw = await read_body(request.receive, request.headers, limits)
         check_structure(raw, limits)
-        return tenant_of(request.scope), validated(model, raw)
+        return tenant_of(request.scope), validated(model, raw or b"{}")
 
 
 def _one_of(request: Request, name: str, words: tuple[str, ...]) -> str | None:

@@ -185,6 +185,18 @@ async def test_turns_of_odd_characters_are_kept_without_them(loop: Loop) -> None
             assert (candidate["question"], candidate["answer"]) == ("why?", "So.[2J")
 
 
+async def test_a_decision_needs_no_body_and_one_without_its_field_names_it(loop: Loop) -> None:
+    async with loop.house.client() as client:
+        for verb, state in (("reject", "rejected"), ("confirm", "confirmed")):
+            turn = await loop.ask(client, f"{QUESTION} {verb}")
+            candidate = (await loop.tell(client, turn))["candidate"]["id"]
+            done = await client.post(f"{CANDIDATES}/{candidate}/{verb}")
+            assert (done.status_code, done.json()["state"]) == (200, state), done.text
+        for route, param in ((KB, "kind"), (FEEDBACK, "turn_id"), (QUESTIONS, "questions")):
+            refused = await client.post(route)
+            assert (refused.status_code, error_of(refused)["param"]) == (400, param)
+
+
 async def test_a_turn_that_is_too_long_or_too_old_has_no_feedback(tmp_path: Path) -> None:
     loop = Loop(tmp_path, turn_bytes_max=256, turns_max=2)
     async with loop.house.client() as client:
