@@ -17,7 +17,8 @@ import pytest
 from replicas.messages import GenerateRequest
 from router.knowledge import KnowledgeBase, SqliteStore
 from router.knowledge.placement import BEGIN, END, QUOTE
-from router.learning import AUTHOR, learning
+from router.learning import AUTHOR
+from router.learning.candidates import candidate_of
 from tests.house import ROOT
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
 from tests.support.router.fake_replica import Script
@@ -583,15 +584,13 @@ async def test_a_turn_whose_session_is_deleted_before_its_answer_ends_is_not_kep
 async def test_feedback_that_its_sessions_deletion_overtakes_writes_nothing(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = learning.candidate_of
-
     def overtaken(*given: Any) -> Any:
         loop.base.store.forget_sessions("local", None)
-        return made(*given)
+        return candidate_of(*given)
 
     async with loop.house.client() as client:
         turn = await loop.ask(client, "question-zanzibar?")
-        monkeypatch.setattr(learning, "candidate_of", overtaken)
+        monkeypatch.setattr("router.learning.learning.candidate_of", overtaken)
         body = {"turn_id": turn, "verdict": "success", "comment": "comment-zanzibar"}
         refused = await client.post(FEEDBACK, json=body)
         assert (refused.status_code, error_of(refused)["code"]) == (404, "turn_not_found")
