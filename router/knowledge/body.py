@@ -179,6 +179,11 @@ def imported(body: ImportBody, settings: KnowledgeSettings, who: str) -> list[Ch
     ]
 
 
+IMPORTED = frozenset({"kind", "title", "text", "topics", "why", "turn"})
+EXPORTED = frozenset({"id", "object", "version", "operation", "of_version", "who", "created"})
+"""What `samovar kb export` writes besides: the store makes it anew."""
+
+
 def _lines(body: ImportBody) -> list[tuple[str, EntryBody]]:
     found = []
     for number, line in enumerate(body.text.split("\n"), 1):
@@ -191,10 +196,11 @@ def _lines(body: ImportBody) -> list[tuple[str, EntryBody]]:
             raise InvalidValue("text", f"line {number} of text is no JSON.") from None
         if not isinstance(value, dict):
             raise InvalidValue("text", f"line {number} of text is no JSON object.")
-        # As `samovar kb export` writes them: what the store adds is not read back.
-        fields = {
-            name: value[name] for name in ("kind", "title", "text", "topics", "why", "turn") if name in value
-        }
+        unknown = next((name for name in value if name not in IMPORTED | EXPORTED), None)
+        if unknown is not None:
+            message = f"{place}{shown(unknown)} is no field of an entry. Leave it out, or mend its name."
+            raise InvalidValue("text", message)
+        fields = {name: value[name] for name in value if name in IMPORTED}
         found.append((place, _entry(fields, place)))
     return found
 

@@ -133,7 +133,8 @@ async def test_imports_are_whole_or_not_at_all(client: httpx.AsyncClient) -> Non
     again = await client.post(f"{ROUTE}/import", json={"format": "jsonl", "text": lines, "why": "a copy"})
     assert [one["why"] for one in again.json()["data"]] == ["a copy", "a copy", "asked twice"]
     before = (await client.get(ROUTE)).json()
-    for bad in ('{"kind": "poem", "text": "x"}', "[]", "{", '{"kind": "gotcha"}', "\n"):
+    misnamed = '{"kind": "gotcha", "text": "x", "titel": "y"}'
+    for bad in ('{"kind": "poem", "text": "x"}', "[]", "{", '{"kind": "gotcha"}', misnamed, "\n"):
         text = bad if bad == "\n" else f"{lines}\n{bad}"
         refused = await client.post(f"{ROUTE}/import", json={"format": "jsonl", "text": text})
         assert (refused.status_code, error_of(refused)["param"]) == (400, "text")
