@@ -4,7 +4,7 @@ Nothing imports it while `knowledge.enabled` is false.
 """
 
 from router.documents.body import DocumentBody, PrefillBody
-from router.documents.document import ID_PATTERN, STATES, Document, DocumentFailed, Quota
+from router.documents.document import Document, DocumentFailed, Quota
 from router.documents.pdf import read_pdf
 from router.documents.placement import Whole, end_of_documents, fenced_document, in_order, place_documents
 from router.documents.prefill import Front, Prefill, PrefillBusy, document_session, pinned
@@ -14,8 +14,6 @@ from router.documents.store import DocumentStore
 from router.documents.text import chunks_of, text_of
 
 __all__ = [
-    "ID_PATTERN",
-    "STATES",
     "Document",
     "DocumentBody",
     "DocumentFailed",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 Format = Literal["text", "markdown", "pdf"]
 State = Literal["processing", "ready", "failed", "deleting"]
@@ -12,10 +12,8 @@ State = Literal["processing", "ready", "failed", "deleting"]
 Wanted = Literal["auto", "always", "never"]
 Prefilled = Literal["none", "waiting", "running", "stored", "partly", "computed", "failed"]
 """How far its KV is: `stored` in a tier below the pool, `partly`, or not (`computed`: in the pool)."""
-STATES: tuple[State, ...] = get_args(State)
 
 ID_PREFIX = "doc-"
-ID_PATTERN = r"doc-[0-9a-f]{20}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from router.documents.prefill import Front, Prefill
 from router.documents.shelf import DocumentShelf, ForgetBlocks, ForgetEntries
 from router.documents.store import FILE_NAME, SCHEMAS, DocumentStore
 from router.generation import IngressServices
-from router.knowledge import KnowledgeBase, PromptText, cursor, whole_number
-from router.openai import check_structure, read_body, validated
+from router.knowledge import KnowledgeBase, PromptText
+from router.openai import check_structure, cursor, read_body, validated, whole_number
 from router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
 from router.prompt import PromptBuilder
 from router.routing import ReplicaClient, SessionDirectory
@@ -125,4 +125,4 @@ class DocumentRoutes:
         tenant = tenant_of(request.scope)
         raw = await read_body(request.receive, request.headers, self._limits)
         check_structure(raw, self._limits)
-        return tenant, validated(model, raw)
+        return tenant, validated(model, raw or b"{}")

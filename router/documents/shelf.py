@@ -184,10 +184,12 @@ class DocumentShelf:
         found = await self.get(tenant, document)
         if found.state != "ready":
             raise _not_ready(found)
-        fields = {"prefill": wanted, "prefilled": "none" if wanted == "never" else "waiting"}
-        changed = await self._run(
-            partial(self.store.change, tenant, document, **fields, prefill_reason="", prefilled_tokens=0)
-        )
+        state: Prefilled = "none" if wanted == "never" else "waiting"
+        fields = {"prefill": wanted, "prefilled": state, "prefill_reason": "", "prefilled_tokens": 0}
+        change = partial(self.store.change, tenant, document, **fields)
+        changed = await self._run(change)
+        if await self._stop_stage(tenant, document):  # it served the wish before, and may have written since
+            changed = await self._run(change)
         self._called.set()
         return changed
 
@@ -206,10 +208,16 @@ class DocumentShelf:
                 raise
 
         found = await self._run(mark)
-        if self._current == (tenant, document) and self._stage is not None:
-            self._stage.cancel()
-            await asyncio.gather(self._stage, return_exceptions=True)
+        await self._stop_stage(tenant, document)
         return await self._erase(found)
+
+    async def _stop_stage(self, tenant: str, document: str) -> bool:
+        """End what is done to a document here; return whether anything was."""
+        if self._current != (tenant, document) or self._stage is None:
+            return False
+        self._stage.cancel()
+        await asyncio.gather(self._stage, return_exceptions=True)
+        return True
 
     # -- chats -----------------------------------------------------------------------------
 
@@ -369,7 +377,7 @@ class DocumentShelf:
                 return
             if document.state == "processing":
                 document = await self._read(document)
-            if document.prefilled in ("waiting", "running"):
+            if document.prefilled in ("waiting", "running") and document.prefill != "never":
                 await self._prefilled(document)
         except (EntryNotFound, DocumentFailed) as failed:
             await self._failed(tenant, one, str(failed))

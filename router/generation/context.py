@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -72,8 +72,11 @@ class DocumentSource(Protocol):
 class ContextSource(Placer, Protocol):
     """Where context comes from: a knowledge base (`router/knowledge`), where one is switched on."""
 
-    async def answered(self, context: Any, said: ChatMessage) -> None:
-        """Take note of the answer to a prompt with a context, before the receipt is told."""
+    async def answered(self, context: Any, said: ChatMessage, is_deleted: Callable[[], bool]) -> None:
+        """Take note of the answer to a prompt with a context, before the receipt is told.
+
+        `is_deleted`: whether the turn's session was deleted since it began; thread-safe.
+        """
         ...
 
     async def forget(self, tenant: str, sessions: Collection[bytes] | None) -> None:

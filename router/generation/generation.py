@@ -523,7 +523,7 @@ class GenerationEndpoint:
         said = exchange.shape.sent(choice) or ChatMessage("assistant", choice.reply.content)
         try:
             async with asyncio.timeout(REMEMBER_S):
-                await source.answered(context, said)
+                await source.answered(context, said, partial(self._service.is_deleted, exchange.known))
         except TimeoutError:
             logger.info("request %s: the knowledge base is busy, its turn is not kept", exchange.request_id)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from configs.settings import Settings
 from configs.telemetry import Tracer
 from router.auth import ConcurrencyLimit
-from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions
+from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
 from router.generation.context import ContextSource, DocumentSource, WindowKeeper
 from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder
@@ -70,6 +70,13 @@ class IngressServices:
         """Raise `ModelNotFound` if `asked` is no name of the served model."""
         if asked not in self.model_names:
             raise ModelNotFound(asked, self.model_name)
+
+    def is_deleted(self, turn: SessionTurn) -> bool:
+        """Return whether a turn's session was deleted since the turn began. Thread-safe."""
+        if self.directory.table.cleared_unix_s(turn.tenant, turn.owner.session) >= turn.began_unix_s:
+            return True
+        # The table learns late of what another ingress deletes; the counter counts all that a tenant does.
+        return self.peers is not None and self.prompts.forgets(turn.owner.tenant) != turn.forgets
 
     @property
     def context_tokens_max(self) -> int:

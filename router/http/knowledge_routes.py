@@ -34,14 +34,12 @@ from router.knowledge import (
     TagBody,
     TestBody,
     content_of,
-    cursor,
     diff,
     imported,
     open_embedder,
     open_store,
     origin_of,
     questions_of,
-    whole_number,
 )
 from router.learning import Gate, LoopMemory, asked, feedback_routes
 from router.openai import (
@@ -49,9 +47,11 @@ from router.openai import (
     InvalidValue,
     ParsedChat,
     check_structure,
+    cursor,
     read_body,
     shown,
     validated,
+    whole_number,
 )
 from router.prompt import PromptBuilder
 
@@ -156,6 +156,8 @@ class KnowledgeRoutes:
     async def create(self, request: Request) -> Response:
         """Handle POST /v1/knowledge: a new entry."""
         tenant, body = await self._body(request, EntryBody)
+        if body.base is not None:
+            raise InvalidValue("base", "base is of an entry's next version: send it to /v1/knowledge/{id}.")
 
         def work() -> list[EntryVersion]:  # not on the event loop: it looks at each character
             change = Change(content_of(body, self._settings), origin_of(tenant, body.why, body.turn))
@@ -312,7 +314,7 @@ class KnowledgeRoutes:
         tenant, limits = tenant_of(request.scope), self._service.settings.limits
         raw = await read_body(request.receive, request.headers, limits)
         check_structure(raw, limits)
-        return tenant, validated(model, raw)
+        return tenant, validated(model, raw or b"{}")
 
 
 def _card(version: EntryVersion) -> dict[str, Any]:

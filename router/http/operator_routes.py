@@ -34,14 +34,13 @@ from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
 from router.diagnosis import settings_told
 from router.generation import IngressServices
 from router.openai import (
-    InvalidValue,
     MissingField,
     SessionNotFound,
     Unavailable,
     check_structure,
     error_of,
     read_body,
-    shown,
+    whole_number,
 )
 from router.routing import (
     SESSION_PREFIX,
@@ -113,7 +112,7 @@ class SessionRoutes:
     async def all(self, request: Request) -> Response:
         """Handle GET /v1/sessions?limit=&after=: the most recently used first."""
         caller: Caller = request.scope["state"]["caller"]
-        limit = _limit(request.query_params.get("limit"))
+        limit = whole_number(request.query_params, "limit", PAGE_DEFAULT, PAGE_MAX)
         after = self._after(caller, request.query_params.get("after"))
         with self._service.reads.lease(caller.tenant or ADMIN):
             rows = self._service.directory.table.of(self._tag(caller))
@@ -290,14 +289,6 @@ def tag_of_name(name: str) -> bytes | None:
         return session_of(bytes.fromhex(digits))
     except ValueError:
         return None
-
-
-def _limit(given: str | None) -> int:
-    if given is None:
-        return PAGE_DEFAULT
-    if not given.isascii() or not given.isdigit() or len(given) > 6 or not 1 <= int(given) <= PAGE_MAX:
-        raise InvalidValue("limit", f"limit={shown(given)} is no number from 1 to {PAGE_MAX}.")
-    return int(given)
 
 
 class ClearBody(BaseModel):

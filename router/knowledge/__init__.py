@@ -13,15 +13,12 @@ from router.knowledge.body import (
     TagBody,
     TestBody,
     content_of,
-    cursor,
     imported,
     origin_of,
     questions_of,
-    whole_number,
 )
 from router.knowledge.embedder import Embedder, StaticEmbedder, open_embedder
 from router.knowledge.entries import (
-    ID_PATTERN,
     KINDS,
     Authorship,
     Change,
@@ -78,7 +75,6 @@ from router.knowledge.sqlite_file import SqliteFile
 from router.knowledge.sqlite_store import SqliteStore, store_file, store_folder
 
 __all__ = [
-    "ID_PATTERN",
     "KINDS",
     "RANKINGS",
     "STEM_CHARS",
@@ -137,7 +133,6 @@ __all__ = [
     "canonical",
     "clean",
     "content_of",
-    "cursor",
     "diff",
     "fenced",
     "fuse",
@@ -155,6 +150,5 @@ __all__ = [
     "tells",
     "turn_keys",
     "verdicts",
-    "whole_number",
     "words_of",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -179,6 +179,11 @@ def imported(body: ImportBody, settings: KnowledgeSettings, who: str) -> list[Ch
     ]
 
 
+IMPORTED = frozenset({"kind", "title", "text", "topics", "why", "turn"})
+EXPORTED = frozenset({"id", "object", "version", "operation", "of_version", "who", "created"})
+"""What `samovar kb export` writes besides: the store makes it anew."""
+
+
 def _lines(body: ImportBody) -> list[tuple[str, EntryBody]]:
     found = []
     for number, line in enumerate(body.text.split("\n"), 1):
@@ -191,10 +196,11 @@ def _lines(body: ImportBody) -> list[tuple[str, EntryBody]]:
             raise InvalidValue("text", f"line {number} of text is no JSON.") from None
         if not isinstance(value, dict):
             raise InvalidValue("text", f"line {number} of text is no JSON object.")
-        # As `samovar kb export` writes them: what the store adds is not read back.
-        fields = {
-            name: value[name] for name in ("kind", "title", "text", "topics", "why", "turn") if name in value
-        }
+        unknown = next((name for name in value if name not in IMPORTED | EXPORTED), None)
+        if unknown is not None:
+            message = f"{place}{shown(unknown)} is no field of an entry. Leave it out, or mend its name."
+            raise InvalidValue("text", message)
+        fields = {name: value[name] for name in value if name in IMPORTED}
         found.append((place, _entry(fields, place)))
     return found
 
@@ -238,21 +244,3 @@ def _sections(body: ImportBody) -> list[tuple[str, EntryBody]]:
             place = f"text[section {shown(title)}]."
             found.append((place, _entry(fields, place)))
     return found
-
-
-def whole_number(params: Mapping[str, str], name: str, default: int, most: int) -> int:
-    """Return a number from 1 to `most` of a query string. Raises `InvalidValue`."""
-    given = params.get(name)
-    if given is None:
-        return default
-    if not given.isascii() or not given.isdigit() or len(given) > 10 or not 1 <= int(given) <= most:
-        raise InvalidValue(name, f"{name}={shown(given)} is no number from 1 to {most}.")
-    return int(given)
-
-
-def cursor(params: Mapping[str, str]) -> str:
-    """Return the id that a page of a query string begins behind. Raises `InvalidValue` for what none has."""
-    given = params.get("after", "")
-    if not given.isprintable():
-        raise InvalidValue("after", f"after={shown(given)} has characters that no id has.")
-    return given

@@ -34,7 +34,6 @@ Operation = Literal["create", "update", "revert", "retire"]
 Vector = NDArray[np.float32]
 
 ID_PREFIX = "kb_"
-ID_PATTERN = r"kb_[0-9a-f]{20}"
 NAMES_MAX = 64
 """Names of one text that are looked up and indexed."""
 NAME_CHARS_MAX = 64
@@ -178,7 +177,13 @@ class Authorship:
 
 
 class KnowledgeError(Exception):
-    """The store refuses: the message says why, without any entry's text."""
+    """The store refuses: the message says why, without any entry's text. `param`: the field at fault."""
+
+    param = "id"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param or type(self).param
 
 
 class EntryNotFound(KnowledgeError):
@@ -188,6 +193,8 @@ class EntryNotFound(KnowledgeError):
 class VersionConflict(KnowledgeError):
     """The entry has a newer version than the writer has seen."""
 
+    param = "base"
+
 
 class StateChanged(KnowledgeError):
     """Others have written since the state that a change was tried on."""
@@ -195,6 +202,8 @@ class StateChanged(KnowledgeError):
 
 class QuotaExceeded(KnowledgeError):
     """The tenant has no room for it."""
+
+    param = "text"
 
 
 class StoreBusy(KnowledgeError):

@@ -236,11 +236,11 @@ class KnowledgeBase:
         """Return a refusal of the store as an error of the API."""
         message = f"{error}."
         if isinstance(error, EntryNotFound):
-            return ApiError(404, message, param="id", code="entry_not_found")
+            return ApiError(404, message, param=error.param, code="entry_not_found")
         if isinstance(error, VersionConflict):
-            return ApiError(409, message, param="base", code="version_conflict")
+            return ApiError(409, message, param=error.param, code="version_conflict")
         if isinstance(error, QuotaExceeded):
-            return InvalidValue("text", f"No room for it: {message}", code="quota_exceeded")
+            return InvalidValue(error.param, f"No room for it: {message}", code="quota_exceeded")
         if isinstance(error, StateChanged):
             return Unavailable(f"Nothing was changed: {message}", self._retry_after_s, code="knowledge_busy")
         logger.warning("the knowledge base fails: %s", error)
@@ -343,7 +343,7 @@ class KnowledgeBase:
         def make() -> list[Change]:
             tags = self.store.tags(tenant)
             if tag not in tags:
-                raise EntryNotFound(f"there is no tag {shown(tag)}")
+                raise EntryNotFound(f"there is no tag {shown(tag)}", "tag")
             then = self.store.state_at(tenant, tags[tag])
             now = self.store.state_at(tenant, 2**62)
             changes = []
@@ -427,24 +427,35 @@ class KnowledgeBase:
         """Forget what the turns of these sessions got, or of all (None)."""
         await self.run(partial(self.store.forget_sessions, tenant, sessions))
 
-    async def answered(self, context: PlacedContext, said: ChatMessage) -> None:
-        """Keep a turn with its answer, as the client gets it. Where that fails, its receipt has no id."""
+    async def answered(
+        self, context: PlacedContext, said: ChatMessage, is_deleted: Callable[[], bool]
+    ) -> None:
+        """Keep a turn with its answer, as the client gets it. Where that fails, its receipt has no id.
+
+        `is_deleted`: whether the turn's session was deleted meanwhile: then nothing is kept.
+        """
         try:
-            context.turn_id = await self.run(partial(self._answered, context.asked, said))
+            context.turn_id = await self.run(partial(self._answered, context.asked, said, is_deleted))
         except ApiError as error:  # the answer is the client's all the same
             logger.warning("a turn is not kept, so that there is no feedback on it: %s", error)
 
-    def _answered(self, asked: KnowledgeTurn, said: ChatMessage) -> str | None:
+    def _answered(
+        self, asked: KnowledgeTurn, said: ChatMessage, is_deleted: Callable[[], bool]
+    ) -> str | None:
         # Before the write, which others wait for: the texts of tools are looked at.
         record = self._memory.record(asked, said) if self._memory is not None and asked.is_kept else None
-        with self.store.transaction():
-            if asked.key is not None:
-                key = chained(asked.key, said)
-                self.store.note_turn(asked.tenant, asked.session, key, asked.placed)
-            if self._memory is None or record is None:
-                return None
-            self._memory.keep(asked.tenant, record)
-        return record.id
+        try:
+            with self.store.transaction():
+                if self._memory is not None and record is not None:
+                    self._memory.keep(asked.tenant, record)
+                if asked.key is not None:
+                    key = chained(asked.key, said)
+                    self.store.note_turn(asked.tenant, asked.session, key, asked.placed)
+                if is_deleted():  # asked behind the writes: a deletion from now on waits for them
+                    raise _Deleted
+        except _Deleted:
+            return None
+        return None if record is None else record.id
 
     async def measure(self, context: PlacedContext, rendered: str | None) -> None:
         """Count the tokens of a context in its prompt."""
@@ -566,6 +577,10 @@ class KnowledgeBase:
             if len(self._counted) > COUNTED_MAX:
                 self._counted.popitem(last=False)
         return count
+
+
+class _Deleted(Exception):
+    """The session of a turn was deleted before the turn was kept: nothing of it is."""
 
 
 def _refs_of(turns: Mapping[int, PlacedTurn]) -> set[EntryRef]:

@@ -191,9 +191,15 @@ class SqliteFile:
         """Move the write-ahead log into the file and cut it to nothing: it holds old pages.
 
         Raises `StoreBusy` if a reader holds it for longer than `busy_s`; what is left is overwritten later.
+        Raises `KnowledgeError` if the disk is full, or fails.
         """
-        with self.reading() as db:
-            (busy, _, _) = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        try:
+            (busy, _, _) = self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except sqlite3.Error as error:
+            message = (
+                f"it is deleted, and the log that holds its bytes cannot be emptied: {error}. Delete it again"
+            )
+            raise KnowledgeError(message) from None
         if busy:
             raise StoreBusy(
                 "it is deleted, and another process still reads the log that holds its bytes. Delete it again"

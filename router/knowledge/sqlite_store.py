@@ -269,7 +269,7 @@ class SqliteStore:
     def version(self, tenant: str, ref: EntryRef) -> EntryVersion:
         found = self.versions(tenant, [ref]).get(ref)
         if found is None:
-            raise EntryNotFound(f"there is no version {ref.number} of {ref.entry}")
+            raise EntryNotFound(f"there is no version {ref.number} of {ref.entry}", "version")
         return found
 
     def versions(self, tenant: str, refs: Collection[EntryRef]) -> dict[EntryRef, EntryVersion]:
@@ -464,7 +464,9 @@ class SqliteStore:
                 "SELECT count(*) FROM tags WHERE tenant = ? AND name <> ?", (tenant, name)
             ).fetchone()
             if count >= limits.tags_max:
-                raise QuotaExceeded(f"there are {count} tags, and no more are kept (knowledge.tags_max)")
+                raise QuotaExceeded(
+                    f"there are {count} tags, and no more are kept (knowledge.tags_max)", "name"
+                )
             db.execute("INSERT OR REPLACE INTO tags(tenant, name, seq) VALUES(?, ?, ?)", (tenant, name, seq))
         return int(seq)
 

@@ -13,11 +13,11 @@ from starlette.routing import Route
 
 from router.auth import tenant_of
 from router.generation import IngressServices
-from router.knowledge import KnowledgeBase, cursor, whole_number
+from router.knowledge import KnowledgeBase
 from router.learning.bodies import ConfirmBody, FeedbackBody, LoopVerdict, QuestionsBody, RejectBody
 from router.learning.candidates import State
 from router.learning.learning import LearningLoop
-from router.openai import InvalidValue, check_structure, read_body, shown, validated
+from router.openai import InvalidValue, check_structure, cursor, read_body, shown, validated, whole_number
 
 FEEDBACK = "/v1/feedback"
 CANDIDATES = "/v1/knowledge/candidates"
@@ -128,7 +128,7 @@ class FeedbackRoutes:
         limits = self._service.settings.limits
         raw = await read_body(request.receive, request.headers, limits)
         check_structure(raw, limits)
-        return tenant_of(request.scope), validated(model, raw)
+        return tenant_of(request.scope), validated(model, raw or b"{}")
 
 
 def _one_of(request: Request, name: str, words: tuple[str, ...]) -> str | None:

@@ -123,6 +123,7 @@ class LearningLoop:
             if made is not None:
                 candidate_id, reason = self._proposed(tenant, record, made)
             self._log(tenant, record, name, body.verdict, comment, evidence, candidate_id)
+            self._turn(tenant, body.turn_id)  # raises if its session was deleted since: nothing is written
         if candidate_id is not None:
             self._try_capture(tenant, candidate_id, evidence)
         return {

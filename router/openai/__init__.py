@@ -53,6 +53,7 @@ from router.openai.parse import (
     error_of,
     validated,
 )
+from router.openai.query import cursor, whole_number
 from router.openai.schema import (
     CacheMark,
     DetokenizeBody,
@@ -123,6 +124,7 @@ __all__ = [
     "bounded_completion",
     "bounded_tokenize",
     "check_structure",
+    "cursor",
     "declared_bytes",
     "error_of",
     "finish_of",
@@ -134,4 +136,5 @@ __all__ = [
     "shown",
     "split_front",
     "validated",
+    "whole_number",
 ]

@@ -37,7 +37,7 @@ from router.knowledge.postgres.connections import Connection
 from router.knowledge.postgres.database import Database
 from router.knowledge.postgres.index import as_text, index, unindex
 from router.knowledge.postgres.schema import VECTORS
-from router.knowledge.postgres.tables import PostgresTables
+from router.knowledge.postgres.tables import PostgresTables, take_turns
 from router.knowledge.postgres.transfer import backup, copy_newest, restore
 from router.knowledge.postgres.words import Tokenizer, best
 from router.knowledge.records import StoredRecords
@@ -214,7 +214,7 @@ class PostgresStore:
     def version(self, tenant: str, ref: EntryRef) -> EntryVersion:
         found = self.versions(tenant, [ref]).get(ref)
         if found is None:
-            raise EntryNotFound(f"there is no version {ref.number} of {ref.entry}")
+            raise EntryNotFound(f"there is no version {ref.number} of {ref.entry}", "version")
         return found
 
     def versions(self, tenant: str, refs: Collection[EntryRef]) -> dict[EntryRef, EntryVersion]:
@@ -348,7 +348,9 @@ class PostgresStore:
                 db.execute("SELECT count(*) FROM tags WHERE tenant = %s AND name <> %s", (tenant, name))
             )
             if count >= limits.tags_max:
-                raise QuotaExceeded(f"there are {count} tags, and no more are kept (knowledge.tags_max)")
+                raise QuotaExceeded(
+                    f"there are {count} tags, and no more are kept (knowledge.tags_max)", "name"
+                )
             db.execute(
                 "INSERT INTO tags(tenant, name, seq) VALUES(%s, %s, %s)"
                 " ON CONFLICT(tenant, name) DO UPDATE SET seq = excluded.seq",
@@ -416,6 +418,7 @@ class PostgresStore:
 
     def forget_sessions(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         with self._database.transaction(tenant) as db:
+            take_turns(db, tenant, "records")  # a turn that is being kept is kept, and then erased
             if sessions is None:
                 db.execute("DELETE FROM turns WHERE tenant = %s", (tenant,))
                 db.execute("DELETE FROM records WHERE tenant = %s AND session <> ''::bytea", (tenant,))

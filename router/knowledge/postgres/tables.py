@@ -21,6 +21,11 @@ class _Statements:
         return self.connection.execute(statement.replace("?", "%s").encode(), values)
 
 
+def take_turns(db: Connection, tenant: str, of: str) -> None:
+    """Let other writers of a tenant's rows wait: what is counted, or erased, must be all."""
+    db.execute("SELECT pg_advisory_xact_lock(hashtext(%s), hashtext(%s))", (f"samovar {of}", tenant))
+
+
 class PostgresTables:
     """See `Tables`."""
 
@@ -36,9 +41,7 @@ class PostgresTables:
     def writing(self, tenant: str, of: str = "") -> Iterator[Rows]:
         with self._database.transaction(tenant) as db:
             if of:
-                db.execute(
-                    "SELECT pg_advisory_xact_lock(hashtext(%s), hashtext(%s))", (f"samovar {of}", tenant)
-                )
+                take_turns(db, tenant, of)
             yield _Statements(db)
 
     @contextmanager

@@ -29,6 +29,7 @@ from tests.support.router.router_harness import (
     error_of,
     make_settings,
     spoken,
+    until,
 )
 
 ROUTE = "/v1/documents"
@@ -250,6 +251,29 @@ async def test_prefill_is_asked_for_refused_and_repeated(tmp_path: Path) -> None
         assert len(steps(made)) > count
         assert not steps(made)[-1].stores_all
         assert (await client.get(f"{ROUTE}/{always['id']}")).json()["prefill"]["wanted"] == "always"
+
+
+async def test_a_wish_that_comes_while_its_document_is_prefilled_counts(tmp_path: Path) -> None:
+    made = house(tmp_path, prefill_step_tokens=32)
+    never, plain = asyncio.Event(), made.replicas.script
+    made.replicas.script = lambda request: [never, *plain(request)]
+    async with opened(made) as client:
+        answer = await client.post(ROUTE, json={"text": TEXT * 9, "prefill": "auto"})
+        path = f"{ROUTE}/{answer.json()['id']}"
+        working = asyncio.create_task(worked(made))
+        await until(lambda: bool(steps(made)))
+        made.replicas.script = plain
+        changed = await client.post(f"{path}/prefill", json={"prefill": "always"})
+        assert changed.status_code == 202, changed.text
+        await working
+        await worked(made)
+        assert [step.stores_all for step in steps(made)] == [False, *[True] * (len(steps(made)) - 1)]
+        card = (await client.get(path)).json()
+        assert (card["prefill"]["wanted"], card["prefill"]["state"]) == ("always", "computed")
+        again = await client.post(f"{path}/prefill")
+        assert (again.status_code, again.json()["prefill"]["wanted"]) == (202, "auto"), (
+            "no body: the defaults"
+        )
 
 
 async def test_a_replica_that_is_lost_leaves_the_prefill_for_later(tmp_path: Path) -> None:

@@ -180,6 +180,27 @@ def test_a_deletion_that_met_a_reader_is_completed_when_it_is_repeated(tmp_path:
     store.close()
 
 
+def test_a_deletion_that_met_a_full_disk_says_what_is_left_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(tmp_path / "file")
+    (made,) = store.write("tea", [Change(Content("gotcha", "", "xylophoneninety"), ME)], LIMITS)
+
+    class FullDisk:
+        def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+            if "checkpoint" in statement:
+                raise sqlite3.OperationalError("database or disk is full")
+            return store._file._connections[0].execute(statement, *values)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._file._local, "db", FullDisk())
+        with pytest.raises(KnowledgeError, match=r"deleted, .* disk is full. Delete it again"):
+            store.erase("tea", made.ref.entry)
+    assert store.erase("tea", made.ref.entry) == 0
+    assert b"xylophone" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    store.close()
+
+
 def test_who_writes_much_about_little_meets_the_quota(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "file")
     wordy = Provenance("me", "y" * 900, "t" * 100)

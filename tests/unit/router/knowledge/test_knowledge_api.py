@@ -133,7 +133,8 @@ async def test_imports_are_whole_or_not_at_all(client: httpx.AsyncClient) -> Non
     again = await client.post(f"{ROUTE}/import", json={"format": "jsonl", "text": lines, "why": "a copy"})
     assert [one["why"] for one in again.json()["data"]] == ["a copy", "a copy", "asked twice"]
     before = (await client.get(ROUTE)).json()
-    for bad in ('{"kind": "poem", "text": "x"}', "[]", "{", '{"kind": "gotcha"}', "\n"):
+    misnamed = '{"kind": "gotcha", "text": "x", "titel": "y"}'
+    for bad in ('{"kind": "poem", "text": "x"}', "[]", "{", '{"kind": "gotcha"}', misnamed, "\n"):
         text = bad if bad == "\n" else f"{lines}\n{bad}"
         refused = await client.post(f"{ROUTE}/import", json={"format": "jsonl", "text": text})
         assert (refused.status_code, error_of(refused)["param"]) == (400, "text")
@@ -323,6 +324,7 @@ async def test_a_tools_result_gets_nothing_new(client: httpx.AsyncClient) -> Non
         ("", {"kind": "gotcha", "text": "x", "topics": ["t"] * 99 + ["u"] * 9}, None),
         ("", {"kind": "gotcha", "text": "x", "topics": [str(number) for number in range(99)]}, "topics"),
         ("", {"kind": "gotcha", "text": "x", "titel": "x"}, "titel"),
+        ("", {"kind": "gotcha", "text": "x", "base": 1}, "base"),
         ("/search", {"query": ""}, "query"),
         ("/search", {"query": "x", "kinds": ["poem"]}, "kinds[0]"),
         ("/tags", {"name": "../x"}, "name"),
@@ -339,6 +341,23 @@ async def test_errors_name_the_field(
         assert answer.status_code == 201
     else:
         assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
+async def test_what_is_not_found_or_has_no_room_names_the_field(tmp_path: Path) -> None:
+    made = house(tmp_path, tags_max=1)
+    async with made.client() as client:
+        (entry,) = await add(client, ORDERS)
+        assert (await client.post(f"{ROUTE}/tags", json={"name": "one"})).status_code == 201
+        for url, body, told in (
+            ("/tags", {"name": "two"}, (400, "name", "quota_exceeded")),
+            ("/revert", {"tag": "two"}, (404, "tag", "entry_not_found")),
+            (f"/{entry}/revert", {"version": 9}, (404, "version", "entry_not_found")),
+        ):
+            answer = await client.post(f"{ROUTE}{url}", json=body)
+            error = error_of(answer)
+            assert (answer.status_code, error["param"], error["code"]) == told
+    assert made.service.knowledge is not None
+    made.service.knowledge.close()
 
 
 async def test_wishes_that_cannot_be_served_are_refused(client: httpx.AsyncClient, tmp_path: Path) -> None:

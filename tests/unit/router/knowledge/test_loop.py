@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -17,6 +18,7 @@ from replicas.messages import GenerateRequest
 from router.knowledge import KnowledgeBase, SqliteStore
 from router.knowledge.placement import BEGIN, END, QUOTE
 from router.learning import AUTHOR
+from router.learning.candidates import candidate_of
 from tests.house import ROOT
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
 from tests.support.router.fake_replica import Script
@@ -29,6 +31,7 @@ from tests.support.router.router_harness import (
     error_of,
     make_settings,
     spoken,
+    until,
 )
 
 CHAT, KB, FEEDBACK = "/v1/chat/completions", "/v1/knowledge", "/v1/feedback"
@@ -181,6 +184,18 @@ async def test_turns_of_odd_characters_are_kept_without_them(loop: Loop) -> None
                 "candidate"
             ]
             assert (candidate["question"], candidate["answer"]) == ("why?", "So.[2J")
+
+
+async def test_a_decision_needs_no_body_and_one_without_its_field_names_it(loop: Loop) -> None:
+    async with loop.house.client() as client:
+        for verb, state in (("reject", "rejected"), ("confirm", "confirmed")):
+            turn = await loop.ask(client, f"{QUESTION} {verb}")
+            candidate = (await loop.tell(client, turn))["candidate"]["id"]
+            done = await client.post(f"{CANDIDATES}/{candidate}/{verb}")
+            assert (done.status_code, done.json()["state"]) == (200, state), done.text
+        for route, param in ((KB, "kind"), (FEEDBACK, "turn_id"), (QUESTIONS, "questions")):
+            refused = await client.post(route)
+            assert (refused.status_code, error_of(refused)["param"]) == (400, param)
 
 
 async def test_a_turn_that_is_too_long_or_too_old_has_no_feedback(tmp_path: Path) -> None:
@@ -548,3 +563,36 @@ def test_a_capture_that_is_killed_is_there_whole_or_not_at_all(
     assert [one.state for one in store.records.find("tea", "candidate")] == candidates
     assert len(store.heads("tea")) == entries
     store.close()
+
+
+async def test_a_turn_whose_session_is_deleted_before_its_answer_ends_is_not_kept(loop: Loop) -> None:
+    goes_on = asyncio.Event()
+    began, *rest = spoken("answer-zanzibar")
+    loop.house.replicas.script = lambda request: [began, goes_on, *rest]
+    async with loop.house.client() as client:
+        asking = asyncio.create_task(loop.ask(client, "question-zanzibar?", session_id="gone"))
+        await until(lambda: bool(loop.house.replicas.calls))
+        assert (await client.delete("/v1/sessions/gone")).status_code == 200
+        goes_on.set()
+        assert await asking is None, "a receipt without a turn_id"
+        assert b"zanzibar" not in loop.files()
+        loop.house.replicas.script = loop.script
+        turn = await loop.ask(client, "question-quartz?", session_id="gone")
+        assert turn, "the session may go on"
+
+
+async def test_feedback_that_its_sessions_deletion_overtakes_writes_nothing(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(*given: Any) -> Any:
+        loop.base.store.forget_sessions("local", None)
+        return candidate_of(*given)
+
+    async with loop.house.client() as client:
+        turn = await loop.ask(client, "question-zanzibar?")
+        monkeypatch.setattr("router.learning.learning.candidate_of", overtaken)
+        body = {"turn_id": turn, "verdict": "success", "comment": "comment-zanzibar"}
+        refused = await client.post(FEEDBACK, json=body)
+        assert (refused.status_code, error_of(refused)["code"]) == (404, "turn_not_found")
+        assert (await client.get(CANDIDATES)).json()["data"] == []
+        assert (await client.get(FEEDBACK)).json()["data"] == []
