@@ -26,8 +26,8 @@ class KeepLink(Protocol):
 
 
 @dataclass(slots=True)
-class _Call:
-    """A call that has not begun. `over`: what it failed by, or None."""
+class _Bundle:
+    """What a call carries that has not begun. `over`: what it failed by, or None."""
 
     over: asyncio.Future[DirectoryLost | None]
     items: list[Item] = field(default_factory=list)
@@ -42,7 +42,7 @@ class ToldTogether:
         self.calls = 0
         """Calls that were made."""
         self._is_calling = asyncio.Lock()
-        self._next: _Call | None = None
+        self._next: _Bundle | None = None
         self._running: set[asyncio.Task[None]] = set()
 
     async def keep(self, link: KeepLink, items: Sequence[Item], rows: Sequence[SessionRow]) -> None:
@@ -50,7 +50,7 @@ class ToldTogether:
         call = self._next
         if call is None or call.nbytes > BYTES_MAX:
             loop = asyncio.get_running_loop()
-            call = self._next = _Call(loop.create_future())
+            call = self._next = _Bundle(loop.create_future())
             task = loop.create_task(self._make(link, call))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -61,7 +61,7 @@ class ToldTogether:
         if lost is not None:
             raise lost
 
-    async def _make(self, link: KeepLink, call: _Call) -> None:
+    async def _make(self, link: KeepLink, call: _Bundle) -> None:
         lost: DirectoryLost | None = DirectoryLost("the call has failed")
         try:
             async with self._is_calling:

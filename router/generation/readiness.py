@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from replicas.messages import ReplicaInfo
@@ -18,22 +19,42 @@ State = Literal["loading", "ok", "draining"]
 
 POLL_LOADING_S = 0.5
 POLL_READY_S = 2.0
+LOOKS_A_POLL = 5  # while Serve names those that have answered: each front door asks each replica
 MISSES_MAX = 3  # polls without an answer until replicas that were up count as gone
 TIERS_POLL_S = 10.0
 TIER_MISSES_MAX = 2  # failed tier polls until a node's tiers count as gone
 
 
+def is_due(looks: int, known: Collection[str], answered: Collection[str]) -> bool:
+    """Return whether replicas are polled, `looks` after the last time.
+
+    `known`: those that Serve names; empty: not known. `answered`: those that answered then. Seldom while they
+    are the same: all front doors poll all replicas.
+    """
+    return not known or set(known) != set(answered) or looks >= LOOKS_A_POLL
+
+
 class Readiness:
-    """The ingress's readiness, kept up to date between `start` and `stop`."""
+    """The ingress's readiness, kept up to date between `start` and `stop`.
+
+    `known`: returns the replicas that Serve names now; by default that is not known.
+    """
 
     def __init__(
-        self, client: ReplicaClient, wanted: int = 1, *, start_s: float = 0.0, must_see: bool = True
+        self,
+        client: ReplicaClient,
+        wanted: int = 1,
+        *,
+        start_s: float = 0.0,
+        must_see: bool = True,
+        known: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.wanted = wanted
         """Minimum number of replicas; 0: replicas start on demand."""
         self._client = client
         self._start_s = start_s
         self._must_see = must_see
+        self._known = known
         self._seen = asyncio.Event()
         self._replicas: list[ReplicaInfo] = []
         self._was_ready = False
@@ -123,12 +144,16 @@ class Readiness:
             self._replicas = []
 
     async def _poll_forever(self) -> None:
+        looks = 0
         while True:
-            try:
-                await self.poll()
-            except Exception:  # any control-plane error: the next poll may succeed
-                logger.exception("requesting the replicas' identities failed")
-                self._missed()
+            looks += 1
+            if self._misses or is_due(looks, self._known(), [one.replica_id for one in self._replicas]):
+                looks = 0
+                try:
+                    await self.poll()
+                except Exception:  # any control-plane error: the next poll may succeed
+                    logger.exception("requesting the replicas' identities failed")
+                    self._missed()
             await asyncio.sleep(POLL_READY_S if self._replicas else POLL_LOADING_S)
 
     async def _poll_tiers(self) -> None:

@@ -124,7 +124,13 @@ def build_service(
     how long the start waits for a replica if it need not see one.
     """
     start_s = settings.server.start_timeout_s if waits else first_s
-    readiness = Readiness(client, settings.cluster.replicas, start_s=start_s, must_see=waits)
+    readiness = Readiness(
+        client,
+        settings.cluster.replicas,
+        start_s=start_s,
+        must_see=waits,
+        known=lambda: load_tracker.BOOK.nodes,
+    )
     directory = directory or SessionDirectory(None, load_tracker.BOOK, settings.router)
     concurrency = ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys))
     tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))

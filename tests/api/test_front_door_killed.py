@@ -32,6 +32,7 @@ def read(
     service: Service, body: dict[str, Any], headers: dict[str, str], kill_at: int | None = None
 ) -> tuple[list[tuple[str, Any]], Any]:
     """The events of a stream with their ids, and the error that it ended with, if one."""
+    pids = [] if kill_at is None else service.pids_of(INGRESS)  # before: looking takes as long as an answer
     found: list[tuple[str, Any]] = []
     name, error, is_done = "", None, False
     with service.http() as http, http.stream("POST", CHAT, json=body, headers=headers) as response:
@@ -48,7 +49,7 @@ def read(
                     continue
                 found.append((name, event))
                 if len(found) == kill_at:
-                    (pid,) = service.pids_of(INGRESS)
+                    (pid,) = pids
                     os.kill(pid, signal.SIGKILL)
                     kill_at = None
     assert is_done, "a silent cut"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from replicas.messages import ReplicaInfo
-from router.generation.readiness import Readiness
+from router.generation import readiness as readiness_module
+from router.generation.readiness import LOOKS_A_POLL, Readiness, is_due
 from tests.support.router.fake_replica import INFO, FakeReplicas, say
+from tests.support.router.router_harness import until
 
 FOREVER_S = 600.0
 
@@ -72,4 +75,48 @@ async def test_who_has_started_takes_requests_though_a_replica_is_slow_to_say_wh
     asked.set()
     await start
     assert readiness.takes_work
+    await readiness.stop()
+
+
+@pytest.mark.parametrize(
+    ("looks", "known", "answered", "due"),
+    [
+        (1, (), ("a",), True),  # Serve's own router names none
+        (1, ("a",), ("a",), False),
+        (LOOKS_A_POLL - 1, ("b", "a"), ("a", "b"), False),
+        (LOOKS_A_POLL, ("a",), ("a",), True),
+        (1, ("a", "b"), ("a",), True),  # one has come, or does not answer
+        (1, ("a",), ("a", "b"), True),  # one has gone
+        (1, ("a",), (), True),
+    ],
+)
+def test_replicas_are_polled_seldom_while_they_are_the_same(
+    looks: int, known: tuple[str, ...], answered: tuple[str, ...], due: bool
+) -> None:
+    assert is_due(looks, known, answered) is due
+
+
+async def test_a_replica_that_comes_is_seen_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness_module, "POLL_READY_S", 0.0)
+    client, known, looks = replicas(are_up=True), {INFO.replica_id}, 0
+    polls: list[int] = []
+    describe = client.describe
+
+    async def counted() -> list[ReplicaInfo]:
+        polls.append(looks)
+        return await describe()
+
+    def look() -> set[str]:
+        nonlocal looks
+        looks += 1
+        return known
+
+    client.describe = counted  # type: ignore[method-assign]
+    readiness = Readiness(client, known=look)
+    await readiness.start()
+    await until(lambda: looks > 3 * LOOKS_A_POLL)
+    assert len(polls) <= 1 + looks // LOOKS_A_POLL
+    known.add("another")
+    client.infos = [INFO, replace(INFO, replica_id="another")]
+    await until(lambda: len(readiness.replicas) == 2)
     await readiness.stop()
