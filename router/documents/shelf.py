@@ -381,13 +381,14 @@ class DocumentShelf:
                 await self._prefilled(document)
         except (EntryNotFound, DocumentFailed) as failed:
             await self._failed(tenant, one, str(failed))
-            await self._clear_late(tenant, one)
         except (PrefillBusy, ReplicaLost, ReplicaFailed, StoreBusy) as busy:
             logger.info("document %s waits: %s", one, busy)
             later = True
         except ApiError as refused:
             later = refused.status in (429, 503)
-            if not later:
+            if refused.status == 404:
+                await self._clear_late(tenant, one)
+            elif not later:
                 await self._failed(tenant, one, refused.message.rstrip("."))
         except Exception:
             logger.exception("document %s failed", one)

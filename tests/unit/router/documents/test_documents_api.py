@@ -186,15 +186,16 @@ async def test_the_first_chat_asks_the_node_that_has_computed_it(
         never = await added(made, client, TEXT, prefill="never")
         nodes["replica-1"] = "node-b"
         late = await added(made, client, TEXT * 9)
-        for ids, expected in (
+        asked: tuple[tuple[list[str], tuple[str, ...]], ...] = (
             ([cards[0]["id"]], ("node-a",)),
             ([one["id"] for one in cards], ("node-a",)),
             ([late["id"]], ("node-b",)),
             ([never["id"]], ()),
             ([], ()),
-        ):
-            answer = await client.post("/v1/chat/completions", json=chat("Why?", documents=ids))
-            assert answer.status_code == 200
+        )
+        for number, (ids, expected) in enumerate(asked):
+            body = chat("Why?", documents=ids, session_id=f"s{number}")
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
             assert questions(made)[-1].route.peers == expected
         both = [late["id"], cards[0]["id"]]
         await client.post("/v1/chat/completions", json=chat("Why?", documents=both, session_id="s"))
@@ -290,6 +291,27 @@ async def test_a_replica_that_is_lost_leaves_the_prefill_for_later(tmp_path: Pat
         now_s[0] += 2
         await worked(made)
         assert (await client.get(f"{ROUTE}/{card['id']}")).json()["prefill"]["state"] == "computed"
+
+
+async def test_what_a_step_stored_after_another_ingress_had_deleted_it_is_cleared(tmp_path: Path) -> None:
+    made = house(tmp_path)
+    good, shelf = made.replicas.script, shelf_of(made)
+
+    def late(request: GenerateRequest) -> Any:
+        one = request.request_id.rpartition("-")[0]
+        shelf.store.mark_deleting("local", one)
+        shelf.store.erase("local", one)  # all of it, as another ingress does that
+        return good(request)
+
+    made.replicas.script = late
+    async with opened(made) as client:
+        named = (await client.post(ROUTE, json={"text": TEXT})).json()["id"]
+        await worked(made)
+        assert (await client.get(f"{ROUTE}/{named}")).status_code == 404
+        assert steps(made), "a step was computed"
+        assert made.replicas.clears == [
+            (tenant_tag(b"secret", "local"), (document_session(b"secret", "local", named),))
+        ]
 
 
 async def test_what_a_stopped_ingress_left_is_gone_on_with(tmp_path: Path) -> None:
