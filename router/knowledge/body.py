@@ -181,7 +181,7 @@ def imported(body: ImportBody, settings: KnowledgeSettings, who: str) -> list[Ch
 
 IMPORTED = frozenset({"kind", "title", "text", "topics", "why", "turn"})
 EXPORTED = frozenset({"id", "object", "version", "operation", "of_version", "who", "created"})
-"""What `samovar kb export` writes besides: the store makes it anew."""
+"""What `samovar kb export` writes besides: the store gives a new entry its own."""
 
 
 def _lines(body: ImportBody) -> list[tuple[str, EntryBody]]:

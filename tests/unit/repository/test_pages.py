@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from configs.fields import section_keys, setting_fields
 from tests.prove import GUARANTEES, ids_in
 from tests.support.pages import PAGES, ROOT, anchors_of, broken_links, slug
+
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "adr"]
+"""Pages that say how it is, not how it was."""
+FILES = (".py", ".md", ".json", ".yaml", ".toml", ".sh", ".lock", ".sqlite")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -68,3 +73,24 @@ def test_each_promise_links_tests_that_prove_it() -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def unknown_settings(text: str) -> list[str]:
+    """Settings that a text quotes and that there are not; names of files have dots, too."""
+    known = {*setting_fields(), *section_keys()}
+    sections = {key.partition(".")[0] for key in known}
+    return [
+        key
+        for key in re.findall(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`", text)
+        if key.partition(".")[0] in sections and key not in known and not key.endswith(FILES)
+    ]
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_settings_that_a_page_names_exist(page: Path) -> None:
+    assert unknown_settings(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_setting_that_is_gone_is_found() -> None:
+    text = "`router.spill_factor`, `engine.kv_dtype: int8`, `router/auth.py`, `model.json` and `tiers.cpu`"
+    assert unknown_settings(text) == ["router.spill_factor"]
