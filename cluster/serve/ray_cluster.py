@@ -359,8 +359,8 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
 
     The raylet does not run without its two agents, so processes of 10 MB wait in their place: one gathers for
     the dashboard and exports metrics, which `PRIVATE_ENVIRONMENT` switches off; the other installs runtime
-    environments, which no application of `samovar serve` has. They were 215 MB, 1.9
-    CPU-seconds of a start and half a percent of a core.
+    environments, which no application of `samovar serve` has. They were 215 MB and
+    1.5 CPU-seconds of a start.
     """
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
