@@ -243,7 +243,7 @@ bench-footprint: $(STAMP) ## CPU of a start and of an idle service, memory by pr
 bench-page: $(STAMP) ## CPU of a service whose live page is open, and closed (five minutes; ARGS="--turns-per-s 1": beside traffic)
 	$(PY) -m bench.page_cost $(ARGS)
 
-bench-context: $(STAMP) ## what retrieval finds, and what its place in the prompt costs (a minute; ARGS="--hidden": minutes)
+bench-context: $(STAMP) ## what retrieval finds, what its place in the prompt and a window cost (fifteen minutes; ARGS="--offline": one)
 	$(PY) -m bench.context $(ARGS)
 
 bench-documents: $(STAMP) ## the first question about a prefilled document on a second node, from S3 against computed (five minutes)

@@ -296,13 +296,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if guest is not None:
             window += window_served(guest)
     columns = (
-        *shown[:3],
+        "name",
+        "facts_found",
         "facts_answered",
-        *shown[3:],
+        "computed_tokens",
         "idle_tokens",
-        "ttft_to_short",
-        "cpu_to_short",
-        "computed_to_short",
+        "ttft_s_median",
+        *("ttft_to_short", "cpu_to_short", "computed_to_short"),
     )
     report.show(
         "A conversation of three windows", [{key: row.get(key, "") for key in columns} for row in window]
