@@ -52,12 +52,18 @@ from router.knowledge.knowledge import (
     RANKINGS,
     Approval,
     KnowledgeBase,
+    TurnMemory,
+)
+from router.knowledge.placement import (
+    Fence,
     KnowledgeTurn,
     PlacedContext,
     PromptText,
-    TurnMemory,
+    as_data,
+    fenced,
+    place,
+    turn_keys,
 )
-from router.knowledge.placement import Fence, as_data, fenced, place, turn_keys
 from router.knowledge.postgres import open_store
 from router.knowledge.retrieval import (
     STEM_CHARS,

@@ -8,9 +8,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -38,14 +37,15 @@ from router.knowledge.entries import (
     names_in,
 )
 from router.knowledge.placement import (
-    Fence,
+    KnowledgeTurn,
+    PlacedContext,
+    PromptText,
     TurnKey,
     asks_now,
     chained,
     fenced,
     is_first_turn,
     place,
-    spans,
     turn_keys,
 )
 from router.knowledge.retrieval import Budget, Candidate, fuse, rerank, select, tells, words_of
@@ -72,46 +72,6 @@ COUNTED_MAX = 20_000
 EMBEDDED_AT_ONCE = 256
 
 
-class PromptText(Protocol):
-    """What is needed of the served model's tokenizer."""
-
-    def tokens(self, text: str) -> int:
-        """Return how many tokens a text has."""
-        ...
-
-    def chat_tokens(self, request: ParsedChat) -> int:
-        """Return how many tokens a conversation's prompt has. Raises `ApiError`."""
-        ...
-
-    @property
-    def marks(self) -> Collection[str]:
-        """The special tokens, as text."""
-        ...
-
-    @property
-    def context_tokens_max(self) -> int:
-        """The longest prompt and answer."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class KnowledgeTurn:
-    """A turn before its answer, as the front door has read it. `refs`: the entries in its prompt.
-
-    `results`: of the tools that were called since the question. `key`: of the conversation up to the question
-    if that is its last message; else None. `is_kept`: whether the client lets question and answer be kept.
-    """
-
-    tenant: str
-    session: bytes
-    question: str
-    refs: tuple[EntryRef, ...]
-    results: tuple[ChatMessage, ...]
-    key: bytes | None
-    placed: PlacedTurn
-    is_kept: bool
-
-
 class TurnMemory(Protocol):
     """Keeps turns, so that feedback need not say what was asked and answered."""
 
@@ -122,64 +82,6 @@ class TurnMemory(Protocol):
     def keep(self, tenant: str, record: LoopRecord) -> None:
         """Write it. Raises `KnowledgeError`."""
         ...
-
-
-@dataclass(slots=True)
-class PlacedContext:
-    """What a prompt holds of the knowledge base, for the receipt. `measure` first, then `told`.
-
-    `dropped`: entries that earlier turns got and that have no room any more. `turn_id`: for feedback.
-    """
-
-    fences: Sequence[Fence]
-    versions: Mapping[EntryRef, EntryVersion]
-    scores: Mapping[EntryRef, float]
-    turns: Mapping[int, int]  # index of a user message -> which turn that is, from 1
-    now: int | None
-    budget_tokens: int
-    has_meaning: bool
-    text: PromptText
-    asked: KnowledgeTurn
-    dropped: int = 0
-    turn_id: str | None = None
-    places: Sequence[tuple[int, int]] = ()  # of each fence: first token, tokens
-    is_measured: bool = False
-
-    def measure(self, rendered: str | None) -> None:
-        """Count the tokens of each fence and of what is before it; None: the prompt was cut."""
-        if rendered is None:
-            self.places = [(0, self.text.tokens(fence.text)) for fence in self.fences]
-            return
-        ends = [0, *(at for span in spans(rendered, self.fences) for at in span)]
-        pieces = [rendered[start:end] for start, end in pairwise(ends)]
-        counts = list(accumulate(self.text.tokens(piece) for piece in pieces))
-        self.places = [(counts[2 * i], counts[2 * i + 1] - counts[2 * i]) for i in range(len(self.fences))]
-        self.is_measured = True
-
-    def told(self, cached_tokens: int) -> dict[str, Any]:
-        """Return the receipt's part: entries with score, version and place; how much was cached."""
-        cached = sum(max(0, min(cached_tokens - first, count)) for first, count in self.places)
-        return {
-            "turn_id": self.turn_id,
-            "tokens": sum(count for _, count in self.places),
-            "cached_tokens": cached if self.is_measured else None,
-            "budget_tokens": self.budget_tokens,
-            "meaning": self.has_meaning,
-            "dropped": self.dropped,
-            "entries": [
-                {
-                    "id": ref.entry,
-                    "version": ref.number,
-                    "kind": self.versions[ref].content.kind,
-                    "score": self.scores.get(ref),
-                    "place": "front" if fence.is_front else "beside",
-                    "turn": self.turns[fence.turn],
-                    "is_new": fence.turn == self.now,
-                }
-                for fence in self.fences
-                for ref in fence.refs
-            ],
-        }
 
 
 Approval = Callable[["KnowledgeBase"], None]
