@@ -326,8 +326,8 @@ INLINE void tile_of(const TermOf<Weight>* rows, long k_step, const Weight* panel
             const Weight* row = panels + k * row_step;
             Vec a[P][TOGETHER], b[P][TOGETHER];
             UNROLL for (int p = 0; p < P; p++) {
-                // Some 5 KB ahead: weights come from memory, and there is but one pass over them.
-                if (ROW_STEP == 1 && SUMS_ARE == Sums::fresh)
+                // Several runs at a time from memory: some 5 KB ahead in each.
+                if (P > 1 && SUMS_ARE == Sums::fresh)
                     __builtin_prefetch(row + p * panel_step + 160 / int(sizeof(Weight)) * PANEL);
                 UNROLL for (int u = 0; u < TOGETHER; u++)
                     load_pair(row + p * panel_step, first + u, a[p][u], b[p][u]);
@@ -351,13 +351,21 @@ INLINE void tile_of(const TermOf<Weight>* rows, long k_step, const Weight* panel
     }
 }
 
-// Up to so many panels at a time: enough chains to hide the latency of one, no more sums than registers.
-constexpr int panels_at_once(int rows) { return rows <= SUMS / 8 ? 4 : rows <= SUMS / 4 ? 2 : 1; }
+// Up to so many panels at a time: enough chains to hide the latency of one, no more sums than registers. Where a
+// panel's row is two cache lines, its own chains do; then one panel at a time, which is one run of memory: a core
+// fetches that ahead by itself, faster than several runs, or than what is fetched for it.
+template <class Weight>
+constexpr int panels_at_once(int rows, Sums are) {
+    constexpr long ROW_BYTES = PANEL * long(sizeof(Weight));
+    if (are == Sums::fresh && (ROW_BYTES >= 128 || (ROW_BYTES == 64 && rows == 1))) return 1;
+    return rows <= SUMS / 8 ? 4 : rows <= SUMS / 4 ? 2 : 1;
+}
 
 template <class Weight, int M, int ROW_STEP, Sums SUMS_ARE>
 static void tile_with(const TermOf<Weight>* rows, long k_step, const Weight* panels, int panel_count, long panel_step,
                       long row_step, long count, float* sums, long sums_step) {
-    constexpr int MANY = panels_at_once(M) > 4 / UNITS ? (4 / UNITS ? 4 / UNITS : 1) : panels_at_once(M);
+    constexpr int MOST = panels_at_once<Weight>(M, SUMS_ARE);
+    constexpr int MANY = MOST > 4 / UNITS ? (4 / UNITS ? 4 / UNITS : 1) : MOST;
     int done = 0;
     for (; done + MANY <= panel_count; done += MANY)
         tile_of<Weight, M, MANY, ROW_STEP, SUMS_ARE>(rows, k_step, panels + done * panel_step, panel_step,

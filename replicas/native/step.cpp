@@ -43,9 +43,10 @@ class Model {
         if (IS_ROUNDED || given.embedding != given.head) embedding_ = static_cast<const Number*>(given.embedding);
         frequencies_.assign(given.inverse_frequencies, given.inverse_frequencies + has_.head_dim / 2);
         final_norm_ = floats_of<Number>(given.final_norm, has_.hidden, has_.hidden);
-        head_.pack(crew_, given.head, has_.hidden, has_.vocab);
+        shelf_.open(weight_bytes());
         layers_.resize(has_.layer_count);
         for (long i = 0; i < has_.layer_count; i++) take(layers_[i], given.layers[i]);
+        head_.pack(crew_, shelf_, given.head, has_.hidden, has_.vocab);
         has_.layers = nullptr;
         for (Own& own : own_) {
             own.sums.floats(ROWS * CHUNK * PANEL);
@@ -116,6 +117,15 @@ class Model {
 
     static long terms(long numbers) { return terms_of<Weight>(numbers); }
 
+    long weight_bytes() const {
+        using Packed = Matrix<Number, Weight>;
+        long of_layer = Packed::bytes(has_.hidden, panels_of(q_width_ + 2 * kv_width_)) +
+                        Packed::bytes(q_width_, panels_of(has_.hidden)) +
+                        Packed::bytes(has_.hidden, panels_of(has_.inner, HALF)) +
+                        Packed::bytes(has_.inner, panels_of(has_.hidden));
+        return has_.layer_count * of_layer + Packed::bytes(has_.hidden, panels_of(has_.vocab));
+    }
+
     void take(Layer<Number, Weight>& layer, const samovar_layer& given) {
         long hidden = has_.hidden, inner = has_.inner, width = q_width_ + 2 * kv_width_;
         layer.input_norm = floats_of<Number>(given.input_norm, hidden, hidden);
@@ -126,14 +136,14 @@ class Model {
         layer.out_bias = floats_of<Number>(given.out_bias, hidden, x_step_);
         layer.uses_rope = given.uses_rope != 0;
         layer.window = given.window;
-        layer.qkv.pack(crew_, given.qkv, hidden, width);
-        layer.out.pack(crew_, given.out, q_width_, hidden);
-        layer.down.pack(crew_, given.down, inner, hidden);
+        layer.qkv.pack(crew_, shelf_, given.qkv, hidden, width);
+        layer.out.pack(crew_, shelf_, given.out, q_width_, hidden);
         // A panel is half a panel of the gate and the half of `up` that belongs to it.
-        layer.gate_up.pack(crew_, given.gate_up, hidden, (inner + HALF - 1) / HALF, [&](long panel, int column) {
+        layer.gate_up.pack(crew_, shelf_, given.gate_up, hidden, panels_of(inner, HALF), [&](long panel, int column) {
             long row = panel * HALF + column % HALF;
             return row >= inner ? -1 : column < HALF ? row : inner + row;
         });
+        layer.down.pack(crew_, shelf_, given.down, inner, hidden);
     }
 
     void check(const samovar_step& step) const {
@@ -313,7 +323,7 @@ class Model {
         shares.each(phase, blocks * chunks, [&](long item) {
             long first = item % chunks * CHUNK, block = item / chunks;
             int panels = int(std::min<long>(CHUNK, matrix.panels - first));
-            const Weight* weights = matrix.weights.template as<Weight>() + first * terms * PANEL;
+            const Weight* weights = matrix.weights + first * terms * PANEL;
             for (long one = block * together; one < std::min(tiles.count, (block + 1) * together); one++) {
                 tile<Weight, 1, Sums::fresh>(tiles.size(one), packed + tiles.begin(one) * terms, tiles.size(one),
                                              weights, panels, terms * PANEL, PANEL, terms, sums, CHUNK * PANEL);
@@ -378,6 +388,7 @@ class Model {
     const Number* embedding_ = nullptr;  // none: the head's
     std::vector<float> frequencies_, final_norm_, cosines_, sines_;
     const std::vector<float> no_bias_;
+    Shelf shelf_;
     Matrix<Number, Weight> head_;
     std::vector<Layer<Number, Weight>> layers_;
     Memory x_, qkv_, packed_, attended_, inner_;

@@ -150,18 +150,48 @@ INLINE float round_row(const Number* row, long count, long step, int8_t* to) {
     return scale;
 }
 
-// A matrix in panels. `scales`: of int8, a factor of every output; else none.
+constexpr long panels_of(long outputs, long of_panel = PANEL) { return (outputs + of_panel - 1) / of_panel; }
+
+// Hands out one run of memory, for the matrices of a model in the order in which a step reads them: most are
+// smaller than a huge page, and a core reads one run as fast as it can.
+class Shelf {
+  public:
+    void open(long bytes) { memory_.hold(bytes), left_ = bytes, next_ = memory_.as<char>(); }
+    template <class Entry>
+    Entry* take(long count) {
+        long bytes = bytes_of<Entry>(count);
+        if (bytes > left_) throw std::bad_alloc();
+        left_ -= bytes;
+        return reinterpret_cast<Entry*>(std::exchange(next_, next_ + bytes));
+    }
+    template <class Entry>
+    static constexpr long bytes_of(long count) {
+        return rounded_up(count * long(sizeof(Entry)), 64);
+    }
+
+  private:
+    Memory memory_;
+    long left_ = 0;
+    char* next_ = nullptr;
+};
+
+// A matrix in panels, on a shelf. `scales`: of int8, a factor of every output; else none.
 template <class Number, class Weight>
 struct Matrix {
     long terms = 0, panels = 0;
-    Memory weights;
+    const Weight* weights = nullptr;
     std::vector<float> scales;
+
+    static long bytes(long inputs, long panels) {
+        return Shelf::bytes_of<Weight>(terms_of<Weight>(inputs) * panels * PANEL);
+    }
 
     // `row_of(panel, column)`: which row of `source` a column is, -1 for none.
     template <class RowOf>
-    void pack(Crew& crew, const void* source, long inputs, long panels_, RowOf&& row_of) {
+    void pack(Crew& crew, Shelf& shelf, const void* source, long inputs, long panels_, RowOf&& row_of) {
         terms = terms_of<Weight>(inputs), panels = panels_;
-        weights.hold(terms * panels * PANEL * long(sizeof(Weight)));
+        Weight* packed = shelf.take<Weight>(terms * panels * PANEL);
+        weights = packed;
         std::vector<float> factors(panels * PANEL, 1.0f);
         const Number* from = static_cast<const Number*>(source);
         Shares shares(crew, 1);
@@ -169,7 +199,7 @@ struct Matrix {
             shares.each(0, panels, [&](long panel) {
                 for (int column = 0; column < PANEL; column++) {
                     long row = row_of(panel, column);
-                    Weight* to = weights.template as<Weight>() + panel * terms * PANEL + place_in_row<Weight>(column);
+                    Weight* to = packed + panel * terms * PANEL + place_in_row<Weight>(column);
                     if (row < 0)
                         for (long t = 0; t < terms; t++) to[t * PANEL] = Weight{};
                     else
@@ -179,8 +209,8 @@ struct Matrix {
         });
         if (sizeof(Weight) < sizeof(Number)) scales = std::move(factors);
     }
-    void pack(Crew& crew, const void* source, long inputs, long outputs) {
-        pack(crew, source, inputs, (outputs + PANEL - 1) / PANEL, [&](long panel, int column) {
+    void pack(Crew& crew, Shelf& shelf, const void* source, long inputs, long outputs) {
+        pack(crew, shelf, source, inputs, panels_of(outputs), [&](long panel, int column) {
             long row = panel * PANEL + column;
             return row < outputs ? row : -1;
         });
@@ -189,7 +219,7 @@ struct Matrix {
     // Widens the weights of an output, as they were given.
     void unpack(long output, long inputs, float* to) const {
         constexpr int NUMBERS = Term<Weight>::NUMBERS;
-        const Weight* from = weights.template as<Weight>() + output / PANEL * terms * PANEL;
+        const Weight* from = weights + output / PANEL * terms * PANEL;
         from += place_in_row<Weight>(int(output % PANEL));
         for (long k = 0; k < inputs; k++) to[k] = number_of(from[k / NUMBERS * PANEL], k % NUMBERS);
     }
