@@ -188,7 +188,12 @@ class LongTalk:
     def post(self, text: str, **fields: object) -> httpx.Response:
         asked = [*self.messages, {"role": "user", "content": text}]
         with self.service.http() as http:
-            fields = {"messages": asked, "session_id": self.session, "return_token_ids": True, **fields}
+            fields = {
+                "messages": asked,
+                "session_id": self.session,
+                "return_token_ids": True,
+                "temperature": 0,
+            } | fields
             return http.post("/v1/chat/completions", json=body(**fields))
 
     def says(self, text: str) -> dict[str, Any]:
