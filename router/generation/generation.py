@@ -394,7 +394,8 @@ class GenerationEndpoint:
             if home := answer.home(index):
                 end = TurnEnd(tenant, lineage, home, answer.chain_tokens(index), exchange.is_replayed)
                 is_noted = self._service.directory.turn_ended(end)
-                if is_noted and answer.calls_tool(index):  # as if the client had said so; its next turn ends it
+                # As if the client had said so; its next turn says it is over.
+                if is_noted and answer.calls_tool(index):
                     self._service.directory.hint(tenant, lineage, "tool", None)
 
     async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:
