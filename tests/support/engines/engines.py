@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused,
 from replicas.offload.tier_client import TierAccess
 from replicas.ranks import Launch, RankSubprocess
 from tests.support.engines import exactness
-from tests.support.engines.other_cpu import VARIABLE
+from tests.support.engines.other_cpu import is_played
 
 
 @cache
@@ -51,7 +50,7 @@ def small_engine(
     """
     block_tokens = int(engine.get("block_tokens", 16))  # type: ignore[call-overload]
     defaults = {"threads": 1, "device": "cpu", "sequences_max": 8, "step_tokens_max": 64}
-    if os.environ.get(VARIABLE):  # the step that is not exact there, and that all families have
+    if is_played():  # the step that is not exact there, and that all families have
         defaults["step"] = "transformers"
     settings = Settings(
         model=ModelSettings(path=model_dir, dtype=dtype, weights=weights),

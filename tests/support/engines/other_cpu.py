@@ -7,6 +7,8 @@ it, and nothing else does. Only the tests' own process is another CPU then, not 
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 
@@ -23,13 +25,18 @@ def dtypes_of(value: str) -> frozenset[torch.dtype]:
     return frozenset(known[name] for name in names)
 
 
+def is_played() -> bool:
+    """Whether the variable is set."""
+    return bool(os.environ.get(VARIABLE))
+
+
 def play(dtypes: frozenset[torch.dtype]) -> None:
     """From now on, `F.linear` of these dtypes adds in two halves at every other multiple of four rows."""
     from replicas import step_choice  # here: it imports transformers, which who plays nothing need not
     from replicas.forward import lean
 
     for kind in (step_choice.NATIVE_BF16, step_choice.NATIVE):  # they do without F.linear
-        step_choice.FORMS.pop(kind)
+        step_choice.FORMS.pop(kind, None)
     linear = F.linear
     # Packed matrices are multiplied elsewhere, by oneDNN.
     lean.PACKED_DTYPES = tuple(dtype for dtype in lean.PACKED_DTYPES if dtype not in dtypes)
