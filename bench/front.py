@@ -53,7 +53,7 @@ ROLES = {
     ":Ingress": "ingress",
     ":Replica": "replica",
     "_front_raw": "ingress",
-    "VLLM::EngineCore": "engine",
+    "VLLM::": "engine",  # its core, and the workers below it
     "bin/vllm": "ingress",
 }
 

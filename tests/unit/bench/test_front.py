@@ -24,6 +24,7 @@ from replicas.messages import Admitted, Delta, GenerateRequest, SamplingParams
         (["/venv/bin/python", "-m", "bench._front_raw", "1", "20"], "ingress"),
         (["/build/vllm/bin/python", "/build/vllm/bin/vllm", "serve", "/model"], "ingress"),
         (["VLLM::EngineCore"], "engine"),
+        (["VLLM::Worker"], "engine"),
         ([], "ray"),
     ],
 )
