@@ -112,8 +112,8 @@ class TurnEnd:
 class SessionDirectory:
     """Locations of sessions, for routing. `tracker`: nodes of the replicas. `wall_clock`: unix seconds.
 
-    `quiet_s`: the longest time between two synchronisations while neither side has news; own news wait for
-    `router.sync_s` at most.
+    `quiet_s`: the longest time between two synchronisations while neither side has news, and there is no other
+    front door and no other node to hear of; own news wait for `router.sync_s` at most.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class SessionDirectory:
         reply = await link.sync(wanted)
         if self.report is not None:
             self.report.heard(reply.doors)
-        is_agreed = wanted.doors == reply.doors and not wanted.uses
+        is_agreed = self._is_alone(reply.doors) and wanted.doors == reply.doors and not wanted.uses
         is_new = reply.incarnation != self._incarnation
         if is_new and self._incarnation:
             logger.warning("the session directory was restarted: sending it all known sessions")
@@ -284,6 +284,10 @@ class SessionDirectory:
                 waited_s += self._settings.sync_s
             if more:
                 await asyncio.sleep(0)
+
+    def _is_alone(self, doors: int) -> bool:
+        """Whether nobody else writes what this front door needs soon: rows of sessions, nodes that leave."""
+        return (self.report is None or doors == 1) and len(set(self._tracker.nodes.values())) <= 1
 
     def _has_news(self) -> bool:
         """Whether the directory should hear of something here, or of what may have happened there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,7 +20,7 @@ from cache_tiers.blocks import session_of
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.doors import Use
 from cache_tiers.messages import Cleared
-from cache_tiers.session_table import SessionHeld, Sync
+from cache_tiers.session_table import SessionHeld, Sync, Synced
 from configs.settings import RouterSettings
 from replicas.messages import Route
 from router.routing import session_directory
@@ -345,7 +346,7 @@ async def test_the_task_goes_on_whatever_happens_and_does_not_spin(
 
 async def test_without_news_it_asks_seldom_and_own_news_do_not_wait_for_that() -> None:
     link = FakeLink()
-    desk = Desk(link, sync_s=0.01)
+    desk = alone(Desk(link, sync_s=0.01))
     desk.directory._quiet_s = 3600.0
     whole, calls = link.sync, 0
 
@@ -377,19 +378,52 @@ async def test_without_news_it_asks_seldom_and_own_news_do_not_wait_for_that() -
         await desk.directory.stop()
 
 
-async def test_what_tenants_have_open_is_reported_as_often_as_ever() -> None:
-    desk = Desk(FakeLink(), sync_s=0.01)
-    desk.directory._is_quiet = True
-    assert not desk.directory._has_news()
-    report = Mock(door="d", asked=0, told=1, uses=Mock(return_value={TENANT: Use(1, 1, 1)}))
-    report.heard.side_effect = lambda doors: report.configure_mock(told=doors)
+def alone(desk: Desk) -> Desk:
+    """One front door on one node: nobody else has news for it."""
+    desk.tracker.update_replicas({"r1": "n1"}, {})
+    return desk
+
+
+async def doors_told(desk: Desk, doors: int, uses: dict[bytes, Use]) -> None:
+    """Synchronise with a directory that says how many front doors there are, until both agree on it."""
+    assert desk.link is not None
+    report = Mock(door="d", asked=0, told=doors, uses=Mock(return_value=uses))
     desk.directory.report = report
-    assert desk.directory._has_news()
-    await desk.sync()
-    assert not desk.directory._is_quiet
-    report.uses.return_value = {}
+    whole = desk.link.actor.sync
+
+    def told(sync: Sync) -> Synced:
+        return replace(whole(sync), doors=doors)
+
+    desk.link.actor.sync = told  # type: ignore[method-assign]
     for _ in range(3):
         await desk.sync()
+
+
+async def test_what_tenants_have_open_is_reported_as_often_as_ever() -> None:
+    desk = alone(Desk(FakeLink(), sync_s=0.01))
+    desk.directory._is_quiet = True
+    assert not desk.directory._has_news()
+    await doors_told(desk, 1, {TENANT: Use(1, 1, 1)})
+    assert desk.directory._has_news()
+    assert not desk.directory._is_quiet
+    await doors_told(desk, 1, {})
+    assert desk.directory._is_quiet
+
+
+@pytest.mark.parametrize("doors", [0, 2, 3])
+async def test_other_front_doors_are_heard_as_often_as_ever(doors: int) -> None:
+    """A session may come to any of them next, and hits only where its row is known."""
+    desk = alone(Desk(FakeLink(), sync_s=0.01))
+    await doors_told(desk, doors, {})
+    assert not desk.directory._is_quiet
+
+
+async def test_other_nodes_are_looked_at_as_often_as_ever() -> None:
+    """One of them may be leaving."""
+    desk = Desk(FakeLink(), sync_s=0.01)
+    await doors_told(desk, 1, {})
+    assert not desk.directory._is_quiet
+    await doors_told(alone(desk), 1, {})
     assert desk.directory._is_quiet
 
 
