@@ -112,8 +112,8 @@ class TurnEnd:
 class SessionDirectory:
     """Locations of sessions, for routing. `tracker`: nodes of the replicas. `wall_clock`: unix seconds.
 
-    `quiet_s`: the longest time between two synchronisations while neither side has news, and there is no other
-    front door and no other node to hear of; own news wait for `router.sync_s` at most.
+    `quiet_s`: the longest time between two synchronisations while neither side has news, and there is no
+    other front door and no other node to hear of; own news wait for `router.sync_s` at most.
     """
 
     def __init__(
