@@ -67,7 +67,7 @@ def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
     everywhere = {"write_behind": ["nvme", "s3"]}
     return {
         "server": {"host": "0.0.0.0", "port": HTTP_PORT, "start_timeout_s": START_S},
-        # The slower step: the native one computes short prompts sooner than peers, not measured yet, seem to be.
+        # The slower step: the native one computes short prompts sooner than a peer is thought to bring them.
         "engine": {
             "threads": 1,
             "device": "cpu",
