@@ -286,7 +286,7 @@ class SessionDirectory:
                 await asyncio.sleep(0)
 
     def _is_alone(self, doors: int) -> bool:
-        """Whether no other process has what this front door needs soon: rows of sessions, nodes that leave."""
+        """Whether nothing here must be known soon: sessions of other front doors, nodes that leave."""
         return (self.report is None or doors == 1) and len(set(self._tracker.nodes.values())) <= 1
 
     def _has_news(self) -> bool:
