@@ -13,10 +13,9 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from cache_tiers.pricing import PrefillPrice
 
@@ -47,7 +46,7 @@ class Rendezvous:
 def rendezvous_order(key: str, members: Iterable[str]) -> list[str]:
     """Return all members in rendezvous order of `key`. For a few: an array costs more than they do."""
     own = _digest(key)
-    return sorted(members, key=lambda name: (_mixed_one(_member_digest(name) ^ own), name), reverse=True)
+    return sorted(members, key=lambda name: (_mixed(_member_digest(name) ^ own), name), reverse=True)
 
 
 def _digest(name: str) -> int:
@@ -58,21 +57,17 @@ _member_digest = functools.lru_cache(8192)(_digest)
 """Of replicas' names, which come again with every request."""
 
 
-def _mixed_one(value: int) -> int:
-    """Return what `_mixed` returns, of one number."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _UINT64
-    return value ^ (value >> 31)
-
-
 _UINT64 = 2**64 - 1
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each number: SplitMix64's finaliser (Steele et al., "Fast splittable PRNGs", 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _mixed(values: Any) -> Any:
+    """Return a hash of a number, or of each of an array of uint64.
+
+    SplitMix64's finaliser (Steele et al., "Fast splittable PRNGs", 2014).
+    """
+    values = (values ^ (values >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64
+    values = (values ^ (values >> 27)) * 0x94D049BB133111EB & _UINT64
+    return values ^ (values >> 31)
 
 
 Outcome = Literal["home", "moved", "spilled", "new"]

@@ -278,12 +278,11 @@ class SessionDirectory:
                 self._is_lost = True
             except Exception:  # the next exchange may succeed; requests are not affected
                 logger.exception("a synchronisation with the session directory failed")
-            waited_s = 0.0
-            while not more and (not waited_s or (waited_s < self._quiet_s and not self._has_news())):
+            await asyncio.sleep(0 if more else self._settings.sync_s)
+            waited_s = self._settings.sync_s
+            while not more and waited_s < self._quiet_s and not self._has_news():
                 await asyncio.sleep(self._settings.sync_s)
                 waited_s += self._settings.sync_s
-            if more:
-                await asyncio.sleep(0)
 
     def _is_alone(self, doors: int) -> bool:
         """Whether nothing here must be known soon: sessions of other front doors, nodes that leave."""

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.score import rendezvous_order
+from router.routing.score import Rendezvous, rendezvous_order
 
 names = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=8, unique=True)
 
@@ -35,3 +35,8 @@ def test_load_is_even_and_a_newcomer_takes_only_its_share() -> None:
     moved = [key for key in keys if before[key] != after[key]]
     assert all(after[key] == "d" for key in moved)
     assert 850 < len(moved) < 1150
+
+
+@given(st.text(max_size=8), st.sets(st.text(min_size=1, max_size=6), min_size=1, max_size=40))
+def test_a_few_are_ordered_as_all_are(key: str, members: set[str]) -> None:
+    assert Rendezvous(members).first(key, len(members)) == rendezvous_order(key, members)
