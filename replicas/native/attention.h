@@ -125,8 +125,7 @@ class Attention {
             long block = in_order(turn, first, last, queries.count);
             for (long i = 0; i < queries.heads; i++) {
                 long shift = shift_of(step, queries.head + i);
-                if (turn < last) fetch(next, shift, step.value_step);
-                take(here, shift, step.value_step, own);
+                take(here, turn < last ? next : here, shift, step.value_step, own);
                 for (long part = 0; part < parts.count; part++)
                     attend_part(parts, part, i * rows, position, window, block * PANEL, own);
             }
@@ -194,22 +193,14 @@ class Attention {
         }
     }
 
-    // Has a head's keys brought to the cache while others are computed: their pages lie anywhere.
-    void fetch(const Found& found, long shift, long value_step) const {
-        constexpr long LINE = 64 / sizeof(Number);
-        for (int j = 0; j < found.count; j++)
-            for (long d = shift; d < shift + width_; d += LINE) {
-                __builtin_prefetch(found.keys[j] + d);
-                __builtin_prefetch(found.keys[j] + value_step + d);
-            }
-    }
-
     // Transposes a head's keys and lays out its values; zeros from the context's end on.
-    void take(const Found& found, long shift, long value_step, Own& own) const {
-        const Number *keys[PANEL], *values[PANEL];
+    void take(const Found& found, const Found& next, long shift, long value_step, Own& own) const {
+        Vectors<Number> keys, values;
         for (int j = 0; j < PANEL; j++) {
-            keys[j] = j < found.count ? found.keys[j] + shift : nothing_.data();
-            values[j] = j < found.count ? keys[j] + value_step : nothing_.data();
+            keys.here[j] = j < found.count ? found.keys[j] + shift : nothing_.data();
+            values.here[j] = j < found.count ? keys.here[j] + value_step : nothing_.data();
+            keys.later[j] = j < next.count ? next.keys[j] + shift : nothing_.data();
+            values.later[j] = j < next.count ? keys.later[j] + value_step : nothing_.data();
         }
         transpose(keys, width_, own.keys.template as<Entry>());
         lay_out(values, width_, own.values.template as<Entry>(), value_step_);

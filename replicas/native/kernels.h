@@ -440,15 +440,48 @@ INLINE void take_term(const Stored* from, long at, float& to) {
 }
 INLINE void take_term(const bf16* from, long at, pair& to) { to = paired(from[at], from[at + 1]); }
 
+#if defined(__AVX512BW__)
+// Returns 16 pairs of two vectors' numbers, from number `first` on.
+INLINE __m512i interleaved(__m512i low, __m512i high, int first) {
+    __m512i places = _mm512_set1_epi32(0x00200000);  // in both vectors, one behind the other
+    places = _mm512_add_epi32(places, _mm512_mullo_epi32(
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(0x10001)));
+    return _mm512_permutex2var_epi16(low, _mm512_add_epi32(places, _mm512_set1_epi32(first * 0x10001)), high);
+}
+#endif
+
+// Vectors of which something is made, and those that are needed later: to be brought to the cache meanwhile, one
+// line for each that is read, as the CPU knows nothing of what lies anywhere.
+template <class Stored>
+struct Vectors {
+    const Stored *here[PANEL], *later[PANEL];
+    static void fetch(const Stored* line) { __builtin_prefetch(line); }
+};
+
 // Writes `count` numbers of PANEL vectors, one vector below the other, `step` apart; or pairs of two vectors'.
 template <class Stored>
-static void lay_out(const Stored* const* from, long count, float* to, long step) {
-    for (int j = 0; j < PANEL; j++)
-        for (long d = 0; d < count; d++) to[j * step + d] = widened(from[j][d]);
+static void lay_out(const Vectors<Stored>& of, long count, float* to, long step) {
+    constexpr long LINE = 64 / sizeof(Stored);
+    for (int j = 0; j < PANEL; j++) {
+        for (long d = 0; d < count; d += LINE) of.fetch(of.later[j] + d);
+        for (long d = 0; d < count; d++) to[j * step + d] = widened(of.here[j][d]);
+    }
 }
-static inline void lay_out(const bf16* const* from, long count, pair* to, long step) {
-    for (int j = 0; j < PANEL; j += 2)
-        for (long d = 0; d < count; d++) to[j / 2 * step + d] = paired(from[j][d], from[j + 1][d]);
+static inline void lay_out(const Vectors<bf16>& of, long count, pair* to, long step) {
+    for (int j = 0; j < PANEL; j += 2) {
+        const bf16 *first = of.here[j], *second = of.here[j + 1];
+        pair* pairs = to + j / 2 * step;
+        long d = 0;
+#if defined(__AVX512BW__)
+        for (; d + 32 <= count; d += 32) {
+            of.fetch(of.later[j] + d), of.fetch(of.later[j + 1] + d);
+            __m512i low = _mm512_loadu_si512(first + d), high = _mm512_loadu_si512(second + d);
+            _mm512_storeu_si512(pairs + d, interleaved(low, high, 0));
+            _mm512_storeu_si512(pairs + d + 16, interleaved(low, high, 16));
+        }
+#endif
+        for (; d < count; d++) pairs[d] = paired(first[d], second[d]);
+    }
 }
 
 #if defined(__AVX512F__)
@@ -480,15 +513,21 @@ INLINE void transpose_words(__m512i (&rows)[16]) {
 }
 
 // Writes numbers [begin, begin + 32) of 16 vectors transposed: term t of vector j at `to[t * PANEL + j]`.
-INLINE void transpose_part(const bf16* const* from, long begin, pair* to) {
+INLINE void transpose_part(const Vectors<bf16>& of, int first, long begin, pair* to) {
     __m512i rows[16];
-    UNROLL for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from[i] + begin);
+    UNROLL for (int i = 0; i < 16; i++) {
+        rows[i] = _mm512_loadu_si512(of.here[first + i] + begin);
+        of.fetch(of.later[first + i] + begin);
+    }
     transpose_words(rows);
     UNROLL for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + (begin / 2 + i) * PANEL, rows[i]);
 }
-INLINE void transpose_part(const bf16* const* from, long begin, float* to) {
+INLINE void transpose_part(const Vectors<bf16>& of, int first, long begin, float* to) {
     __m512i rows[16];
-    UNROLL for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from[i] + begin);
+    UNROLL for (int i = 0; i < 16; i++) {
+        rows[i] = _mm512_loadu_si512(of.here[first + i] + begin);
+        of.fetch(of.later[first + i] + begin);
+    }
     transpose_words(rows);
     UNROLL for (int i = 0; i < 16; i++) {
         float* at = to + (begin + 2 * i) * PANEL;
@@ -497,32 +536,37 @@ INLINE void transpose_part(const bf16* const* from, long begin, float* to) {
               _mm512_castsi512_ps(_mm512_and_si512(rows[i], _mm512_set1_epi32(int(0xffff0000u)))));
     }
 }
-INLINE void transpose_part(const float* const* from, long begin, float* to) {
+INLINE void transpose_part(const Vectors<float>& of, int first, long begin, float* to) {
     for (long half = begin; half < begin + 32; half += 16) {
         __m512i rows[16];
-        UNROLL for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from[i] + half);
+        UNROLL for (int i = 0; i < 16; i++) {
+            rows[i] = _mm512_loadu_si512(of.here[first + i] + half);
+            of.fetch(of.later[first + i] + half);
+        }
         transpose_words(rows);
         UNROLL for (int i = 0; i < 16; i++) store(to + (half + i) * PANEL, _mm512_castsi512_ps(rows[i]));
     }
 }
 #else
 template <class Stored, class Entry>
-INLINE void transpose_part(const Stored* const* from, long begin, Entry* to) {
+INLINE void transpose_part(const Vectors<Stored>& of, int first, long begin, Entry* to) {
     constexpr int NUMBERS = Term<Entry>::NUMBERS;
-    for (int j = 0; j < 16; j++)
-        for (long d = begin; d < begin + 32; d += NUMBERS) take_term(from[j], d, to[d / NUMBERS * PANEL + j]);
+    for (int j = 0; j < 16; j++) {
+        of.fetch(of.later[first + j] + begin);
+        for (long d = begin; d < begin + 32; d += NUMBERS) take_term(of.here[first + j], d, to[d / NUMBERS * PANEL + j]);
+    }
 }
 #endif
 
 // Writes `head_dim` numbers of PANEL vectors transposed: term t of vector j at `to[t * PANEL + j]`.
 template <class Stored, class Entry>
-static void transpose(const Stored* const* from, long head_dim, Entry* to) {
+static void transpose(const Vectors<Stored>& of, long head_dim, Entry* to) {
     constexpr int NUMBERS = Term<Entry>::NUMBERS;
     long whole = head_dim / 32 * 32;
     for (int first = 0; first < PANEL; first += 16)
-        for (long begin = 0; begin < whole; begin += 32) transpose_part(from + first, begin, to + first);
+        for (long begin = 0; begin < whole; begin += 32) transpose_part(of, first, begin, to + first);
     for (int j = 0; j < PANEL; j++)
-        for (long d = whole; d < head_dim; d += NUMBERS) take_term(from[j], d, to[d / NUMBERS * PANEL + j]);
+        for (long d = whole; d < head_dim; d += NUMBERS) take_term(of.here[j], d, to[d / NUMBERS * PANEL + j]);
 }
 
 // The largest of PANEL numbers.
