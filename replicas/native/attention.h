@@ -60,7 +60,7 @@ class Attention {
 
   public:
     struct Own {  // scratch of one member
-        Memory query, keys, values, scores, shares, edge, heads, weight, top;
+        Memory query, keys, values, scores, shares, edge, heads, weight, top, shrunk;
     };
 
     Attention(long q_heads, long kv_heads, long head_dim)
@@ -73,12 +73,13 @@ class Attention {
         own.keys.template entries<Entry>(PANEL * terms_);
         long values = PANEL / NUMBERS * value_step_;
         std::fill_n(own.values.template entries<Entry>(values), values, Entry{});
-        own.scores.floats(ROWS * PANEL);
-        own.shares.template entries<Entry>(ROWS * SHARES);
+        own.scores.floats(rows * PANEL);
+        own.shares.template entries<Entry>(rows * SHARES);
         own.edge.template entries<Entry>(value_step_);
         own.heads.floats(rows * value_step_);
         own.weight.floats(rows * PANEL);
         own.top.floats(rows);
+        own.shrunk.floats(rows);
     }
 
     // Returns the items of a step for so many members, those with most keys first; `is_part`: of wanted rows.
@@ -123,11 +124,16 @@ class Attention {
                 find(step, layer, span, in_order(turn + 1, first, last, queries.count),
                      found[(turn - first + 1) % 2]);
             long block = in_order(turn, first, last, queries.count);
+            const Found& later = turn < last ? next : here;
+            Seen seen(*this, queries, position, window, block * PANEL);
             for (long i = 0; i < queries.heads; i++) {
-                long shift = shift_of(step, queries.head + i);
-                take(here, turn < last ? next : here, shift, step.value_step, own);
-                for (long part = 0; part < parts.count; part++)
-                    attend_part(parts, part, i * rows, position, window, block * PANEL, own);
+                take_keys(here, later, shift_of(step, queries.head + i), own);
+                for (long part = 0; part < parts.count; part++) score(parts, part, i * rows, seen, own);
+            }
+            for (long i = 0; i < queries.heads; i++) soften(i * rows + seen.low, i * rows + seen.high, own);
+            for (long i = 0; i < queries.heads; i++) {
+                take_values(here, later, shift_of(step, queries.head + i) + step.value_step, own);
+                for (long part = 0; part < parts.count; part++) add_part(parts, part, i * rows, seen, own);
             }
         }
         finish(queries, tiles, attended, own);
@@ -193,57 +199,70 @@ class Attention {
         }
     }
 
-    // Transposes a head's keys and lays out its values; zeros from the context's end on.
-    void take(const Found& found, const Found& next, long shift, long value_step, Own& own) const {
-        Vectors<Number> keys, values;
-        for (int j = 0; j < PANEL; j++) {
-            keys.here[j] = j < found.count ? found.keys[j] + shift : nothing_.data();
-            values.here[j] = j < found.count ? keys.here[j] + value_step : nothing_.data();
-            keys.later[j] = j < next.count ? next.keys[j] + shift : nothing_.data();
-            values.later[j] = j < next.count ? keys.later[j] + value_step : nothing_.data();
+    // What the rows of a KV head see of a block of keys whose first is token `first`.
+    struct Seen {
+        long group, position, window, first;
+        long low = 0, high;  // the rows that see any of it
+
+        Seen(const Attention& of, const Queries& queries, long position_, long window_, long first_)
+            : group(of.group_), position(position_), window(window_), first(first_), high(queries.count * group) {
+            while (low < high && to(low) <= 0) low++;
+            while (high > low && from(high - 1) >= PANEL) high--;
         }
-        transpose(keys, width_, own.keys.template as<Entry>());
-        lay_out(values, width_, own.values.template as<Entry>(), value_step_);
+        long from(long row) const {
+            return window ? std::max<long>(0, position + row / group - window + 1 - first) : 0;
+        }
+        long to(long row) const { return std::min<long>(PANEL, position + row / group + 1 - first); }
+        bool is_all(long begin, long end) const { return from(end - 1) == 0 && to(begin) == PANEL; }
+    };
+
+    // Returns a head's vectors of a block, and those to fetch meanwhile; zeros from the context's end on.
+    Vectors<Number> vectors(const Found& found, const Found& later, long shift) const {
+        Vectors<Number> of;
+        for (int j = 0; j < PANEL; j++) {
+            of.here[j] = j < found.count ? found.keys[j] + shift : nothing_.data();
+            of.later[j] = j < later.count ? later.keys[j] + shift : nothing_.data();
+        }
+        return of;
+    }
+    void take_keys(const Found& found, const Found& later, long shift, Own& own) const {
+        transpose(vectors(found, later, shift), width_, own.keys.template as<Entry>());
+    }
+    void take_values(const Found& found, const Found& later, long shift, Own& own) const {
+        lay_out(vectors(found, later, shift), width_, own.values.template as<Entry>(), value_step_);
     }
 
-    // Attends of a tile of queries, the rows of its head from `row` on, to keys whose first is token `first`.
-    void attend_part(const Tiles& parts, long part, long row, long position, long window, long first,
-                     Own& own) const {
+    // Scores a block of keys for a tile of queries; row `row` is the first of its head.
+    void score(const Tiles& parts, long part, long row, const Seen& seen, Own& own) const {
         long begin = parts.begin(part), size = parts.size(part);
-        float* scores = own.scores.template as<float>();
-        float* heads = own.heads.template as<float>() + (row + begin) * value_step_;
-        auto seen_from = [&](long i) {
-            long token = position + (begin + i) / group_;
-            return window ? std::max<long>(0, token - window + 1 - first) : 0;
-        };
-        auto seen_to = [&](long i) { return std::min<long>(PANEL, position + (begin + i) / group_ + 1 - first); };
-        long low = 0, high = size;  // the rows that see any of it
-        while (low < high && seen_to(low) <= 0) low++;
-        while (high > low && seen_from(high - 1) >= PANEL) high--;
-        if (low == high) return;
-        tile<Entry, 1, Sums::fresh>(int(high - low), own.query.template as<Entry>() + (row + begin) * terms_ + low, size,
-                                    own.keys.template as<Entry>(), 1, 0, PANEL, terms_, scores, PANEL);
-        if (seen_from(high - 1) == 0 && seen_to(low) == PANEL) {  // all of them see all of it
-            soften(int(high - low), row + begin + low, own);
-            add_values(int(high - low), 0, 0, PANEL, heads + low * value_step_, own);
-            return;
+        long low = std::max(begin, seen.low), high = std::min(begin + size, seen.high);
+        if (low >= high) return;
+        float* scores = own.scores.template as<float>() + (row + low) * PANEL;
+        const Entry* queries = own.query.template as<Entry>() + (row + begin) * terms_ + (low - begin);
+        tile<Entry, 1, Sums::fresh>(int(high - low), queries, size, own.keys.template as<Entry>(), 1, 0, PANEL, terms_,
+                                    scores, PANEL);
+        if (seen.is_all(low, high)) return;
+        for (long i = low; i < high; i++, scores += PANEL) {
+            for (long j = 0, end = seen.from(i); j < end; j++) scores[j] = NEVER;
+            for (long j = seen.to(i); j < PANEL; j++) scores[j] = NEVER;
         }
-        for (long i = low; i < high; i++) {
-            float* some = scores + (i - low) * PANEL;
-            for (long j = 0, end = seen_from(i); j < end; j++) some[j] = NEVER;
-            for (long j = seen_to(i); j < PANEL; j++) some[j] = NEVER;
-        }
-        soften(int(high - low), row + begin + low, own);
+    }
+
+    // Adds a block of values to what a tile of queries has seen.
+    void add_part(const Tiles& parts, long part, long row, const Seen& seen, Own& own) const {
+        long low = std::max(parts.begin(part), seen.low), high = std::min(parts.begin(part + 1), seen.high);
         for (long i = low, end; i < high; i = end) {
-            long from = seen_from(i), to = seen_to(i);
-            for (end = i + 1; end < high && seen_from(end) == from && seen_to(end) == to;) end++;
-            add_values(int(end - i), i - low, from, to, heads + i * value_step_, own);
+            long from = seen.from(i), to = seen.to(i);
+            bool is_all = seen.is_all(i, high);
+            for (end = is_all ? high : i + 1; end < high && seen.from(end) == from && seen.to(end) == to;) end++;
+            add_values(int(end - i), row + i, from, to, own);
         }
     }
 
     // Adds the values `[from, to)` of a block to the sums of rows that see just these, each times its share.
     // What a row does not see is no part of its sums: not even 0 times it.
-    void add_values(int rows, long first, long from, long to, float* heads, Own& own) const {
+    void add_values(int rows, long first, long from, long to, Own& own) const {
+        float* heads = own.heads.template as<float>() + first * value_step_;
         const Entry* values = own.values.template as<Entry>();
         auto add = [&](const Entry* some, long begin, long end) {
             tile<Entry, SHARES, Sums::continued>(rows, shares_of(own) + first * SHARES + begin, 1, some,
@@ -270,30 +289,27 @@ class Attention {
         else return own.shares.template as<Entry>();
     }
 
-    // Makes the scores of a tile's rows shares of their softmax so far; the first of them is row `first` of all.
-    void soften(int rows, long first, Own& own) const {
-        float* top = own.top.template as<float>() + first;
-        float higher[ROWS], shrunk[ROWS];
-        for (int i = 0; i < rows; i++) {
-            higher[i] = largest(own.scores.template as<float>() + i * PANEL);
-            higher[i] = higher[i] > top[i] ? higher[i] : top[i];
+    // Makes the scores of rows shares of their softmax so far. One kind of work for all rows, then the next: a row's
+    // own are a chain that the CPU waits for.
+    void soften(long begin, long end, Own& own) const {
+        float* __restrict top = own.top.template as<float>();
+        float* __restrict shrunk = own.shrunk.template as<float>();
+        for (long i = begin; i < end; i++) shrunk[i] = largest(own.scores.template as<float>() + i * PANEL);
+        for (long i = begin; i < end; i++) {
+            float higher = shrunk[i] > top[i] ? shrunk[i] : top[i];
+            shrunk[i] = exponential(top[i] - higher);
+            top[i] = higher;
         }
-        for (int i = 0; i < rows; i++) {
-            shrunk[i] = exponential(top[i] - higher[i]);
-            top[i] = higher[i];
-        }
-        for (int i = 0; i < rows; i++) {
-            float* __restrict scores = own.scores.template as<float>() + i * PANEL;
-            float* __restrict weight = own.weight.template as<float>() + (first + i) * PANEL;
-            for (int j = 0; j < PANEL; j++) {
-                scores[j] = exponential(scores[j] - higher[i]);
-                weight[j] = __builtin_fmaf(weight[j], shrunk[i], scores[j]);
-            }
-            if constexpr (NUMBERS == 2)
-                pair_up(scores, PANEL, own.shares.template as<pair>() + i * SHARES);
-            if (shrunk[i] == 1.0f) continue;
-            float* head = own.heads.template as<float>() + (first + i) * value_step_;
-            for (long d = 0; d < value_step_; d++) head[d] *= shrunk[i];
+        for (long i = begin; i < end; i++) {
+            float *scores = own.scores.template as<float>() + i * PANEL, some[PANEL];
+            float *weight = own.weight.template as<float>() + i * PANEL, higher = top[i], factor = shrunk[i];
+            for (int j = 0; j < PANEL; j++) some[j] = exponential(scores[j] - higher);
+            for (int j = 0; j < PANEL; j++) weight[j] = __builtin_fmaf(weight[j], factor, some[j]);
+            if constexpr (NUMBERS == 2) pair_up(some, PANEL, own.shares.template as<pair>() + i * SHARES);
+            else std::copy_n(some, PANEL, scores);
+            if (factor == 1.0f) continue;
+            float* head = own.heads.template as<float>() + i * value_step_;
+            for (long d = 0; d < value_step_; d++) head[d] *= factor;
         }
     }
 
