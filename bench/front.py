@@ -19,7 +19,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,14 +37,6 @@ from tests.support.services.service import free_port
 
 STREAMS = (1, 8, 64, 256, 1024)
 PARTS = ("proxy", "ingress", "replica", "ray")
-SERVERS = {
-    "samovar": (),
-    "samovar-2-doors": ("--server.ingress-replicas", "2"),
-    "samovar-4-doors": ("--server.ingress-replicas", "4"),
-    "samovar-serve": ("--cluster.links.enabled", "false"),
-    "uvicorn": None,
-    "vllm": (),
-}
 AS_SAMOVAR_SERVE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
 """What the command sets before it imports Ray."""
 START_S, STOP_S = 180.0, 60.0
@@ -58,6 +51,53 @@ ROLES = {
 }
 
 Costs = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A kind of server: how it is started and read.
+
+    `command`: (port, milliseconds of a step, more flags) -> command and environment. `path`: answers when it
+    is up; `is_endless`: with a stream. `tokens`: port -> those it has made, if only it knows. `is_stamped`:
+    tokens say when they were made.
+    """
+
+    command: Callable[[int, float, Sequence[str]], tuple[list[str], Mapping[str, str]]]
+    path: str = "/health"
+    is_endless: bool = False
+    is_stamped: bool = True
+    tokens: Callable[[int], int] = lambda port: 0
+
+
+def _vllm(port: int, step_ms: float, flags: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
+    peer = _front_vllm.launch(port, max(STREAMS))
+    return list(peer.command), dict(peer.env)
+
+
+def _raw(port: int, step_ms: float, flags: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
+    return [sys.executable, "-m", "bench._front_raw", str(port), str(step_ms)], AS_SAMOVAR_SERVE
+
+
+def _samovar(*own: str) -> Server:
+    def command(port: int, step_ms: float, flags: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
+        many = str(2 * max(STREAMS))
+        made = [sys.executable, "-m", "bench._front_engine", "--step-ms", str(step_ms)]
+        made += ["--server.port", str(port), "--tiers.enabled", "false", "--engine.sequences-max", many]
+        made += ["--engine.step-tokens-max", many, "--engine.queue-max", many]
+        made += ["--limits.concurrent-total", many, "--limits.tokenizer-queue-max", many, *own, *flags]
+        return made, AS_SAMOVAR_SERVE
+
+    return Server(command)
+
+
+SERVERS = {
+    "samovar": _samovar(),
+    "samovar-2-doors": _samovar("--server.ingress-replicas", "2"),
+    "samovar-4-doors": _samovar("--server.ingress-replicas", "4"),
+    "samovar-serve": _samovar("--cluster.links.enabled", "false"),
+    "uvicorn": Server(_raw, "/", is_endless=True),
+    "vllm": Server(_vllm, is_stamped=False, tokens=_front_vllm.tokens),
+}
 
 
 def role_named(command: Sequence[str]) -> str:
@@ -92,27 +132,15 @@ def server(
 ) -> Iterator[tuple[int, psutil.Process]]:
     """Run a server until the block ends; gives its port and process."""
     port = free_port()
-    own, env = SERVERS[name], AS_SAMOVAR_SERVE
-    if name == "vllm":
-        peer = _front_vllm.launch(port, max(STREAMS))
-        command, env, path = list(peer.command), dict(peer.env), "/health"
-    elif own is None:
-        command = [sys.executable, "-m", "bench._front_raw", str(port), str(step_ms)]
-        path = "/"
-    else:
-        many = str(2 * max(STREAMS))
-        command = [sys.executable, "-m", "bench._front_engine", "--step-ms", str(step_ms)]
-        command += ["--server.port", str(port), "--tiers.enabled", "false", "--engine.sequences-max", many]
-        command += ["--engine.step-tokens-max", many, "--engine.queue-max", many]
-        command += ["--limits.concurrent-total", many, "--limits.tokenizer-queue-max", many, *own, *flags]
-        path = "/health"
+    kind = SERVERS[name]
+    command, env = kind.command(port, step_ms, flags)
     log = work / f"{name}.log"
     process = subprocess.Popen(
         command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env={**os.environ, **env}
     )
     try:
         deadline_s = time.monotonic() + START_S
-        while not _answers(f"http://127.0.0.1:{port}{path}", name):
+        while not _answers(f"http://127.0.0.1:{port}{kind.path}", kind):
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"{name} did not start: {log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.2)
@@ -122,9 +150,9 @@ def server(
         process.wait(STOP_S)
 
 
-def _answers(url: str, name: str) -> bool:
+def _answers(url: str, kind: Server) -> bool:
     try:
-        if SERVERS[name] is None:  # it streams for ever
+        if kind.is_endless:
             with httpx.stream("GET", url, timeout=2) as response:
                 return response.is_success
         return httpx.get(url, timeout=2).is_success
@@ -193,12 +221,11 @@ def measure(
     with client_of(port, str(streams), str(seconds)) as client:
         if client.readline().strip() != "begun":
             raise RuntimeError(f"{streams} streams did not begin")
-        counted = _front_vllm.tokens(port) if name == "vllm" else 0
+        counted = SERVERS[name].tokens(port)
         before = by_role.cpu_s()
         client.readline()
         after, rss = by_role.cpu_s(), by_role.rss()
-        if name == "vllm":
-            counted = _front_vllm.tokens(port) - counted
+        counted = SERVERS[name].tokens(port) - counted
         seen = json.loads(client.readline())
     tokens = counted or seen["tokens"]
     spent_s = {role: after[role] - before[role] for role in after if role != "engine"}
@@ -238,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.servers:
             with server(name, args.step_ms, work, flags) as (port, root):
                 measure(name, port, root, 16, 1.0, {})  # each front door makes things at its first request
-                if args.lone and name != "vllm":  # whose tokens do not say when they were made
+                if args.lone and SERVERS[name].is_stamped:
                     rows.append(measure_lone(name, port, root, args.lone))
                     report.show(f"{name}, {args.lone} lone requests", rows[-1:])
                 idle_s = idle_cpu_s(root, args.seconds)

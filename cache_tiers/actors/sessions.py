@@ -133,19 +133,18 @@ class SessionActor:
             )
 
     @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
-    def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
-        """Return whether an ingress may have `wanted` of a tenant open, see `Quotas.ask`.
+    def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+        """Return whether an ingress may have `wanted` of a tenant open; None: not known yet (`Quotas.ask`).
 
         Before a refusal it is made sure that those whose requests fill the limit live.
         """
         for may_look in (True, False):
             with self._lock:
-                if self._quotas.ask(door, asked, tenant, wanted, limit):
-                    return True
+                answer = self._quotas.ask(door, asked, tenant, wanted, limit)
                 actors = self._quotas.actors
-            if not may_look or not self._deaths.look(actors):
+            if answer or not may_look or not self._deaths.look(actors):
                 break
-        return False
+        return answer
 
     @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
     def keep(self, items: Sequence[Item], rows: Sequence[SessionRow]) -> int:

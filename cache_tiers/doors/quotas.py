@@ -79,7 +79,7 @@ class Quotas:
     """What each front door has open, as it has told. `clock`: monotonic seconds.
 
     `silent_s`: a front door that was not heard of for so long is dead, and its requests with it. For as long
-    after the start no front door is allowed more than its share: not all that live have reported yet.
+    after the start nobody is told whether it may have more than its share: not all have reported yet.
     """
 
     def __init__(self, silent_s: float, clock: Callable[[], float]) -> None:
@@ -122,12 +122,17 @@ class Quotas:
         known.doors = min(had, told)
         return told
 
-    def ask(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
-        """Return whether a front door may have `wanted` of a tenant open in all. `asked`: counts up."""
+    def ask(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+        """Return whether a front door may have `wanted` of a tenant open in all. `asked`: counts up.
+
+        None: it is not known yet, as not all others have said what they have, or that theirs is less.
+        """
         known = self._heard(door)
         self._forget_silent()
-        if known is None or self._clock() < self._settled_s or self._shares_besides(door) >= 1:
+        if known is None:
             return False
+        if self._clock() < self._settled_s or self._shares_besides(door) >= 1:
+            return None
         total = wanted
         for name, other in self._doors.items():
             if name != door:

@@ -52,7 +52,7 @@ from router.knowledge import (
     QuotaExceeded,
     StoreBusy,
 )
-from router.openai import ApiError, InvalidValue, ParsedChat, Unavailable, shown
+from router.openai import ApiError, InvalidValue, ParsedChat, Unavailable, no_such_cursor, shown
 from router.routing import ReplicaFailed, ReplicaLost
 
 Result = TypeVar("Result")
@@ -176,8 +176,17 @@ class DocumentShelf:
         return await self._run(partial(self.store.get, tenant, document))
 
     async def all(self, tenant: str, limit: int, after: str) -> list[Document]:
-        """Return a page of a tenant's documents, by id."""
-        return await self._run(partial(self.store.all, tenant, limit, after))
+        """Return a page of a tenant's documents, by id. Raises `InvalidValue` for an unknown `after`."""
+
+        def work() -> list[Document]:
+            if after:
+                try:
+                    self.store.get(tenant, after)
+                except EntryNotFound:
+                    raise no_such_cursor(after) from None
+            return self.store.all(tenant, limit, after)
+
+        return await self._run(work)
 
     async def prefill(self, tenant: str, document: str, wanted: Wanted) -> Document:
         """Have a document's KV computed and stored again: after a clear, or for another model."""

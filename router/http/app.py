@@ -94,6 +94,8 @@ KEPT_FILE = "replies.sqlite"
 TENANTS_MAX = 4096
 """Tenants whose tags are remembered: a tag is an HMAC."""
 MESSAGES_PATH = "/v1/messages"
+SYNCS = 4
+"""Reports of all front doors, after which the share of each is known."""
 NODE_CHARS = 8
 """Characters of a node's id shown in a message."""
 
@@ -141,6 +143,7 @@ def build_service(
         tag_of,
         doors_at_start=door_count(settings) or DOORS_MAX,
         wait_s=settings.doors.wait_s,
+        unsettled_s=settings.doors.silent_s + SYNCS * settings.router.sync_s,
     )
     directory.report = None if peers is None else shares
     knowledge, documents = None, None
@@ -207,8 +210,10 @@ def build_api(service: IngressServices) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        until_s = asyncio.get_running_loop().time() + settings.doors.start_wait_s
+        service.directory.start()  # first: a new directory knows of all front doors when the replicas are up
         await service.readiness.start()
-        service.directory.start()
+        await service.shares.settled(until_s)
         if service.documents is not None:
             service.documents.start()
         yield

@@ -24,6 +24,7 @@ from router.knowledge import (
     Candidate,
     Change,
     EntryBody,
+    EntryNotFound,
     EntryRef,
     EntryVersion,
     ImportBody,
@@ -48,6 +49,7 @@ from router.openai import (
     ParsedChat,
     check_structure,
     cursor,
+    no_such_cursor,
     read_body,
     shown,
     validated,
@@ -148,7 +150,15 @@ class KnowledgeRoutes:
         if not kinds:
             raise InvalidValue("kind", f"kind={shown(params['kind'])} is none of {', '.join(KINDS)}.")
         after = cursor(params)
-        work = partial(self._base.store.heads, tenant, kinds=kinds, limit=limit + 1, after=after)
+
+        def work() -> list[EntryVersion]:
+            if after:
+                try:
+                    self._base.store.head(tenant, after)
+                except EntryNotFound:
+                    raise no_such_cursor(after) from None
+            return self._base.store.heads(tenant, kinds=kinds, limit=limit + 1, after=after)
+
         page = await self._run(tenant, work)
         data = [_card(version) for version in page[:limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})

@@ -131,7 +131,7 @@ class SessionRoutes:
         views = (table.view(tenant, named) for tenant in tenants if named is not None)
         found = next((view for view in views if view is not None), None)
         if found is None:
-            raise SessionNotFound()
+            raise SessionNotFound("after")
         return found
 
     async def one(self, request: Request) -> Response:

@@ -24,6 +24,7 @@ from router.knowledge import (
     QuestionBody,
     QuotaExceeded,
     RecordBounds,
+    RecordKind,
     StateChanged,
     clean,
     content_of,
@@ -45,7 +46,7 @@ from router.learning.candidates import (
 )
 from router.learning.gate import Gate
 from router.learning.policy import AUTHOR, CaptureCounts, capture_refusals
-from router.openai import ApiError, ChatMessage, InvalidValue, shown
+from router.openai import ApiError, ChatMessage, InvalidValue, no_such_cursor, shown
 
 TURN_PREFIX, FEEDBACK_PREFIX, CANDIDATE_PREFIX = "turn_", "fb_", "cand_"
 QUESTIONS = "questions"
@@ -273,8 +274,8 @@ class LearningLoop:
         self._records.put(tenant, record, bounds)
 
     def log(self, tenant: str, verdict: str | None, limit: int, after: str) -> list[dict[str, Any]]:
-        """Return rows of feedback, the newest first."""
-        found = self._records.find(tenant, "log", state=verdict, limit=limit, after=after)
+        """Return rows of feedback, the newest first. Raises `InvalidValue` for an unknown `after`."""
+        found = self._page(tenant, "log", verdict, limit, after)
         return [
             {
                 "id": one.id,
@@ -371,11 +372,15 @@ class LearningLoop:
         return _card(self._candidate(tenant, name))
 
     def candidates(self, tenant: str, state: str | None, limit: int, after: str) -> list[dict[str, Any]]:
-        """Return candidates for a client, the newest first."""
-        return [
-            _card(one)
-            for one in self._records.find(tenant, "candidate", state=state, limit=limit, after=after)
-        ]
+        """Return candidates for a client, the newest first. Raises `InvalidValue` for an unknown `after`."""
+        return [_card(one) for one in self._page(tenant, "candidate", state, limit, after)]
+
+    def _page(
+        self, tenant: str, kind: RecordKind, state: str | None, limit: int, after: str
+    ) -> list[LoopRecord]:
+        if after and not self._records.find(tenant, kind, ids=[after], limit=1):
+            raise no_such_cursor(after)
+        return self._records.find(tenant, kind, state=state, limit=limit, after=after)
 
     def _candidate(self, tenant: str, name: str) -> LoopRecord:
         found = self._records.find(tenant, "candidate", ids=[name])

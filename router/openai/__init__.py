@@ -53,7 +53,7 @@ from router.openai.parse import (
     error_of,
     validated,
 )
-from router.openai.query import cursor, whole_number
+from router.openai.query import cursor, no_such_cursor, whole_number
 from router.openai.schema import (
     CacheMark,
     DetokenizeBody,
@@ -130,6 +130,7 @@ __all__ = [
     "finish_of",
     "json_bytes",
     "led",
+    "no_such_cursor",
     "read_body",
     "rename",
     "retry_after_header",

@@ -453,7 +453,8 @@ def _finite(logprob: float) -> float:
 # Server-sent events: the bytes of OpenAI's streams.
 
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
+PING = b": ping\n"
+"""Without an empty line: behind an event with an id, openai's client takes that for an event without data."""
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:

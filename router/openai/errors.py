@@ -200,9 +200,9 @@ class RouteNotFound(ApiError):
 class SessionNotFound(ApiError):
     """404: the caller has no session of that name. Reveals nothing about other tenants' names."""
 
-    def __init__(self) -> None:
+    def __init__(self, param: str = "session_id") -> None:
         message = "No such session is known. It may have expired, or it belongs to another tenant."
-        super().__init__(404, message, param="session_id", code="session_not_found")
+        super().__init__(404, message, param=param, code="session_not_found")
 
 
 class MethodNotAllowed(ApiError):

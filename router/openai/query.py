@@ -26,3 +26,9 @@ def cursor(params: Mapping[str, str]) -> str:
     if not given.isprintable():
         raise InvalidValue("after", f"after={shown(given)} has characters that no id has.")
     return given
+
+
+def no_such_cursor(after: str) -> InvalidValue:
+    """Return the error for the id of no item: an empty page would look like the end of the list."""
+    message = f"after={shown(after)} is the id of no item here: it may have been deleted. Begin without it."
+    return InvalidValue("after", message)

@@ -113,7 +113,7 @@ class FakeLink:
         self._answer()
         return self.actor.forget(clears)
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
+    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
         self._answer()
         return self.actor.allow(door, asked, tenant, wanted, limit)
 

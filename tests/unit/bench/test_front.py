@@ -9,7 +9,7 @@ import pytest
 from bench import _front_vllm
 from bench._front_client import STAMP, Stream, figures
 from bench._front_engine import ScriptedEngine
-from bench.front import costs, role_named
+from bench.front import SERVERS, costs, role_named
 from replicas.messages import Admitted, Delta, GenerateRequest, SamplingParams
 
 
@@ -75,3 +75,13 @@ def test_tokens_of_vllm_are_those_it_counts() -> None:
         'vllm:generation_tokens_created{engine="0"} 9.0\n'
     )
     assert _front_vllm.counted(said) == 1500
+
+
+def test_each_kind_of_server_has_its_command() -> None:
+    for name, kind in SERVERS.items():
+        if name != "vllm":  # which is not installed everywhere
+            command, _ = kind.command(1234, 20.0, ("--more", "1"))
+            assert "1234" in command
+            assert ("--more" in command) == name.startswith("samovar")
+            assert kind.tokens(1234) == 0
+    assert not SERVERS["vllm"].is_stamped

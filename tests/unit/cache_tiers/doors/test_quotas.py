@@ -76,7 +76,7 @@ def test_a_new_directory_allows_nothing_until_all_may_have_reported() -> None:
     quotas = Quotas(SILENT_S, clock)
     assert quotas.report("a", {}, 0, 0) == 0
     assert quotas.doors == 0, "it does not know yet how many there are"
-    assert not quotas.ask("a", 1, TENANT, requests(1), LIMIT)
+    assert quotas.ask("a", 1, TENANT, requests(1), LIMIT) is None
     clock.now_s += SILENT_S
     assert quotas.report("a", {}, 1, 3) == 1
     assert quotas.doors == 1
@@ -94,7 +94,7 @@ def test_one_that_is_known_to_be_dead_holds_nothing_and_is_not_heard_any_more() 
     assert quotas.doors == 2
     assert quotas.ask("a", 2, TENANT, requests(5), LIMIT)
     assert quotas.report("b", {TENANT: requests(8)}, 9, 3) == 0, "it was on its way"
-    assert not quotas.ask("b", 10, TENANT, requests(1), LIMIT)
+    assert quotas.ask("b", 10, TENANT, requests(1), LIMIT) is False, "it is not to wait"
     assert quotas.doors == 2
     clock.now_s += 2 * BURIED_S
     quotas.report("a", {}, 2, 3)
@@ -107,7 +107,7 @@ def test_shares_grow_only_as_others_have_said_that_theirs_are_smaller() -> None:
     quotas = settled(Clock())
     assert [quotas.report("a", {}, 0, 1), quotas.report("a", {}, 0, 1)] == [1, 1], "alone: all"
     assert quotas.report("b", {}, 0, 0) == MANY, "a has it all, as far as it has said"
-    assert not quotas.ask("b", 1, TENANT, requests(1), LIMIT), "a may be admitting that"
+    assert quotas.ask("b", 1, TENANT, requests(1), LIMIT) is None, "a may be admitting that"
     assert quotas.report("a", {}, 0, 1) == 2
     assert quotas.report("b", {}, 1, MANY) == MANY, "a has been told, and may not have heard"
     assert quotas.report("a", {}, 0, 2) == 2
@@ -138,7 +138,7 @@ class Door:
         if quotas is None:
             return False
         self.asked += 1
-        return quotas.ask(self.name, self.asked, TENANT, wanted, requests(limit))
+        return bool(quotas.ask(self.name, self.asked, TENANT, wanted, requests(limit)))
 
     def sync(self, quotas: Quotas) -> None:
         uses = {TENANT: requests(len(self.ends_s))} if self.ends_s else {}

@@ -124,6 +124,9 @@ async def test_a_document_is_read_chunked_prefilled_and_erased(tmp_path: Path) -
         assert found.json()["data"][0]["title"] == "Manual"
         listed = (await client.get(ROUTE)).json()
         assert [one["id"] for one in listed["data"]] == [card["id"]]
+        assert (await client.get(ROUTE, params={"after": card["id"]})).json()["data"] == []
+        unknown = await client.get(ROUTE, params={"after": "doc_nobody"})
+        assert (unknown.status_code, error_of(unknown)["param"]) == (400, "after")
         gone = await client.delete(f"{ROUTE}/{card['id']}")
         assert gone.json() == {
             "id": card["id"],

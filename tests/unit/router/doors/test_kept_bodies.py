@@ -15,6 +15,7 @@ from configs.settings import LimitsSettings
 from router.doors import KeptBodies
 from router.http.direct_reply import DirectReplies
 from router.http.proxy_guard import ProxyGuard
+from tests.support.router.asgi_bodies import whole_body
 from tests.support.router.router_harness import serving
 
 CHAT = "/v1/chat/completions"
@@ -30,12 +31,7 @@ class DyingDoors:
         self.bodies: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            assert message["type"] == "http.request", "the client is there"
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        self.bodies.append(body)
+        self.bodies.append(await whole_body(receive))
         gone = asyncio.ensure_future(receive())  # as Serve does: it watches for a client that leaves
         self.lost -= 1
         if self.lost < 0 or self.begins:

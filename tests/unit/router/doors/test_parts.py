@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cache_tiers.doors import Use
+from cache_tiers.doors import Quotas, Use
 from cache_tiers.pricing import PrefillPrice
 from cluster.serve.front_doors import OneDoorPerNode, one_door_per_node, one_per_node
 from cluster.serve.graph import build_front_app
@@ -117,11 +118,11 @@ def test_serve_is_told_so(asked: dict[str, Any], replicas: int | None, is_scalin
 
 class Link:
     def __init__(self) -> None:
-        self.may = True
+        self.may: bool | None = True
         self.fault: Exception | None = None
         self.asked: list[tuple[str, int, bytes, Use, Use]] = []
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
+    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
         self.asked.append((door, asked, tenant, wanted, limit))
         if self.fault is not None:
             raise self.fault
@@ -184,6 +185,150 @@ async def test_the_only_front_door_asks_nobody() -> None:
     assert one.doors == 3
     one.heard(0)
     assert one.doors == 3, "a directory that does not know yet says nothing"
+
+
+# While shares are not known yet ------------------------------------------------------------------
+
+LIMIT = 8
+SILENT_S = 3.0
+
+
+class Fleet:
+    """Front doors over one directory, which begins with the first of them; reports go by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.quotas = Quotas(SILENT_S, lambda: self.now_s)
+        self.doors: dict[str, tuple[ConcurrencyLimit, DoorShares]] = {}
+        self.open: list[ExitStack] = []
+
+    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+        return self.quotas.ask(door, asked, tenant, wanted, limit)
+
+    def add(self, name: str, doors_at_start: int = 64, unsettled_s: float = 60.0) -> DoorShares:
+        limit = ConcurrencyLimit(LimitsSettings(concurrent_per_key=LIMIT))
+        made = DoorShares(
+            name,
+            self,
+            limit,
+            str.encode,
+            doors_at_start=doors_at_start,
+            wait_s=60.0,
+            unsettled_s=unsettled_s,
+            clock=lambda: self.now_s,
+        )
+        self.doors[name] = limit, made
+        return made
+
+    def report(self) -> None:
+        """All report, and hear what the directory says."""
+        for name, (_, shares) in self.doors.items():
+            shares.heard(self.quotas.report(name, shares.uses(), shares.asked, shares.told))
+
+    async def request(self, name: str) -> bool:
+        """Open a request until the test ends; whether it was admitted."""
+        limit, shares = self.doors[name]
+        with ExitStack() as leases:
+            try:
+                leases.enter_context(limit.lease("t"))
+                await shares.check("t")
+            except TooManyRequests:
+                return False
+            self.open.append(leases.pop_all())
+        return True
+
+    def begin(self, name: str, count: int) -> list[asyncio.Task[bool]]:
+        return [asyncio.create_task(self.request(name)) for _ in range(count)]
+
+
+async def steps() -> None:
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("doors_at_start", [3, 64])
+async def test_a_fresh_start_refuses_nothing_that_fits(doors_at_start: int) -> None:
+    fleet = Fleet()
+    for name in "abc":
+        fleet.add(name, doors_at_start)
+    fleet.report()
+    asked = [*fleet.begin("a", LIMIT - 2), *fleet.begin("b", 1), *fleet.begin("c", 1)]
+    await steps()
+    assert not all(one.done() for one in asked), "the directory cannot say yet: some wait"
+    assert all(one.result() for one in asked if one.done())
+    fleet.report()
+    fleet.now_s += SILENT_S
+    fleet.report()
+    await steps()
+    assert all(one.done() and one.result() for one in asked)
+    assert await fleet.request("a") is False, "the limit is a limit again"
+
+
+async def test_those_that_waited_are_admitted_up_to_the_limit() -> None:
+    fleet = Fleet()
+    for name in "ab":
+        fleet.add(name)
+    fleet.report()
+    asked = [*fleet.begin("a", LIMIT - 2), *fleet.begin("b", LIMIT - 2)]
+    await steps()
+    assert not any(one.done() for one in asked)
+    fleet.report()  # what waits is open
+    fleet.now_s += SILENT_S
+    for _ in range(2):
+        fleet.report()
+        await steps()
+    assert all(one.done() for one in asked)
+    assert sum(one.result() for one in asked) == LIMIT
+
+
+async def test_a_new_front_door_waits_for_its_share_and_serves_then() -> None:
+    fleet = Fleet()
+    fleet.add("a")
+    fleet.report()
+    fleet.now_s += SILENT_S
+    fleet.report()
+    new = fleet.add("b")
+    ready = asyncio.create_task(new.settled(asyncio.get_running_loop().time() + 60))
+    await steps()
+    assert not ready.done(), "the directory has not heard of it"
+    new.heard(fleet.quotas.report("b", {}, 0, 0))
+    (early,) = fleet.begin("b", 1)
+    await steps()
+    assert not ready.done(), "a has all of the limit, as far as it has said"
+    assert not early.done()
+    for _ in range(2):
+        fleet.report()
+        await steps()
+    assert ready.done()
+    assert early.result()
+    assert new.doors == 2
+
+
+async def test_waiting_ends_and_a_lost_directory_ends_it() -> None:
+    fleet = Fleet()
+    brief = fleet.add("a", unsettled_s=0.0)
+    assert await fleet.request("a") is False
+    await brief.settled(asyncio.get_running_loop().time())  # and nothing is raised
+    link = Link()
+    link.may = None
+    limit, own = shares(link, doors=4)
+    own._unsettled_s = 60.0
+    with limit.lease("t"), limit.lease("t"):
+        waits = asyncio.create_task(own.check("t"))
+        await steps()
+        assert not waits.done()
+        link.fault = DirectoryLost("away")
+        own.heard(0)
+        with pytest.raises(TooManyRequests):
+            await waits
+
+
+async def test_without_keys_or_others_nobody_waits_for_shares() -> None:
+    _, alone = shares(None)
+    await alone.settled(0.0)
+    bare = ConcurrencyLimit(LimitsSettings(), has_keys=False)
+    own = DoorShares("a", Link(), bare, str.encode, doors_at_start=4, wait_s=5)
+    await own.settled(asyncio.get_running_loop().time() + 3600)
 
 
 # Loads ------------------------------------------------------------------------------------------
@@ -274,7 +419,7 @@ def test_metrics_of_all_are_one_text() -> None:
 
 async def test_waiting_for_an_answer_is_bounded() -> None:
     class Stuck(Link):
-        async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
+        async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
             await asyncio.Event().wait()
             return True
 

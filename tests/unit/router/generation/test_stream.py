@@ -9,8 +9,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai._streaming import SSEDecoder
 
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, TokenLogprob
+from router.openai import PING
+from router.openai.answers import DONE
 from router.routing.replica_client import ReplicaLost
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import MODEL, House, chat, make_settings, until
@@ -252,3 +255,11 @@ async def test_a_failure_in_a_half_sent_json_body_adds_no_event() -> None:
     await house.app(scope, receive, send)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     assert json.loads(sent[1]["body"])["object"] == "chat.completion"
+
+
+def test_a_ping_is_no_event_for_openais_client_also_behind_an_id() -> None:
+    event = b"id: abc-1\ndata: {}\n\n"
+    whole = [one.data for one in SSEDecoder().iter_bytes(iter([event, PING, PING, event, DONE]))]
+    assert whole == ["{}", "{}", "[DONE]"]
+    alone = SSEDecoder().iter_bytes(iter([event, b": ping\n\n", event]))
+    assert "" in [one.data for one in alone], "an empty line would do as well: the client has changed"

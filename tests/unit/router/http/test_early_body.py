@@ -22,6 +22,7 @@ from replicas.links import Inlet
 from router.doors import KeptBodies
 from router.http.direct_reply import EARLY_BODY, IS_WATCHED, BodyOver, DirectReplies, ReplySender
 from router.http.proxy_guard import ProxyGuard
+from tests.support.router.asgi_bodies import whole_body
 from tests.support.router.linked_replicas import LINKS, LOOPBACK
 from tests.support.router.router_harness import make_settings, serving
 
@@ -93,11 +94,7 @@ class Door:
         await asyncio.gather(watching, serving_it, return_exceptions=True)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            assert message["type"] == "http.request", "the client is there"
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+        body = await whole_body(receive)
         self.has_body.set()
         self.dies -= 1
         if self.dies >= 0:

@@ -160,7 +160,7 @@ async def test_f14_a_tenant_sees_its_own_only() -> None:
         unknown = await client.get(f"{SESSIONS}/never", headers=bearer(KEY))
         assert unknown.json() == seen.json(), "whether others have such a session is not told"
         after = await client.get(SESSIONS, params={"after": theirs["id"]}, headers=bearer(KEY))
-        assert after.status_code == 404
+        assert (after.status_code, error_of(after)["param"]) == (404, "after")
         assert await listed(client, OTHER_KEY) == [theirs]
         assert (await client.get(SESSIONS)).status_code == 401
     assert {tenant for tenant, _ in home.replicas.clears} == {tenant_tag(SECRET, "a")}

@@ -103,6 +103,10 @@ async def test_pages_of_entries_follow_each_other(client: httpx.AsyncClient) -> 
     rest = (await client.get(ROUTE, params={"limit": 3, "after": first["data"][-1]["id"]})).json()
     assert [one["id"] for one in (*first["data"], *rest["data"])] == sorted(ids)
     assert (first["has_more"], rest["has_more"]) == (True, False)
+    assert (await client.delete(f"{ROUTE}/{ids[0]}")).status_code == 200
+    for unknown in (ids[0], "kb_nobody", "zzz"):
+        refused = await client.get(ROUTE, params={"after": unknown})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "after")
 
 
 MARKDOWN = """\

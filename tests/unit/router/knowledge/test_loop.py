@@ -137,6 +137,10 @@ async def test_failure_is_a_row_of_the_log_and_with_a_correction_a_rule_for_a_pe
         after = rows["data"][-1]["id"]
         rest = (await client.get(FEEDBACK, params={"after": after})).json()
         assert (len(rest["data"]), rest["has_more"]) == (1, False)
+        for path in (FEEDBACK, CANDIDATES):
+            unknown = await client.get(path, params={"after": "fb_nobody"})
+            assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "after")
+        assert (await client.get(CANDIDATES, params={"after": candidate["id"]})).json()["data"] == []
         assert (await client.get(FEEDBACK, params={"verdict": "success"})).json()["data"] == []
 
 
