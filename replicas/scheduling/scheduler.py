@@ -15,7 +15,7 @@ The scheduler owns the pool's bookkeeping and the queues; it has no tensors, tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from typing import Any, Literal, Protocol
 
