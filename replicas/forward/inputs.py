@@ -238,9 +238,10 @@ class StepPacker:
         _write_spans(host, places, shape, segments)
         _write_tiles(host, places, shape, tiles)
         _write_samples(host, places, shape, sampling)
-        slots = host[places[2] : places[2] + shape.rows]
-        # One trash slot a row, and never behind the page's end: a write there would end a CUDA context.
-        slots[row:] = TRASH_PAGE * block_tokens + np.arange(shape.rows - row) % block_tokens
+        if shape.rows > row:
+            slots = host[places[2] : places[2] + shape.rows]
+            # One trash slot a row, and never behind the page's end: a write there would end a CUDA context.
+            slots[row:] = TRASH_PAGE * block_tokens + np.arange(shape.rows - row) % block_tokens
         return StepInputs(
             self._buffers.upload(words),
             shape,
@@ -321,7 +322,8 @@ def _write_rows(
 ) -> None:
     for start, column in zip(places, columns, strict=False):
         host[start : start + len(column)] = column
-        host[start + len(column) : start + rows] = 0
+        if len(column) < rows:
+            host[start + len(column) : start + rows] = 0
 
 
 def _write_spans(host: Words, places: tuple[int, ...], shape: StepShape, segments: Listing[Segment]) -> None:
@@ -336,6 +338,8 @@ def _write_spans(host: Words, places: tuple[int, ...], shape: StepShape, segment
 def _write_tiles(
     host: Words, places: tuple[int, ...], shape: StepShape, tiles: Listing[tuple[int, int]]
 ) -> None:
+    if not shape.tiles:
+        return
     flat = [word for tile in tiles for word in tile]
     for number in range(len(tiles), shape.tiles):
         flat += (number, 0)

@@ -85,7 +85,6 @@ class Sampler:
             and sequence.output_tokens >= params.min_tokens
         )
 
-    @torch.inference_mode()
     def sample(
         self,
         logits: torch.Tensor,

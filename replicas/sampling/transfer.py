@@ -58,7 +58,12 @@ def _bools(bits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def fetch(tensors: Listing[torch.Tensor]) -> list[NDArray[Any]]:
-    """Return int32 and float32 tensors of one device as flat arrays, in one transfer that waits for them."""
+    """Return int32 and float32 tensors of one device as flat arrays, in one transfer that waits for them.
+
+    On CPU they share the tensors' memory.
+    """
+    if tensors[0].device.type == "cpu":
+        return [tensor.reshape(-1).numpy() for tensor in tensors]
     flat = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors]).cpu().numpy()
     found, start = [], 0
     for tensor in tensors:

@@ -15,7 +15,7 @@ The scheduler owns the pool's bookkeeping and the queues; it has no tensors, tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from typing import Any, Literal, Protocol
 
@@ -142,10 +142,17 @@ class Scheduler:
         active, stuck = self._prefilling()
         groups = self._turns.order(active)
         decodes = [one for one in self.running if one.is_decode and not one.holds]
+        if not (groups or stuck):  # most steps: no prompts, and nothing to share out
+            self._plan_decodes(plan, decodes)
+            self._rests.ran((), ())
+            self._held_up = set()
+            return plan
         resting = self._rests.choose(self._shares(), {one.tenant for one in decodes}, groups)
         groups += [stuck] if stuck else []
-        room = self.budget.open([one.computed for one in decodes if one.tenant not in resting])
-        self._plan_decodes(plan, lambda one: one.tenant not in resting)
+        rested = [one for one in decodes if one.tenant in resting]
+        decodes = [one for one in decodes if one.tenant not in resting]
+        room = self.budget.open([one.computed for one in decodes])
+        self._plan_decodes(plan, decodes)
         held_up = set(stuck)  # a tenant admitted ahead of these may not exceed their share
         for group in groups:
             if group is stuck:
@@ -155,7 +162,7 @@ class Scheduler:
             if any(chunk.samples for chunk in plan.prompts):
                 break  # a first token comes with this step: other tenants' prompts must not lengthen it
         if resting and not plan.prompts:  # the prompts that they rested for found no pages
-            self._plan_decodes(plan, lambda one: one.tenant in resting)
+            self._plan_decodes(plan, rested)
         for chunk in plan.prompts:
             self._turns.computed(chunk.sequence.tenant, chunk.count)
         self._rests.ran(resting, plan.prompts)
@@ -175,11 +182,13 @@ class Scheduler:
             return one.forks <= places and self.pool.pages_for(len(one.tokens)) <= pages
 
         prefilling = {one.tenant for one in self.running if not (one.is_decode or one.holds)}
+        if not self.waiting:
+            return prefilling, set()
         active = prefilling | self.waiting.tenants(may_enter)
         return active, self.waiting.tenants(self._is_ready) - active
 
-    def _plan_decodes(self, plan: StepPlan, wanted: Callable[[Sequence], bool]) -> None:
-        for sequence in [one for one in self.running if one.is_decode and not one.holds and wanted(one)]:
+    def _plan_decodes(self, plan: StepPlan, decodes: Iterable[Sequence]) -> None:
+        for sequence in decodes:
             if sequence not in plan.preempted and self._make_room(sequence, 1, plan):
                 plan.chunks.append(Chunk(sequence, sequence.computed, 1))
 

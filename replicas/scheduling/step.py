@@ -133,6 +133,12 @@ class Work(NamedTuple):
     tokens: int
     pairs: float
 
+    def with_chunk(self, tokens: int, context_tokens: int) -> Work:
+        """Return this and `tokens` more, behind `context_tokens`."""
+        return Work(self.tokens + tokens, self.pairs + pairs_of(tokens, context_tokens))
+
+
+NO_WORK = Work(0, 0.0)
 
 RECENT_STEPS = 5
 NEWER = 0.5
@@ -301,14 +307,13 @@ class StepTimes:
 
     def ran(self, chunks: Listing[Chunk], seconds: Callable[[], float | None]) -> None:
         """Record a step of `chunks`. `seconds`: what it took; None: it still runs on the device."""
-        works = [
-            Work(
-                sum(chunk.count for chunk in some),
-                sum(pairs_of(chunk.count, chunk.start) for chunk in some),
-            )
-            for some in ([c for c in chunks if c.count == 1], [c for c in chunks if c.count > 1])
-        ]
-        self._running.append(_Launched(works[0], works[1], seconds))
+        decodes, prompts = NO_WORK, NO_WORK
+        for chunk in chunks:
+            if chunk.count == 1:
+                decodes = decodes.with_chunk(1, chunk.start)
+            else:
+                prompts = prompts.with_chunk(chunk.count, chunk.start)
+        self._running.append(_Launched(decodes, prompts, seconds))
         while self._running and (took_s := self._running[0].seconds()) is not None:
             self._over(self._running.popleft(), took_s)
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal
@@ -21,6 +22,7 @@ from typing import Literal
 from configs.settings import RouterSettings
 from replicas.messages import Admitted, Delta, Event, Failed, GenerateRequest, Refused, Resume, SamplingParams
 from router.routing import ReplicaClient, ReplicaFailed, ReplicaLost
+from router.waits import BoundedWaits
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ class EventPump:
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = list(streams)
         self._waiting: dict[asyncio.Task[list[Event]], int] = {}
+        self._done: deque[asyncio.Task[list[Event]]] = deque()  # of those
+        self._reader: asyncio.Future[None] | None = None
+        self._waits = BoundedWaits()
 
     async def __aenter__(self) -> EventPump:
         for index in range(len(self._streams)):
@@ -46,6 +51,7 @@ class EventPump:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._waits.close()
         for task in self._waiting:
             task.cancel()
         await asyncio.gather(*self._waiting, return_exceptions=True)
@@ -59,12 +65,15 @@ class EventPump:
         a stream raises.
         """
         while self._waiting:
-            done, _ = await asyncio.wait(
-                self._waiting, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                return None
-            task = done.pop()  # the other finished tasks stay in `_waiting` for the next call
+            if not self._done:
+                self._reader = asyncio.get_running_loop().create_future()
+                try:
+                    await (self._reader if silence_s is None else self._waits.wait(self._reader, silence_s))
+                except TimeoutError:
+                    return None
+                finally:
+                    self._reader = None
+            task = self._done.popleft()
             index = self._waiting.pop(task)
             try:
                 events = task.result()
@@ -75,7 +84,14 @@ class EventPump:
         raise StopAsyncIteration
 
     def _read_on(self, index: int) -> None:
-        self._waiting[asyncio.create_task(_next_of(self._streams[index]))] = index
+        task = asyncio.create_task(_next_of(self._streams[index]))
+        task.add_done_callback(self._came)
+        self._waiting[task] = index
+
+    def _came(self, task: asyncio.Task[list[Event]]) -> None:
+        self._done.append(task)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 async def _next_of(stream: Stream) -> list[Event]:
@@ -243,28 +259,29 @@ class _Asker:
         """Yield what one replica sends for `ask`. Raises `ReplicaLost` if no more can be expected from it."""
         avoid = tuple(dict.fromkeys((*ask.route.avoid, *trials.avoid)))
         routed = replace(ask, route=replace(ask.route, avoid=avoid))
-        async with aclosing(self._client.generate(routed, self._session_key)) as stream:
-            while not progress.is_over:
-                events = await _message(stream, trials.wait_s(_now_s()))
-                if events is None:
-                    return
-                lost: ReplicaLost | None = None
-                passed: list[Event] = []
-                for event in events:
-                    lost = trials.loss_of(event, is_begun=ask.resume is not None)
+        with closing(BoundedWaits()) as waits:
+            async with aclosing(self._client.generate(routed, self._session_key)) as stream:
+                while not progress.is_over:
+                    events = await _message(stream, waits, trials.wait_s(_now_s()))
+                    if events is None:
+                        return
+                    lost: ReplicaLost | None = None
+                    passed: list[Event] = []
+                    for event in events:
+                        lost = trials.loss_of(event, is_begun=ask.resume is not None)
+                        if lost is not None:
+                            break
+                        if isinstance(event, Delta):
+                            progress.take(event)
+                        passed.append(event)
+                    trials.is_heard = trials.is_heard or lost is None
+                    if passed:
+                        if trials.is_recovering:
+                            self._count("resumed")
+                            trials.is_recovering = False
+                        yield passed
                     if lost is not None:
-                        break
-                    if isinstance(event, Delta):
-                        progress.take(event)
-                    passed.append(event)
-                trials.is_heard = trials.is_heard or lost is None
-                if passed:
-                    if trials.is_recovering:
-                        self._count("resumed")
-                        trials.is_recovering = False
-                    yield passed
-                if lost is not None:
-                    raise lost
+                        raise lost
 
     async def _pause(self, ask: GenerateRequest, trials: Trials, lost: ReplicaLost) -> None:
         """Wait until the next attempt is due. Raises `lost` if there is to be none."""
@@ -303,11 +320,10 @@ def resuming(
     return _Asker(client, session_key, count).answers(ask, trials)
 
 
-async def _message(stream: Stream, wait_s: float) -> list[Event] | None:
+async def _message(stream: Stream, waits: BoundedWaits, wait_s: float) -> list[Event] | None:
     """Return the next message, None at the end. Raises `ReplicaSilent` if there is none for `wait_s`."""
     try:
-        async with asyncio.timeout(wait_s):
-            return await anext(stream, None)
+        return await waits.wait(anext(stream, None), wait_s)
     except TimeoutError:
         raise ReplicaSilent(f"silent for {wait_s:.1f} s") from None
 

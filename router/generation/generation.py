@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -141,9 +142,9 @@ class GenerationEndpoint:
         with service.concurrency.lease(tenant) as lease, service.demand():
             await service.shares.check(tenant)
             body = await read_body(receive, Headers(scope=scope), self._limits)
-            sender = ResponseSender(send)
-            work = self._serve(lease, scope, body, sender)
-            await cancel_on_disconnect(receive, work, sender)
+            with closing(ResponseSender(send, self._limits.write_idle_s)) as sender:
+                work = self._serve(lease, scope, body, sender)
+                await cancel_on_disconnect(receive, work, sender)
 
     async def _serve(self, lease: RequestLease, scope: Scope, body: bytes, send: Send) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -572,20 +573,11 @@ class GenerationEndpoint:
         headers["x-ingress"] = self._service.shares.name
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         exchange.is_started = True
-        await self._put(exchange, {"type": "http.response.start", "status": 200, "headers": raw})
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": raw})
 
     async def _write(self, exchange: _Exchange, body: bytes, *, more: bool = True) -> None:
         if body or not more:
-            await self._put(exchange, {"type": "http.response.body", "body": body, "more_body": more})
-
-    async def _put(self, exchange: _Exchange, message: dict[str, Any]) -> None:
-        """Send a message, waiting at most `write_idle_s` for a client that does not read."""
-        try:
-            async with asyncio.timeout(self._limits.write_idle_s):
-                await exchange.send(message)
-        except TimeoutError:
-            logger.info("request %s: the client reads nothing: connection closed", exchange.request_id)
-            raise ClientClosedRequest from None
+            await exchange.send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:
         """End a failed request with an error response, or with the last event of its stream."""

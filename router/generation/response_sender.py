@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
 from starlette.types import Message, Receive, Send
 
 from router.openai import ClientClosedRequest
+from router.waits import BoundedWaits
+
+logger = logging.getLogger(__name__)
 
 
 class ResponseSender:
-    """ASGI `send` that records whether the whole response has been sent."""
+    """ASGI `send` that records whether the whole response has been sent. Call `close` at the end.
 
-    def __init__(self, send: Send) -> None:
+    Waits at most `write_idle_s` for a client that does not read; then raises `ClientClosedRequest`.
+    """
+
+    def __init__(self, send: Send, write_idle_s: float) -> None:
         self._send = send
+        self._waits = BoundedWaits()
+        self._write_idle_s = write_idle_s
         self.is_complete = False
+
+    def close(self) -> None:
+        self._waits.close()
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.is_complete = True  # set before sending: servers report a disconnect right after it
-        await self._send(message)
+        try:
+            await self._waits.wait(self._send(message), self._write_idle_s)
+        except TimeoutError:
+            logger.info("a client reads nothing: its connection is closed")
+            raise ClientClosedRequest from None
 
 
 async def cancel_on_disconnect(

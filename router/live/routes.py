@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import closing
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,7 +16,7 @@ from router.generation import IngressServices, ResponseSender, TenantUsage, canc
 from router.live.hub import LiveHub
 from router.live.merge_patch import Json
 from router.live.state import totals_of
-from router.openai import ClientClosedRequest, Unavailable
+from router.openai import Unavailable
 from router.routing import DirectoryLost
 
 logger = logging.getLogger(__name__)
@@ -41,36 +42,26 @@ class LiveRoutes:
             message = "The server is stopping. Try again later."
             raise Unavailable(message, self._service.settings.limits.retry_after_s, code="draining")
         caller: Caller = scope["state"]["caller"]
-        sender = ResponseSender(send)
-        await cancel_on_disconnect(receive, self._stream(caller, scope["method"], sender), sender)
+        with closing(ResponseSender(send, self._service.settings.limits.write_idle_s)) as sender:
+            await cancel_on_disconnect(receive, self._stream(caller, scope["method"], sender), sender)
 
     async def _stream(self, caller: Caller, method: str, send: Send) -> None:
         settings, keepalive_s = self._service.settings.live, self._service.settings.server.sse_keepalive_s
         with self._hub.stream(caller) as (outbox, wake):
-            await self._put(send, {"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             try:
                 async with asyncio.timeout(0 if method == "HEAD" else settings.stream_s_max):
                     while not self._hub.is_closing:
                         wake.clear()
                         news = outbox.take()
                         if news:
-                            await self._put(send, _body(news))
+                            await send(_body(news))
                             await asyncio.sleep(settings.period_s)  # the least time between two messages
                         elif not await _set_within(wake, keepalive_s):
-                            await self._put(send, _body(PING))
+                            await send(_body(PING))
             except TimeoutError:
                 logger.debug("a stream of /v1/live has lasted live.stream_s_max")
-        await self._put(send, _body(b"", more=False))
-
-    async def _put(self, send: Send, message: Message) -> None:
-        """Send a message, waiting at most `write_idle_s` for a reader that does not read."""
-        try:
-            # Not `wait_for`, which before Python 3.12 may lose a cancellation: the stream would never end.
-            async with asyncio.timeout(self._service.settings.limits.write_idle_s):
-                await send(message)
-        except TimeoutError:
-            logger.info("a reader of /v1/live reads nothing: connection closed")
-            raise ClientClosedRequest from None
+        await send(_body(b"", more=False))
 
     async def usage(self, request: Request) -> Response:
         """Handle GET /v1/usage: the tenant's own; the administrator gets the sums and every tenant's."""

@@ -457,13 +457,16 @@ PING = b": ping\n"
 """Without an empty line: behind an event with an id, openai's client takes that for an event without data."""
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 def json_bytes(value: Mapping[str, Any]) -> bytes:
     """Encode compact ASCII JSON. Raises ValueError for NaN and infinities, which JSON lacks.
 
     ASCII, because many clients treat U+2028, U+2029 and U+0085 as line ends, as `str.splitlines` does, and
     would split an event.
     """
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def data(chunks: Iterable[Mapping[str, Any]]) -> bytes:
