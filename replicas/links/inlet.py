@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -262,3 +263,15 @@ class Inlet:
             box.wake()
         # Behind the readers, which run in the order in which they were woken.
         asyncio.get_running_loop().call_soon(lambda: self._pace.woke(began_s, self._clock()))
+
+
+def open_inlet(links: LinkSettings, wait_s_max: float) -> Inlet | None:
+    """Return an inlet on Ray's address of this node, loopback in a private cluster; None: without links.
+
+    Links are not encrypted. Where Ray is (RAY_USE_TLS), Serve carries streams and calls.
+    """
+    if not links.enabled or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return None
+    import ray  # an engine runs where it is not installed
+
+    return Inlet(ray.util.get_node_ip_address(), links, wait_s_max)

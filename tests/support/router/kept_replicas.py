@@ -16,7 +16,7 @@ from typing import Any
 from configs.optional_sections import AnswerSettings
 from configs.settings import Settings
 from replicas.answers import KeptAnswers, SweepTimer
-from replicas.deployment import Replica, _call_later
+from replicas.deployment import Replica, _call_later, places
 from replicas.engine import EngineThread
 from replicas.links import DoorLoads, Inlet, Links
 from replicas.messages import Event, GenerateRequest, KeptAnswer
@@ -67,6 +67,7 @@ class TinyReplica(Replica):
         self._streams, self._untold, self._kept_logs, self._kept_spans = {}, {}, {}, {}
         self._links = Links(LINKS, 60.0)
         self._door_loads = DoorLoads(name)
+        self._places = places(self._settings.engine)
         self._keys = itertools.count()
         self._kept = KeptAnswers(answers, self._abort_kept, clock)
         self._sweeps = SweepTimer(self._kept, _call_later, clock)
