@@ -15,8 +15,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
+from contextlib import aclosing
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,9 +29,9 @@ from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import NodeStats
 from cache_tiers.pricing import PrefillPrice
 from configs.imports import collector_paused
-from configs.settings import Settings
+from configs.settings import EngineSettings, Settings
 from configs.telemetry import Tracer, open_tracer, set_up_logs
-from replicas.links import DoorLoads
+from replicas.links import DoorLoads, Inlet, Places, call_handler, open_inlet
 from replicas.messages import (
     Admitted,
     EngineStats,
@@ -204,6 +205,8 @@ class Replica:
         self._sweeps: SweepTimer = Sweeps(self._kept, _call_later, time.monotonic)
         self._untold: dict[int, AnswerSpans] = {}  # traced requests whose prompt is not computed yet
         self._links = Links(settings.cluster.links, settings.router.heartbeat_s)
+        self._inlet: Inlet | None = open_inlet(settings.cluster.links, 0.0)
+        self._places = places(settings.engine)
         self._door_loads = DoorLoads(replica_id)
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -235,6 +238,15 @@ class Replica:
 
         Those that go over a link to `request.reply_to` are not yielded.
         """
+        await self._places.take()
+        try:
+            async with aclosing(self._answered(request)) as unsent:
+                async for events in unsent:
+                    yield events
+        finally:
+            self._places.leave()
+
+    async def _answered(self, request: GenerateRequest) -> AsyncGenerator[list[Event], None]:
         if request.model and request.model != self._info.model:
             yield [self._named(Failed("this replica serves another model", replica_lost=True))]
             return
@@ -391,9 +403,16 @@ class Replica:
         load = await asyncio.wrap_future(self._thread.call(lambda engine: load_of(engine, horizon_s)))
         return load.metrics()
 
-    def record_replica_metadata(self) -> dict[str, object]:
-        """Return what routers are told once (Ray Serve hook)."""
-        return {"model": self._info.model}
+    async def record_replica_metadata(self) -> dict[str, object]:
+        """Return what routers are told once (Ray Serve hook): the model, and where calls over links go."""
+        told: dict[str, object] = {"model": self._info.model}
+        if self._inlet is not None:
+            self._inlet.calls.take(call_handler(self._links, self._places, self._answered))
+            try:
+                told["address"] = list(astuple(await self._inlet.address()))
+            except OSError as error:
+                logger.warning("Serve carries all calls: this replica cannot listen: %s", error)
+        return told
 
     async def pool_bytes(self, owner: bytes) -> int:
         """Return the pool bytes that hold blocks of a session (tenant's and session's tag)."""
@@ -482,7 +501,14 @@ class Replica:
         return await self.settle(max(0.0, deadline_s - time.monotonic())) and not left
 
     async def __del__(self) -> None:
-        """Store the last turns and stop (Ray Serve shutdown hook; the running requests have finished)."""
+        """Store the last turns and stop (Ray Serve shutdown hook; the requests that it carries are over).
+
+        Calls over links, which Serve does not see, get as long as it would have waited for them.
+        """
+        if self._inlet is not None:
+            self._inlet.calls.stop()
+            if not await self._inlet.calls.over(self._settings.server.graceful_shutdown_s):
+                logger.warning("%d answers go on elsewhere: they took too long", self._inlet.calls.open)
         settle_s = self._settings.tiers.settle_s
         if self._tiers is not None and not await self.hand_over(settle_s):
             logger.warning("not all blocks that only this replica held were handed over in %g s", settle_s)
@@ -490,6 +516,8 @@ class Replica:
         if self._tiers is not None:
             self._tiers.lanes.close()
             await asyncio.wrap_future(self._thread.call(_close_copies))
+        if self._inlet is not None:
+            self._inlet.close()
         await asyncio.to_thread(self._runner.close)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
@@ -532,6 +560,11 @@ class Replica:
         self._door_loads.ended(key)
         if (spans := self._kept_spans.pop(key, None)) is not None:
             spans.end(is_complete=is_complete)
+
+
+def places(engine: EngineSettings) -> Places:
+    """Return the count of requests open at a replica: as many as Serve lets it have (`serve/graph.py`)."""
+    return Places(engine.sequences_max + engine.queue_max, engine.queue_max)
 
 
 def _call_later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:

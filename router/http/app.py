@@ -30,6 +30,7 @@ from configs.imports import collector_paused
 from configs.optional_sections import DOORS_MAX
 from configs.settings import Settings
 from configs.telemetry import Tracer, open_tracer, set_up_logs
+from replicas.links import Links, open_inlet
 from replicas.messages import REPLICA_DEPLOYMENT
 from replicas.model import ModelSpec, ensure_model, inspect_model, leave_torch_out, load_tokenizer
 from router.anthropic import MessagesDialect, MessagesParser, messages_error, models_page
@@ -59,7 +60,7 @@ from router.generation import (
     open_recorder,
 )
 from router.http.cors import CorsOrigins
-from router.http.direct_reply import ReplySender, are_proxies_guarded, open_inlet
+from router.http.direct_reply import ReplySender, are_proxies_guarded
 from router.http.middleware import (
     HINT_ROUTE,
     PAGE_ROUTE,
@@ -474,6 +475,7 @@ class Ingress:
                 stall_s=settings.router.stall_s,
                 tracer=tracer,
                 inlet=open_inlet(settings.cluster.links, settings.engine.coalesce_ms / 1000),
+                links=Links(settings.cluster.links, settings.router.heartbeat_s),
             ),
             prompts=prompts,
             tracer=tracer,

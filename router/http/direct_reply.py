@@ -15,18 +15,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import ray
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.cluster import LinkSettings
 from configs.settings import Settings
-from replicas.links import Inlet, Link, LinkLost, Links
+from replicas.links import Inlet, Link, LinkLost, Links, open_inlet
 from replicas.messages import ReplyTo
 from router.doors import GENERATION_PATHS
 from router.openai import ClientClosedRequest, declared_bytes
@@ -69,16 +67,6 @@ def inlet_from_environment(environ: Mapping[str, str]) -> Inlet | None:
     given = {name: environ.get(f"{PREFIX}{name.upper()}") for name in LinkSettings.model_fields}
     links = LinkSettings.model_validate({name: value for name, value in given.items() if value is not None})
     return open_inlet(links, float(environ[WAIT_MS]) / 1000)
-
-
-def open_inlet(links: LinkSettings, wait_s_max: float) -> Inlet | None:
-    """Return an inlet on Ray's address of this node, loopback in a private cluster; None: without links.
-
-    Links are not encrypted. Where Ray is (RAY_USE_TLS), Serve carries the streams.
-    """
-    if not links.enabled or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        return None
-    return Inlet(ray.util.get_node_ip_address(), links, wait_s_max)
 
 
 def are_proxies_guarded(environ: Mapping[str, str]) -> bool:

@@ -371,6 +371,18 @@ class ReplicaLoadTracker:
             if sent is not None:
                 self._load_of(sent.replica).suspect_until_s = self._clock() + SUSPECT_S
 
+    def counted(self, outcome: Outcome | None) -> None:
+        """Count how a session came to its replica, of a call that `routed` was told of without it."""
+        if outcome is not None:
+            with self._lock:
+                self.outcomes[outcome] += 1
+
+    def open_requests(self, name: str) -> int:
+        """Return how many requests a replica has open, of all front doors, as far as is known."""
+        with self._lock:
+            known = self._replicas.get(name)
+            return 0 if known is None else known.open_requests + known.others.open_requests
+
     def replica_of(self, ticket: str) -> str:
         """Return the replica a request was sent to; empty if unknown."""
         with self._lock:

@@ -25,7 +25,7 @@ from cache_tiers.messages import Cleared, NodeGlance, NodeStats
 from cache_tiers.session_table import Move, Recalled, SessionRow, SessionsCleared, Sync, Synced
 from cache_tiers.transport import PeerError
 from configs.telemetry import Tracer
-from replicas.links import Inlet, LinkLost
+from replicas.links import FAILED, Inlet, LinkLost, Links
 from replicas.messages import (
     Admitted,
     EngineStats,
@@ -38,7 +38,8 @@ from replicas.messages import (
     ReplicaInfo,
     TierSign,
 )
-from router.routing import load_tracker
+from router.routing import load_tracker, roster
+from router.routing.direct_call import CallRefused, DirectCall, DirectCalls
 from router.routing.kept_search import KeptSearch
 from router.routing.linked_call import LinkedCall
 from router.routing.replica_client import (
@@ -64,7 +65,8 @@ class RayReplicaClient:
     `control_timeout_s`: how long `describe` and the statistics wait for the slowest replica.
     `clear_timeout_s`: the same for `clear`, which deletes files and objects. `stall_s`: a replica that
     sends nothing about a request for this long is suspected. `inlet`: where replicas send events to; None:
-    they are what the calls return.
+    they are what the calls return. `links`: requests go over these to replicas that take them; None, or where
+    none does: Serve carries them.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class RayReplicaClient:
         stall_s: float = 15.0,
         tracer: Tracer | None = None,
         inlet: Inlet | None = None,
+        links: Links | None = None,
     ) -> None:
+        self._direct = None if inlet is None or links is None else DirectCalls(links, inlet)
         self._tracer = tracer
         self._inlet = inlet
         self._stall_s = stall_s
@@ -93,17 +97,17 @@ class RayReplicaClient:
         inlet = await self._open_inlet()
         if inlet is not None:
             request = replace(request, reply_to=await inlet.address())
-        handle = self._handle.options(stream=True, session_id=session_key)
-        # `start`, because Serve gives calls from one HTTP request the same internal id, and if two calls with
-        # the same id are routed at the same moment, it loses one (docs/adr/001).
-        response = rpc.start(handle.generate, request)
-        linked = None if inlet is None else LinkedCall(response, inlet, ticket, joins=request.keep is None)
+        call: DirectCall | _ServeCall | None = None
         choices_open = request.n
         loop = asyncio.get_running_loop()
         heard_s = began_s = loop.time()
         is_routing = self._tracer is not None and bool(request.trace)
         try:
-            async for events in linked or response:
+            if inlet is not None and self._direct is not None:
+                call = await self._direct.begin(request, session_key)
+            if call is None:
+                call = self._serve_call(request, session_key, inlet)
+            async for events in call:
                 if is_routing:
                     is_routing = False
                     self._record_route(request, began_s)
@@ -111,7 +115,7 @@ class RayReplicaClient:
                 _book(ticket, events)
                 yield events
                 heard_s = loop.time()
-                if linked is not None and choices_open <= 0:
+                if call.is_linked and choices_open <= 0:
                     break
             choices_open = 0
         except BackPressureError:
@@ -121,6 +125,12 @@ class RayReplicaClient:
         except LinkLost as lost:
             load_tracker.BOOK.failed(ticket)
             raise ReplicaLost(str(lost)) from lost  # the call itself may still run: it is cancelled
+        except CallRefused as refused:
+            choices_open = 0
+            if refused.args[0] == FAILED:
+                raise ReplicaFailed("the replica has failed") from refused
+            load_tracker.BOOK.failed(ticket)
+            raise ReplicaLost(f"an answer has ended: {refused}") from refused
         except LOST as lost:
             choices_open = 0
             load_tracker.BOOK.failed(ticket)
@@ -132,10 +142,15 @@ class RayReplicaClient:
             if choices_open > 0 and loop.time() - heard_s >= self._stall_s:
                 load_tracker.BOOK.failed(ticket)  # the reader gave up on a silent replica
             load_tracker.BOOK.ended(ticket)
-            if linked is not None:
-                linked.close(is_over=choices_open <= 0)
-            if choices_open > 0:  # a finished call needs no cancelling
-                response.cancel()
+            if call is not None:
+                call.close(is_over=choices_open <= 0)
+
+    def _serve_call(self, request: GenerateRequest, session_key: str, inlet: Inlet | None) -> _ServeCall:
+        handle = self._handle.options(stream=True, session_id=session_key)
+        # `start`, because Serve gives calls from one HTTP request the same internal id, and if two calls with
+        # the same id are routed at the same moment, it loses one (docs/adr/001).
+        response = rpc.start(handle.generate, request)
+        return _ServeCall(response, request, inlet)
 
     async def _open_inlet(self) -> Inlet | None:
         """Return the inlet, which listens; None if it cannot: then Serve carries the events."""
@@ -227,6 +242,35 @@ class RayReplicaClient:
             logger.warning("%s: asking the replicas failed: %s", method, failed)
             return []
         return answers
+
+
+class _ServeCall:
+    """A call that Serve carries. Its events may come over a link. `is_linked`: its end may come later."""
+
+    def __init__(self, response: Any, request: GenerateRequest, inlet: Inlet | None) -> None:
+        ticket = self._ticket = request.route.ticket
+        self._response = response
+        joins = request.keep is None
+        self._linked = None if inlet is None else LinkedCall(response, inlet, ticket, joins=joins)
+        self._events = aiter(self._linked or response)
+        self.is_linked = inlet is not None
+        roster.ROSTER.queued.add(ticket)
+
+    def __aiter__(self) -> _ServeCall:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        events: list[Event] = await anext(self._events)
+        roster.ROSTER.queued.discard(self._ticket)
+        return events
+
+    def close(self, *, is_over: bool) -> None:
+        """Drop what still comes. `is_over`: a finished call needs no cancelling."""
+        roster.ROSTER.queued.discard(self._ticket)
+        if self._linked is not None:
+            self._linked.close(is_over=is_over)
+        if not is_over:
+            self._response.cancel()
 
 
 def _book(ticket: str, events: list[Event]) -> None:

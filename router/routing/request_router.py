@@ -18,31 +18,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from cache_tiers.pricing import PrefillPrice
 from replicas.messages import GenerateRequest
-from router.routing import load_tracker, score
+from router.routing import load_tracker, roster, score
 
 logger = logging.getLogger("ray.serve")
-
-
-OTHERS_MAX = 32
-"""Of the replicas that are not ranked so many are tried, when all that are ranked are full."""
-
-
-class _Candidates:
-    """Replicas that can serve a model, by name; made once for each set of replicas, not for each request."""
-
-    def __init__(self, replicas: Sequence[RunningReplica], rng: random.Random) -> None:
-        self.by_name = {replica.replica_id.unique_id: replica for replica in replicas}
-        self.ring = score.Rendezvous(self.by_name)
-        self._rng = rng
-        self._in_turn = rng.sample(list(self.by_name), len(self.by_name))
-
-    def others(self, ranked: Sequence[str]) -> list[RunningReplica]:
-        """Return some that are not ranked: from a place drawn by lot on, in an order of this process."""
-        if len(ranked) == len(self._in_turn):
-            return []
-        at = self._rng.randrange(len(self._in_turn))
-        some = (self._in_turn[at : at + OTHERS_MAX] + self._in_turn[:at])[:OTHERS_MAX]
-        return [self.by_name[name] for name in some if name not in ranked]
 
 
 class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is untyped
@@ -58,11 +36,9 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
 
         `has_tiers`: whether blocks can be loaded on replicas other than home.
         """
-        self._has_tiers = has_tiers
-        self._affinity_penalty_s = affinity_penalty_s
-        self._load_bound_factor = load_bound_factor
+        self._options = roster.RankOptions(affinity_penalty_s, load_bound_factor, has_tiers)
         self._rng = random.Random()
-        self._candidates: dict[str, _Candidates] = {}  # by model
+        self._candidates: dict[str, roster.Candidates[RunningReplica]] = {}  # by model
         self._candidates_of: Sequence[RunningReplica] = ()
         self._chosen: dict[str, tuple[str, score.Ranking]] = {}  # internal request id -> (ticket, ranking)
 
@@ -93,6 +69,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             known = {name: price for name, price in prices.items() if price is not None}
             loads = {replica.replica_id.unique_id: replica.routing_stats.get("load") for replica in replicas}
             load_tracker.BOOK.update_replicas(nodes, known, loads)
+            roster.ROSTER.update([_listed(replica) for replica in replicas], self._options)
         except Exception:  # the router still works, with older information
             logger.exception("updates from the replicas could not be processed")
 
@@ -101,6 +78,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         chosen = self._chosen.get(pending_request.metadata.internal_request_id)
         if chosen is not None:  # else it has ended already, or was no generation
             ticket, ranking = chosen
+            roster.ROSTER.queued.discard(ticket)
             name = replica_id.unique_id
             load_tracker.BOOK.routed(ticket, name, ranking.work_s.get(name, 0.0), ranking.outcomes.get(name))
 
@@ -120,20 +98,13 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         by_name = known.by_name
         if request.route.only in by_name:
             return [[by_name[request.route.only]]]
-        tracker, ask = load_tracker.BOOK, _ask(pending_request, request)
+        tracker = load_tracker.BOOK
 
         def is_full(name: str) -> bool:
             return self._is_full(by_name[name])
 
-        names = tracker.shortlist(ask, by_name, known.ring, is_full)
-        ranking = tracker.rank(
-            ask,
-            tracker.views(names, is_full),
-            affinity_penalty_s=self._affinity_penalty_s,
-            load_bound_factor=self._load_bound_factor,
-            has_tiers=self._has_tiers,
-            replicas=len(by_name),
-        )
+        session = pending_request.metadata.session_id or request.request_id
+        ranking = roster.ranking(tracker, request, session, known, is_full, self._options)
         ticket = request.route.ticket
         self._chosen[pending_request.metadata.internal_request_id] = (ticket, ranking)
         if ticket and ranking.names:  # at once, so that concurrent choices see it
@@ -143,19 +114,26 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         ranks = [[by_name[name]] for name in ranking.names]
         return [*ranks, others] if (others := known.others(ranking.names)) else ranks
 
-    def _known(self, candidates: list[RunningReplica], model: str) -> _Candidates:
+    def _known(self, candidates: list[RunningReplica], model: str) -> roster.Candidates[RunningReplica]:
         """Return the candidates that serve a model; all, if none does."""
         if self._candidates_of is not candidates:  # Serve makes a new list of every new set of replicas
             self._candidates_of, self._candidates = candidates, {}
         known = self._candidates.get(model)
         if known is None:
-            fitting = [one for one in candidates if _serves(one, model)]
-            known = self._candidates[model] = _Candidates(fitting or candidates, self._rng)
+            fitting = [one for one in candidates if _serves(one, model)] or candidates
+            by_name = {one.replica_id.unique_id: one for one in fitting}
+            known = self._candidates[model] = roster.Candidates(by_name, self._rng)
         return known
 
     def _is_full(self, replica: RunningReplica) -> bool:
+        """Whether it has as many open as it may: by Serve, which knows what it carries, or by our book."""
         length = self.replica_queue_len_cache.get(replica.replica_id)
-        return length is not None and length >= replica.max_ongoing_requests
+        if length is not None and length >= replica.max_ongoing_requests:
+            return True
+        is_full: bool = (
+            load_tracker.BOOK.open_requests(replica.replica_id.unique_id) >= replica.max_ongoing_requests
+        )
+        return is_full
 
 
 def _request_of(pending_request: PendingRequest) -> GenerateRequest | None:
@@ -164,23 +142,16 @@ def _request_of(pending_request: PendingRequest) -> GenerateRequest | None:
     return args[0] if args and isinstance(args[0], GenerateRequest) else None
 
 
-def _ask(pending_request: PendingRequest, request: GenerateRequest) -> score.RoutingRequest:
-    route, resumed = request.route, request.resume
-    nodes = tuple(dict.fromkeys((*((route.node,) if route.node else ()), *route.peers)))
-    return score.RoutingRequest(
-        session=pending_request.metadata.session_id or request.request_id,
-        prompt_tokens=len(request.prompt_token_ids) + (len(resumed.token_ids) if resumed else 0),
-        cached_tokens=route.cached_tokens,
-        home=route.home,
-        nodes=nodes,
-        avoid=frozenset(route.avoid),
-    )
-
-
 def _serves(replica: RunningReplica, model: str) -> bool:
     """Return whether the replica has this model, or has not reported its model yet."""
-    served = replica.replica_metadata.get("model", "")
-    return not model or not served or served == model
+    return roster.serves(replica.replica_metadata.get("model", ""), model)
+
+
+def _listed(replica: RunningReplica) -> roster.ListedReplica:
+    told = replica.replica_metadata
+    address = roster.address_of(told.get("address"))
+    name, most = replica.replica_id.unique_id, replica.max_ongoing_requests
+    return roster.ListedReplica(name, str(told.get("model", "")), most, address)
 
 
 def _prefill(stats: dict[str, Any]) -> PrefillPrice | None:

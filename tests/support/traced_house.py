@@ -18,7 +18,7 @@ from cache_tiers.actors.tier import TierActor
 from configs.optional_sections import TelemetrySettings
 from configs.settings import Settings
 from configs.telemetry import Tracer
-from replicas.deployment import Replica
+from replicas.deployment import Replica, places
 from replicas.links import DoorLoads, Links
 from replicas.messages import Event, GenerateRequest
 from replicas.offload import TierLink
@@ -58,6 +58,7 @@ class _Replica(Replica):
         self._kept_logs = {}
         self._door_loads = DoorLoads("here")
         self._links = Links(self._settings.cluster.links, self._settings.router.heartbeat_s)
+        self._places = places(self._settings.engine)
         self._keys = iter(range(1, 1000))  # type: ignore[assignment]
         self._thread = self  # type: ignore[assignment]
         self._tiered = engine

@@ -16,7 +16,7 @@ from typing import Any
 from configs.optional_sections import AnswerSettings
 from configs.settings import Settings
 from replicas.answers import KeptAnswers, SweepTimer
-from replicas.deployment import Replica, _call_later
+from replicas.deployment import Replica, _call_later, places
 from replicas.engine import EngineThread
 from replicas.links import DoorLoads, Inlet, Links
 from replicas.messages import Event, GenerateRequest, KeptAnswer
@@ -58,6 +58,7 @@ class TinyReplica(Replica):
 
     def __init__(self, name: str, model_dir: Path, answers: AnswerSettings, clock: Clock) -> None:
         built = small_engine(model_dir)
+        built.engine.replica_id = name
         self.engine = HeldEngine(built.engine)
         self._settings = Settings(answers=answers)
         self._info = replace(built.info, replica_id=name, model="")
@@ -67,6 +68,8 @@ class TinyReplica(Replica):
         self._streams, self._untold, self._kept_logs, self._kept_spans = {}, {}, {}, {}
         self._links = Links(LINKS, 60.0)
         self._door_loads = DoorLoads(name)
+        self._places = places(self._settings.engine)
+        self._inlet = Inlet(LOOPBACK, LINKS, 0.0)
         self._keys = itertools.count()
         self._kept = KeptAnswers(answers, self._abort_kept, clock)
         self._sweeps = SweepTimer(self._kept, _call_later, clock)
@@ -79,6 +82,8 @@ class TinyReplica(Replica):
     def stop(self) -> None:
         self._thread.stop(30)
         self._sweeps.stop()
+        if self._inlet is not None:
+            self._inlet.close()
 
     def allow(self, steps: int) -> None:
         """Let the engine take as many steps from now on."""

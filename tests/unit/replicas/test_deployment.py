@@ -17,6 +17,7 @@ from configs.settings import Settings
 from replicas.answers import KeptAnswers
 from replicas.deployment import Replica
 from replicas.grammar import GrammarCompiler
+from replicas.links import Places
 from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, ReplyTo, SamplingParams
 from replicas.sampling import Sampler
 from tests.support.clock import Clock
@@ -61,6 +62,7 @@ class Fakes:
         made._thread = self  # type: ignore[assignment]
         made._kept = KeptAnswers(AnswerSettings(), lambda key: None, Clock())
         made._tiers = SimpleNamespace(link=SimpleNamespace(clear=self.clear))  # type: ignore[assignment]
+        made._places = Places(8, 8)
         made._info = SimpleNamespace(model="ours", replica_id="r1")  # type: ignore[assignment]
         return made
 

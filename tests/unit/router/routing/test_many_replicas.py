@@ -15,7 +15,8 @@ from cache_tiers.pricing.meters import PrefillPrice
 from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
 from router.routing import load_tracker
 from router.routing.load_tracker import LOOKS_MAX, RANKED_ALL_MAX, ReplicaLoadTracker
-from router.routing.request_router import OTHERS_MAX, SessionRouter
+from router.routing.request_router import SessionRouter
+from router.routing.roster import OTHERS_MAX
 from router.routing.score import Rendezvous, RoutingRequest
 from tests.support.clock import Clock
 
