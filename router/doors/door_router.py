@@ -3,6 +3,7 @@
 A session is what the header `x-session-id` names (RAY_SERVE_SESSION_ID_HEADER_KEY): a proxy sees no more of a
 request than its head. It goes to the first front door by its hash that lives, so that most sessions stay
 where they are when one comes or dies. All else goes to one of two on this node, whichever has less to do.
+What it learns of them is known to the proxy's guard, too, which sends them requests without it.
 
 A thin shell: an exception here would hang the request (FACTS.md part A, 0.4).
 """
@@ -11,24 +12,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
-
 from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
 
+from router.front_calls import KNOWN, Door, KnownDoors, address_of
+from router.front_calls.known_doors import by_session
 from router.routing import Rendezvous
 
 logger = logging.getLogger("ray.serve")
-
-BY_HASH = 3
-"""Front doors tried in the order of a session's hash; all others come after them."""
-
-
-def by_session(session: str, names: Sequence[str], ring: Rendezvous) -> list[list[str]]:
-    """Return the front doors in the order in which a session's request tries them, in groups of equals."""
-    first = ring.first(session, BY_HASH)
-    others = [name for name in names if name not in first]
-    return [*([name] for name in first), *([others] if others else [])]
-
 
 class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
     """Sends a session's requests to one front door."""
@@ -37,6 +27,18 @@ class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's c
         """Begin without front doors."""
         self._rng = random.Random()
         self._ring: tuple[frozenset[str], Rendezvous] | None = None
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take in which front doors there are, here and for the guard."""
+        super().update_replicas(replicas)
+        try:
+            doors = [
+                Door(one.replica_id.unique_id, one.node_id or "", address_of(one.replica_metadata))
+                for one in replicas
+            ]
+            KNOWN.setdefault(self._deployment_id, KnownDoors()).update(doors, self._self_node_id or "")
+        except Exception:  # Serve goes on without links
+            logger.exception("the addresses of the front doors are not known")
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -1,0 +1,50 @@
+"""Whether a process listens for links, and what Serve's HTTP proxies are told of that by environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import ray
+
+from configs.cluster import LinkSettings
+from configs.settings import Settings
+from replicas.links import Inlet
+
+CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+CALLBACK = "router.http.proxy_guard.install"
+PREFIX = "SAMOVAR_PROXY_LINKS_"
+WAIT_MS = f"{PREFIX}WAIT_MS"
+
+
+def links_environment(settings: Settings) -> dict[str, str]:
+    """Return the variables that tell the proxies whether and how to listen."""
+    links = {f"{PREFIX}{name.upper()}": str(value) for name, value in settings.cluster.links}
+    return links | {WAIT_MS: str(settings.engine.coalesce_ms)}
+
+
+def inlet_from_environment(environ: Mapping[str, str]) -> Inlet | None:
+    """Return the inlet that `links_environment` described; None: there is to be none."""
+    if WAIT_MS not in environ:
+        return None
+    given = {name: environ.get(f"{PREFIX}{name.upper()}") for name in LinkSettings.model_fields}
+    links = LinkSettings.model_validate({name: value for name, value in given.items() if value is not None})
+    return open_inlet(links, float(environ[WAIT_MS]) / 1000)
+
+
+def open_inlet(links: LinkSettings, wait_s_max: float) -> Inlet | None:
+    """Return an inlet on Ray's address of this node, loopback in a private cluster; None: without links.
+
+    Links are not encrypted. Where Ray is (RAY_USE_TLS), Serve carries everything.
+    """
+    if not links.enabled or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return None
+    return Inlet(ray.util.get_node_ip_address(), links, wait_s_max)
+
+
+def are_proxies_guarded(environ: Mapping[str, str]) -> bool:
+    """Whether the cluster was started with our guard in its proxies: only it makes calls over links.
+
+    Nodes of a cluster are started alike: this process has what its proxies have.
+    """
+    return environ.get(CALLBACK_VARIABLE) == CALLBACK and WAIT_MS in environ
