@@ -73,6 +73,19 @@ class LinkSettings(Section):
     links_max: int = Field(
         1024, ge=1, le=65_536, description="connections that a process accepts, one for each that sends to it"
     )
+    calls_max: int = Field(
+        4096,
+        ge=1,
+        le=65_536,
+        description="calls that a process serves at a time of those that come over links; Ray Serve carries "
+        "more",
+    )
+    call_bytes_max: int = Field(
+        4 * MIB,
+        ge=1024,
+        le=32 * MIB,
+        description="a request to a replica up to this size goes over a link; Ray Serve carries a larger one",
+    )
     keepalive_s: int = Field(
         5,
         ge=1,

@@ -1,22 +1,30 @@
-"""Many streams over one connection between two processes, beside the Serve calls that opened them.
+"""Many streams and calls over one connection between two processes, beside Ray Serve.
 
-A message through a Serve handle costs about a CPU-millisecond at either end. A stream's call stays with
-Serve: who serves it, whether it still runs, its end and its cancelling. What the stream says goes over a
-link: one message for all streams of a step (docs/adr/015).
+A message through a Serve handle costs about a CPU-millisecond at either end. What a stream says goes over a
+link: one message for all streams of a step (docs/adr/015). So do calls, to processes that take them
+(docs/adr/018); where there is no link, Serve carries them.
 """
 
+from replicas.links.calls import CLOSING, FAILED, FULL, Calls, Handler, LinkCall
 from replicas.links.door_loads import DoorLoad, DoorLoads, others_load
 from replicas.links.events import EventSender, events_of, pack_event, said_events, whole_bytes
-from replicas.links.inlet import Inlet, Mailbox
+from replicas.links.inlet import Inlet
 from replicas.links.link import Link, Links
+from replicas.links.mailbox import Mailbox
 from replicas.links.wire import LinkLost, Pace
 
 __all__ = [
+    "CLOSING",
+    "FAILED",
+    "FULL",
+    "Calls",
     "DoorLoad",
     "DoorLoads",
     "EventSender",
+    "Handler",
     "Inlet",
     "Link",
+    "LinkCall",
     "LinkLost",
     "Links",
     "Mailbox",

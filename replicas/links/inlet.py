@@ -8,102 +8,27 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from configs.cluster import LinkSettings
-from replicas.links.wire import SECRET_BYTES, SECRET_CHARS, LinkLost, Pace, Parser, notice_loss, packed
+from replicas.links.calls import Calls, LinkCall
+from replicas.links.mailbox import Mailbox
+from replicas.links.wire import (
+    CALL,
+    SECRET_BYTES,
+    SECRET_CHARS,
+    LinkLost,
+    Pace,
+    Parser,
+    notice_loss,
+    packed,
+)
 from replicas.messages import ReplyTo
 
 logger = logging.getLogger(__name__)
 
 SECRET_WAIT_S = 5.0
-
-
-class Mailbox:
-    """What has come for one stream and is not read yet.
-
-    `watch`: called with whether the writer may go on, where payloads are bytes and `bytes_max` of them are
-    unread. Other payloads are bounded by what an answer may hold.
-    """
-
-    def __init__(self, bytes_max: int = 1 << 62, watch: Callable[[bool], None] | None = None) -> None:
-        self._items: list[Any] = []
-        self._failure: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._is_beaten = False
-        self._bytes_max = bytes_max
-        self._nbytes = 0
-        self._watch = watch
-        self._is_paused = False
-        self.has_spoken = False
-
-    def put(self, payload: Any) -> None:
-        """Add what has come; the reader is not woken."""
-        self._items.append(payload)
-        if isinstance(payload, bytes):
-            self._nbytes += _size(payload)
-            if self._nbytes > self._bytes_max and not self._is_paused and self._watch is not None:
-                self._is_paused = True
-                self._watch(False)
-
-    def beat(self) -> None:
-        """Note a sign of life: the reader gets an empty list if there is nothing else."""
-        self._is_beaten = True
-        self.wake()
-
-    def fail(self, failure: BaseException) -> None:
-        """Make the reader raise `failure` after it has read what came before."""
-        if self._failure is None:
-            self._failure = failure
-        self.wake()
-
-    def wake(self) -> None:
-        """Wake the reader, if one waits."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def next(self, bytes_max: int | None = None) -> list[Any]:
-        """Return what has come, at least one payload or a sign of life. Raises what `fail` was given.
-
-        `bytes_max`: the rest is left for later, so that the writer soon goes on; one payload may be more.
-        """
-        while not self._items:
-            if self._failure is not None:
-                raise self._failure
-            if self._is_beaten:
-                self._is_beaten = False
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        items = self._take(bytes_max)
-        self._is_beaten = False
-        self.has_spoken = True
-        if self._is_paused and self._nbytes <= self._bytes_max and self._watch is not None:
-            self._is_paused = False
-            self._watch(True)
-        return items
-
-    def _take(self, bytes_max: int | None) -> list[Any]:
-        """Return what came first; the rest stays."""
-        if bytes_max is None or self._nbytes <= bytes_max:
-            items, self._items, self._nbytes = self._items, [], 0
-            return items
-        count, nbytes = 1, _size(self._items[0])
-        for payload in self._items[1:]:
-            if nbytes + _size(payload) > bytes_max:
-                break
-            nbytes += _size(payload)
-            count += 1
-        items, self._items = self._items[:count], self._items[count:]
-        self._nbytes -= nbytes
-        return items
-
-
-def _size(payload: Any) -> int:
-    return len(payload) if isinstance(payload, bytes) else 0
 
 
 class _Incoming(asyncio.Protocol):
@@ -114,6 +39,7 @@ class _Incoming(asyncio.Protocol):
         self._secret = b""
         self._parser: Parser | None = None
         self._streams: set[str] = set()
+        self._calls: dict[str, tuple[asyncio.Task[None], Mailbox]] = {}
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -141,20 +67,44 @@ class _Incoming(asyncio.Protocol):
             self.transport.write(packed([]))  # the welcome
         try:
             for batch in self._parser.feed(data):
-                for ticket, payload in batch:
-                    if self._inlet.put(self, ticket, payload):
+                for ticket, payload, *word in batch:
+                    if word or ticket in self._calls:
+                        self._called(ticket, payload, word)
+                    elif self._inlet.put(self, ticket, payload):
                         self._streams.add(ticket)
         except LinkLost as lost:
             logger.warning("a link is cut: %s", lost)
             self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        for task, _ in self._calls.values():
+            task.cancel()
+        self._calls.clear()
         self._inlet.lost(self, self._streams)
 
-    def answer(self, ticket: str, goes_on: bool) -> None:
-        """Tell the writer of a stream whether to go on."""
+    def answer(self, ticket: str, said: bool | str) -> None:
+        """Tell the writer of a stream whether to go on, or the caller why its call is refused."""
         if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(packed([[ticket, goes_on]]))
+            self.transport.write(packed([[ticket, said]]))
+
+    def _called(self, ticket: str, payload: Any, word: list[int]) -> None:
+        """Take what is said of a call: its beginning, more of it, or that its caller has left."""
+        known = self._calls.get(ticket)
+        if word == [CALL]:
+            if known is not None:
+                raise LinkLost("a call with the ticket of another")
+            box = Mailbox(self._inlet.settings.stream_bytes_max, partial(self.answer, ticket))
+            task = self._inlet.calls.begin(LinkCall(payload, box, partial(self.answer, ticket)))
+            if task is not None:
+                self._calls[ticket] = task, box
+                task.add_done_callback(lambda _: self._calls.pop(ticket, None))
+        elif known is not None:
+            task, box = known
+            if word:
+                task.cancel()
+            elif payload is not None:
+                box.put(payload)
+                box.wake()
 
     def forget(self, ticket: str) -> None:
         self._streams.discard(ticket)
@@ -167,7 +117,8 @@ class _Incoming(asyncio.Protocol):
 class Inlet:
     """Listens for links, and sorts what they carry by stream.
 
-    `host`: the interface. `wait_s_max`: how long payloads may wait for more while the process is busy.
+    Who knows the address may call, if there is a handler (`calls.take`). `host`: the interface.
+    `wait_s_max`: how long payloads may wait for more while the process is busy.
     """
 
     def __init__(
@@ -179,6 +130,7 @@ class Inlet:
     ) -> None:
         self._host = host
         self.settings = settings
+        self.calls = Calls(settings.calls_max)
         self._clock = clock
         self._pace = Pace(wait_s_max)
         self._secret = secrets.token_hex(SECRET_BYTES)
@@ -220,7 +172,8 @@ class Inlet:
             link.forget(ticket)
 
     def close(self) -> None:
-        """Stop listening and end all links."""
+        """Stop listening and end all links, with the calls that came over them."""
+        self.calls.stop()
         if self._server is not None:
             self._server.close()
         for link in [*self._links, *self._strangers]:

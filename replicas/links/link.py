@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from configs.cluster import LinkSettings
-from replicas.links.wire import Batch, LinkLost, Parser, notice_loss, packed
+from replicas.links.wire import CALL, LEAVE, Batch, LinkLost, Parser, notice_loss, packed
 from replicas.messages import ReplyTo
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = Parser(ANSWER_BYTES_MAX)
         self._open: dict[str, Callable[[], None]] = {}
+        self._calls: dict[str, tuple[Callable[[], None], Callable[[str], None]]] = {}
         self._pending: Batch = []
         self._spoken: set[str] = set()
         self._paused: dict[str, asyncio.Future[None]] = {}
@@ -58,20 +59,37 @@ class Link(asyncio.Protocol):
         if not self.is_open:
             raise LinkLost("the connection has ended")
         self._open[ticket] = on_lost
-        self._queue(ticket, None)
+        self._queue([ticket, None])
         if self._beat is None:
             self._beat = self._loop.call_later(self._heartbeat_s / 2, self._heartbeat)
 
+    def call(
+        self, ticket: str, payload: Any, on_lost: Callable[[], None], on_refused: Callable[[str], None]
+    ) -> None:
+        """Begin a call of the other end with its first payload; `send` adds more. Raises `LinkLost`.
+
+        Before `close`, `on_lost` is called if the connection ends, `on_refused` with the reason if there will
+        be no answer (`calls.py`).
+        """
+        if not self.is_open:
+            raise LinkLost("the connection has ended")
+        self._calls[ticket] = on_lost, on_refused
+        self._queue([ticket, payload, CALL])
+
     def send(self, ticket: str, payload: Any) -> None:
-        """Send more of an open stream; without effect on one that is closed, or lost."""
+        """Send more of an open stream or call; without effect on one that is closed, or lost."""
         if ticket in self._open:
             self._spoken.add(ticket)
-            self._queue(ticket, payload)
+            self._queue([ticket, payload])
+        elif ticket in self._calls:
+            self._queue([ticket, payload])
 
-    def close(self, ticket: str) -> None:
-        """Forget a stream; what was sent before still arrives."""
+    def close(self, ticket: str, *, is_over: bool = False) -> None:
+        """Forget a stream; what was sent before still arrives. A call is cancelled, unless it `is_over`."""
         self._open.pop(ticket, None)
         self._spoken.discard(ticket)
+        if self._calls.pop(ticket, None) is not None and not is_over and self.is_open:
+            self._queue([ticket, None, LEAVE])
         self._go_on(ticket)
 
     async def drained(self, ticket: str) -> None:
@@ -105,11 +123,10 @@ class Link(asyncio.Protocol):
             self._answered.set_result(None)
         try:
             for batch in self._parser.feed(data):
-                for ticket, goes_on in batch:
-                    if goes_on:
-                        self._go_on(ticket)
-                    elif ticket in self._open and ticket not in self._paused:
-                        self._paused[ticket] = self._loop.create_future()
+                for ticket, said, *word in batch:
+                    if word:
+                        raise LinkLost("a word that only callers say")
+                    self._answered_by(ticket, said)
         except LinkLost as lost:
             logger.warning("a link is cut: %s", lost)
             self.cut()
@@ -120,21 +137,33 @@ class Link(asyncio.Protocol):
         if not self._answered.done():
             self._answered.set_result(None)
         self.resume_writing()
-        lost, self._open = self._open, {}
+        lost = [*self._open.values(), *(on_lost for on_lost, _ in self._calls.values())]
+        self._open, self._calls = {}, {}
         self._pending.clear()
         for ticket in list(self._paused):
             self._go_on(ticket)
-        for on_lost in lost.values():
+        for on_lost in lost:
             on_lost()
 
     # -- ours --------------------------------------------------------------------------
 
-    def _queue(self, ticket: str, payload: Any) -> None:
+    def _answered_by(self, ticket: str, said: Any) -> None:
+        """Take in what the other end says of a stream or call."""
+        if isinstance(said, str):
+            if (call := self._calls.pop(ticket, None)) is not None:
+                self._go_on(ticket)
+                call[1](said)
+        elif said:
+            self._go_on(ticket)
+        elif (ticket in self._open or ticket in self._calls) and ticket not in self._paused:
+            self._paused[ticket] = self._loop.create_future()
+
+    def _queue(self, item: list[Any]) -> None:
         if not self._pending:
             self._loop.call_soon(self._flush)
-        self._pending.append([ticket, payload])
-        if isinstance(payload, bytes):
-            self._pending_bytes += len(payload)
+        self._pending.append(item)
+        if isinstance(item[1], bytes):
+            self._pending_bytes += len(item[1])
             if self._pending_bytes > BATCH_BYTES:
                 self._flush()
 
@@ -157,7 +186,7 @@ class Link(asyncio.Protocol):
         if not self.is_open or not self._open:
             return
         for ticket in self._open.keys() - self._spoken:
-            self._queue(ticket, None)
+            self._queue([ticket, None])
         self._spoken.clear()
         # Twice as often: a stream that has just spoken at one look is silent until the next but one.
         self._beat = self._loop.call_later(self._heartbeat_s / 2, self._heartbeat)

@@ -2,8 +2,9 @@
 
 First the secret, as long as it always is: nothing is parsed before it. Then batches: lists of
 `[ticket, payload]`. The ticket names a stream; a payload of None opens it, and says later that it lives.
-Backwards go an empty batch, the
-welcome, and batches of the same form, `[ticket, whether to go on]`.
+`[ticket, payload, CALL]` begins a call, `[ticket, payload]` is more of it, and `[ticket, None, LEAVE]` says
+that its caller has left. Backwards go an empty batch, the welcome, and batches of `[ticket, whether to go
+on]`, or `[ticket, why a call is refused]`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ PROBES, UNTAKEN = 3, 12
 SECRET_BYTES = 32
 SECRET_CHARS = 2 * SECRET_BYTES
 TICKET_CHARS_MAX = 64
+CALL, LEAVE = 1, 2
 
 Batch = list[list[Any]]
 
@@ -54,11 +56,15 @@ class Parser:
 def _is_batch(batch: object) -> bool:
     return isinstance(batch, list) and all(
         isinstance(item, list)
-        and len(item) == 2
+        and (len(item) == 2 or _has_word(item))
         and isinstance(item[0], str)
         and len(item[0]) <= TICKET_CHARS_MAX
         for item in batch
     )
+
+
+def _has_word(item: list[Any]) -> bool:
+    return len(item) == 3 and type(item[2]) is int and item[2] in (CALL, LEAVE)
 
 
 def notice_loss(transport: asyncio.BaseTransport, silence_s: int) -> None:
