@@ -5,20 +5,22 @@ request than its head. It goes to the first front door by its hash that lives, s
 where they are when one comes or dies. All else goes to one of two on this node, whichever has less to do.
 What it learns of them is known to the proxy's guard, too, which sends them requests without it.
 
-A thin shell: an exception here would hang the request (FACTS.md part A, 0.4).
+A thin shell: an exception here would hang the request (FACTS.md part A, 0.4). Serve sends this class to its
+processes by value: what is shared there is reached through its module.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+
 from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
 
-from router.front_calls import KNOWN, Door, KnownDoors, address_of
-from router.front_calls.known_doors import by_session
+from router.front_calls import known_doors
 from router.routing import Rendezvous
 
 logger = logging.getLogger("ray.serve")
+
 
 class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
     """Sends a session's requests to one front door."""
@@ -32,11 +34,8 @@ class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's c
         """Take in which front doors there are, here and for the guard."""
         super().update_replicas(replicas)
         try:
-            doors = [
-                Door(one.replica_id.unique_id, one.node_id or "", address_of(one.replica_metadata))
-                for one in replicas
-            ]
-            KNOWN.setdefault(self._deployment_id, KnownDoors()).update(doors, self._self_node_id or "")
+            told = [(one.replica_id.unique_id, one.node_id, one.replica_metadata) for one in replicas]
+            known_doors.learn(self._deployment_id, told, self._self_node_id)
         except Exception:  # Serve goes on without links
             logger.exception("the addresses of the front doors are not known")
 
@@ -60,7 +59,7 @@ class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's c
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
         session = pending_request.metadata.session_id
         if session:
-            groups = by_session(session, list(by_name), self._ring_of(frozenset(by_name)))
+            groups = known_doors.by_session(session, list(by_name), self._ring_of(frozenset(by_name)))
             return [[by_name[name] for name in group] for group in groups]
         near = [self._replicas[one] for one in self.apply_locality_routing(pending_request)]
         chosen = near if len(near) <= 2 else self._rng.sample(near, 2)

@@ -12,9 +12,9 @@ from router.front_calls.environment import (
     links_environment,
     open_inlet,
 )
-from router.front_calls.known_doors import KNOWN, Door, KnownDoors
+from router.front_calls.known_doors import KNOWN, Door, KnownDoors, address_of
 from router.front_calls.serve_proxy import ServeProxy
-from router.front_calls.taker import RequestTaker, address_of
+from router.front_calls.taker import RequestTaker
 
 __all__ = [
     "CALLBACK",

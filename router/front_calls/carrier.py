@@ -10,13 +10,12 @@ import contextlib
 import logging
 import uuid
 from collections import deque
-from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from replicas.links import FAILED, Inlet, Link, LinkLost, Links, Mailbox
 from router.front_calls.known_doors import Door, KnownDoors
-from router.front_calls.wire import CUT, GO, READ_BYTES, WHOLE, packed_request, read_head
+from router.front_calls.wire import CUT, READ_BYTES, WHOLE, packed_request, read_head
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
 
@@ -45,7 +44,7 @@ class EarlyBody:
         return self._ahead.popleft() if self._ahead else await self._receive()
 
     async def read_ahead(self, bytes_max: int) -> tuple[bytes, bool]:
-        """Return what comes of the body at once, about `bytes_max`, and whether more comes. Raises `_Left`."""
+        """Return what comes of the body at once, about `bytes_max`, and whether more does. Raises `_Left`."""
         nbytes, more = 0, True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EARLY_WAIT_S):
@@ -77,9 +76,7 @@ class RequestCarrier:
         self._links = Links(inlet.settings, NO_BEAT_S)
         self._is_listening = True
 
-    async def carry(
-        self, doors: KnownDoors, session: str, scope: Scope, body: EarlyBody, send: Send
-    ) -> bool:
+    async def carry(self, doors: KnownDoors, session: str, scope: Scope, body: EarlyBody, send: Send) -> bool:
         """Have a front door serve a request; return whether one has taken it.
 
         If none has, nothing was sent, and the body can still be read whole. If one has, the response may

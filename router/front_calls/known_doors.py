@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from replicas.messages import ReplyTo
 from router.routing import Rendezvous
 
+ADDRESS = "samovar_calls"
+"""Where a front door takes calls, in what it tells Serve of itself."""
 BY_HASH = 3
 """Front doors tried in the order of a session's hash; all others come after them."""
 
@@ -76,3 +79,19 @@ class KnownDoors:
 
 KNOWN: dict[Hashable, KnownDoors] = {}
 """By deployment, as Serve names it."""
+
+
+def address_of(metadata: Mapping[str, Any]) -> ReplyTo | None:
+    """Return where a front door takes calls, as it told Serve; None: it takes none."""
+    told = metadata.get(ADDRESS)
+    return None if told is None else ReplyTo(*told)
+
+
+def learn(
+    deployment: Hashable,
+    doors: Iterable[tuple[str, str | None, Mapping[str, Any]]],
+    node: str | None,
+) -> None:
+    """Take in the front doors of a deployment: names, nodes, and what they told Serve. `node`: this one."""
+    known = [Door(name, there or "", address_of(told)) for name, there, told in doors]
+    KNOWN.setdefault(deployment, KnownDoors()).update(known, node or "")

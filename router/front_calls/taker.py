@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from replicas.links import Call, Inlet, Link, LinkLost, Links
-from replicas.messages import ReplyTo
+from replicas.links import Inlet, Link, LinkCall, LinkLost, Links
+from router.front_calls.known_doors import ADDRESS
 from router.front_calls.wire import CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
 
 logger = logging.getLogger(__name__)
-
-ADDRESS = "samovar_calls"
-"""Where a front door takes calls, in what it tells Serve of itself."""
-
-
-def address_of(metadata: Mapping[str, Any]) -> ReplyTo | None:
-    """Return where a front door takes calls, as it told Serve; None: it takes none."""
-    told = metadata.get(ADDRESS)
-    return None if told is None else ReplyTo(*told)
 
 
 class RequestTaker:
@@ -52,7 +42,7 @@ class RequestTaker:
         if not await self._inlet.calls.over(timeout_s):
             logger.warning("%d requests are not answered after %g s", self._inlet.calls.open, timeout_s)
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: LinkCall) -> None:
         to, ticket, scope, body, more = read_request(call.payload)
         call.payload = None  # it is there as long as the stream
         link = await self._links.reach(to)
@@ -73,7 +63,7 @@ class RequestTaker:
 class _Body:
     """ASGI `receive`. After the body nothing comes: if the client leaves, the call is cancelled."""
 
-    def __init__(self, call: Call, first: bytes, *, more: bool) -> None:
+    def __init__(self, call: LinkCall, first: bytes, *, more: bool) -> None:
         self._call = call
         self._first: bytes | None = first
         self._more = more

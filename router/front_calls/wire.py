@@ -1,7 +1,7 @@
 """A request and its response as payloads of a link: plain data. Pure.
 
-A request is one payload: where its answer is awaited, its head, and what of its body had come. The rest of the
-body follows in pieces, once the front door has said `GO`. A response is its head, pieces of its body, and
+A request is one payload: where its answer is awaited, its head, and what of its body had come. The rest of
+the body follows in pieces, once the front door has said `GO`. A response is its head, pieces of its body, and
 `WHOLE` or `CUT`.
 """
 

@@ -462,7 +462,12 @@ class Ingress:
         set_up_logs(settings.telemetry)
         tracer = open_tracer(settings.telemetry, "ingress")
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False)
-        inlet = open_inlet(settings.cluster.links, settings.engine.coalesce_ms / 1000)
+        links, calls_max = (
+            settings.cluster.links,
+            4 * settings.limits.concurrent_total,
+        )  # as Serve's own bound
+        links = links.model_copy(update={"calls_max": min(links.calls_max, calls_max)})
+        inlet = open_inlet(links, settings.engine.coalesce_ms / 1000)
         self._taker = None
         if inlet is not None and are_proxies_guarded(os.environ):
             self._taker = RequestTaker(inlet, settings.router.heartbeat_s)

@@ -234,7 +234,9 @@ class ProxyGuard:
             if is_lost and kept.rewind():
                 logger.warning("request %s: its front door was lost; it goes to another", request_id)
                 body.begin_again()
-                is_lost = await self._once(cleaned, body, reply, None)  # Serve waits for one, if there is none
+                is_lost = await self._once(
+                    cleaned, body, reply, None
+                )  # Serve waits for one, if there is none
         except TimeoutError:  # the app is there, and its process is not
             await reply.fail(Loading(self._limits.retry_after_s))
         except ApiError as error:
