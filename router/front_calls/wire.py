@@ -39,9 +39,9 @@ def read_request(payload: Any) -> tuple[ReplyTo, str, Scope, bytes, bool]:
         scope: Scope = {"type": "http", **head, "state": {}}
         scope["headers"] = [(name, value) for name, value in head["headers"]]
         scope |= {name: tuple(head[name]) for name in PAIRS if head.get(name) is not None}
-    except (TypeError, LookupError) as error:
+        return ReplyTo(host, port, secret), ticket, scope, body, more
+    except (TypeError, LookupError, ValueError) as error:
         raise ValueError(f"no request: {error}") from error
-    return ReplyTo(host, port, secret), ticket, scope, body, more
 
 
 def packed_head(message: Message) -> list[Any]:

@@ -1,128 +1,79 @@
-"""A small body goes to the front door in the request's scope: before Serve brings it, once, not for long.
-
-And a front door asks the proxy for nothing after it: a client that leaves is Serve's proxy's to see.
-"""
+"""The bodies of requests that go over links: once, whole, and to Serve if no front door takes them."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
-from ray.serve._private.http_util import ASGIReceiveProxy
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from configs.cluster import LinkSettings
 from configs.settings import LimitsSettings
-from replicas.links import Inlet
 from router.doors import KeptBodies
-from router.http.direct_reply import EARLY_BODY, IS_WATCHED, BodyOver, DirectReplies, ReplySender
+from router.front_calls.wire import packed_request, read_request
 from router.http.proxy_guard import ProxyGuard
-from tests.support.router.linked_replicas import LINKS, LOOPBACK
-from tests.support.router.router_harness import make_settings, serving
+from tests.support.router.linked_replicas import LINKS, Proxied, proxied
+from tests.support.router.router_harness import serving, until
 
-CHAT, OTHER = "/v1/chat/completions", "/cache/clear"
+CHAT, OTHER = "/v1/chat/completions", "/v1/documents"
 BODY = bytes(range(256)) * 8
-DISCONNECT = {"type": "http.disconnect"}
-
-
-def in_another_process(sent: Any) -> Any:
-    """As Serve sends it."""
-    return pickle.loads(pickle.dumps(sent))  # noqa: S301
+LARGE = bytes(range(256)) * 2048
 
 
 class Door:
-    """Serve's proxy, and behind it a front door that answers with the body it was sent.
+    """A front door that answers with the body it was sent. `gate`: what an answer waits for."""
 
-    `brings`: whether Serve brings the body, too, as it always does in the end. `dies`: how many requests are
-    lost before their answers begin. `gate`: what an answer waits for. `is_bare`: of an app without our
-    middleware.
-    """
-
-    def __init__(
-        self,
-        *,
-        brings: bool = True,
-        dies: int = 0,
-        gate: asyncio.Event | None = None,
-        is_bare: bool = False,
-    ) -> None:
-        self.early: list[tuple[bytes, bool] | None] = []
-        self.came = asyncio.Event()
-        self.has_body = asyncio.Event()
-        self.left = asyncio.Event()
-        """Serve's proxy knows that the client is gone."""
-        self.told: list[Message] = []
-        """What the front door was told after the body."""
-        self.asks_on = False
-        """Whether it would still ask the proxy for more, when its answer is made."""
+    def __init__(self, gate: asyncio.Event | None = None) -> None:
+        self.came, self.has_body, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.scopes: list[Scope] = []
-        self.dies = dies
-        self._brings = brings
+        self.parts: list[int] = []
+        self.told: list[Message] = []
         self._gate = gate
-        self._app: ASGIApp = self._answer if is_bare else ReplySender(self._answer, settings=make_settings())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Do as Serve: send the scope, then what `receive` gives, to another process."""
-        sent = in_another_process({name: scope[name] for name in scope if name not in ("app", "state")})
-        self.scopes += [scope, sent]
-        self.early.append(scope.get(EARLY_BODY))
+        self.scopes.append(scope)
         self.came.set()
-        self.asks_on = True
-        queue: asyncio.Queue[Message] = asyncio.Queue()
+        try:
+            await self._answer(receive, send)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
 
-        async def watch() -> None:
-            while True:
-                message = await receive()
-                if self._brings or message["type"] != "http.request":
-                    there = in_another_process(message)
-                    queue.put_nowait(there)
-                    self.asks_on = self.asks_on and there != DISCONNECT
-                if message["type"] == "http.disconnect":
-                    self.left.set()
-                    return
-
-        watching = asyncio.ensure_future(watch())
-        serving_it = asyncio.ensure_future(self._app(sent, queue.get, send))
-        await asyncio.wait({watching, serving_it}, return_when=asyncio.FIRST_COMPLETED)
-        serving_it.cancel() if not serving_it.done() else watching.cancel()
-        await asyncio.gather(watching, serving_it, return_exceptions=True)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, receive: Receive, send: Send) -> None:
         body, more = b"", True
         while more:
             message = await receive()
             assert message["type"] == "http.request", "the client is there"
+            self.parts.append(len(message.get("body", b"")))
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.has_body.set()
-        self.dies -= 1
-        if self.dies >= 0:
-            return
         leaving = asyncio.ensure_future(receive())
         leaving.add_done_callback(lambda done: None if done.cancelled() else self.told.append(done.result()))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        if self._gate is not None:
-            await self._gate.wait()
-        leaving.cancel()
+        try:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            if self._gate is not None:
+                await self._gate.wait()
+        finally:
+            leaving.cancel()
         head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": head})
         await send({"type": "http.response.body", "body": body})
 
 
 @asynccontextmanager
-async def proxy(door: Door, links: LinkSettings = LINKS) -> AsyncIterator[str]:
+async def proxy(
+    door: Door, links: LinkSettings = LINKS, **options: Any
+) -> AsyncIterator[tuple[str, Proxied]]:
     """The proxy's guard before the front door, as a server; its address."""
-    inlet = Inlet(LOOPBACK, links, 0.0)
-    replies, bodies = DirectReplies(inlet), KeptBodies(1 << 20)
-    guard = ProxyGuard(door, limits=LimitsSettings(), replies=replies, bodies=bodies)
-    async with serving(guard, lifespan="off") as url:
-        yield url
-    inlet.close()
+    there = await proxied(door, links, bodies=KeptBodies(1 << 20), **options)
+    async with serving(there.guard, lifespan="off") as url:
+        yield url, there
+    there.close()
 
 
 async def posted(url: str, *parts: bytes, wait: asyncio.Event | None = None, path: str = CHAT) -> bytes:
@@ -147,127 +98,149 @@ async def posted(url: str, *parts: bytes, wait: asyncio.Event | None = None, pat
     return body
 
 
-async def test_the_front_door_needs_nothing_from_serve_to_begin() -> None:
-    door = Door(brings=False)
-    async with proxy(door) as url:
-        assert await asyncio.wait_for(posted(url, BODY), 30) == BODY
-    assert door.early == [(BODY, False)]
-
-
 @pytest.mark.parametrize("path", [CHAT, OTHER])
-async def test_the_part_that_comes_twice_is_read_once(path: str) -> None:
+async def test_a_small_body_goes_with_its_request(path: str) -> None:
     door = Door()
-    async with proxy(door) as url:
+    async with proxy(door) as (url, there):
         for _ in range(3):
             assert await asyncio.wait_for(posted(url, BODY, path=path), 30) == BODY
-    assert door.early == [(BODY, False)] * 3
+        assert not there.serve.carried
+    assert door.parts == [len(BODY)] * 3
     assert not door.told, "the client is there"
 
 
 @pytest.mark.parametrize("path", [CHAT, OTHER])
-@pytest.mark.parametrize("first", [1, len(BODY) - 1])
+@pytest.mark.parametrize("first", [0, 1, len(BODY) - 1])
 async def test_a_body_in_parts_arrives_whole(path: str, first: int) -> None:
     door = Door()
-    async with proxy(door) as url:
+    async with proxy(door) as (url, there):
         parts = BODY[:first], BODY[first:]
         assert await asyncio.wait_for(posted(url, *parts, wait=door.came, path=path), 30) == BODY
-    assert door.early == [(BODY[:first], True)]
+        assert not there.serve.carried
 
 
-async def test_a_body_that_comes_later_than_its_head_comes_through_serve() -> None:
+@pytest.mark.parametrize("bytes_max", [0, len(BODY), 1 << 20])
+async def test_a_large_body_comes_in_pieces(bytes_max: int) -> None:
     door = Door()
-    async with proxy(door) as url:
-        assert await asyncio.wait_for(posted(url, b"", BODY, wait=door.came), 30) == BODY
-    assert door.early == [None]
+    async with proxy(door, LinkSettings(body_bytes_max=bytes_max, stream_bytes_max=1 << 15)) as (url, there):
+        assert await asyncio.wait_for(posted(url, LARGE), 30) == LARGE
+        assert not there.serve.carried
 
 
-@pytest.mark.parametrize(("bytes_max", "is_early"), [(len(BODY), True), (len(BODY) - 1, False), (0, False)])
-async def test_larger_bodies_come_through_serve(bytes_max: int, is_early: bool) -> None:
+@pytest.mark.parametrize("why", ["closing", "lost"])
+@pytest.mark.parametrize("body", [BODY, LARGE])
+async def test_a_front_door_that_does_not_take_a_request_loses_nothing_of_it(why: str, body: bytes) -> None:
+    """Not of one either that is not to be repeated."""
     door = Door()
-    async with proxy(door, LinkSettings(body_bytes_max=bytes_max)) as url:
-        assert await asyncio.wait_for(posted(url, BODY), 30) == BODY
-    assert [one is not None for one in door.early] == [is_early]
+    async with proxy(door) as (url, there):
+        there.taker.refuse() if why == "closing" else there.door.close()
+        assert await asyncio.wait_for(posted(url, body, path=OTHER), 30) == body
+        assert len(there.serve.carried) == len(door.scopes) == 1
 
 
-async def test_nobody_keeps_it_while_the_answer_is_made() -> None:
-    door = Door()
-    async with proxy(door) as url:
-        await asyncio.wait_for(posted(url, BODY), 30)
-    assert len(door.scopes) == 2
-    assert not any(EARLY_BODY in scope for scope in door.scopes)
-
-
-async def test_the_next_front_door_gets_it_too() -> None:
-    door = Door(dies=1)
-    async with proxy(door) as url:
-        assert await asyncio.wait_for(posted(url, BODY), 30) == BODY
-    assert door.early == [(BODY, False)] * 2
-
-
-async def test_while_an_answer_is_made_no_call_is_open_to_the_proxy() -> None:
-    door = Door()
-    async with proxy(door) as url:
-        assert await asyncio.wait_for(posted(url, BODY), 30) == BODY
-        assert not door.asks_on
-        assert not door.left.is_set()
-
-
-async def test_a_client_that_leaves_is_seen_by_serves_proxy() -> None:
-    door = Door(gate=asyncio.Event())
-    async with proxy(door) as url:
-        asking = asyncio.create_task(posted(url, BODY))
+@pytest.mark.parametrize("path", [CHAT, OTHER])
+async def test_a_front_door_that_dies_with_a_request(path: str) -> None:
+    """What only reads or generates is sent once more, by Serve; the rest is the client's to repeat."""
+    door = Door(asyncio.Event())
+    second = Door()
+    async with proxy(door, serve=second) as (url, there), httpx.AsyncClient() as client:
+        asking = asyncio.create_task(client.post(url + path, content=LARGE))
         await asyncio.wait_for(door.has_body.wait(), 30)
-        assert not door.left.is_set()
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        await asyncio.wait_for(door.left.wait(), 30)
-    assert not door.told, "Serve cancels its call"
+        there.door.close()
+        answer = await asking
+        if path == CHAT:
+            assert (answer.status_code, answer.content) == (200, LARGE)
+            assert len(second.scopes) == 1
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ingress_lost")
+            assert not second.scopes
+        await asyncio.wait_for(door.cancelled.wait(), 30)
 
 
-async def test_apps_that_are_not_ours_are_told_as_ever() -> None:
-    """Another app behind the same proxies, at another path: told only when its client leaves."""
-    door = Door(is_bare=True)
-    async with proxy(door) as url:
-        assert await asyncio.wait_for(posted(url, BODY, path="/other"), 30) == BODY
-    assert not door.told
-    assert not any(IS_WATCHED in scope for scope in door.scopes)
+async def test_a_client_that_leaves_cancels_what_it_asked_for() -> None:
+    for body in (BODY, LARGE):
+        door = Door(asyncio.Event())
+        async with proxy(door) as (url, there):
+            asking = asyncio.create_task(posted(url, body))
+            await asyncio.wait_for(door.has_body.wait(), 30)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await asyncio.wait_for(door.cancelled.wait(), 30)
+            await until(lambda there=there: there.serve.ongoing == 0)  # type: ignore[misc]
+            assert not there.serve.carried
 
 
-@pytest.mark.parametrize(("more", "asked"), [(False, 0), (True, 1)])
-async def test_serve_asks_for_nothing_if_all_of_the_body_came_with_the_request(
-    more: bool, asked: int
-) -> None:
-    """With Serve's own `receive`, whose task runs beside the front door."""
-    calls = 0
-
-    async def fetch(_: object) -> bytes:
-        nonlocal calls
-        calls += 1
-        rest = {"type": "http.request", "body": b"!", "more_body": False}
-        return pickle.dumps([{"type": "http.request", "body": BODY, "more_body": more}, rest, BodyOver()])
-
-    scope: Scope = {"type": "http", "headers": [], EARLY_BODY: (BODY, more), IS_WATCHED: True}
-    receive = ASGIReceiveProxy(scope, None, fetch)
-    bodies = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        bodies.append((await receive())["body"])
-        if more:
-            bodies.append((await receive())["body"])
-
-    async def send(message: Message) -> None:
-        raise AssertionError(message)
-
-    fetching = asyncio.create_task(receive.fetch_until_disconnect())
-    await ReplySender(app, settings=make_settings())(scope, receive, send)
-    await asyncio.wait_for(fetching, 30)
-    assert calls == asked
-    assert b"".join(bodies) == BODY + b"!" * more
+async def test_a_client_that_leaves_before_its_body_is_whole_asks_for_nothing() -> None:
+    door = Door()
+    async with proxy(door) as (url, there):
+        sending = asyncio.create_task(posted(url, b"x", BODY, wait=asyncio.Event()))
+        await asyncio.wait_for(door.came.wait(), 30)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        await asyncio.wait_for(door.cancelled.wait(), 30)
+        await until(lambda: there.serve.ongoing == 0)
+        assert not there.serve.carried
 
 
-def test_the_end_of_a_body_is_a_disconnect_in_another_process_only() -> None:
-    end = BodyOver()
-    assert end["type"] not in ("http.disconnect", "http.request", "websocket.disconnect")
-    there = in_another_process([end])
-    assert there == [DISCONNECT]
-    assert type(there[0]) is dict
+@pytest.mark.guarantee("F31")
+async def test_a_body_over_the_limit_is_refused_in_whatever_pieces_it_comes() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(17):
+            yield BODY
+
+    door = Door()
+    limits = LimitsSettings(body_bytes_max=16 * len(BODY))
+    async with proxy(door, limits=limits) as (url, there), httpx.AsyncClient() as client:
+        answer = await client.post(url + OTHER, content=pieces())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert not there.serve.carried
+        assert not door.has_body.is_set()
+
+
+async def test_two_requests_of_one_connection_are_answered_in_order() -> None:
+    door = Door()
+    async with proxy(door) as (url, _):
+        reader, writer = await asyncio.open_connection(httpx.URL(url).host, httpx.URL(url).port)
+        for body in (b"first", b"second"):
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+        for body in (b"first", b"second"):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(len(body)) == body
+        writer.close()
+
+
+async def test_the_app_is_given_what_serve_gives_it() -> None:
+    door = Door()
+    async with proxy(door) as (url, there), httpx.AsyncClient() as client:
+        for takes in (True, False):
+            if not takes:
+                there.taker.refuse()
+            headers = {"x-a": "b", "X-Request-ID": "r"}
+            await client.post(url + "/v1/a%20b/%C3%A9?x=%2F&y", content=b"1", headers=headers)
+    over_link, by_serve = door.scopes
+    assert over_link.keys() == by_serve.keys()
+    assert over_link | {"client": None} == by_serve | {"client": None}
+    assert type(over_link["client"]) is tuple
+
+
+def test_what_is_no_request_is_refused() -> None:
+    for payload in (None, 7, [], [["host", 1], "t", {}, b"", False], [["h", 1, "s"], "t", {}, b"", False]):
+        with pytest.raises(ValueError, match="no request"):
+            read_request(payload)
+
+
+async def test_a_guard_without_links_leaves_all_to_serve() -> None:
+    door = Door()
+    guard = ProxyGuard(door, limits=LimitsSettings())
+    async with serving(guard, lifespan="off") as url:
+        assert await asyncio.wait_for(posted(url, LARGE), 30) == LARGE
+
+
+def test_a_request_is_packed_without_what_is_only_the_proxy_s() -> None:
+    from replicas.messages import ReplyTo
+
+    scope: Scope = {"type": "http", "path": "/", "headers": [(b"a", b"b")], "state": {"x": object()}}
+    _, _, head, body, more = packed_request(scope, ReplyTo("h", 1, "s"), "t", b"x", more=True)
+    assert head == {"path": "/", "headers": [(b"a", b"b")]}
+    assert (body, more) == (b"x", True)
