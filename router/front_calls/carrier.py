@@ -25,7 +25,7 @@ NO_BEAT_S = 3600.0
 """Links to front doors carry no streams that could be silent."""
 
 
-class _Refused(Exception):
+class _NotTaken(Exception):
     """The front door has not taken the request."""
 
 
@@ -124,7 +124,7 @@ class _Carried:
             more = await self._begin(scope)
             feeding = asyncio.create_task(self._feed(more=more))
             await self._answer(send)
-        except _Refused:
+        except _NotTaken:
             return False
         except (LinkLost, _Left):
             return True
@@ -143,7 +143,7 @@ class _Carried:
         try:
             self._link.call(self._ticket, request, self._lose, self._refuse)
         except LinkLost as lost:
-            raise _Refused from lost
+            raise _NotTaken from lost
         return more
 
     async def _feed(self, *, more: bool) -> None:
@@ -186,4 +186,4 @@ class _Carried:
 
     def _refuse(self, why: str) -> None:
         """Note that there will be no answer: the request was not taken, or has failed."""
-        self._box.fail(LinkLost("the front door has failed") if why == FAILED else _Refused(why))
+        self._box.fail(LinkLost("the front door has failed") if why == FAILED else _NotTaken(why))

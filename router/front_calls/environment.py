@@ -1,4 +1,4 @@
-"""Whether a process listens for links, and what Serve's HTTP proxies are told of that by environment."""
+"""Whether a process listens for links, and the variables that tell Serve's HTTP proxies so."""
 
 from __future__ import annotations
 

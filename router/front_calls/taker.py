@@ -52,7 +52,7 @@ class RequestTaker:
             return
         if more:
             reply.say(GO)
-        receive = _Body(call, body, more=more)
+        receive = _TakenBody(call, body, more=more)
         del body
         try:
             await self.app(scope, receive, reply)
@@ -60,7 +60,7 @@ class RequestTaker:
             reply.close()
 
 
-class _Body:
+class _TakenBody:
     """ASGI `receive`. After the body nothing comes: if the client leaves, the call is cancelled."""
 
     def __init__(self, call: LinkCall, first: bytes, *, more: bool) -> None:
@@ -80,7 +80,7 @@ class _Body:
             if body or not self._more:
                 return {"type": "http.request", "body": body, "more_body": self._more}
         await asyncio.get_running_loop().create_future()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("it is set by none")
 
 
 class LinkedReply:
@@ -90,9 +90,8 @@ class LinkedReply:
         self._link = link
         self._ticket = ticket
         self._is_over = False
-        task = asyncio.current_task()
-        assert task is not None
-        link.open(ticket, task.cancel)
+        self._task = asyncio.current_task()
+        link.open(ticket, self._lose)
 
     @classmethod
     def open(cls, link: Link, ticket: str) -> LinkedReply | None:
@@ -122,6 +121,10 @@ class LinkedReply:
             return
         self.say(WHOLE)
         self._is_over = True
+
+    def _lose(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
 
     def close(self) -> None:
         """End the response, if it is not over: the proxy says so to the client."""

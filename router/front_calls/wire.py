@@ -38,7 +38,7 @@ def read_request(payload: Any) -> tuple[ReplyTo, str, Scope, bytes, bool]:
         (host, port, secret), ticket, head, body, more = payload
         scope: Scope = {"type": "http", **head, "state": {}}
         scope["headers"] = [(name, value) for name, value in head["headers"]]
-        scope |= {name: tuple(head[name]) for name in PAIRS if head.get(name) is not None}
+        scope.update({name: tuple(head[name]) for name in PAIRS if head.get(name) is not None})
         return ReplyTo(host, port, secret), ticket, scope, body, more
     except (TypeError, LookupError, ValueError) as error:
         raise ValueError(f"no request: {error}") from error
