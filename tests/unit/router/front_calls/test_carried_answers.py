@@ -13,6 +13,7 @@ from configs.cluster import LinkSettings
 from configs.settings import LimitsSettings
 from replicas.messages import Admitted, Delta, ReplyTo
 from router.front_calls import are_proxies_guarded, inlet_from_environment, links_environment, open_inlet
+from router.http.app import build_api
 from router.http.proxy_guard import ProxyGuard, proxy_environment
 from router.routing import ReplicaFailed
 from tests.support.router.fake_replica import INFO, say
@@ -442,4 +443,33 @@ async def test_the_live_stream_ends_when_its_reader_leaves() -> None:
         live.cancel()
         await asyncio.gather(live, return_exceptions=True)
         await until(lambda: not there.inlet._boxes and there.door.calls.open == 0)
+    replicas.inlet.close()
+
+
+async def test_the_end_of_the_app_waits_for_what_came_over_links_but_not_for_live_streams() -> None:
+    """Serve ends the app's lifespan when it stops a front door, and does not count these requests."""
+    gate = asyncio.Event()
+    house, replicas = linked_house(lambda request: [*HELLO, gate, *say(["lo"])[1:]])
+    async with through_proxy(house) as (client, there):
+        app = there.taker.app = build_api(house.service, there.taker)
+        begun, ending = asyncio.Event(), asyncio.Event()
+
+        async def lifespan() -> None:
+            async with app.router.lifespan_context(app):
+                begun.set()
+                await ending.wait()
+
+        living = asyncio.create_task(lifespan())
+        await asyncio.wait_for(begun.wait(), 10)
+        live = asyncio.create_task(client.get("/v1/live"))
+        asking = asyncio.create_task(client.post(CHAT, json=STREAM))
+        await until(lambda: there.door.calls.open == 2 and len(there.inlet._from) == 2)
+        ending.set()
+        assert (await asyncio.wait_for(live, 10)).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 200  # through Serve, as long as that calls it
+        assert not living.done()
+        assert len(there.serve.carried) == 1
+        gate.set()
+        assert text_of((await asking).text) == "Hello"
+        await asyncio.wait_for(living, 30)
     replicas.inlet.close()
