@@ -108,8 +108,8 @@ class LinkSettings(Section):
         16 * 1024,
         ge=0,
         le=MIB,
-        description="a request's body up to this size goes to the front door with the request, and is held "
-        "while the answer is streamed; a larger one is asked for, which takes some ms. 0 = all are asked for",
+        description="so much of a request's body goes to the front door with the request; the rest follows "
+        "when a front door has taken it. 0 = all of it follows",
     )
 
 

@@ -113,6 +113,14 @@ class ReplyTo:
     port: int
     secret: str = field(repr=False)
 
+    @staticmethod
+    def of(told: object) -> ReplyTo | None:
+        """Return the address that a process has told Serve of itself; None: it listens nowhere."""
+        match told:
+            case [str(host), int(port), str(secret)]:
+                return ReplyTo(host, port, secret)
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class TurnContext:

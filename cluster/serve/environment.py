@@ -143,6 +143,6 @@ def application_environment() -> dict[str, str]:
     """Return the variables that applications on a running cluster are sent.
 
     None of the proxies': those have what Ray was started with, and front doors must not take proxies for
-    guarded that are not (`router/http/direct_reply.py`).
+    guarded that are not (`router/front_calls`).
     """
     return PROCESS_ENVIRONMENT | TOKEN_MODE | OFFLINE

@@ -5,14 +5,13 @@
 
 from router.doors.door_count import door_count
 from router.doors.door_metrics import merged
-from router.doors.kept_bodies import GENERATION_PATHS, KeptBodies
+from router.doors.kept_bodies import KeptBodies
 from router.doors.kept_responses import KeptResponses
 from router.doors.known_sessions import KnownSessions, SessionTurn
 from router.doors.peers import DoorPeers
 from router.doors.tenant_shares import DoorShares
 
 __all__ = [
-    "GENERATION_PATHS",
     "DoorPeers",
     "DoorShares",
     "KeptBodies",

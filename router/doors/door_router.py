@@ -3,31 +3,23 @@
 A session is what the header `x-session-id` names (RAY_SERVE_SESSION_ID_HEADER_KEY): a proxy sees no more of a
 request than its head. It goes to the first front door by its hash that lives, so that most sessions stay
 where they are when one comes or dies. All else goes to one of two on this node, whichever has less to do.
+What it learns of them is known to the proxy's guard, too, which sends them requests without it.
 
-A thin shell: an exception here would hang the request (FACTS.md part A, 0.4).
+A thin shell: an exception here would hang the request (FACTS.md part A, 0.4). Serve sends this class to its
+processes by value: what is shared there is reached through its module.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
 
 from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
 
+from router.front_calls import known_doors
 from router.routing import Rendezvous
 
 logger = logging.getLogger("ray.serve")
-
-BY_HASH = 3
-"""Front doors tried in the order of a session's hash; all others come after them."""
-
-
-def by_session(session: str, names: Sequence[str], ring: Rendezvous) -> list[list[str]]:
-    """Return the front doors in the order in which a session's request tries them, in groups of equals."""
-    first = ring.first(session, BY_HASH)
-    others = [name for name in names if name not in first]
-    return [*([name] for name in first), *([others] if others else [])]
 
 
 class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
@@ -37,6 +29,15 @@ class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's c
         """Begin without front doors."""
         self._rng = random.Random()
         self._ring: tuple[frozenset[str], Rendezvous] | None = None
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take in which front doors there are, here and for the guard."""
+        super().update_replicas(replicas)
+        try:
+            told = [(one.replica_id.unique_id, one.node_id, one.replica_metadata) for one in replicas]
+            known_doors.learn(self._deployment_id, told, self._self_node_id)
+        except Exception:  # Serve goes on without links
+            logger.exception("the addresses of the front doors are not known")
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -58,7 +59,7 @@ class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's c
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
         session = pending_request.metadata.session_id
         if session:
-            groups = by_session(session, list(by_name), self._ring_of(frozenset(by_name)))
+            groups = known_doors.by_session(session, list(by_name), self._ring_of(frozenset(by_name)))
             return [[by_name[name] for name in group] for group in groups]
         near = [self._replicas[one] for one in self.apply_locality_routing(pending_request)]
         chosen = near if len(near) <= 2 else self._rng.sample(near, 2)

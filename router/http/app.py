@@ -53,6 +53,7 @@ from router.doors import (
     merged,
     ray_peers,
 )
+from router.front_calls import RequestTaker, are_proxies_guarded
 from router.generation import (
     GenerationEndpoint,
     IngressServices,
@@ -60,7 +61,6 @@ from router.generation import (
     open_recorder,
 )
 from router.http.cors import CorsOrigins
-from router.http.direct_reply import ReplySender, are_proxies_guarded
 from router.http.middleware import (
     HINT_ROUTE,
     PAGE_ROUTE,
@@ -206,8 +206,11 @@ def build_service(
     )
 
 
-def build_api(service: IngressServices) -> FastAPI:
-    """Create the app. Its lifespan polls the replicas; without it /health says `loading` forever."""
+def build_api(service: IngressServices, taker: RequestTaker | None = None) -> FastAPI:
+    """Create the app. Its lifespan polls the replicas; without it /health says `loading` forever.
+
+    `taker`: of requests that come over links, which Serve does not count: the lifespan's end waits for them.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -218,7 +221,11 @@ def build_api(service: IngressServices) -> FastAPI:
         if service.documents is not None:
             service.documents.start()
         yield
-        await hub.stop()
+        if taker is not None:
+            taker.refuse()
+        await hub.stop()  # its streams have no end
+        if taker is not None:
+            await taker.finish(limits.request_timeout_s)
         if service.documents is not None:
             await service.documents.stop()
         if service.compaction is not None:
@@ -303,8 +310,6 @@ def build_api(service: IngressServices) -> FastAPI:
     )
     if origins:  # outermost: refusals must be readable too
         app.add_middleware(CorsOrigins, origins=origins)
-    if are_proxies_guarded(os.environ):  # outermost: what clients get
-        app.add_middleware(ReplySender, settings=settings)
     return app
 
 
@@ -463,6 +468,13 @@ class Ingress:
         set_up_logs(settings.telemetry)
         tracer = open_tracer(settings.telemetry, "ingress")
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False)
+        links = settings.cluster.links
+        calls_max = min(links.calls_max, 4 * settings.limits.concurrent_total)  # as Serve's own bound
+        links = links.model_copy(update={"calls_max": calls_max})
+        inlet = open_inlet(links, settings.engine.coalesce_ms / 1000)
+        self._taker = None
+        if inlet is not None and are_proxies_guarded(os.environ):
+            self._taker = RequestTaker(inlet, settings.router.heartbeat_s)
         with collector_paused():  # of transformers, and a vocabulary
             leave_torch_out()
             spec, prompts = open_prompts(settings, model_dir)
@@ -474,8 +486,8 @@ class Ingress:
                 clear_timeout_s=settings.tiers.store_s_max,
                 stall_s=settings.router.stall_s,
                 tracer=tracer,
-                inlet=open_inlet(settings.cluster.links, settings.engine.coalesce_ms / 1000),
-                links=Links(settings.cluster.links, settings.router.heartbeat_s),
+                inlet=inlet,
+                links=Links(links, settings.router.heartbeat_s),
             ),
             prompts=prompts,
             tracer=tracer,
@@ -511,7 +523,14 @@ class Ingress:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self._service)
+        app = build_api(self._service, self._taker)
+        if self._taker is not None:
+            self._taker.app = app
+        return app
+
+    async def record_replica_metadata(self) -> dict[str, object]:
+        """Return where this ingress takes requests over links, for the proxies (Ray Serve's hook)."""
+        return {} if self._taker is None else await self._taker.listen()
 
     def reconfigure(self, config: dict[str, int]) -> None:
         """Apply settings that may change without a restart (Ray Serve's hook).

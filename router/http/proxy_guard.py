@@ -26,10 +26,12 @@ from configs.settings import LimitsSettings, Settings
 from configs.telemetry import NO_SPAN, Span, Tracer, open_tracer
 from router.auth import OPEN_PATH
 from router.doors import KeptBodies
-from router.http.direct_reply import (
+from router.front_calls import (
     CALLBACK,
     CALLBACK_VARIABLE,
-    DirectReplies,
+    EarlyBody,
+    RequestCarrier,
+    ServeProxy,
     inlet_from_environment,
     links_environment,
 )
@@ -77,8 +79,8 @@ CONTROL_PREFIX = "/-/"
 CONTROL_OPEN = "/-/healthz"
 STOPPING_S = 60.0  # how long an app that is gone counts as stopping; then a new one is awaited
 HEALTH_WAIT_S = 2.0  # Serve holds requests while no ingress is up; /health must not wait for that
-# Headers with which a client could disable Serve's timeouts and its disconnect detection, or steer its
-# routing.
+# Headers with which a client could disable Serve's timeouts and its disconnect detection, steer its routing,
+# or name (to front doors of before docs/adr/018) where its answer goes.
 STEERING_HEADERS = frozenset(
     {
         b"x_request_timeout_seconds",
@@ -131,10 +133,11 @@ def install() -> list[Middleware]:
     connection = ConnectionLimits(limits.header_bytes_max, limits.header_read_s, limits.write_idle_s)
     # uvicorn accepts a class where it expects the name of one; Serve leaves `http` at "auto".
     uvicorn.config.HTTP_PROTOCOLS["auto"] = guarded_protocol(connection)  # type: ignore[assignment]
-    replies = DirectReplies(inlet_from_environment(os.environ))
+    inlet = inlet_from_environment(os.environ)
+    carrier = None if inlet is None else RequestCarrier(inlet)
     tracer = tracer_from_environment(os.environ)
     bodies = KeptBodies(int(os.environ.get(REPEAT_BYTES, DoorSettings().repeat_bytes_max)))
-    return [Middleware(ProxyGuard, limits=limits, replies=replies, tracer=tracer, bodies=bodies)]
+    return [Middleware(ProxyGuard, limits=limits, carrier=carrier, tracer=tracer, bodies=bodies)]
 
 
 class AppPresence:
@@ -161,7 +164,8 @@ class AppPresence:
 class ProxyGuard:
     """The outermost ASGI middleware of Serve's proxy. `tracer`: of what is posted or deleted, or None.
 
-    `bodies`: of requests that it sends once more, if their front door dies before the answer begins.
+    `carrier`: brings requests to front doors over links; None: Serve brings them all. `bodies`: of requests
+    that it sends once more, if their front door dies before the answer begins.
 
     The front door's span of a traced request stands below the proxy's, which lasts from the request's head
     until the last byte of the answer has been handed to the connection.
@@ -172,7 +176,7 @@ class ProxyGuard:
         app: ASGIApp,
         *,
         limits: LimitsSettings,
-        replies: DirectReplies,
+        carrier: RequestCarrier | None = None,
         tracer: Tracer | None = None,
         bodies: KeptBodies | None = None,
     ) -> None:
@@ -180,7 +184,8 @@ class ProxyGuard:
         self._bodies = bodies or KeptBodies(0)
         self._app = app
         self._limits = limits
-        self._replies = replies
+        self._carrier = carrier
+        self._serve = ServeProxy(app)
         self._presence = AppPresence()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,15 +226,17 @@ class ProxyGuard:
             await send(message)
 
         reply = _GuardedSend(answer, scope, request_id, self._limits, self._presence, span.header)
-        body = _BoundedBody(kept, self._limits.body_bytes_max, reply)
+        body = _BoundedBody(kept, self._limits.body_bytes_max)
         try:
             self._check(scope)
             cleaned = _cleaned(scope, request_id, span.header)
-            is_lost = await self._once(cleaned, body, reply)
+            is_lost = await self._once(cleaned, body, reply, self._carrier)
             if is_lost and kept.rewind():
                 logger.warning("request %s: its front door was lost; it goes to another", request_id)
                 body.begin_again()
-                is_lost = await self._once(cleaned, body, reply)
+                is_lost = await self._once(
+                    cleaned, body, reply, None
+                )  # Serve waits for one, if there is none
         except TimeoutError:  # the app is there, and its process is not
             await reply.fail(Loading(self._limits.retry_after_s))
         except ApiError as error:
@@ -246,25 +253,31 @@ class ProxyGuard:
         finally:
             kept.drop()
 
-    async def _once(self, cleaned: Scope, body: _BoundedBody, reply: _GuardedSend) -> bool:
+    async def _once(
+        self, cleaned: Scope, body: _BoundedBody, reply: _GuardedSend, carrier: RequestCarrier | None
+    ) -> bool:
         """Send a request to a front door; return whether that was lost before it had answered."""
         wait_s = HEALTH_WAIT_S if cleaned["path"] == OPEN_PATH else None
-        direct = await self._replies.expect(cleaned, reply)
-        try:
-            async with asyncio.timeout(wait_s) as patience:
-                if direct is None:
-                    await self._app(cleaned, body, reply)
-                else:
-                    asked, rest = await self._replies.sent_on(cleaned, body, direct)
-                    await self._app(asked, rest, direct.send)
-                    if not body.is_disconnected:
-                        await direct.finish(self._limits.write_idle_s, self._limits.request_timeout_s)
-            if patience.expired():  # Serve's proxy swallows the cancellation
-                raise TimeoutError
-        finally:
-            if direct is not None:
-                await direct.close()
+        async with asyncio.timeout(wait_s) as patience:
+            early = EarlyBody(body)
+            if carrier is None or not await self._over_link(carrier, cleaned, early, reply):
+                await self._app(cleaned, early, reply)
+        if patience.expired():  # Serve's proxy swallows the cancellation
+            raise TimeoutError
         return not (reply.is_complete or body.is_disconnected or body.is_too_large)
+
+    async def _over_link(
+        self, carrier: RequestCarrier, cleaned: Scope, body: EarlyBody, reply: _GuardedSend
+    ) -> bool:
+        """Have a front door serve a request over a link; return whether one has taken it."""
+        path = cleaned["path"]
+        doors = None if path.startswith(CONTROL_PREFIX) else self._serve.doors(path)
+        if doors is None:
+            return False
+        given = (value for name, value in cleaned["headers"] if _normal(name) == SESSION_HEADER)
+        session = next(given, b"").decode("ascii")
+        with self._serve.counted():
+            return await carrier.carry(doors, session, cleaned, body, reply)
 
     def _check(self, scope: Scope) -> None:
         path = scope["path"]
@@ -281,15 +294,10 @@ class ProxyGuard:
 
 
 class _BoundedBody:
-    """ASGI `receive` that ends the request if the body is over the limit.
+    """ASGI `receive` that ends the request if the body is over the limit."""
 
-    Servers report a disconnect after the last byte of a response. If that came over a link, Serve has not
-    seen its end yet, would take the client for gone, and cancel a request that is as good as over (499).
-    """
-
-    def __init__(self, receive: Receive, bytes_max: int, reply: _GuardedSend) -> None:
+    def __init__(self, receive: Receive, bytes_max: int) -> None:
         self._receive = receive
-        self._reply = reply
         self._bytes_max = self._bytes_left = bytes_max
         self.is_too_large = False
         self.is_disconnected = False
@@ -297,8 +305,6 @@ class _BoundedBody:
     async def __call__(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            if self._reply.is_complete:
-                await asyncio.get_running_loop().create_future()  # Serve cancels this when it is done
             self.is_disconnected = True
             return message
         self._bytes_left -= len(message.get("body", b""))

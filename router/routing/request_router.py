@@ -17,7 +17,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cache_tiers.pricing import PrefillPrice
-from replicas.messages import GenerateRequest
+from replicas.messages import GenerateRequest, ReplyTo
 from router.routing import load_tracker, roster, score
 
 logger = logging.getLogger("ray.serve")
@@ -149,7 +149,7 @@ def _serves(replica: RunningReplica, model: str) -> bool:
 
 def _listed(replica: RunningReplica) -> roster.ListedReplica:
     told = replica.replica_metadata
-    address = roster.address_of(told.get("address"))
+    address = ReplyTo.of(told.get("address"))
     name, most = replica.replica_id.unique_id, replica.max_ongoing_requests
     return roster.ListedReplica(name, str(told.get("model", "")), most, address)
 

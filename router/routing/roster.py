@@ -87,14 +87,6 @@ def serves(served: str, model: str) -> bool:
     return not model or not served or served == model
 
 
-def address_of(told: object) -> ReplyTo | None:
-    """Return where a replica takes calls, of what it has told the routers; None: nowhere."""
-    match told:
-        case [str(host), int(port), str(secret)]:
-            return ReplyTo(host, port, secret)
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class ListedReplica:
     """A running replica. `open_max`: requests that it may have open; `address`: None: Serve carries calls."""

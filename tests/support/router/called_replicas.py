@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from replicas.links import Inlet, Links
-from replicas.messages import Event, GenerateRequest
+from replicas.messages import Event, GenerateRequest, ReplyTo
 from router.routing import load_tracker, roster
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.ray_clients import RayReplicaClient
-from router.routing.roster import ListedReplica, RankOptions, Roster, address_of
+from router.routing.roster import ListedReplica, RankOptions, Roster
 from tests.support.router.kept_replicas import TinyReplica
 from tests.support.router.linked_replicas import LINKS, LOOPBACK
 
@@ -73,7 +73,7 @@ class CalledReplicas:
         engine = replica._settings.engine
         most = engine.sequences_max + engine.queue_max
         return ListedReplica(
-            replica._info.replica_id, str(told["model"]), most, address_of(told.get("address"))
+            replica._info.replica_id, str(told["model"]), most, ReplyTo.of(told.get("address"))
         )
 
 

@@ -6,16 +6,18 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.cluster import LinkSettings
 from configs.settings import LimitsSettings
 from replicas.links import EventSender, Inlet, Links
-from replicas.messages import Event, GenerateRequest
-from router.http.direct_reply import DirectReplies
+from replicas.messages import Event, GenerateRequest, ReplyTo
+from router.doors import KeptBodies
+from router.front_calls import ADDRESS, KNOWN, Door, KnownDoors, RequestCarrier, RequestTaker
 from router.http.proxy_guard import ProxyGuard
 from router.routing.linked_call import LinkedCall
 from tests.support.router.fake_replica import FakeReplicas, Script
@@ -62,20 +64,85 @@ class LinkedReplicas(FakeReplicas):
             sender.close()
 
 
+class ServeDouble:
+    """Serve's own proxy before an app, with what our guard uses of it. `carried`: what it brought itself."""
+
+    def __init__(self, app: ASGIApp, route: str = "/") -> None:
+        self.proxy_router = self
+        self.deployment_id = uuid.uuid4().hex
+        self.route: str | None = route
+        self.carried: list[Scope] = []
+        self.ongoing = self.counted = 0
+        self._served = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.carried.append(scope)
+        await self._served(scope, receive, send)
+
+    def match_route(self, path: str) -> tuple[str, ServeDouble, bool] | None:
+        return None if self.route is None else (self.route, self, False)
+
+    def _ongoing_requests_start(self) -> None:
+        self.ongoing += 1
+        self.counted += 1
+
+    def _ongoing_requests_end(self) -> None:
+        self.ongoing -= 1
+
+
+@dataclass
+class Proxied:
+    """A front door behind the proxy's guard. `inlet`: the proxy's; `taker`, `door`: the front door's."""
+
+    guard: ProxyGuard
+    serve: ServeDouble
+    inlet: Inlet
+    taker: RequestTaker
+    door: Inlet
+    known: KnownDoors
+
+    def close(self) -> None:
+        self.inlet.close()
+        self.door.close()
+
+
+async def proxied(
+    app: ASGIApp,
+    links: LinkSettings = LINKS,
+    *,
+    serve: ASGIApp | None = None,
+    takes: bool = True,
+    limits: LimitsSettings | None = None,
+    bodies: KeptBodies | None = None,
+) -> Proxied:
+    """Return the guard before an app that takes requests over links. `serve`: by default it runs the app."""
+    double, inlet, door = (
+        ServeDouble(serve or app),
+        Inlet(LOOPBACK, links, 0.02),
+        Inlet(LOOPBACK, links, 0.02),
+    )
+    taker, known = RequestTaker(door, 60.0), KNOWN.setdefault(double.deployment_id, KnownDoors())
+    taker.app = app
+    address = ReplyTo.of((await taker.listen())[ADDRESS]) if takes else None
+    known.update([Door("door-1", "here", address)], "here")
+    carrier = RequestCarrier(inlet)
+    guard = ProxyGuard(double, limits=limits or LimitsSettings(), carrier=carrier, bodies=bodies)
+    return Proxied(guard, double, inlet, taker, door, known)
+
+
 @asynccontextmanager
 async def through_proxy(
-    house: House, links: LinkSettings = LINKS, guard_app: Any = None
-) -> AsyncIterator[tuple[httpx.AsyncClient, Inlet]]:
-    """A client of the house behind the proxy's guard; the inlet is the proxy's."""
-    inlet = Inlet(LOOPBACK, links, 0.02)
-    guard = ProxyGuard(guard_app or house.app, limits=LimitsSettings(), replies=DirectReplies(inlet))
+    house: House, links: LinkSettings = LINKS, app: ASGIApp | None = None, **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Proxied]]:
+    """A client of the house behind the proxy's guard."""
+    there = await proxied(app or house.app, links, **options)
     await house.service.readiness.poll()
-    transport = httpx.ASGITransport(guard, raise_app_exceptions=True)
+    transport = httpx.ASGITransport(there.guard, raise_app_exceptions=True)
     async with httpx.AsyncClient(transport=transport, base_url=f"http://{LOOPBACK}") as client:
         try:
-            yield client, inlet
+            yield client, there
         finally:
-            inlet.close()
+            there.close()
 
 
 def deltas(body: str) -> list[Any]:

@@ -13,7 +13,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from configs.settings import LimitsSettings
 from router.doors import KeptBodies
-from router.http.direct_reply import DirectReplies
 from router.http.proxy_guard import ProxyGuard
 from tests.support.router.asgi_bodies import whole_body
 from tests.support.router.router_harness import serving
@@ -47,7 +46,7 @@ async def proxy(
     doors: DyingDoors, bytes_max: int = 1 << 20
 ) -> AsyncIterator[tuple[httpx.AsyncClient, KeptBodies]]:
     bodies = KeptBodies(bytes_max)
-    guard = ProxyGuard(doors, limits=LimitsSettings(), replies=DirectReplies(None), bodies=bodies)
+    guard = ProxyGuard(doors, limits=LimitsSettings(), bodies=bodies)
     async with serving(guard, lifespan="off") as url, httpx.AsyncClient(base_url=url) as client:
         yield client, bodies
         assert bodies.held_bytes == 0

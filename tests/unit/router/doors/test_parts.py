@@ -20,8 +20,8 @@ from replicas.messages import GenerateRequest, Route, SamplingParams
 from router.auth import ConcurrencyLimit, Need
 from router.doors.door_count import door_count
 from router.doors.door_metrics import merged
-from router.doors.door_router import by_session
 from router.doors.tenant_shares import DoorShares
+from router.front_calls.known_doors import by_session
 from router.openai import TooManyRequests
 from router.routing import DirectoryLost
 from router.routing.load_tracker import ReplicaLoadTracker

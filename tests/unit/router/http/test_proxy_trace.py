@@ -18,7 +18,6 @@ from configs.optional_sections import TelemetrySettings
 from configs.settings import LimitsSettings, Settings
 from configs.telemetry import Tracer
 from router.http import proxy_guard
-from router.http.direct_reply import DirectReplies
 from router.http.proxy_guard import ProxyGuard, proxy_environment, tracer_from_environment
 from tests.house import ROOT
 
@@ -57,7 +56,6 @@ class Proxy:
         self.guard = ProxyGuard(
             app,
             limits=LimitsSettings(body_bytes_max=1024),
-            replies=DirectReplies(None),
             tracer=self._tracer if is_on else None,
         )
 

@@ -1,0 +1,91 @@
+"""The front doors that a proxy knows, and the order in which a request tries them. Pure.
+
+`KNOWN` is shared by Serve's request router of the front doors, which learns of them in a thread of its own,
+and the proxy's guard, which Serve creates independently.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from replicas.messages import ReplyTo
+from router.routing import Rendezvous
+
+ADDRESS = "samovar_calls"
+"""Where a front door takes calls, in what it tells Serve of itself."""
+BY_HASH = 3
+"""Front doors tried in the order of a session's hash; all others come after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A front door, the node it is on, and where it takes calls; None: Serve carries its requests."""
+
+    name: str
+    node: str
+    address: ReplyTo | None
+
+
+def by_session(session: str, names: Sequence[str], ring: Rendezvous) -> list[list[str]]:
+    """Return the front doors in the order in which a session's request tries them, in groups of equals."""
+    first = ring.first(session, BY_HASH)
+    others = [name for name in names if name not in first]
+    return [*([name] for name in first), *([others] if others else [])]
+
+
+class KnownDoors:
+    """The front doors of one deployment, as one proxy knows them.
+
+    `update` may be called by another thread than the rest.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+        self._known: tuple[dict[str, Door], list[Door], Rendezvous] = ({}, [], Rendezvous([]))
+        self._open: Counter[str] = Counter()
+
+    def update(self, doors: Sequence[Door], node: str) -> None:
+        """Take in which front doors there are; `node`: the proxy's own."""
+        by_name = {door.name: door for door in doors}
+        near = [door for door in doors if door.node == node] or list(doors)
+        self._known = by_name, near, Rendezvous(sorted(by_name))
+
+    def order(self, session: str) -> list[Door]:
+        """Return the front doors, the best first: a session's own, else the less busy of two on this node."""
+        by_name, near, ring = self._known
+        if session and len(by_name) > 1:
+            groups = by_session(session, list(by_name), ring)
+            return [by_name[name] for group in groups for name in group]
+        two = near if len(near) <= 2 else self._rng.sample(near, 2)
+        first = sorted(two, key=lambda door: self._open[door.name])
+        return [*first, *(door for door in by_name.values() if door not in first)]
+
+    @contextmanager
+    def busy(self, door: Door) -> Iterator[None]:
+        """Count a request of this proxy that is open at a front door."""
+        self._open[door.name] += 1
+        try:
+            yield
+        finally:
+            self._open[door.name] -= 1
+            if not self._open[door.name]:
+                del self._open[door.name]
+
+
+KNOWN: dict[Hashable, KnownDoors] = {}
+"""By deployment, as Serve names it."""
+
+
+def learn(
+    deployment: Hashable,
+    doors: Iterable[tuple[str, str | None, Mapping[str, Any]]],
+    node: str | None,
+) -> None:
+    """Take in the front doors of a deployment: names, nodes, and what they told Serve. `node`: this one."""
+    known = [Door(name, there or "", ReplyTo.of(told.get(ADDRESS))) for name, there, told in doors]
+    KNOWN.setdefault(deployment, KnownDoors()).update(known, node or "")
