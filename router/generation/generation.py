@@ -47,6 +47,7 @@ from router.generation.resumption import (
 from router.generation.services import IngressServices
 from router.metrics import RequestTimer
 from router.openai import (
+    PING_BEHIND_IDS,
     AnswerHead,
     AnswerShape,
     ApiError,
@@ -405,7 +406,8 @@ class GenerationEndpoint:
             came = await self._next(exchange, pump, silence_s)
             if came is None:
                 await self._send_head(exchange)
-                await self._write(exchange, exchange.shape.ping())
+                ping = exchange.shape.ping() if exchange.ids is None else PING_BEHIND_IDS
+                await self._write(exchange, ping)
                 continue
             if answer.is_admitted or came:
                 await self._send_head(exchange)
