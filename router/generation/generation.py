@@ -406,8 +406,7 @@ class GenerationEndpoint:
             came = await self._next(exchange, pump, silence_s)
             if came is None:
                 await self._send_head(exchange)
-                ping = exchange.shape.ping() if exchange.ids is None else PING_BEHIND_IDS
-                await self._write(exchange, ping)
+                await self._write(exchange, PING_BEHIND_IDS if exchange.ids else exchange.shape.ping())
                 continue
             if answer.is_admitted or came:
                 await self._send_head(exchange)
