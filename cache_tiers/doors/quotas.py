@@ -79,7 +79,7 @@ class Quotas:
     """What each front door has open, as it has told. `clock`: monotonic seconds.
 
     `silent_s`: a front door that was not heard of for so long is dead, and its requests with it. For as long
-    after the start nobody is told whether it may have more than its share: not all have reported yet.
+    after the start no front door is told whether it may have more than its share: not all have reported.
     """
 
     def __init__(self, silent_s: float, clock: Callable[[], float]) -> None:

@@ -48,6 +48,7 @@ from router.generation.resumption import (
 from router.generation.services import IngressServices
 from router.metrics import RequestTimer
 from router.openai import (
+    PING_BEHIND_IDS,
     AnswerHead,
     AnswerShape,
     ApiError,
@@ -406,7 +407,7 @@ class GenerationEndpoint:
             came = await self._next(exchange, pump, silence_s)
             if came is None:
                 await self._send_head(exchange)
-                await self._write(exchange, exchange.shape.ping())
+                await self._write(exchange, PING_BEHIND_IDS if exchange.ids else exchange.shape.ping())
                 continue
             if answer.is_admitted or came:
                 await self._send_head(exchange)

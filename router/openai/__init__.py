@@ -2,6 +2,7 @@
 
 from router.openai.answers import (
     PING,
+    PING_BEHIND_IDS,
     AnswerHead,
     AnswerShape,
     ChatShape,
@@ -69,6 +70,7 @@ from router.openai.volatile_lines import SystemFront, split_front
 
 __all__ = [
     "PING",
+    "PING_BEHIND_IDS",
     "AnswerExtras",
     "AnswerHead",
     "AnswerShape",

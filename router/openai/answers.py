@@ -453,8 +453,9 @@ def _finite(logprob: float) -> float:
 # Server-sent events: the bytes of OpenAI's streams.
 
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n"
-"""Without an empty line: behind an event with an id, openai's client takes that for an event without data."""
+PING = b": ping\n\n"
+PING_BEHIND_IDS = b": ping\n"
+"""Behind an event with an id, openai's client takes an empty line for an event without data, and fails."""
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))

@@ -12,7 +12,7 @@ import pytest
 from openai._streaming import SSEDecoder
 
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, TokenLogprob
-from router.openai import PING
+from router.openai import PING, PING_BEHIND_IDS
 from router.openai.answers import DONE
 from router.routing.replica_client import ReplicaLost
 from tests.support.router.fake_replica import Script, say
@@ -259,7 +259,10 @@ async def test_a_failure_in_a_half_sent_json_body_adds_no_event() -> None:
 
 def test_a_ping_is_no_event_for_openais_client_also_behind_an_id() -> None:
     event = b"id: abc-1\ndata: {}\n\n"
-    whole = [one.data for one in SSEDecoder().iter_bytes(iter([event, PING, PING, event, DONE]))]
+    whole = [
+        one.data
+        for one in SSEDecoder().iter_bytes(iter([event, PING_BEHIND_IDS, PING_BEHIND_IDS, event, DONE]))
+    ]
     assert whole == ["{}", "{}", "[DONE]"]
-    alone = SSEDecoder().iter_bytes(iter([event, b": ping\n\n", event]))
+    alone = SSEDecoder().iter_bytes(iter([event, PING, event]))
     assert "" in [one.data for one in alone], "an empty line would do as well: the client has changed"
