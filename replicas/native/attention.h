@@ -239,7 +239,7 @@ class Attention {
         if (low >= high) return;
         float* scores = own.scores.template as<float>() + (row + low) * PANEL;
         const Entry* queries = own.query.template as<Entry>() + (row + begin) * terms_ + (low - begin);
-        tile<Entry, 1, Sums::fresh>(int(high - low), queries, size, own.keys.template as<Entry>(), 1, 0, PANEL, terms_,
+        tile<Entry, 1, Sums::of_cache>(int(high - low), queries, size, own.keys.template as<Entry>(), 1, 0, PANEL, terms_,
                                     scores, PANEL);
         if (seen.is_all(low, high)) return;
         for (long i = low; i < high; i++, scores += PANEL) {

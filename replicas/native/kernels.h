@@ -301,7 +301,16 @@ inline int place_in_row<bf16>(int column) {
 
 // -- tiles --------------------------------------------------------------------------------------------------
 
-enum class Sums { fresh, continued };
+// Begun with panels from memory, or that are in the cache; or continued, with what is in the cache.
+enum class Sums { of_memory, of_cache, continued };
+
+// How many bytes ahead panels are fetched, 0: not at all, as a core fetches one run ahead by itself, if it is not
+// kept from that by many rows' products. Several runs it does not.
+template <class Weight, int M, int P, Sums SUMS_ARE>
+constexpr long fetched_ahead() {
+    if (SUMS_ARE != Sums::of_memory) return 0;
+    return P > 1 ? 5 << 10 : M > 2 ? 8 << 10 : 0;
+}
 
 // One tile: sums[r][c] (+)= the chain over k of rows[k][r] * panel[k][c], for M rows and P panels.
 // `rows`: term k of row r lies at `k * k_step + r * ROW_STEP`.
@@ -315,8 +324,8 @@ INLINE void tile_of(const TermOf<Weight>* rows, long k_step, const Weight* panel
             UNROLL for (int p = 0; p < P; p++)
                 UNROLL for (int u = 0; u < TOGETHER; u++) {
                     float* at = sums + r * sums_step + p * PANEL + (first + u) * W;
-                    low[r][p][u] = SUMS_ARE == Sums::fresh ? zero() : load(at);
-                    high[r][p][u] = SUMS_ARE == Sums::fresh ? zero() : load(at + HALF);
+                    low[r][p][u] = SUMS_ARE == Sums::continued ? load(at) : zero();
+                    high[r][p][u] = SUMS_ARE == Sums::continued ? load(at + HALF) : zero();
                 }
         for (long step = 0; step < count; step++) {
             long k = step;
@@ -326,9 +335,9 @@ INLINE void tile_of(const TermOf<Weight>* rows, long k_step, const Weight* panel
             const Weight* row = panels + k * row_step;
             Vec a[P][TOGETHER], b[P][TOGETHER];
             UNROLL for (int p = 0; p < P; p++) {
-                // Several runs at a time from memory: some 5 KB ahead in each.
-                if (P > 1 && SUMS_ARE == Sums::fresh)
-                    __builtin_prefetch(row + p * panel_step + 160 / int(sizeof(Weight)) * PANEL);
+                constexpr long AHEAD = fetched_ahead<Weight, M, P, SUMS_ARE>(), ROW_BYTES = PANEL * sizeof(Weight);
+                for (long line = 0; AHEAD && line < ROW_BYTES; line += 64)
+                    __builtin_prefetch(reinterpret_cast<const char*>(row + p * panel_step) + AHEAD + line);
                 UNROLL for (int u = 0; u < TOGETHER; u++)
                     load_pair(row + p * panel_step, first + u, a[p][u], b[p][u]);
             }
@@ -352,12 +361,11 @@ INLINE void tile_of(const TermOf<Weight>* rows, long k_step, const Weight* panel
 }
 
 // Up to so many panels at a time: enough chains to hide the latency of one, no more sums than registers. Where a
-// panel's row is two cache lines, its own chains do; then one panel at a time, which is one run of memory: a core
-// fetches that ahead by itself, faster than several runs, or than what is fetched for it.
+// panel's row is two cache lines, its own chains do; then one panel at a time, which is one run of memory.
 template <class Weight>
 constexpr int panels_at_once(int rows, Sums are) {
     constexpr long ROW_BYTES = PANEL * long(sizeof(Weight));
-    if (are == Sums::fresh && (ROW_BYTES >= 128 || (ROW_BYTES == 64 && rows == 1))) return 1;
+    if (are != Sums::continued && (ROW_BYTES >= 128 || (ROW_BYTES == 64 && rows == 1))) return 1;
     return rows <= SUMS / 8 ? 4 : rows <= SUMS / 4 ? 2 : 1;
 }
 

@@ -325,7 +325,7 @@ class Model {
             int panels = int(std::min<long>(CHUNK, matrix.panels - first));
             const Weight* weights = matrix.weights + first * terms * PANEL;
             for (long one = block * together; one < std::min(tiles.count, (block + 1) * together); one++) {
-                tile<Weight, 1, Sums::fresh>(tiles.size(one), packed + tiles.begin(one) * terms, tiles.size(one),
+                tile<Weight, 1, Sums::of_memory>(tiles.size(one), packed + tiles.begin(one) * terms, tiles.size(one),
                                              weights, panels, terms * PANEL, PANEL, terms, sums, CHUNK * PANEL);
                 if (!matrix.scales.empty()) scale(tiles.size(one), panels, matrix.scales.data() + first * PANEL, sums);
                 done(one, first, panels, sums);
