@@ -104,7 +104,7 @@ PRIVATE_ENVIRONMENT = {
     "RAY_task_events_report_interval_ms": "0",  # for a dashboard that is not there
     # How often Ray looks for work, as clusters of hundreds of nodes need it: 8 % of a core without a request
     # (docs/benchmarks). None of these is in the way of a request.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # 0.1; three calls of GCS each
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",  # 0.1; three calls of GCS each
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",  # 100
     "RAY_event_stats": "0",
     "RAY_io_context_event_loop_lag_collection_interval_ms": "0",  # 250; a metric
