@@ -58,7 +58,7 @@ def unpack_request(data: Any) -> GenerateRequest:
         request = request_form().validate_python(fields)
         before = tuple(said_events(said))
     except (ValueError, TypeError, msgpack.UnpackException, LinkLost, RecursionError) as error:
-        # Not its text: it may quote what somebody asked.
+        # Not its text: it may quote the prompt.
         raise BadRequestBytes(_where(error)) from None
     request = replace(request, prompt_token_ids=tokens.tolist())
     if before:

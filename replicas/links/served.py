@@ -38,7 +38,7 @@ class Places:
         self.taken = 0
 
     def take_now(self) -> bool:
-        """Take a place, if there is one that nobody waits for; return whether."""
+        """Take a place, if one is free and no request waits; return whether."""
         if self.taken >= self._places or self._waiting:
             return False
         self.taken += 1

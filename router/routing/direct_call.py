@@ -1,6 +1,6 @@
 """One call of a replica over a link: the request goes there, and its events come back, without Ray Serve.
 
-Who takes it is decided as Serve's router does. Where nobody does, Serve carries the call: it queues, and
+Who takes it is decided as Serve's router does. Where no replica does, Serve carries the call: it queues, and
 says why not (docs/adr/018).
 """
 

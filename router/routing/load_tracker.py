@@ -372,7 +372,7 @@ class ReplicaLoadTracker:
                 self._load_of(sent.replica).suspect_until_s = self._clock() + SUSPECT_S
 
     def counted(self, outcome: Outcome | None) -> None:
-        """Count how a session came to its replica, of a call that `routed` was told of without it."""
+        """Count how a session came to its replica, of a call that `routed` has recorded without it."""
         if outcome is not None:
             with self._lock:
                 self.outcomes[outcome] += 1

@@ -38,7 +38,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         """
         self._options = roster.RankOptions(affinity_penalty_s, load_bound_factor, has_tiers)
         self._rng = random.Random()
-        self._candidates: dict[str, roster.Candidates[RunningReplica]] = {}  # by model
+        self._candidates: dict[str, roster.FittingReplicas[RunningReplica]] = {}  # by model
         self._candidates_of: Sequence[RunningReplica] = ()
         self._chosen: dict[str, tuple[str, score.Ranking]] = {}  # internal request id -> (ticket, ranking)
 
@@ -114,7 +114,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         ranks = [[by_name[name]] for name in ranking.names]
         return [*ranks, others] if (others := known.others(ranking.names)) else ranks
 
-    def _known(self, candidates: list[RunningReplica], model: str) -> roster.Candidates[RunningReplica]:
+    def _known(self, candidates: list[RunningReplica], model: str) -> roster.FittingReplicas[RunningReplica]:
         """Return the candidates that serve a model; all, if none does."""
         if self._candidates_of is not candidates:  # Serve makes a new list of every new set of replicas
             self._candidates_of, self._candidates = candidates, {}
@@ -122,7 +122,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         if known is None:
             fitting = [one for one in candidates if _serves(one, model)] or candidates
             by_name = {one.replica_id.unique_id: one for one in fitting}
-            known = self._candidates[model] = roster.Candidates(by_name, self._rng)
+            known = self._candidates[model] = roster.FittingReplicas(by_name, self._rng)
         return known
 
     def _is_full(self, replica: RunningReplica) -> bool:

@@ -21,7 +21,7 @@ OTHERS_MAX = 32
 """Of the replicas that are not ranked so many are tried, when all that are ranked are full."""
 
 
-class Candidates(Generic[Replica]):
+class FittingReplicas(Generic[Replica]):
     """Replicas that can serve a model, by name; made once for each set of replicas, not for each request."""
 
     def __init__(self, by_name: Mapping[str, Replica], rng: random.Random) -> None:
@@ -52,7 +52,7 @@ def ranking(
     tracker: ReplicaLoadTracker,
     request: GenerateRequest,
     session: str,
-    known: Candidates[Replica],
+    known: FittingReplicas[Replica],
     is_full: Callable[[str], bool],
     options: RankOptions,
 ) -> score.Ranking:
@@ -109,7 +109,7 @@ class Roster:
         self._rng = rng or random.Random()
         self._replicas: tuple[ListedReplica, ...] = ()
         self._options = RankOptions()
-        self._candidates: dict[str, Candidates[ListedReplica]] = {}  # by model
+        self._candidates: dict[str, FittingReplicas[ListedReplica]] = {}  # by model
 
     def update(self, replicas: Iterable[ListedReplica], options: RankOptions) -> None:
         """Replace the set of replicas."""
@@ -131,14 +131,14 @@ class Roster:
         found = ranking(tracker, request, session, known, is_full, self._options)
         return [known.by_name[name] for name in found.names if not is_full(name)], found
 
-    def _known(self, model: str) -> Candidates[ListedReplica]:
+    def _known(self, model: str) -> FittingReplicas[ListedReplica]:
         """Return the replicas that serve a model; all, if none does."""
         candidates = self._candidates
         known = candidates.get(model)
         if known is None:
             replicas = self._replicas
             fitting = [one for one in replicas if serves(one.model, model)] or replicas
-            known = candidates[model] = Candidates({one.name: one for one in fitting}, self._rng)
+            known = candidates[model] = FittingReplicas({one.name: one for one in fitting}, self._rng)
         return known
 
 

@@ -44,7 +44,7 @@ class ServeResponse:
         return self
 
     async def __anext__(self) -> list[Event]:
-        self._task = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
+        self._task = asyncio.ensure_future(anext(self._events))
         return await self._task
 
     def cancel(self) -> None:
