@@ -29,6 +29,10 @@ class _NotTaken(Exception):
     """The front door has not taken the request."""
 
 
+class _Failed(Exception):
+    """The front door has failed at the request."""
+
+
 class _Left(Exception):
     """The client is gone."""
 
@@ -126,7 +130,10 @@ class _Carried:
             await self._answer(send)
         except _NotTaken:
             return False
-        except (LinkLost, _Left):
+        except LinkLost:
+            self._link.cut()  # the other connection may not have ended yet: no request is to go there
+            return True
+        except (_Failed, _Left):
             return True
         finally:
             self._link.close(self._ticket, is_over=self._is_over)
@@ -186,4 +193,4 @@ class _Carried:
 
     def _refuse(self, why: str) -> None:
         """Note that there will be no answer: the request was not taken, or has failed."""
-        self._box.fail(LinkLost("the front door has failed") if why == FAILED else _NotTaken(why))
+        self._box.fail(_Failed() if why == FAILED else _NotTaken(why))

@@ -230,13 +230,11 @@ class ProxyGuard:
         try:
             self._check(scope)
             cleaned = _cleaned(scope, request_id, span.header)
-            is_lost = await self._once(cleaned, body, reply, self._carrier)
+            is_lost = await self._once(cleaned, body, reply)
             if is_lost and kept.rewind():
                 logger.warning("request %s: its front door was lost; it goes to another", request_id)
                 body.begin_again()
-                is_lost = await self._once(
-                    cleaned, body, reply, None
-                )  # Serve waits for one, if there is none
+                is_lost = await self._once(cleaned, body, reply)
         except TimeoutError:  # the app is there, and its process is not
             await reply.fail(Loading(self._limits.retry_after_s))
         except ApiError as error:
@@ -253,31 +251,28 @@ class ProxyGuard:
         finally:
             kept.drop()
 
-    async def _once(
-        self, cleaned: Scope, body: _BoundedBody, reply: _GuardedSend, carrier: RequestCarrier | None
-    ) -> bool:
+    async def _once(self, cleaned: Scope, body: _BoundedBody, reply: _GuardedSend) -> bool:
         """Send a request to a front door; return whether that was lost before it had answered."""
         wait_s = HEALTH_WAIT_S if cleaned["path"] == OPEN_PATH else None
         async with asyncio.timeout(wait_s) as patience:
             early = EarlyBody(body)
-            if carrier is None or not await self._over_link(carrier, cleaned, early, reply):
+            if not await self._over_link(cleaned, early, reply):
                 await self._app(cleaned, early, reply)
         if patience.expired():  # Serve's proxy swallows the cancellation
             raise TimeoutError
         return not (reply.is_complete or body.is_disconnected or body.is_too_large)
 
-    async def _over_link(
-        self, carrier: RequestCarrier, cleaned: Scope, body: EarlyBody, reply: _GuardedSend
-    ) -> bool:
+    async def _over_link(self, cleaned: Scope, body: EarlyBody, reply: _GuardedSend) -> bool:
         """Have a front door serve a request over a link; return whether one has taken it."""
         path = cleaned["path"]
-        doors = None if path.startswith(CONTROL_PREFIX) else self._serve.doors(path)
-        if doors is None:
+        if self._carrier is None or path.startswith(CONTROL_PREFIX):
+            return False
+        if (doors := self._serve.doors(path)) is None:
             return False
         given = (value for name, value in cleaned["headers"] if _normal(name) == SESSION_HEADER)
         session = next(given, b"").decode("ascii")
         with self._serve.counted():
-            return await carrier.carry(doors, session, cleaned, body, reply)
+            return await self._carrier.carry(doors, session, cleaned, body, reply)
 
     def _check(self, scope: Scope) -> None:
         path = scope["path"]

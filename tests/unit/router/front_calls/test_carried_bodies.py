@@ -157,6 +157,25 @@ async def test_a_front_door_that_dies_with_a_request(path: str) -> None:
         await asyncio.wait_for(door.cancelled.wait(), 30)
 
 
+async def test_a_front_door_whose_answers_are_cut_off_gets_no_request_over_its_other_connection() -> None:
+    """Both end with its process, and one may be seen to end before the other."""
+    door = Door(asyncio.Event())
+    second = Door()
+    async with proxy(door, serve=second) as (url, there), httpx.AsyncClient() as client:
+        asking = asyncio.create_task(client.post(url + CHAT, content=BODY))
+        await asyncio.wait_for(door.has_body.wait(), 30)
+        to = await there.door.address()
+        there.known.update([], "here")  # only the second try matters
+        assert there.guard._carrier is not None
+        link = there.guard._carrier._links._links[to]
+        for answers in list(there.inlet._links):
+            assert answers.transport is not None
+            answers.transport.abort()
+        assert (await asking).content == BODY
+        assert not link.is_open
+        assert len(second.scopes) == 1
+
+
 async def test_a_client_that_leaves_cancels_what_it_asked_for() -> None:
     for body in (BODY, LARGE):
         door = Door(asyncio.Event())
