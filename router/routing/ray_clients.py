@@ -351,8 +351,8 @@ class RayDirectoryLink:
         erased: int = await self._ask("forget", self._timeout_s, clears)
         return erased
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
-        may: bool = await self._ask("allow", self._timeout_s, door, asked, tenant, wanted, limit)
+    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+        may: bool | None = await self._ask("allow", self._timeout_s, door, asked, tenant, wanted, limit)
         return may
 
     async def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
