@@ -11,8 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from configs.cluster import LinkSettings
 from configs.settings import LimitsSettings
+from replicas.links import open_inlet
 from replicas.messages import Admitted, Delta, ReplyTo
-from router.front_calls import are_proxies_guarded, inlet_from_environment, links_environment, open_inlet
+from router.front_calls import are_proxies_guarded, inlet_from_environment, links_environment
 from router.http.app import build_api
 from router.http.proxy_guard import ProxyGuard, proxy_environment
 from router.routing import ReplicaFailed
