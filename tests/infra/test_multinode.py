@@ -353,7 +353,9 @@ def test_the_heads_machine_is_lost(story: Story) -> None:
     """
     samovar = story.samovar
     samovar.wait_for_replicas(2)
-    story.next_turns("nothing")
+    # Others than before, whose conversations nearly fill the window.
+    story.guests = [Guest(Conversation(2 * GUESTS + 20 + number)) for number in range(GUESTS)]
+    story.next_turns(FIRST)
     samovar.settle()
     head_doors = _head_doors(samovar)
     samovar.enter_at(next(iter(samovar.workers.values())))
