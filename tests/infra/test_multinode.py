@@ -354,7 +354,7 @@ def test_the_heads_machine_is_lost(story: Story) -> None:
     samovar = story.samovar
     samovar.wait_for_replicas(2)
     # Others than before, whose conversations nearly fill the window.
-    story.guests = [Guest(Conversation(2 * GUESTS + 20 + number)) for number in range(GUESTS)]
+    story.guests = [Guest(Conversation(2 * GUESTS + 20 + number, turn_words=180)) for number in range(GUESTS)]
     story.next_turns(FIRST)
     samovar.settle()
     head_doors = _head_doors(samovar)
