@@ -38,6 +38,7 @@ SECRETS = {
 }
 S3_PORT, GCS_PORT, HTTP_PORT = 9000, 6379, 8000
 BUCKET = "kv"
+REPLICAS = 2
 START_S = 300.0
 STORE_BYTES = 448 * MIB
 VOLUME = "/mnt/lab/gcs"
@@ -76,7 +77,7 @@ def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
         },
         "cluster": {
             "ray_address": "auto",
-            "replicas": 2,
+            "replicas": REPLICAS,
             "replicas_per_node_max": 1,
             "replica_cpus": 1,
             **cluster,
@@ -207,8 +208,10 @@ class SamovarLab(Guests):
         until(f"{count} replicas answer", are_up, START_S)
 
     def is_settled(self) -> bool:
-        """Nothing is on its way from or to a tier of a node."""
+        """Nothing is on its way from or to a tier of a node. What did not answer in time may have something."""
         stats = self.stats()
+        if min(len(stats["nodes"]), len(stats["replicas"])) < REPLICAS:
+            return False
         if any(is_moving(node) for node in stats["nodes"]):
             return False
         return not any(row["staged_bytes"] or row["running"] for row in stats["replicas"])
