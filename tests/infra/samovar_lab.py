@@ -208,7 +208,7 @@ class SamovarLab(Guests):
         until(f"{count} replicas answer", are_up, START_S)
 
     def is_settled(self) -> bool:
-        """Nothing is on its way from or to a tier of a node. What did not answer in time may have something."""
+        """Nothing is on its way from or to a tier of a node. All have to have answered."""
         stats = self.stats()
         if min(len(stats["nodes"]), len(stats["replicas"])) < REPLICAS:
             return False
