@@ -447,10 +447,12 @@ class TierNode:
             unlisted = ()
         return LookupResult(self._identity.incarnation, clear_seq, spans, tails, prices, unlisted)
 
-    def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult | None:
-        """See `NodePeers`. Waits half a lookup's time; the rest went to the nodes that did not answer."""
-        if not self._looks.after(silent, min(lookup.wait_s, self._settings.lookup_s_max) / 2):
-            return None
+    def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult:
+        """See `NodePeers`. Waits half a lookup's time; the rest went to the nodes that did not answer.
+
+        Looks without a rescan, too: another lookup's may have ended since this one asked the first time.
+        """
+        self._looks.after(silent, min(lookup.wait_s, self._settings.lookup_s_max) / 2)
         return self.lookup_here(lookup)
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:

@@ -107,7 +107,7 @@ class NodePeers:
     """Looks up, pulls from and serves other nodes. `node_id`: this node's. `link`: see `LazyLink`.
 
     `look_again(lookup, silent)`: called with the nodes that do not answer (-> whether lost), which may have
-    left something in a shared tier; returns what this node holds after a rescan, or None if nothing is new.
+    left something in a shared tier; returns what this node holds now, after a rescan if that is worth it.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class NodePeers:
         *,
         node_id: str,
         incarnation: str,
-        look_again: Callable[[Lookup, Mapping[str, bool]], LookupResult | None] | None = None,
+        look_again: Callable[[Lookup, Mapping[str, bool]], LookupResult] | None = None,
     ) -> None:
         self._books = books
         self._look_again = look_again
@@ -176,12 +176,10 @@ class NodePeers:
         seconds: dict[LoadSource, float] = {"peer": books.clock() - began_s} if asked else {}
         if silent and self._look_again is not None and not covers(found.spans, blocks):
             again_s = books.clock()
-            newer = self._look_again(lookup, silent)
+            found = self._look_again(lookup, silent)
             seconds["s3"] = books.clock() - again_s
-            if newer is not None:
-                found = newer
-                for node, theirs in answers:
-                    found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
+            for node, theirs in answers:
+                found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
         is_there = any(span.tier == "peer" for span in found.spans) or any(
             tail.span.tier == "peer" for tail in found.tails
         )

@@ -14,7 +14,15 @@ from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.blocks.keys import KEY_BYTES
 from cache_tiers.directory.clears import Clears
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import BlockRange, Fetched, FetchFailed, LoadReport, LookupResult, PartialBlock
+from cache_tiers.messages import (
+    BlockRange,
+    Fetched,
+    FetchFailed,
+    LoadReport,
+    Lookup,
+    LookupResult,
+    PartialBlock,
+)
 from cache_tiers.node.drain import DrainNotice, takers
 from cache_tiers.node.peers import covers, merged
 from cache_tiers.transport.link import LinkDown
@@ -601,3 +609,23 @@ def test_what_others_put_into_s3_is_found_now_and_then_and_when_a_node_is_lost()
     tick()
     assert b.holds(sample(3)) == (), "it was there before the clear"
     assert b.holds(sample(4)) == ("s3",)
+
+
+def test_a_lookup_sees_what_another_ones_look_at_s3_has_found_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, bucket = World(), SharedBucket(4 * MIB)
+    a = home(world, "a", tiers=[HeapTier(4 * MIB), bucket])
+    b = home(world, "b", tiers=[HeapTier(4 * MIB), bucket])
+    b.node._scans.join(20)
+    record = sample(1, placement=S3_TOO)
+    a.store(record)
+    assert b.node.peers._calls is not None
+
+    def lost_meanwhile(node: str, lookup: Lookup, timeout_s: float) -> LookupResult:
+        assert b.node._looks.after({node: True}, 20), "the other lookup's look"
+        raise PeerLost("killed")
+
+    monkeypatch.setattr(b.node.peers._calls, "lookup", lost_meanwhile)
+    (span,) = b.look(record, "a").spans
+    assert span.tier == "s3"
