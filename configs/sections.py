@@ -449,7 +449,22 @@ class GrammarSettings(Section):
     )
 
 
-class SplitSettings(Section):
+class DraftSettings(Section):
+    """How many tokens a step guesses and checks; a base of the section `engine`."""
+
+    draft_tokens_max: int = Field(
+        7,
+        ge=0,
+        le=64,
+        description="tokens of an answer that one step guesses from its own text and checks, where guesses "
+        "were right so far and engine.exact holds: the same answer in fewer steps; 0 = one token a step",
+    )
+    draft_rows_max: int = Field(
+        32, ge=2, le=1024, description="tokens of a step with guesses, those of all its answers together"
+    )
+
+
+class SplitSettings(DraftSettings):
     """How a replica is split over GPUs, and its blocks into groups of heads."""
 
     kv_groups: int = Field(

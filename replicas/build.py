@@ -25,6 +25,7 @@ from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, f
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
 from replicas.checkpoint import load_vocabulary
+from replicas.drafting import Drafter, DraftLimits
 from replicas.engine import (
     Auditor,
     Engine,
@@ -325,7 +326,7 @@ def build_engine(
     grammars = GrammarCompiler(tokenizer.to_str, spec.vocab, spec.eos_token_ids, settings.grammar)
     engine = Engine(
         runner=runner,
-        scheduler=_scheduler(settings, page_pool, preemption, offload, meter),
+        scheduler=_scheduler(settings, page_pool, preemption, offload, meter, runner),
         sampler=Sampler(spec.eos_token_ids, grammars, rows_max=settings.engine.logit_rows_max),
         tokenizer=tokenizer,
         token_text=TokenText(tokenizer, vocabulary.special_ids),
@@ -515,7 +516,10 @@ def _scheduler(
     policy: PreemptionPolicy,
     offload: Offload | None,
     meter: PrefillMeter,
+    runner: Runner,
 ) -> Scheduler:
+    engine = settings.engine
+    drafter = Drafter(DraftLimits(engine.draft_tokens_max, engine.draft_rows_max), lambda: meter.price)
     tokens_max = settings.engine.step_tokens_max
     budget = StepBudget(
         tokens_max,
@@ -535,6 +539,7 @@ def _scheduler(
         budget=budget,
         quantum_tokens=settings.engine.quantum_tokens,
         weights=by_tag(settings.auth, settings.limits.tenant_weights),
+        drafter=drafter if runner.exact and engine.draft_tokens_max else None,
     )
 
 

@@ -345,6 +345,8 @@ class EngineStats:
     cached_tokens: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0  # guesses that steps checked, and those of them that were right
+    accepted_tokens: int = 0
     preemptions: int = 0
     cow_copies: int = 0
     evictions: int = 0

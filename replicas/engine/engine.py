@@ -12,17 +12,18 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 
 from cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest
 from cache_tiers.forecast import Stop
-from cache_tiers.pricing import PrefillMeter, PrefillPrice
+from cache_tiers.pricing import PrefillMeter
 from replicas.engine.audit import Auditor
 from replicas.engine.limits import EngineLimits, refusal
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
+from replicas.engine.receipts import receipt_of
 from replicas.forward import Runner
 from replicas.grammar import GrammarRefused
 from replicas.kv import session_owner
@@ -34,56 +35,15 @@ from replicas.messages import (
     Failed,
     FinishReason,
     GenerateRequest,
-    Receipt,
     Refused,
-    Source,
     TokenLogprob,
 )
 from replicas.model import is_device_lost, is_memory_short
 from replicas.offload import Offload
 from replicas.sampling import NotNumbers, Sampled, Sampler, greedy_of
-from replicas.scheduling import OWN, Chunk, Scheduler, Sequence, StepPlan, StepTimes
+from replicas.scheduling import Chunk, Scheduler, Sequence, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
-
-
-def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
-    """Return the receipt of a sequence whose prompt is computed. Pure.
-
-    Counts its tokens by source; `cached_tokens` are all but `compute`.
-    """
-    prompt, restore = sequence.prompt_tokens, sequence.restore
-    resident = min(sequence.resident_tokens, prompt)
-    tokens: dict[Source, int] = {"compute": 0, "gpu": resident, "cpu": 0, "nvme": 0, "s3": 0, "peer": 0}
-    if sequence.first_resident is not None and sequence.first_resident < resident:
-        # Preempted before its first token. What it finds in the pool now, and did not find then, it has
-        # loaded or computed itself in between.
-        tokens["gpu"], own = sequence.first_resident, resident - sequence.first_resident
-        for source, count in sequence.earlier_loads.items():
-            if source != OWN:
-                loaded_before = min(count, own)
-                tokens[cast(Source, source)] += loaded_before
-                own -= loaded_before
-    miss = "" if sequence.visit is None else sequence.visit.miss
-    if restore is None:
-        tokens["compute"] = prompt - sum(tokens.values())
-        return Receipt(tokens=tokens, miss=miss)
-    placed = restore.tokens_by_source(prompt)
-    for source, count in placed.items():
-        if source != OWN:
-            tokens[cast(Source, source)] += count
-    tokens["compute"] = prompt - sum(tokens.values())
-    loaded = sum(placed.values()) - placed.get(OWN, 0)
-    return Receipt(
-        tokens=tokens,
-        decision=restore.decision,
-        load_s=max(0.0, restore.placed_s - restore.started_s) if loaded else 0.0,
-        load_bytes=sum(p.nbytes for p in restore.pieces if p.state == "placed" and p.source != OWN),
-        load_price_s=restore.load_price_s,
-        recompute_price_s=restore.recompute_price_s,
-        saved_s=prefill.added_seconds(loaded, resident),
-        miss=restore.miss or miss,
-    )
 
 
 def _score_from(request: GenerateRequest) -> int | None:
@@ -96,7 +56,7 @@ def _score_from(request: GenerateRequest) -> int | None:
 
 COUNTED = (
     *("steps", "prompt_tokens", "cached_tokens", "prefill_tokens", "generated_tokens"),
-    *("refused", "aborted"),
+    *("drafted_tokens", "accepted_tokens", "refused", "aborted"),
 )
 
 
@@ -317,14 +277,14 @@ class Engine:
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.grammar is not None:
                 chunk.sequence.grammar.begin_mask()
-        is_usual = not any(chunk.scored for chunk in plan.chunks)
+        is_usual = not any(chunk.scored or chunk.draft for chunk in plan.chunks)
         events: list[tuple[int, Event]] = []
         while (rows := self._compute(plan)) is None:
             is_usual = False
             self._give_way(plan, events)
             if not plan.chunks:
                 return events
-        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
         self.scheduler.commit(plan)
         events += self._drop_spoiled()
         # On a GPU only the sampled tokens say that the step is over.
@@ -342,20 +302,53 @@ class Engine:
                     events.append(admitted.pop(row))
                 if choice in self._of_sequence:  # else it was aborted when a sibling failed
                     events.append(self._next_token(choice, outcome))
+            events += self._check_drafts(sampling, rows)
         return events
 
+    def _check_drafts(self, sampling: Collection[Chunk], rows: _Rows) -> list[tuple[int, Event]]:
+        """Return the tokens behind the guesses that were right.
+
+        A guess is right where it is the token that was sampled. So the row computed behind it is, bit for
+        bit, the one that the next step would compute, and its token is sampled as that step would.
+        """
+        events: list[tuple[int, Event]] = []
+        row, checked = 0, list[tuple[int, Chunk]]()
+        for chunk in sampling:
+            checked += [(row, chunk)] if chunk.draft else []
+            row += len(chunk.sampled_rows)
+            self._counts["drafted_tokens"] += len(chunk.draft)
+        guess = 0
+        while checked := [(row, chunk) for row, chunk in checked if self._is_right(chunk, guess)]:
+            guess += 1
+            picks = [(row + guess, chunk.sequence) for row, chunk in checked]
+            self._counts["accepted_tokens"] += len(picks)
+            for _, sequence in picks:
+                self.scheduler.accept(sequence)
+            outcomes = self.sampler.sample(rows.logits, picks, rows.greedy, self._relieve)
+            for (_, sequence), outcome in zip(picks, outcomes, strict=True):
+                if sequence in self._of_sequence:
+                    events.append(self._next_token(sequence, outcome))
+        return events
+
+    def _is_right(self, chunk: Chunk, guess: int) -> bool:
+        """Return whether the answer goes on, and its last token is the chunk's guess of this number."""
+        is_open = chunk.sequence in self._of_sequence
+        return is_open and guess < len(chunk.draft) and chunk.sequence.tokens[-1] == chunk.draft[guess]
+
     def _picks(
-        self, sampling: Collection[Sequence]
+        self, sampling: Collection[Chunk]
     ) -> tuple[dict[int, tuple[int, Event]], list[tuple[int, Sequence]]]:
         """Return the reports of prompts just computed, by row, and row and sequence of each next token."""
         admitted: dict[int, tuple[int, Event]] = {}
         picks: list[tuple[int, Sequence]] = []
-        for row, sequence in enumerate(sampling):
-            if sequence not in self._of_sequence:
-                continue
-            if not sequence.is_reported:
-                admitted[row] = self._admitted(sequence)
-            picks += [(row, choice) for choice in (sequence, *self._split(sequence))]
+        row = 0
+        for chunk in sampling:
+            sequence = chunk.sequence
+            if sequence in self._of_sequence:
+                if not sequence.is_reported:
+                    admitted[row] = self._admitted(sequence)
+                picks += [(row, choice) for choice in (sequence, *self._split(sequence))]
+            row += len(chunk.sampled_rows)
         return admitted, picks
 
     def _compute(self, plan: StepPlan) -> _Rows | None:

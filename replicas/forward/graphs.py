@@ -167,4 +167,4 @@ def _longest_decode(context_tokens_max: int, block_tokens: int) -> Chunk:
 
 
 def _is_decode(chunk: Chunk) -> bool:
-    return chunk.count == 1 and chunk.samples and not chunk.scored
+    return chunk.rows == 1 and chunk.samples and not chunk.scored

@@ -218,14 +218,14 @@ class StepPacker:
         block_tokens = self._block_tokens
         segments, tables, row = list[Segment](), [TRASH_PAGE], 0
         for chunk in chunks:
-            blocks = -(-(chunk.start + chunk.count) // block_tokens)
-            segments.append(Segment(row, chunk.count, chunk.start, len(tables), blocks))
+            blocks = -(-(chunk.start + chunk.rows) // block_tokens)
+            segments.append(Segment(row, chunk.rows, chunk.start, len(tables), blocks))
             tables += chunk.sequence.pages[:blocks]
-            row += chunk.count
+            row += chunk.rows
         sampling = [
-            segment.row + segment.count - 1
+            segment.row + sampled
             for segment, chunk in zip(segments, chunks, strict=True)
-            if chunk.samples
+            for sampled in chunk.sampled_rows
         ]
         tiles, decode_tiles = self._tiles(segments)
         if shape is None:
@@ -298,7 +298,7 @@ def _rows(
     chunks: Listing[Chunk], segments: Listing[Segment], tables: Words, block_tokens: int
 ) -> tuple[Listing[int] | Words, ...]:
     """Return the token ids, positions and slots of the rows without padding."""
-    if all(chunk.count == 1 for chunk in chunks):  # plain lists are quicker for a few numbers
+    if all(chunk.rows == 1 for chunk in chunks):  # plain lists are quicker for a few numbers
         places = [chunk.start for chunk in chunks]
         return (
             [chunk.sequence.tokens[chunk.start] for chunk in chunks],
@@ -313,7 +313,9 @@ def _rows(
         tables[one.table + run // block_tokens] * block_tokens + run % block_tokens
         for one, run in zip(segments, runs, strict=True)
     ]
-    ids = [chunk.sequence.tokens[chunk.start : chunk.start + chunk.count] for chunk in chunks]
+    ids = [
+        [*chunk.sequence.tokens[chunk.start : chunk.start + chunk.count], *chunk.draft] for chunk in chunks
+    ]
     return np.concatenate(ids), np.concatenate(runs), np.concatenate(slots)
 
 

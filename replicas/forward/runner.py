@@ -166,10 +166,10 @@ class Runner:
     def run(
         self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = (), score: Score | None = None
     ) -> torch.Tensor:
-        """Return float32 logits `[chunks that sample, vocab]`, in chunk order, on the pool's device.
+        """Return float32 logits `[rows that sample, vocab]`, in chunk order, on the pool's device.
 
-        The next step may overwrite them. `score` gets those of the slots that chunks have to score, some at a
-        time, in their order.
+        A chunk that samples has one such row, and one for each of its guesses. The next step may overwrite
+        them. `score` gets those of the slots that chunks have to score, some at a time, in their order.
         """
         self.took = DeviceTime(self.device) if self.device.type == "cuda" else None
         self._copy(copies)

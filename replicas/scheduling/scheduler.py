@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from cache_tiers.blocks import TAG_BYTES
+from replicas.drafting import Drafter
 from replicas.fair_queue import FairQueue
 from replicas.kv import PagePool, PrefixEntry, session_owner
 from replicas.scheduling.preemption import Preemption, PreemptionPolicy
@@ -70,11 +72,13 @@ class Scheduler:
         budget: StepBudget | None = None,
         quantum_tokens: int = 1024,
         weights: Mapping[bytes, float] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Set up empty queues.
 
         `budget`: of a step; by default only `step_tokens_max` limits it. `quantum_tokens`: a tenant's turn
-        while others wait; `weights`: by tenant's tag, 1 by default.
+        while others wait; `weights`: by tenant's tag, 1 by default. `drafter`: guesses tokens that a step of
+        decodes checks besides; only for a model of which a row's bits do not depend on the rows beside it.
         """
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
@@ -87,6 +91,7 @@ class Scheduler:
         self.budget = budget or StepBudget(step_tokens_max)
         self.quantum_tokens = quantum_tokens
         self.weights = dict(weights or {})
+        self.drafter = drafter
         self._turns = PrefillTurns(quantum_tokens, self.weights)
         self._rests = DecodeRests(quantum_tokens)
         self._order = PromptOrder(self.budget.passed_tokens_max)
@@ -144,6 +149,7 @@ class Scheduler:
         decodes = [one for one in self.running if one.is_decode and not one.holds]
         if not (groups or stuck):  # most steps: no prompts, and nothing to share out
             self._plan_decodes(plan, decodes)
+            self._add_drafts(plan)
             self._rests.ran((), ())
             self._held_up = set()
             return plan
@@ -191,6 +197,17 @@ class Scheduler:
         for sequence in decodes:
             if sequence not in plan.preempted and self._make_room(sequence, 1, plan):
                 plan.chunks.append(Chunk(sequence, sequence.computed, 1))
+
+    def _add_drafts(self, plan: StepPlan) -> None:
+        """Let a step of decodes check guesses besides, where pages are free for them: none is preempted."""
+        if self.drafter is None or plan.preempted or plan.is_short:
+            return
+        drafts = self.drafter.drafts([chunk.sequence for chunk in plan.chunks])
+        for place, (chunk, draft) in enumerate(zip(plan.chunks, drafts, strict=True)):
+            drafted = replace(chunk, draft=draft)
+            if draft and self._pages_to_own(chunk.sequence, drafted.rows) <= self.pool.available:
+                self._own_pages(chunk.sequence, drafted.rows, plan)
+                plan.chunks[place] = drafted
 
     def _plan_prompts(
         self, plan: StepPlan, room: StepRoom, group: Collection[bytes], held_up: set[bytes]
@@ -430,9 +447,13 @@ class Scheduler:
     def shrink(self, plan: StepPlan) -> Literal["halved", "preempted", "hopeless"]:
         """Make a plan smaller that did not fit into the device's memory, and return what was done.
 
-        First the prompt tokens of this step are halved, as often as it takes; then sequences are preempted.
+        Drafts are left out first. Then the prompt tokens of this step are halved, as often as it takes; then
+        sequences are preempted.
         "hopeless": one sequence is left, with as few tokens as can be; the plan is as it was.
         """
+        if any(chunk.draft for chunk in plan.chunks):
+            plan.chunks = [replace(chunk, draft=()) for chunk in plan.chunks]
+            return "halved"
         fewer = halved(plan.chunks)
         if fewer is not None:
             plan.chunks = fewer
@@ -448,6 +469,10 @@ class Scheduler:
         """Mark the step's slots as valid and publish full blocks, after the forward pass."""
         for chunk in plan.chunks:
             self.advance(chunk.sequence, chunk.start + chunk.count)
+
+    def accept(self, sequence: Sequence) -> None:
+        """Mark the slot of a guess as valid: it is the token that was sampled, now the last known one."""
+        self.advance(sequence, sequence.computed + 1)
 
     def advance(self, sequence: Sequence, computed: int) -> None:
         """Mark slots below `computed` as valid, and the run loaded from a tier right behind them."""

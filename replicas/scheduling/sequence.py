@@ -13,6 +13,7 @@ from typing import Literal
 
 from cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key
 from cache_tiers.messages import Fetch, LookupResult
+from replicas.drafting import Guesses
 from replicas.grammar import GrammarState
 from replicas.kv import ROOT_ENTRY
 from replicas.messages import Decision, SamplingParams
@@ -227,6 +228,7 @@ class Sequence:
     published_blocks: int = 0
     chain_entry: int = ROOT_ENTRY
     chain_broken: bool = False  # a key collided: no block behind it may be published
+    guesses: Guesses = field(default_factory=Guesses)  # of its next tokens
 
     @property
     def tenant(self) -> bytes:
@@ -283,6 +285,11 @@ class Sequence:
     @property
     def output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        """Return how many tokens the answer may still get."""
+        return self.sampling.max_tokens - self.output_tokens
 
     @property
     def is_decode(self) -> bool:

@@ -16,11 +16,26 @@ from replicas.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `[start, start + count)` of a sequence, computed in this step."""
+    """Tokens `[start, start + count)` of a sequence, computed in this step.
+
+    `draft`: guesses of what follows its last known token. They are computed behind it as if they were known;
+    their KV is valid as far as they turn out to be right.
+    """
 
     sequence: Sequence
     start: int
     count: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Return the tokens that the step computes: known ones and guesses."""
+        return self.count + len(self.draft)
+
+    @property
+    def sampled_rows(self) -> range:
+        """Return the rows whose logits give a next token: that of the last known one, and the guesses."""
+        return range(self.count - 1, self.rows) if self.samples else range(0)
 
     @property
     def samples(self) -> bool:
