@@ -322,6 +322,8 @@ def build_engine(
     tokenizer = vocabulary.tokenizer
     kept.save()
     begin("engine")
+    if step.form is not None and not step.form.is_torch and device.type == "cpu":
+        torch.set_num_threads(1)  # only draws are left to it: a second thread spins 10 ms for each of them
     rng = random.Random()
     grammars = GrammarCompiler(tokenizer.to_str, spec.vocab, spec.eos_token_ids, settings.grammar)
     engine = Engine(

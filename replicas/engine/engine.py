@@ -284,7 +284,7 @@ class Engine:
             self._give_way(plan, events)
             if not plan.chunks:
                 return events
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        sampling = plan.sampling()
         self.scheduler.commit(plan)
         events += self._drop_spoiled()
         # On a GPU only the sampled tokens say that the step is over.
@@ -305,19 +305,15 @@ class Engine:
             events += self._check_drafts(sampling, rows)
         return events
 
-    def _check_drafts(self, sampling: Collection[Chunk], rows: _Rows) -> list[tuple[int, Event]]:
+    def _check_drafts(self, sampling: Collection[tuple[int, Chunk]], rows: _Rows) -> list[tuple[int, Event]]:
         """Return the tokens behind the guesses that were right.
 
         A guess is right where it is the token that was sampled. So the row computed behind it is, bit for
         bit, the one that the next step would compute, and its token is sampled as that step would.
         """
         events: list[tuple[int, Event]] = []
-        row, checked = 0, list[tuple[int, Chunk]]()
-        for chunk in sampling:
-            checked += [(row, chunk)] if chunk.draft else []
-            row += len(chunk.sampled_rows)
-            self._counts["drafted_tokens"] += len(chunk.draft)
-        guess = 0
+        checked, guess = [(row, chunk) for row, chunk in sampling if chunk.draft], 0
+        self._counts["drafted_tokens"] += sum(len(chunk.draft) for _, chunk in checked)
         while checked := [(row, chunk) for row, chunk in checked if self._is_right(chunk, guess)]:
             guess += 1
             picks = [(row + guess, chunk.sequence) for row, chunk in checked]
@@ -336,19 +332,18 @@ class Engine:
         return is_open and guess < len(chunk.draft) and chunk.sequence.tokens[-1] == chunk.draft[guess]
 
     def _picks(
-        self, sampling: Collection[Chunk]
+        self, sampling: Collection[tuple[int, Chunk]]
     ) -> tuple[dict[int, tuple[int, Event]], list[tuple[int, Sequence]]]:
         """Return the reports of prompts just computed, by row, and row and sequence of each next token."""
         admitted: dict[int, tuple[int, Event]] = {}
         picks: list[tuple[int, Sequence]] = []
-        row = 0
-        for chunk in sampling:
+        for row, chunk in sampling:
             sequence = chunk.sequence
-            if sequence in self._of_sequence:
-                if not sequence.is_reported:
-                    admitted[row] = self._admitted(sequence)
-                picks += [(row, choice) for choice in (sequence, *self._split(sequence))]
-            row += len(chunk.sampled_rows)
+            if sequence not in self._of_sequence:
+                continue
+            if not sequence.is_reported:
+                admitted[row] = self._admitted(sequence)
+            picks += [(row, choice) for choice in (sequence, *self._split(sequence))]
         return admitted, picks
 
     def _compute(self, plan: StepPlan) -> _Rows | None:

@@ -71,6 +71,18 @@ class StepPlan:
     def tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
+    def sampling(self) -> list[tuple[int, Chunk]]:
+        """Return the chunks that sample, each with the first of its rows of logits.
+
+        Ask before their sequences get new tokens: a chunk does not end with the last known one then.
+        """
+        sampling, row = [], 0
+        for chunk in self.chunks:
+            if chunk.samples:
+                sampling.append((row, chunk))
+                row += len(chunk.sampled_rows)
+        return sampling
+
 
 CHUNK_TOKENS = 16
 """Granularity of chunks: a chunk that does not end its prompt is a multiple of this, and at least this.
