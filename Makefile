@@ -249,6 +249,9 @@ bench-context: $(STAMP) ## what retrieval finds, what its place in the prompt an
 bench-documents: $(STAMP) ## the first question about a prefilled document on a second node, from S3 against computed (five minutes)
 	$(PY) -m bench.documents $(ARGS)
 
+bench-drafts: $(STAMP) ## what guesses of next tokens save, by kind of text (two minutes)
+	$(PY) -m bench.drafts $(ARGS)
+
 bench-front: $(STAMP) ## CPU and delay of a streamed token outside the engine, 1 to 1,024 streams (seven minutes; ARGS="--streams 64")
 	$(PY) -m bench.front $(ARGS)
 

@@ -88,9 +88,10 @@ class Samovar:
     forgets = ""
     environment = ""
 
-    def __init__(self, name: str, asked_step: str = "") -> None:
+    def __init__(self, name: str, asked_step: str = "", *, drafts: bool = True) -> None:
         self.name = name
         self.asked_step = asked_step
+        self._drafts = drafts
 
     def missing(self, build: Path) -> str:
         if not self.asked_step:
@@ -111,6 +112,7 @@ class Samovar:
             "--tiers.nvme.dir": place.state / "kv",
             "--limits.request-timeout-s": 1800,
             **({"--engine.step": self.asked_step} if self.asked_step else {}),
+            **({} if self._drafts else {"--engine.draft-tokens-max": 0}),
         }
         program = str(Path(sys.executable).with_name("samovar"))
         env = {
@@ -259,6 +261,7 @@ class VllmLmcache(Vllm):
 
 PEERS: tuple[Peer, ...] = (
     Samovar("samovar"),
+    Samovar("samovar-undrafted", drafts=False),
     Samovar("samovar-native-bf16", "native-bf16"),
     Samovar("samovar-native", "native"),
     Samovar("samovar-lean", "lean"),

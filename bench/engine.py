@@ -152,7 +152,9 @@ def measure(subjects: dict[str, Subject], repeats: int) -> list[dict[str, Any]]:
 
 def measure_streams(args: argparse.Namespace, model_settings: ModelSettings, model_dir: Path) -> int:
     """Running streams beside a long prompt, with no limit of a step's time and with some."""
-    engine_settings = EngineSettings(pool_bytes_max=512 * MIB, threads=args.threads, step=args.step)
+    engine_settings = EngineSettings(
+        pool_bytes_max=512 * MIB, threads=args.threads, step=args.step, draft_tokens_max=0
+    )
     built = build_engine(Settings(model=model_settings, engine=engine_settings), model_dir, "streams")
     default = EngineSettings()
     limits = [
@@ -200,7 +202,11 @@ def main(argv: list[str]) -> int:
     subjects = {}
     for name, exact in (("fast", False), ("exact", True)):
         engine_settings = EngineSettings(
-            exact=exact, pool_bytes_max=512 * MIB, threads=args.threads, step=args.step
+            exact=exact,
+            pool_bytes_max=512 * MIB,
+            threads=args.threads,
+            step=args.step,
+            draft_tokens_max=0,
         )
         built = build_engine(Settings(model=model_settings, engine=engine_settings), model_dir, name)
         if exact and not built.info.exact:

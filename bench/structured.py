@@ -136,6 +136,7 @@ def main() -> None:
             device=args.device,
             threads=args.threads,
             exact=False if args.inexact else None,
+            draft_tokens_max=0,  # what a step costs is measured, and it gives one token
         ),
     )
     built = build_engine(settings, ensure_model(settings.model), "bench", prefill=UNKNOWN_PREFILL)

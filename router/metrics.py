@@ -68,6 +68,8 @@ REPLICA_COUNTERS = (
     ("cached_tokens", "samovar_replica_cached_tokens", "prompt tokens found in the pool"),
     ("prefill_tokens", "samovar_replica_prefill_tokens", "prompt tokens computed"),
     ("generated_tokens", "samovar_replica_generated_tokens", "tokens sampled"),
+    ("drafted_tokens", "samovar_replica_drafted_tokens", "guesses of next tokens that steps checked"),
+    ("accepted_tokens", "samovar_replica_accepted_tokens", "guesses that were right"),
     ("preemptions", "samovar_replica_preemptions", "sequences that lost their pages to others"),
     ("cow_copies", "samovar_replica_cow_copies", "shared pages copied before a write"),
     ("swaps", "samovar_swaps", "sequences whose blocks were kept in main memory while they waited"),

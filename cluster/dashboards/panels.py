@@ -306,6 +306,17 @@ ROWS = (
                 ),
             ),
             Panel(
+                "Drafts",
+                "guesses of next tokens in a second, and those that were right",
+                "none",
+                (
+                    PanelQuery(
+                        rate("samovar_replica_drafted_tokens_total", "replica"), "{{replica}} guessed"
+                    ),
+                    PanelQuery(rate("samovar_replica_accepted_tokens_total", "replica"), "{{replica}} right"),
+                ),
+            ),
+            Panel(
                 "Preemptions and swaps",
                 "sequences in a second that lost their pages to others",
                 "none",

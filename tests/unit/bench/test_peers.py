@@ -227,6 +227,8 @@ def test_servers_have_the_same_weights_cores_and_pool(tmp_path: Path) -> None:
     assert Vllm().launches(at)[0].env["VLLM_CPU_OMP_THREADS_BIND"] == "1"
     assert "--engine.step" not in commands["samovar"]
     assert "--engine.step lean" in commands["samovar-lean"]
+    assert "--engine.draft-tokens-max 0" in commands["samovar-undrafted"]
+    assert "--engine.draft" not in commands["samovar"]
     assert "/model.gguf" in commands["llama.cpp"]
     assert all("/model " in commands[name] for name in ("vllm", "vllm+lmcache"))
 
