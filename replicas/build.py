@@ -521,28 +521,29 @@ def _scheduler(
     runner: Runner,
 ) -> Scheduler:
     engine = settings.engine
-    drafter = Drafter(DraftLimits(engine.draft_tokens_max, engine.draft_rows_max), lambda: meter.price)
-    tokens_max = settings.engine.step_tokens_max
     budget = StepBudget(
-        tokens_max,
-        settings.engine.step_s_target,
+        engine.step_tokens_max,
+        engine.step_s_target,
         lambda: meter.price,
         has_tenants=settings.has_tenants,
-        stretch=settings.engine.step_stretch,
-        passed_tokens_max=settings.engine.passed_tokens_max,
+        stretch=engine.step_stretch,
+        passed_tokens_max=engine.passed_tokens_max,
     )
-    return Scheduler(
+    scheduler = Scheduler(
         pool,
-        step_tokens_max=tokens_max,
-        sequences_max=settings.engine.sequences_max,
+        step_tokens_max=engine.step_tokens_max,
+        sequences_max=engine.sequences_max,
         policy=policy,
-        prefix_reuse=settings.engine.prefix_reuse,
+        prefix_reuse=engine.prefix_reuse,
         restorer=offload,
         budget=budget,
-        quantum_tokens=settings.engine.quantum_tokens,
+        quantum_tokens=engine.quantum_tokens,
         weights=by_tag(settings.auth, settings.limits.tenant_weights),
-        drafter=drafter if runner.exact and engine.draft_tokens_max else None,
     )
+    if runner.exact and engine.draft_tokens_max:
+        limits = DraftLimits(engine.draft_tokens_max, engine.draft_rows_max)
+        scheduler.drafter = Drafter(limits, lambda: meter.price)
+    return scheduler
 
 
 def _limits(settings: Settings, spec: ModelSpec, plan: PagePlan) -> EngineLimits:

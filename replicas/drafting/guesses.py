@@ -21,7 +21,7 @@ NEWER = 0.25
 class Guesses:
     """What one text says of its own next tokens, and the share of such guesses that were right.
 
-    Each token that comes is compared with its guess, whether or not anybody asked for it. So whether guesses
+    Each token that comes is compared with its guess, whether or not it was asked for. So whether guesses
     are worth asking for is known before the first one is used.
     """
 

@@ -58,7 +58,13 @@ JOINED_TOKENS = 256
 
 
 class Scheduler:
-    """Holds the queues and page tables of one replica and plans its steps."""
+    """Holds the queues and page tables of one replica and plans its steps.
+
+    `drafter`: guesses tokens that a step of decodes checks besides; only for a model of which a row's bits do
+    not depend on the rows beside it.
+    """
+
+    drafter: Drafter | None = None
 
     def __init__(
         self,
@@ -72,13 +78,11 @@ class Scheduler:
         budget: StepBudget | None = None,
         quantum_tokens: int = 1024,
         weights: Mapping[bytes, float] | None = None,
-        drafter: Drafter | None = None,
     ) -> None:
         """Set up empty queues.
 
         `budget`: of a step; by default only `step_tokens_max` limits it. `quantum_tokens`: a tenant's turn
-        while others wait; `weights`: by tenant's tag, 1 by default. `drafter`: guesses tokens that a step of
-        decodes checks besides; only for a model of which a row's bits do not depend on the rows beside it.
+        while others wait; `weights`: by tenant's tag, 1 by default.
         """
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
@@ -91,7 +95,6 @@ class Scheduler:
         self.budget = budget or StepBudget(step_tokens_max)
         self.quantum_tokens = quantum_tokens
         self.weights = dict(weights or {})
-        self.drafter = drafter
         self._turns = PrefillTurns(quantum_tokens, self.weights)
         self._rests = DecodeRests(quantum_tokens)
         self._order = PromptOrder(self.budget.passed_tokens_max)
