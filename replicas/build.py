@@ -541,7 +541,8 @@ def _scheduler(
         weights=by_tag(settings.auth, settings.limits.tenant_weights),
     )
     if runner.exact and engine.draft_tokens_max:
-        limits = DraftLimits(engine.draft_tokens_max, engine.draft_rows_max)
+        rows_max = min(engine.draft_rows_max, engine.step_tokens_max // 2)  # prompts need room, too
+        limits = DraftLimits(engine.draft_tokens_max, rows_max)
         scheduler.drafter = Drafter(limits, lambda: meter.price)
     return scheduler
 

@@ -277,7 +277,7 @@ class Engine:
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.grammar is not None:
                 chunk.sequence.grammar.begin_mask()
-        is_usual = not any(chunk.scored or chunk.draft for chunk in plan.chunks)
+        is_usual = not any(chunk.scored for chunk in plan.chunks)
         events: list[tuple[int, Event]] = []
         while (rows := self._compute(plan)) is None:
             is_usual = False

@@ -159,9 +159,9 @@ class Scheduler:
         resting = self._rests.choose(self._shares(), {one.tenant for one in decodes}, groups)
         groups += [stuck] if stuck else []
         rested = [one for one in decodes if one.tenant in resting]
-        decodes = [one for one in decodes if one.tenant not in resting]
-        room = self.budget.open([one.computed for one in decodes])
-        self._plan_decodes(plan, decodes)
+        self._plan_decodes(plan, [one for one in decodes if one.tenant not in resting])
+        self._add_drafts(plan)
+        room = self.budget.open([chunk.start for chunk in plan.chunks for _ in range(chunk.rows)])
         held_up = set(stuck)  # a tenant admitted ahead of these may not exceed their share
         for group in groups:
             if group is stuck:
@@ -202,7 +202,7 @@ class Scheduler:
                 plan.chunks.append(Chunk(sequence, sequence.computed, 1))
 
     def _add_drafts(self, plan: StepPlan) -> None:
-        """Let a step of decodes check guesses besides, where pages are free for them: none is preempted."""
+        """Let a step's decodes check guesses besides, where pages are free for them: none is preempted."""
         if self.drafter is None or plan.preempted or plan.is_short:
             return
         drafts = self.drafter.drafts([chunk.sequence for chunk in plan.chunks])

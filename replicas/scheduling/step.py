@@ -275,7 +275,7 @@ class StepBudget:
         self._stretch = math.inf if stretch is None else stretch
 
     def open(self, decodes: Listing[int]) -> StepRoom:
-        """Return the room of a step with these decodes, each given by its context tokens."""
+        """Return the room of a step with these decodes and guesses, each given by its context tokens."""
         price = PrefillPrice(0.0, 0.0, 0.0) if self._price is None else self._price()
         tokens = self._tokens_max - len(decodes)
         slower, chunks_slower = self.pace.of_decodes(price), self.pace.of_prompts(price)
@@ -337,7 +337,7 @@ class StepTimes:
         decodes, prompts = NO_WORK, NO_WORK
         for chunk in chunks:
             if chunk.count == 1:
-                decodes = decodes.with_chunk(1, chunk.start)
+                decodes = decodes.with_chunk(chunk.rows, chunk.start)
             else:
                 prompts = prompts.with_chunk(chunk.count, chunk.start)
         self._running.append(_Launched(decodes, prompts, seconds))

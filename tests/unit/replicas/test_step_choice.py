@@ -21,6 +21,7 @@ from replicas.model.spec import inspect_model
 from replicas.native import NotNative
 from replicas.native.build import AVX512_BF16
 from replicas.step_choice import ChosenStep, StepChoice, expects_native
+from tests.support.engines.engines import small_engine
 from tests.support.engines.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -229,3 +230,16 @@ def test_whether_the_native_step_is_to_be_expected_is_known_before_the_model_is_
         spec.rope = json.dumps({"partial_rotary_factor": factor})
         assert expects_native(settings, spec, CPU, tmp_path) == (expected and factor == 1)
     assert not expects_native(settings, spec, torch.device("cuda", 0), tmp_path)
+
+
+@pytest.mark.parametrize(("step", "left"), [("native", 1), ("lean", 2)])
+def test_threads_of_torch_are_left_to_steps_that_compute_by_it(
+    tiny_llama: Path, step: str, left: int
+) -> None:
+    """With the native step they would only spin behind each draw of a token."""
+    before = torch.get_num_threads()
+    try:
+        assert small_engine(tiny_llama, step=step, threads=2).info.threads == 2
+        assert torch.get_num_threads() == left
+    finally:
+        torch.set_num_threads(before)
