@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from array import array
 
-SUFFIXES = (16, 8, 4, 2)
-"""Last tokens that are looked for, the longest first."""
+SUFFIXES = (2, 4, 8, 16)
+"""Numbers of last tokens that are looked for; more only where fewer were found."""
 LOOKBACK_TOKENS = 1 << 16
-"""How far back is looked: searching takes about 5 us for each 10,000 tokens."""
+"""How far back is looked: searching takes about 10 us for each 10,000 tokens."""
 GRADES = (2, 4, 8, 16)
 """Tokens in a row that agreed, from which on guesses have a share of right ones of their own."""
 NEWER = 0.25
@@ -79,12 +79,18 @@ def last_match(tokens: array[int]) -> tuple[int | None, int]:
     text = tokens[max(0, end - LOOKBACK_TOKENS) :].tobytes()
     width = tokens.itemsize
     first = end - len(text) // width
+    match: tuple[int | None, int] = (None, 0)
     for length in SUFFIXES:
-        if end - first <= length:
-            continue
-        wanted, before = text[-length * width :], len(text) - width
-        while (found := text.rfind(wanted, 0, before)) >= 0:
-            if found % width == 0:
-                return first + found // width + length, length
-            before = found + len(wanted) - 1
-    return None, 0
+        found = _last_place(text, text[-length * width :], width) if length < end - first else -1
+        if found < 0:
+            break
+        match = first + found // width + length, length
+    return match
+
+
+def _last_place(text: bytes, wanted: bytes, width: int) -> int:
+    """Return where the last of these runs of whole tokens begins that ends before the text; -1: nowhere."""
+    before = len(text) - width
+    while (found := text.rfind(wanted, 0, before)) >= 0 and found % width:
+        before = found + len(wanted) - 1
+    return found
