@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "exponential.h"
 #include "weights.h"
 
 constexpr int QUERY_ROWS = 96;  // of an item: they share a block of keys
@@ -297,13 +298,13 @@ class Attention {
         for (long i = begin; i < end; i++) shrunk[i] = largest(own.scores.template as<float>() + i * PANEL);
         for (long i = begin; i < end; i++) {
             float higher = shrunk[i] > top[i] ? shrunk[i] : top[i];
-            shrunk[i] = exponential(top[i] - higher);
+            shrunk[i] = exponential_of_none_above_zero(top[i] - higher);
             top[i] = higher;
         }
         for (long i = begin; i < end; i++) {
             float *scores = own.scores.template as<float>() + i * PANEL, some[PANEL];
             float *weight = own.weight.template as<float>() + i * PANEL, higher = top[i], factor = shrunk[i];
-            for (int j = 0; j < PANEL; j++) some[j] = exponential(scores[j] - higher);
+            for (int j = 0; j < PANEL; j++) some[j] = exponential_of_none_above_zero(scores[j] - higher);
             for (int j = 0; j < PANEL; j++) weight[j] = __builtin_fmaf(weight[j], factor, some[j]);
             if constexpr (NUMBERS == 2) pair_up(some, PANEL, own.shares.template as<pair>() + i * SHARES);
             else std::copy_n(some, PANEL, scores);

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "crew.h"
+#include "exponential.h"
 #include "kernels.h"
 #include "weights.h"
 
