@@ -87,12 +87,13 @@ class Attention {
     std::vector<Queries> queries_of(const samovar_step& step, long members, bool is_part) const {
         std::vector<Run> runs = runs_of(step, is_part);
         std::vector<Queries> queries;
-        long together = std::max<long>(1, QUERY_ROWS / group_), decodes = 0;
-        for (const Run& run : runs) decodes += run.count == 1;
-        // One token reads a key once: all heads at a time read pages in order.
-        long heads_of_one = std::min(kv_heads_, std::max<long>(1, kv_heads_ * decodes / members));
+        long together = std::max<long>(1, QUERY_ROWS / group_);
+        // Few tokens read each key once: all heads at a time read pages in order.
+        auto is_short = [&](const Run& run) { return run.count == 1 || run.count * group_ * kv_heads_ <= QUERY_ROWS; };
+        long short_ones = std::count_if(runs.begin(), runs.end(), is_short);
+        long heads_of_short = std::min(kv_heads_, (kv_heads_ * short_ones + members - 1) / members);
         for (const Run& run : runs) {
-            long at_once = run.count == 1 ? heads_of_one : 1;
+            long at_once = is_short(run) ? heads_of_short : 1;
             for (long first = 0; first < run.count; first += together)
                 for (long head = 0; head < kv_heads_; head += at_once)
                     queries.push_back({run.segment, run.first + first, std::min(together, run.count - first),
