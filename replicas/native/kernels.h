@@ -378,6 +378,10 @@ static void tile_with(const TermOf<Weight>* rows, long k_step, const Weight* pan
     for (; done + MANY <= panel_count; done += MANY)
         tile_of<Weight, M, MANY, ROW_STEP, SUMS_ARE>(rows, k_step, panels + done * panel_step, panel_step,
                                                      row_step, count, sums + done * PANEL, sums_step);
+    if constexpr (MANY == 4 && SUMS_ARE == Sums::continued)
+        for (; done + 2 <= panel_count; done += 2)
+            tile_of<Weight, M, 2, ROW_STEP, SUMS_ARE>(rows, k_step, panels + done * panel_step, panel_step, row_step,
+                                                      count, sums + done * PANEL, sums_step);
     for (; MANY > 1 && done < panel_count; done++)
         tile_of<Weight, M, 1, ROW_STEP, SUMS_ARE>(rows, k_step, panels + done * panel_step, panel_step,
                                                   row_step, count, sums + done * PANEL, sums_step);
