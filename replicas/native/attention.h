@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "exponential.h"
 #include "weights.h"
 
 constexpr int QUERY_ROWS = 96;  // of an item: they share a block of keys
@@ -86,12 +87,13 @@ class Attention {
     std::vector<Queries> queries_of(const samovar_step& step, long members, bool is_part) const {
         std::vector<Run> runs = runs_of(step, is_part);
         std::vector<Queries> queries;
-        long together = std::max<long>(1, QUERY_ROWS / group_), decodes = 0;
-        for (const Run& run : runs) decodes += run.count == 1;
-        // One token reads a key once: all heads at a time read pages in order.
-        long heads_of_one = std::min(kv_heads_, std::max<long>(1, kv_heads_ * decodes / members));
+        long together = std::max<long>(1, QUERY_ROWS / group_);
+        // Few tokens read each key once: all heads at a time read pages in order.
+        auto is_short = [&](const Run& run) { return run.count == 1 || run.count * group_ * kv_heads_ <= QUERY_ROWS; };
+        long short_ones = std::count_if(runs.begin(), runs.end(), is_short);
+        long heads_of_short = std::min(kv_heads_, (kv_heads_ * short_ones + members - 1) / members);
         for (const Run& run : runs) {
-            long at_once = run.count == 1 ? heads_of_one : 1;
+            long at_once = is_short(run) ? heads_of_short : 1;
             for (long first = 0; first < run.count; first += together)
                 for (long head = 0; head < kv_heads_; head += at_once)
                     queries.push_back({run.segment, run.first + first, std::min(together, run.count - first),
@@ -297,13 +299,13 @@ class Attention {
         for (long i = begin; i < end; i++) shrunk[i] = largest(own.scores.template as<float>() + i * PANEL);
         for (long i = begin; i < end; i++) {
             float higher = shrunk[i] > top[i] ? shrunk[i] : top[i];
-            shrunk[i] = exponential(top[i] - higher);
+            shrunk[i] = exponential_of_none_above_zero(top[i] - higher);
             top[i] = higher;
         }
         for (long i = begin; i < end; i++) {
             float *scores = own.scores.template as<float>() + i * PANEL, some[PANEL];
             float *weight = own.weight.template as<float>() + i * PANEL, higher = top[i], factor = shrunk[i];
-            for (int j = 0; j < PANEL; j++) some[j] = exponential(scores[j] - higher);
+            for (int j = 0; j < PANEL; j++) some[j] = exponential_of_none_above_zero(scores[j] - higher);
             for (int j = 0; j < PANEL; j++) weight[j] = __builtin_fmaf(weight[j], factor, some[j]);
             if constexpr (NUMBERS == 2) pair_up(some, PANEL, own.shares.template as<pair>() + i * SHARES);
             else std::copy_n(some, PANEL, scores);

@@ -25,7 +25,7 @@ import torch
 
 from replicas.native.native_step import ERROR_CHARS_MAX, NotNative
 
-SOURCES = ("step.cpp", "attention.h", "weights.h", "crew.h", "kernels.h")
+SOURCES = ("step.cpp", "attention.h", "weights.h", "crew.h", "exponential.h", "kernels.h")
 COMPILERS = ("c++", "g++", "clang++")
 NUMBERS = {torch.bfloat16: "bf16", torch.float32: "float"}
 FLAGS = (

@@ -378,6 +378,10 @@ static void tile_with(const TermOf<Weight>* rows, long k_step, const Weight* pan
     for (; done + MANY <= panel_count; done += MANY)
         tile_of<Weight, M, MANY, ROW_STEP, SUMS_ARE>(rows, k_step, panels + done * panel_step, panel_step,
                                                      row_step, count, sums + done * PANEL, sums_step);
+    if constexpr (MANY == 4 && SUMS_ARE == Sums::continued)
+        for (; done + 2 <= panel_count; done += 2)
+            tile_of<Weight, M, 2, ROW_STEP, SUMS_ARE>(rows, k_step, panels + done * panel_step, panel_step, row_step,
+                                                      count, sums + done * PANEL, sums_step);
     for (; MANY > 1 && done < panel_count; done++)
         tile_of<Weight, M, 1, ROW_STEP, SUMS_ARE>(rows, k_step, panels + done * panel_step, panel_step,
                                                   row_step, count, sums + done * PANEL, sums_step);
@@ -394,28 +398,6 @@ INLINE void tile(int rows_here, const TermOf<Weight>* rows, long k_step, const W
             tile<Weight, ROW_STEP, SUMS_ARE, M - 1>(rows_here, rows, k_step, panels, panel_count, panel_step,
                                                     row_step, count, sums, sums_step);
     }
-}
-
-// -- functions of one number --------------------------------------------------------------------------------
-
-// e to the x within 2 units in the last place; 0 below -87, where that is no longer normal. NaN stays NaN.
-INLINE float exponential(float x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the last bits
-    float z = x < -87.0f ? -87.0f : x;
-    z = z > 88.0f ? 88.0f : z;
-    float shifted = __builtin_fmaf(z, 1.44269504088896341f, ROUND);
-    float n = shifted - ROUND;
-    float r = __builtin_fmaf(n, -0.693359375f, z);
-    r = __builtin_fmaf(n, 2.12194440e-4f, r);
-    float p = 1.9875691500e-4f;
-    p = __builtin_fmaf(p, r, 1.3981999507e-3f);
-    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
-    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
-    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
-    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
-    p = __builtin_fmaf(p, r * r, r) + 1.0f;
-    float power = from_bits((bits_of(shifted) + 127u) << 23);
-    return x < -87.0f ? 0.0f : p * power;
 }
 
 // -- sums of one row ----------------------------------------------------------------------------------------

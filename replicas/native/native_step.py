@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import struct
 import weakref
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -36,6 +37,8 @@ _MODEL_FACTORS = (
 )
 _MODEL_NUMBERS = (*_MODEL_SIZES, *_MODEL_FACTORS)
 """Of `PlainModel`, too."""
+WORD_BYTES = 4
+"""Of `StepInputs.words`."""
 
 
 class _Layer(Structure):
@@ -60,14 +63,16 @@ class _Step(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("rows", "segments", "table_words", "wanted_rows")),
-        *(
-            (name, c_void_p)
-            for name in ("token_ids", "positions", "slots", "spans", "tables", "wanted", "pool")
-        ),
+        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "spans", "tables", "wanted")),
+        ("pool", c_void_p),
         *((name, c_int64) for name in ("pages", "block_tokens", "heads_per_group", "page_step")),
         *((name, c_int64) for name in ("group_step", "layer_step", "value_step", "slot_step", "head_step")),
         ("hidden", c_void_p),
     ]
+
+
+_OF_EACH_STEP = struct.Struct("@10q")
+"""The fields of `_Step` before `pool`, written in one call."""
 
 
 def _library(path: Path) -> ctypes.CDLL:
@@ -173,18 +178,19 @@ class NativeStep:
         """Compute a step. Raises `RuntimeError` if its numbers are out of bounds."""
         _raise_if(self._library.samovar_run(self._handle, byref(step)))
 
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits `[count, vocab]` of rows, int64 `[count]`, of `hidden` `[all, hidden]`."""
-        out = torch.empty((len(rows), self.vocab), dtype=torch.float32)
-        if len(rows):
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, count: int | None = None) -> torch.Tensor:
+        """Return float32 logits `[count, vocab]` of the first `count` rows, all of them by default.
+
+        `rows`: of `hidden`, which is float32 `[..., hidden]`, contiguous.
+        """
+        rows = _indices(rows)
+        if count is None or count > len(rows):
+            count = len(rows)
+        out = torch.empty((count, self.vocab), dtype=torch.float32)
+        if count:
             _raise_if(
                 self._library.samovar_logits(
-                    self._handle,
-                    hidden.data_ptr(),
-                    hidden.shape[0],
-                    rows.data_ptr(),
-                    len(rows),
-                    out.data_ptr(),
+                    self._handle, hidden.data_ptr(), hidden.shape[-2], rows.data_ptr(), count, out.data_ptr()
                 )
             )
         return out
@@ -209,11 +215,12 @@ class NativeForward:
         self._step = step
         self._pool = data
         strides = data.stride()
-        self._of_pool = {
-            "pool": data.data_ptr(),
-            "pages": data.shape[0],
-            "block_tokens": geometry.block_tokens,
-            "heads_per_group": geometry.heads_per_group,
+        # One for all steps: Python's part of a step runs on a cold cache, so the less of it the better.
+        self._next = _Step(
+            pool=data.data_ptr(),
+            pages=data.shape[0],
+            block_tokens=geometry.block_tokens,
+            heads_per_group=geometry.heads_per_group,
             **dict(
                 zip(
                     ("page_step", "group_step", "layer_step", "value_step", "slot_step", "head_step"),
@@ -221,34 +228,43 @@ class NativeForward:
                     strict=False,
                 )
             ),
-        }
+        )
 
     def hidden(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Return the last hidden state, float32 `[1, rows, hidden]`; rows that are not wanted are NaN."""
-        if wanted is not None:
-            wanted = wanted.to(torch.int32).contiguous()
-        hidden = torch.empty((1, inputs.shape.rows, self._step.hidden), dtype=torch.float32)
-        self._step.run(
-            _Step(
-                rows=inputs.shape.rows,
-                segments=inputs.shape.segments,
-                table_words=len(inputs.tables),
-                wanted_rows=-1 if wanted is None else len(wanted),
-                wanted=None if wanted is None else wanted.data_ptr(),
-                token_ids=inputs.token_ids.data_ptr(),
-                positions=inputs.positions.data_ptr(),
-                slots=inputs.slots.data_ptr(),
-                spans=inputs.spans.data_ptr(),
-                tables=inputs.tables.data_ptr(),
-                hidden=hidden.data_ptr(),
-                **self._of_pool,
-            )
+        shape, words, step = inputs.shape, inputs.words, self._next
+        looked_at = None if wanted is None else _indices(wanted)
+        hidden = torch.empty((1, shape.rows, self._step.hidden), dtype=torch.float32)
+        token_ids, positions, slots, spans, _, _, tables = shape.places()
+        first = words.data_ptr()
+        _OF_EACH_STEP.pack_into(
+            step,
+            0,
+            shape.rows,
+            shape.segments,
+            len(words) - tables,
+            -1 if looked_at is None else len(looked_at),
+            first + token_ids * WORD_BYTES,
+            first + positions * WORD_BYTES,
+            first + slots * WORD_BYTES,
+            first + spans * WORD_BYTES,
+            first + tables * WORD_BYTES,
+            0 if looked_at is None else looked_at.data_ptr(),
         )
+        step.hidden = hidden.data_ptr()
+        self._step.run(step)
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
         """Return float32 logits `[count, vocab]` of rows of the last hidden state."""
-        return self._step.logits(hidden[0], rows[:count].long())
+        return self._step.logits(hidden, rows, count)
+
+
+def _indices(rows: torch.Tensor) -> torch.Tensor:
+    """Return numbers of rows as the library reads them, which most are."""
+    if rows.dtype is not torch.int32:
+        rows = rows.to(torch.int32)
+    return rows if rows.is_contiguous() else rows.contiguous()
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "crew.h"
+#include "exponential.h"
 #include "kernels.h"
 #include "weights.h"
 
@@ -72,7 +73,7 @@ class Model {
         crew_.run([&](int member) { compute(step, queries, last, shares, own_[member]); });
     }
 
-    void logits(const float* hidden, long all, const int64_t* rows, long count, float* out) {
+    void logits(const float* hidden, long all, const int32_t* rows, long count, float* out) {
         for (long i = 0; i < count; i++)
             if (rows[i] < 0 || rows[i] >= all) throw Problem{"a row of the logits is none of the step's"};
         Tiles tiles(count);
@@ -432,7 +433,7 @@ EXPORTED const char* samovar_run(void* opened, const samovar_step* step) {
 }
 
 // Writes the logits `[count, vocab]` of `rows` of `hidden` `[all, hidden]`.
-EXPORTED const char* samovar_logits(void* opened, const float* hidden, int64_t all, const int64_t* rows, int64_t count,
+EXPORTED const char* samovar_logits(void* opened, const float* hidden, int64_t all, const int32_t* rows, int64_t count,
                            float* out) {
     return guarded([&] { static_cast<Opened*>(opened)->logits(hidden, all, rows, count, out); });
 }

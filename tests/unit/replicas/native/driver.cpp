@@ -90,7 +90,7 @@ std::vector<float> computed(void* opened, const std::vector<int>& chunks, bool h
                           LAYERS * 2 * BLOCK * KV_HEADS * WIDTH, 0, 2 * BLOCK * KV_HEADS * WIDTH,
                           BLOCK * KV_HEADS * WIDTH, KV_HEADS * WIDTH, WIDTH, hidden.data()};
         insist(samovar_run(opened, &step));
-        int64_t last = rows - 1;
+        int32_t last = int32_t(rows - 1);
         if (is_over) insist(samovar_logits(opened, hidden.data(), rows, &last, 1, logits.data()));
         start += count;
     }

@@ -248,6 +248,18 @@ def test_a_head_that_is_the_embedding_is_held_once(kind: Kind) -> None:
     assert same(once, truth)
 
 
+def test_numbers_of_rows_may_be_of_any_kind() -> None:
+    step = StepBench(random_plain(Shape(), torch.float32)).step
+    hidden = torch.randn((1, 5, step.hidden), generator=torch.Generator().manual_seed(0))
+    truth = step.logits(hidden, torch.tensor([4, 0, 2], dtype=torch.int32))
+    assert not torch.equal(truth[0], truth[1])
+    strided = torch.tensor([4, 9, 0, 9, 2, 9], dtype=torch.int32)[::2]
+    for rows in (torch.tensor([4, 0, 2]), strided):
+        assert torch.equal(step.logits(hidden, rows), truth)
+    assert torch.equal(step.logits(hidden[0], strided, 2), truth[:2])
+    assert step.logits(hidden, strided, 0).shape == (0, step.vocab)
+
+
 def test_what_is_out_of_bounds_is_refused() -> None:
     plain = random_plain(Shape(), torch.float32)
     bench = StepBench(plain)
