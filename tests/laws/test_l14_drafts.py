@@ -18,6 +18,7 @@ from replicas.engine.engine import Engine
 from replicas.messages import Grammar
 from replicas.scheduling import Chunk, Sequence, StepPlan
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
+from tests.support.engines.other_cpu import is_played
 
 BLOCK = 16
 LISTED = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 6, "maxItems": 9}
@@ -38,6 +39,8 @@ PROMPTS += [prompt_of(11, seed=1) * 4, prompt_of(5, seed=2) * 7]
 
 
 def driver(model_dir: Path, drafted: int, **engine: Any) -> Driver:
+    if is_played():
+        pytest.skip("nothing is drafted where steps are not exact, as on the CPU that is played")
     built = small_engine(model_dir, draft_tokens_max=drafted, **engine)
     if not built.info.exact:
         pytest.skip(f"nothing is drafted where steps are not exact: {built.info.exactness}")
@@ -159,11 +162,9 @@ def test_steps_that_are_not_exact_draft_nothing(tiny_llama: Path) -> None:
     assert fast.engine.stats().drafted_tokens == 0
 
 
-@pytest.mark.parametrize("step", ["native-bf16", "lean"])
-def test_the_real_model_answers_the_same(smollm2: Path, step: str) -> None:
+def test_the_real_model_answers_the_same(smollm2: Path) -> None:
     prompts = [prompt_of(40, seed=1, vocab=40000), prompt_of(12, seed=2, vocab=40000) * 4]
-    plain = driver(smollm2, 0, dtype="bfloat16", step=step)
-    drafting = driver(smollm2, 7, dtype="bfloat16", step=step)
+    plain, drafting = (driver(smollm2, count, dtype="bfloat16") for count in (0, 7))
     for params in ({"max_tokens": 48}, {"max_tokens": 48, "temperature": 0.4, "seed": 8}):
         assert_same(answers(drafting, prompts, **params), answers(plain, prompts, **params))
     assert drafting.engine.stats().accepted_tokens > 0
