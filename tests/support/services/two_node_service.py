@@ -45,7 +45,14 @@ def main(port: int, cache_dir: Path) -> None:
     settings = Settings.model_validate(
         {
             "server": {"port": port},
-            "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": for_served_dtype(64 << 20)},
+            # The native step would compute these prompts in less time than loading from a peer that was
+            # never measured is expected to take.
+            "engine": {
+                "threads": 1,
+                "device": "cpu",
+                "step": "lean",
+                "pool_bytes_max": for_served_dtype(64 << 20),
+            },
             "cluster": {"replicas": 2, "replicas_per_node_max": 1},
             "model": {"cache_dir": cache_dir},
             "router": {"stall_s": 60.0},
@@ -55,6 +62,7 @@ def main(port: int, cache_dir: Path) -> None:
                 "audit_share": 0.0,
                 # Two cores for all of it: what is late here is not what is tested.
                 **{"lookup_s_max": 5.0, "lookup_share": 100.0, "lookup_idle_share": 1.0},
+                "hedge_slack_s": 60.0,
                 "peer": {"lookup_s_max": 5.0, "pull_s_max": 30.0},
             },
         }
