@@ -211,7 +211,7 @@ class Scheduler:
         plan.chunks = [replace(chunk, draft=draft) for chunk, draft in zip(plan.chunks, drafts, strict=True)]
 
     def _own_drafts(self, plan: StepPlan) -> None:
-        """Own the pages of guesses, of those that all others have left: nobody waits or goes for a guess."""
+        """Own the pages of guesses, of those that the rest of the step has left; else leave them out."""
         for place, chunk in enumerate(plan.chunks):
             if chunk.draft and self._pages_to_own(chunk.sequence, chunk.rows) > self.pool.available:
                 plan.chunks[place] = replace(chunk, draft=())
