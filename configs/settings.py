@@ -207,7 +207,8 @@ class EngineSettings(SplitSettings):
         gt=1,
         le=1000,
         description="beside answers, a step (but for 16 prompt tokens) takes at most so many times what they "
-        "take alone; a prompt then takes x / (x - 1) times as long; empty = step_s_target alone",
+        "take alone; a prompt then takes x / (x - 1) times as long; guesses beside an answer that has none "
+        "are bounded alike; empty = step_s_target alone",
     )
     passed_tokens_max: int = Field(
         1024, ge=0, le=MIB, description="tokens of shorter prompts that go before an earlier, longer one"

@@ -542,7 +542,7 @@ def _scheduler(
     )
     if runner.exact and engine.draft_tokens_max:
         rows_max = min(engine.draft_rows_max, engine.step_tokens_max // 2)  # prompts need room, too
-        limits = DraftLimits(engine.draft_tokens_max, rows_max)
+        limits = DraftLimits(engine.draft_tokens_max, rows_max, engine.step_stretch or math.inf)
         scheduler.drafter = Drafter(limits, lambda: meter.price)
     return scheduler
 

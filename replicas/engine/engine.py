@@ -312,8 +312,9 @@ class Engine:
         bit, the one that the next step would compute, and its token is sampled as that step would.
         """
         events: list[tuple[int, Event]] = []
-        checked, guess = [(row, chunk) for row, chunk in sampling if chunk.draft], 0
-        self._counts["drafted_tokens"] += sum(len(chunk.draft) for _, chunk in checked)
+        drafted, guess = [(row, chunk) for row, chunk in sampling if chunk.draft], 0
+        self._counts["drafted_tokens"] += sum(len(chunk.draft) for _, chunk in drafted)
+        checked = drafted
         while checked := [(row, chunk) for row, chunk in checked if self._is_right(chunk, guess)]:
             guess += 1
             picks = [(row + guess, chunk.sequence) for row, chunk in checked]
@@ -324,6 +325,8 @@ class Engine:
             for (_, sequence), outcome in zip(picks, outcomes, strict=True):
                 if sequence in self._of_sequence:
                     events.append(self._next_token(sequence, outcome))
+        for _, chunk in drafted:
+            self.scheduler.drop_drafted(chunk.sequence)
         return events
 
     def _is_right(self, chunk: Chunk, guess: int) -> bool:

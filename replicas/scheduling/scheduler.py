@@ -153,6 +153,7 @@ class Scheduler:
         if not (groups or stuck):  # most steps: no prompts, and nothing to share out
             self._plan_decodes(plan, decodes)
             self._add_drafts(plan)
+            self._own_drafts(plan)
             self._rests.ran((), ())
             self._held_up = set()
             return plan
@@ -172,6 +173,7 @@ class Scheduler:
                 break  # a first token comes with this step: other tenants' prompts must not lengthen it
         if resting and not plan.prompts:  # the prompts that they rested for found no pages
             self._plan_decodes(plan, rested)
+        self._own_drafts(plan)
         for chunk in plan.prompts:
             self._turns.computed(chunk.sequence.tenant, chunk.count)
         self._rests.ran(resting, plan.prompts)
@@ -202,15 +204,19 @@ class Scheduler:
                 plan.chunks.append(Chunk(sequence, sequence.computed, 1))
 
     def _add_drafts(self, plan: StepPlan) -> None:
-        """Let a step's decodes check guesses besides, where pages are free for them: none is preempted."""
+        """Let a step's decodes check guesses besides; they have no pages yet."""
         if self.drafter is None or plan.preempted or plan.is_short:
             return
         drafts = self.drafter.drafts([chunk.sequence for chunk in plan.chunks])
-        for place, (chunk, draft) in enumerate(zip(plan.chunks, drafts, strict=True)):
-            drafted = replace(chunk, draft=draft)
-            if draft and self._pages_to_own(chunk.sequence, drafted.rows) <= self.pool.available:
-                self._own_pages(chunk.sequence, drafted.rows, plan)
-                plan.chunks[place] = drafted
+        plan.chunks = [replace(chunk, draft=draft) for chunk, draft in zip(plan.chunks, drafts, strict=True)]
+
+    def _own_drafts(self, plan: StepPlan) -> None:
+        """Own the pages of guesses, of those that the rest of the step has left; else leave them out."""
+        for place, chunk in enumerate(plan.chunks):
+            if chunk.draft and self._pages_to_own(chunk.sequence, chunk.rows) > self.pool.available:
+                plan.chunks[place] = replace(chunk, draft=())
+            elif chunk.draft:
+                self._own_pages(chunk.sequence, chunk.rows, plan)
 
     def _plan_prompts(
         self, plan: StepPlan, room: StepRoom, group: Collection[bytes], held_up: set[bytes]
@@ -294,7 +300,7 @@ class Scheduler:
     def _preempt(self, choice: Preemption, plan: StepPlan) -> None:
         victim = choice.victim
         if choice.how == "swap" and self.restorer is not None:
-            self.swaps += self.restorer.swap_out(victim, _filled(victim, plan))
+            self.swaps += self.restorer.swap_out(victim, plan.filled(victim.pages))
         # A copy planned for the victim must not write into a page that another sequence may get now.
         plan.copies = [(source, target) for source, target in plan.copies if target not in victim.pages]
         plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not victim]
@@ -455,6 +461,8 @@ class Scheduler:
         "hopeless": one sequence is left, with as few tokens as can be; the plan is as it was.
         """
         if any(chunk.draft for chunk in plan.chunks):
+            for chunk in plan.chunks:
+                self.drop_drafted(chunk.sequence)
             plan.chunks = [replace(chunk, draft=()) for chunk in plan.chunks]
             return "halved"
         fewer = halved(plan.chunks)
@@ -476,6 +484,12 @@ class Scheduler:
     def accept(self, sequence: Sequence) -> None:
         """Mark the slot of a guess as valid: it is the token that was sampled, now the last known one."""
         self.advance(sequence, sequence.computed + 1)
+
+    def drop_drafted(self, sequence: Sequence) -> None:
+        """Give back the pages behind the last known token: only guesses that were wrong needed them."""
+        needed = self.pool.pages_for(len(sequence.tokens))
+        self.pool.release(sequence.pages[needed:])
+        del sequence.pages[needed:]
 
     def advance(self, sequence: Sequence, computed: int) -> None:
         """Mark slots below `computed` as valid, and the run loaded from a tier right behind them."""
@@ -565,6 +579,7 @@ class Scheduler:
         for sequence in self.running:
             assert 0 <= sequence.computed < len(sequence.tokens), "a running sequence has nothing to compute"
             assert self.pool.pages_for(sequence.computed) <= len(sequence.pages), "slots without a page"
+            assert len(sequence.pages) <= self.pool.pages_for(len(sequence.tokens)), "pages without a slot"
             assert sequence.score_from is None or sequence.computed <= sequence.score_from, (
                 "slots whose logits are wanted were jumped over"
             )
@@ -582,9 +597,3 @@ class Scheduler:
 
 def _is_prefill_of(tenants: Collection[bytes], sequence: Sequence) -> bool:
     return sequence.tenant in tenants and not (sequence.is_decode or sequence.holds)
-
-
-def _filled(sequence: Sequence, plan: StepPlan) -> list[int]:
-    """Return the pages that hold a sequence's bytes now: the target of a planned copy holds none yet."""
-    source_of = {target: source for source, target in plan.copies}
-    return [source_of.get(page, page) for page in sequence.pages]

@@ -71,6 +71,11 @@ class StepPlan:
     def tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
+    def filled(self, pages: Iterable[int]) -> list[int]:
+        """Return the pages that hold the bytes of `pages` now: a planned copy's target holds none yet."""
+        source_of = {target: source for source, target in self.copies}
+        return [source_of.get(page, page) for page in pages]
+
     def sampling(self) -> list[tuple[int, Chunk]]:
         """Return the chunks that sample, each with the first of its rows of logits.
 

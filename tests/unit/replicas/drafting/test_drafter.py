@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 
 from cache_tiers.pricing.meters import PrefillPrice
 from replicas.drafting import Drafter, DraftLimits, Guesses
+from replicas.drafting.drafter import ROW_DEARNESS
 
 PRICE = PrefillPrice(4e-3, 0.3e-3, 0.0)
 LOOP = array("I", [5, 6, 7, 8] * 16)
@@ -27,8 +29,10 @@ def looping() -> Decoded:
     return one
 
 
-def drafter(price: PrefillPrice = PRICE, tokens_max: int = 7, rows_max: int = 32) -> Drafter:
-    return Drafter(DraftLimits(tokens_max, rows_max), lambda: price)
+def drafter(
+    price: PrefillPrice = PRICE, tokens_max: int = 7, rows_max: int = 32, stretch: float = 2.25
+) -> Drafter:
+    return Drafter(DraftLimits(tokens_max, rows_max, stretch), lambda: price)
 
 
 def test_one_that_repeats_itself_is_drafted_to_the_limit() -> None:
@@ -51,6 +55,31 @@ def test_the_step_has_a_limit() -> None:
     drafts = drafter(rows_max=12).drafts([looping() for _ in range(4)])
     assert sum(map(len, drafts)) == 12 - 4
     assert drafter(rows_max=2).drafts([looping() for _ in range(4)]) == [()] * 4
+
+
+def test_a_short_step_is_shared_evenly() -> None:
+    """All of them wait for all rows, so none gets many tokens of a step in which others get one."""
+    drafts = drafter(rows_max=32).drafts([looping() for _ in range(8)])
+    assert [len(draft) for draft in drafts] == [3] * 8
+    few = looping()
+    few.tokens_left = 2
+    assert [len(draft) for draft in drafter(rows_max=11).drafts([looping(), few, looping()])] == [3, 1, 3]
+
+
+def test_an_answer_without_guesses_does_not_wait_for_all_those_of_others() -> None:
+    """Its step takes at most so many times what it takes without them."""
+    loops = [looping() for _ in range(4)]
+    other = Decoded(array("I", range(64)))
+    row_s, rows = ROW_DEARNESS * PRICE.a_s, len(loops) + 1
+
+    def step_s(stretch: float, others: list[Decoded]) -> float:
+        drafts = drafter(rows_max=64, stretch=stretch).drafts([*loops, *others])
+        return PRICE.c0_s + row_s * (len(loops) + len(others) + sum(map(len, drafts)))
+
+    alone_s = PRICE.c0_s + row_s * rows
+    assert 1.5 * alone_s < step_s(2.25, [other]) <= 2.25 * alone_s
+    assert step_s(math.inf, [other]) > 3 * alone_s
+    assert step_s(2.25, []) == step_s(math.inf, []), "all of them gain by it"
 
 
 def test_beside_more_answers_less_is_drafted() -> None:

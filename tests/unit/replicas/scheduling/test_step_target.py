@@ -34,7 +34,7 @@ class Steps:
         run = self.built.engine.runner.run
 
         def timed(chunks, copies=(), score=None):  # type: ignore[no-untyped-def]
-            took_s = truth.c0_s + sum(chunk_s(truth, chunk.count, chunk.start) for chunk in chunks)
+            took_s = truth.c0_s + sum(chunk_s(truth, chunk.rows, chunk.start) for chunk in chunks)
             took_s *= self.slower
             clock.now_s += took_s
             self.took.append((took_s, any(chunk.sequence.is_decode for chunk in chunks)))
