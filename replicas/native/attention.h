@@ -159,32 +159,44 @@ class Attention {
     // Packs the queries, and begins their softmax.
     void begin(const Queries& queries, long first_row, const Tiles& parts, const Rows<float>& qkv,
                Own& own) const {
+        const float* from[ROWS];
         for (long head = 0; head < queries.heads; head++)
-            for (long part = 0; part < parts.count; part++)
+            for (long part = 0; part < parts.count; part++) {
                 for (int i = 0; i < parts.size(part); i++) {
                     long row = parts.begin(part) + i;
-                    const float* from = qkv.entries + (first_row + row / group_) * qkv.step;
-                    parts.put(from + ((queries.head + head) * group_ + row % group_) * width_, part, i, 0, width_,
-                              terms_, own.query.template as<Entry>() + head * parts.rows * terms_);
+                    from[i] = qkv.entries + (first_row + row / group_) * qkv.step +
+                              ((queries.head + head) * group_ + row % group_) * width_;
                 }
+                parts.put_all(from, parts.size(part), part, 0, 0, width_, terms_,
+                              own.query.template as<Entry>() + head * parts.rows * terms_);
+            }
         long rows = queries.heads * parts.rows;
         std::fill_n(own.heads.template as<float>(), rows * value_step_, 0.0f);
         std::fill_n(own.weight.template as<float>(), rows * PANEL, 0.0f);
         std::fill_n(own.top.template as<float>(), rows, NEVER);
     }
 
-    // Ends the softmax, and packs what the heads have seen.
+    // Ends the softmax, and packs what the heads have seen: of each the tokens that are in one tile together.
     void finish(const Queries& queries, const Tiles& tiles, const Rows<Entry>& attended, Own& own) const {
         long rows = queries.count * group_;
+        float* heads = own.heads.template as<float>();
         for (long i = 0; i < queries.heads * rows; i++) {
             const float* weight = own.weight.template as<float>() + i * PANEL;
             float sum = 0.0f;
             for (int j = 0; j < PANEL; j++) sum += weight[j];
-            float* from = own.heads.template as<float>() + i * value_step_;
+            float* from = heads + i * value_step_;
             for (long d = 0; d < width_; d++) from[d] /= sum;
-            long head = (queries.head + i / rows) * group_ + i % rows % group_;
-            long at = queries.to + i % rows / group_, tile = tiles.of(at);
-            tiles.put(from, tile, int(at - tiles.begin(tile)), head * width_, width_, attended.step, attended.entries);
+        }
+        const float* from[ROWS];
+        for (long token = 0, end; token < queries.count; token = end) {
+            long at = queries.to + token, tile = tiles.of(at);
+            end = std::min(queries.count, token + tiles.begin(tile + 1) - at);
+            for (long head = 0; head < queries.heads * group_; head++) {
+                for (long one = token; one < end; one++)
+                    from[one - token] = heads + (head / group_ * rows + one * group_ + head % group_) * value_step_;
+                tiles.put_all(from, int(end - token), tile, int(at - tiles.begin(tile)),
+                              (queries.head * group_ + head) * width_, width_, attended.step, attended.entries);
+            }
         }
     }
 
