@@ -9,7 +9,8 @@
 #include "exponential.h"
 #include "weights.h"
 
-constexpr int QUERY_ROWS = 96;  // of an item: they share a block of keys
+constexpr int QUERY_ROWS = 96, QUERY_ROWS_MAX = 384;  // of an item: they share a block of keys
+constexpr int ITEMS = 4;  // of a member: with fewer, some would wait for others
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // Where K of head 0 in a slot of a page lies; V is `value_step` behind it.
@@ -69,7 +70,7 @@ class Attention {
           terms_(head_dim / NUMBERS), value_step_(rounded_up(head_dim, PANEL)), nothing_(head_dim, Number{}) {}
 
     void prepare(Own& own) const {
-        long rows = std::max<long>(QUERY_ROWS, group_ * kv_heads_);
+        long rows = std::max<long>(QUERY_ROWS_MAX, group_ * kv_heads_);
         own.query.template entries<Entry>(rows * terms_);
         own.keys.template entries<Entry>(PANEL * terms_);
         long values = PANEL / NUMBERS * value_step_;
@@ -87,10 +88,14 @@ class Attention {
     std::vector<Queries> queries_of(const samovar_step& step, long members, bool is_part) const {
         std::vector<Run> runs = runs_of(step, is_part);
         std::vector<Queries> queries;
-        long together = std::max<long>(1, QUERY_ROWS / group_);
         // Few tokens read each key once: all heads at a time read pages in order.
         auto is_short = [&](const Run& run) { return run.count == 1 || run.count * group_ * kv_heads_ <= QUERY_ROWS; };
         long short_ones = std::count_if(runs.begin(), runs.end(), is_short);
+        // The more rows, the fewer times keys and values are laid out for them.
+        long rows = 0;
+        for (const Run& run : runs) rows += is_short(run) ? 0 : run.count * group_ * kv_heads_;
+        long at_most = std::clamp<long>(rows / (ITEMS * members), QUERY_ROWS, QUERY_ROWS_MAX);
+        long together = std::max<long>(1, at_most / group_);
         long heads_of_short = std::min(kv_heads_, (kv_heads_ * short_ones + members - 1) / members);
         for (const Run& run : runs) {
             long at_once = is_short(run) ? heads_of_short : 1;
