@@ -9,7 +9,8 @@
 #include "exponential.h"
 #include "weights.h"
 
-constexpr int QUERY_ROWS = 96;  // of an item: they share a block of keys
+constexpr int QUERY_ROWS = 96, QUERY_ROWS_MAX = 384;  // of an item: they share a block of keys
+constexpr int ITEMS = 4;  // of a member: with fewer, some would wait for others
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // Where K of head 0 in a slot of a page lies; V is `value_step` behind it.
@@ -69,7 +70,7 @@ class Attention {
           terms_(head_dim / NUMBERS), value_step_(rounded_up(head_dim, PANEL)), nothing_(head_dim, Number{}) {}
 
     void prepare(Own& own) const {
-        long rows = std::max<long>(QUERY_ROWS, group_ * kv_heads_);
+        long rows = std::max<long>(QUERY_ROWS_MAX, group_ * kv_heads_);
         own.query.template entries<Entry>(rows * terms_);
         own.keys.template entries<Entry>(PANEL * terms_);
         long values = PANEL / NUMBERS * value_step_;
@@ -87,10 +88,14 @@ class Attention {
     std::vector<Queries> queries_of(const samovar_step& step, long members, bool is_part) const {
         std::vector<Run> runs = runs_of(step, is_part);
         std::vector<Queries> queries;
-        long together = std::max<long>(1, QUERY_ROWS / group_);
         // Few tokens read each key once: all heads at a time read pages in order.
         auto is_short = [&](const Run& run) { return run.count == 1 || run.count * group_ * kv_heads_ <= QUERY_ROWS; };
         long short_ones = std::count_if(runs.begin(), runs.end(), is_short);
+        // The more rows, the fewer times keys and values are laid out for them.
+        long rows = 0;
+        for (const Run& run : runs) rows += is_short(run) ? 0 : run.count * group_ * kv_heads_;
+        long at_most = std::clamp<long>(rows / (ITEMS * members), QUERY_ROWS, QUERY_ROWS_MAX);
+        long together = std::max<long>(1, at_most / group_);
         long heads_of_short = std::min(kv_heads_, (kv_heads_ * short_ones + members - 1) / members);
         for (const Run& run : runs) {
             long at_once = is_short(run) ? heads_of_short : 1;
@@ -159,32 +164,44 @@ class Attention {
     // Packs the queries, and begins their softmax.
     void begin(const Queries& queries, long first_row, const Tiles& parts, const Rows<float>& qkv,
                Own& own) const {
+        const float* from[ROWS];
         for (long head = 0; head < queries.heads; head++)
-            for (long part = 0; part < parts.count; part++)
+            for (long part = 0; part < parts.count; part++) {
                 for (int i = 0; i < parts.size(part); i++) {
                     long row = parts.begin(part) + i;
-                    const float* from = qkv.entries + (first_row + row / group_) * qkv.step;
-                    parts.put(from + ((queries.head + head) * group_ + row % group_) * width_, part, i, 0, width_,
-                              terms_, own.query.template as<Entry>() + head * parts.rows * terms_);
+                    from[i] = qkv.entries + (first_row + row / group_) * qkv.step +
+                              ((queries.head + head) * group_ + row % group_) * width_;
                 }
+                parts.put_all(from, parts.size(part), part, 0, 0, width_, terms_,
+                              own.query.template as<Entry>() + head * parts.rows * terms_);
+            }
         long rows = queries.heads * parts.rows;
         std::fill_n(own.heads.template as<float>(), rows * value_step_, 0.0f);
         std::fill_n(own.weight.template as<float>(), rows * PANEL, 0.0f);
         std::fill_n(own.top.template as<float>(), rows, NEVER);
     }
 
-    // Ends the softmax, and packs what the heads have seen.
+    // Ends the softmax, and packs what the heads have seen: of each the tokens that are in one tile together.
     void finish(const Queries& queries, const Tiles& tiles, const Rows<Entry>& attended, Own& own) const {
         long rows = queries.count * group_;
+        float* heads = own.heads.template as<float>();
         for (long i = 0; i < queries.heads * rows; i++) {
             const float* weight = own.weight.template as<float>() + i * PANEL;
             float sum = 0.0f;
             for (int j = 0; j < PANEL; j++) sum += weight[j];
-            float* from = own.heads.template as<float>() + i * value_step_;
+            float* from = heads + i * value_step_;
             for (long d = 0; d < width_; d++) from[d] /= sum;
-            long head = (queries.head + i / rows) * group_ + i % rows % group_;
-            long at = queries.to + i % rows / group_, tile = tiles.of(at);
-            tiles.put(from, tile, int(at - tiles.begin(tile)), head * width_, width_, attended.step, attended.entries);
+        }
+        const float* from[ROWS];
+        for (long token = 0, end; token < queries.count; token = end) {
+            long at = queries.to + token, tile = tiles.of(at);
+            end = std::min(queries.count, token + tiles.begin(tile + 1) - at);
+            for (long head = 0; head < queries.heads * group_; head++) {
+                for (long one = token; one < end; one++)
+                    from[one - token] = heads + (head / group_ * rows + one * group_ + head % group_) * value_step_;
+                tiles.put_all(from, int(end - token), tile, int(at - tiles.begin(tile)),
+                              (queries.head * group_ + head) * width_, width_, attended.step, attended.entries);
+            }
         }
     }
 

@@ -502,6 +502,26 @@ INLINE void transpose_words(__m512i (&rows)[16]) {
     }
 }
 
+#if defined(__AVX512BF16__)
+// Rounds rows of numbers to pairs, transposed: pair t of row i at `to[t * step + i]`. Returns how many numbers of
+// each row it did.
+static inline long put_pairs(const float* const* rows, int row_count, long count, pair* to, long step) {
+    static_assert(ROWS <= 16);
+    auto written = __mmask16((1u << row_count) - 1);
+    long done = 0;
+    for (; done + 32 <= count; done += 32) {
+        __m512i words[16];
+        UNROLL for (int i = 0; i < 16; i++) {
+            const float* row = rows[i < row_count ? i : 0] + done;
+            words[i] = (__m512i)_mm512_cvtne2ps_pbh(load(row + 16), load(row));
+        }
+        transpose_words(words);
+        UNROLL for (int i = 0; i < 16; i++) _mm512_mask_storeu_epi32(to + (done / 2 + i) * step, written, words[i]);
+    }
+    return done;
+}
+#endif
+
 // Writes numbers [begin, begin + 32) of 16 vectors transposed: term t of vector j at `to[t * PANEL + j]`.
 INLINE void transpose_part(const Vectors<bf16>& of, int first, long begin, pair* to) {
     __m512i rows[16];
@@ -546,6 +566,10 @@ INLINE void transpose_part(const Vectors<Stored>& of, int first, long begin, Ent
         for (long d = begin; d < begin + 32; d += NUMBERS) take_term(of.here[first + j], d, to[d / NUMBERS * PANEL + j]);
     }
 }
+#endif
+
+#if !defined(__AVX512BF16__)
+static inline long put_pairs(const float* const*, int, long, pair*, long) { return 0; }
 #endif
 
 // Writes `head_dim` numbers of PANEL vectors transposed: term t of vector j at `to[t * PANEL + j]`.

@@ -51,7 +51,7 @@ class Model {
         has_.layers = nullptr;
         for (Own& own : own_) {
             own.sums.floats(ROWS * CHUNK * PANEL);
-            own.row.floats(x_step_);
+            own.rows.floats(ROWS * x_step_);
             own.tile.template entries<Entry>(ROWS * terms(has_.hidden));
             attention_.prepare(own.attention);
         }
@@ -104,7 +104,7 @@ class Model {
 
   private:
     struct Own {  // scratch of one member
-        Memory sums, row, tile;
+        Memory sums, rows, tile;
         typename Attention<Number, Entry>::Own attention;
     };
 
@@ -203,13 +203,14 @@ class Model {
         Entry *attended = attended_.template as<Entry>(), *inner = inner_.template as<Entry>();
         auto add = [&](const std::vector<float>& bias) {
             return [&](long tile, long panel, int panels, const float* sums) {
+                float multiplier = has_.residual_multiplier;
                 for (int i = 0; i < tiles.size(tile); i++) {
-                    float* to = x + (tiles.begin(tile) + i) * x_step_ + panel * PANEL;
+                    float* __restrict to = x + (tiles.begin(tile) + i) * x_step_ + panel * PANEL;
                     const float *from = sums + i * CHUNK * PANEL, *more = bias.data() + panel * PANEL;
-                    for (int j = 0; j < panels * PANEL; j++) {
-                        float sum = bias.empty() ? from[j] : from[j] + more[j];
-                        to[j] += has_.residual_multiplier * sum;
-                    }
+                    if (bias.empty())
+                        for (int j = 0; j < panels * PANEL; j++) to[j] += multiplier * from[j];
+                    else
+                        for (int j = 0; j < panels * PANEL; j++) to[j] += multiplier * (from[j] + more[j]);
                 }
             };
         };
@@ -223,7 +224,7 @@ class Model {
             multiply(shares, phase++, own, layer.qkv, tiles, packed,
                      [&](long tile, long panel, int panels, const float* sums) {
                          for (int i = 0; i < tiles.size(tile); i++) {
-                             float* to = qkv + (tiles.begin(tile) + i) * qkv_step_ + panel * PANEL;
+                             float* __restrict to = qkv + (tiles.begin(tile) + i) * qkv_step_ + panel * PANEL;
                              const float *from = sums + i * CHUNK * PANEL;
                              const float *more = layer.qkv_bias.data() + panel * PANEL;
                              if (layer.qkv_bias.empty())
@@ -299,11 +300,13 @@ class Model {
     // Returns the rows of x, normed and packed. One tile is packed by every member for itself: nobody waits.
     const Entry* norm(Shares& shares, long phase, Own& own, const Tiles& tiles, const std::vector<float>& weight) {
         auto pack = [&](long tile, Entry* packed) {
-            float* row = own.row.template as<float>();
+            const float *x = x_.template as<float>() + tiles.begin(tile) * x_step_, *rows[ROWS];
             for (int i = 0; i < tiles.size(tile); i++) {
-                normed(x_.template as<float>() + (tiles.begin(tile) + i) * x_step_, weight.data(), has_.hidden, row);
-                tiles.put(row, tile, i, 0, has_.hidden, terms(has_.hidden), packed);
+                float* row = own.rows.template as<float>() + i * x_step_;
+                normed(x + i * x_step_, weight.data(), has_.hidden, row);
+                rows[i] = row;
             }
+            tiles.put_all(rows, tiles.size(tile), tile, 0, 0, has_.hidden, terms(has_.hidden), packed);
         };
         if (tiles.count == 1) {
             pack(0, own.tile.template as<Entry>());
@@ -340,16 +343,19 @@ class Model {
     }
 
     void gated(const Tiles& tiles, long tile, long panel, int panels, const float* sums, Entry* inner) const {
-        long all = has_.inner;
-        for (int i = 0; i < tiles.size(tile); i++)
+        long first = panel * HALF, here = std::min(panels * long(HALF), has_.inner - first);
+        float products[ROWS][CHUNK * HALF];
+        const float* rows[ROWS];
+        for (int i = 0; i < tiles.size(tile); i++) {
+            rows[i] = products[i];
             for (int p = 0; p < panels; p++) {
                 const float* gate = sums + i * CHUNK * PANEL + p * PANEL;
-                long first = (panel + p) * HALF, here = std::min<long>(HALF, all - first);
-                float product[HALF];
+                float* product = products[i] + p * HALF;
                 for (int j = 0; j < HALF; j++)
                     product[j] = gate[j] / (1.0f + exponential(-gate[j])) * gate[HALF + j];
-                tiles.put(product, tile, i, first, here, terms(all), inner);
             }
+        }
+        tiles.put_all(rows, tiles.size(tile), tile, 0, first, here, terms(has_.inner), inner);
     }
 
     // Norms, rotates and scales a row's queries, and writes its K and V to the pool.
@@ -375,10 +381,11 @@ class Model {
         if (!layer.uses_rope) return;
         long half = has_.head_dim / 2;
         const float *cosine = cosines_.data() + position * half, *sine = sines_.data() + position * half;
+        float *__restrict lows = head, *__restrict highs = head + half;
         for (long i = 0; i < half; i++) {
-            float low = head[i], high = head[half + i];
-            head[i] = low * cosine[i] - high * sine[i];
-            head[half + i] = high * cosine[i] + low * sine[i];
+            float low = lows[i], high = highs[i];
+            lows[i] = low * cosine[i] - high * sine[i];
+            highs[i] = high * cosine[i] + low * sine[i];
         }
     }
 

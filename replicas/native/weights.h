@@ -121,6 +121,22 @@ struct Tiles {
             for (long t = 0; t < (numbers + 1) / 2; t++) to[((first + k) / 2 + t) * here] = some[t];
         }
     }
+    // The same of `together` rows from `i` on: what lies side by side is written together.
+    template <class Entry>
+    void put_all(const float* const* from, int together, long tile, int i, long first, long count, long terms,
+                 Entry* packed) const {
+        long done = 0;
+        if constexpr (Term<Entry>::NUMBERS == 2)
+            if (together >= WORTH_IT) {
+                pair* to = packed + begin(tile) * terms + first / 2 * size(tile) + i;
+                done = put_pairs(from, together, count, to, size(tile));
+            }
+        if (done == count) return;
+        for (int j = 0; j < together; j++)
+            put(from[j] + done, tile, i + j, first + done, count - done, terms, packed);
+    }
+
+    static constexpr int WORTH_IT = 3;  // of 16 that are transposed
 };
 
 // Rows of numbers, `step` apart; or packed in tiles, with `step` terms each.
