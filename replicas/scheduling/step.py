@@ -69,7 +69,8 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
+        """Return the tokens that the step computes, guesses included."""
+        return sum(chunk.rows for chunk in self.chunks)
 
     def filled(self, pages: Iterable[int]) -> list[int]:
         """Return the pages that hold the bytes of `pages` now: a planned copy's target holds none yet."""

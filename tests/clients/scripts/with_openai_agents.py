@@ -11,6 +11,7 @@ from agents import (
     Agent,
     MaxTurnsExceeded,
     Model,
+    ModelBehaviorError,
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
@@ -41,6 +42,8 @@ from calls import (
 asked: list[dict[str, Any]] = []
 ENDS = 1024
 """Tokens: an answer must end by itself, as this client takes a response that was cut off as an error."""
+TRIES = 5
+"""Of an answer that is drawn: the toy repeats itself in some of them until the limit."""
 CHAT, RESPONSES = OpenAIChatCompletionsModel, OpenAIResponsesModel
 Kind = Callable[..., Model]
 
@@ -65,12 +68,22 @@ def agent(
     )
 
 
+def answered(helper: Agent, asked: Any) -> Any:
+    """Run until an answer ends by itself: that one does not is no fault of the server."""
+    for attempt in range(1, TRIES + 1):
+        try:
+            return Runner.run_sync(helper, asked)
+        except ModelBehaviorError as error:
+            if "max_output_tokens" not in str(error) or attempt == TRIES:
+                raise
+
+
 def cached_of(result: Any) -> int:
     return int(result.context_wrapper.usage.input_tokens_details.cached_tokens)
 
 
 def text(kind: Kind, **fields: Any) -> None:
-    result = Runner.run_sync(agent(kind, tokens=ENDS, **fields), FIRST)
+    result = answered(agent(kind, tokens=ENDS, **fields), FIRST)
     assert result.final_output, result
     assert result.context_wrapper.usage.output_tokens > 0, result.context_wrapper.usage
 
@@ -89,8 +102,8 @@ def stream(kind: Kind) -> None:
 
 def second_turn(kind: Kind) -> dict[str, Any]:
     same = agent(kind, tokens=ENDS)
-    first = Runner.run_sync(same, FIRST)
-    second = Runner.run_sync(same, [*first.to_input_list(), {"role": "user", "content": SECOND}])
+    first = answered(same, FIRST)
+    second = answered(same, [*first.to_input_list(), {"role": "user", "content": SECOND}])
     return check_cached(cached_of(second))
 
 
