@@ -68,11 +68,11 @@ def agent(
     )
 
 
-def answered(helper: Agent, asked: Any) -> Any:
-    """Run until an answer ends by itself: that one does not is no fault of the server."""
+def ended(ask: Callable[[], Any]) -> Any:
+    """Ask until an answer ends by itself: that one does not is no fault of the server."""
     for attempt in range(1, TRIES + 1):
         try:
-            return Runner.run_sync(helper, asked)
+            return ask()
         except ModelBehaviorError as error:
             if "max_output_tokens" not in str(error) or attempt == TRIES:
                 raise
@@ -83,7 +83,8 @@ def cached_of(result: Any) -> int:
 
 
 def text(kind: Kind, **fields: Any) -> None:
-    result = answered(agent(kind, tokens=ENDS, **fields), FIRST)
+    helper = agent(kind, tokens=ENDS, **fields)
+    result = ended(lambda: Runner.run_sync(helper, FIRST))
     assert result.final_output, result
     assert result.context_wrapper.usage.output_tokens > 0, result.context_wrapper.usage
 
@@ -97,13 +98,14 @@ def stream(kind: Kind) -> None:
         assert result.final_output, result
         return kinds
 
-    assert "response.output_text.delta" in asyncio.run(events())
+    assert "response.output_text.delta" in ended(lambda: asyncio.run(events()))
 
 
 def second_turn(kind: Kind) -> dict[str, Any]:
     same = agent(kind, tokens=ENDS)
-    first = answered(same, FIRST)
-    second = answered(same, [*first.to_input_list(), {"role": "user", "content": SECOND}])
+    first = ended(lambda: Runner.run_sync(same, FIRST))
+    messages = [*first.to_input_list(), {"role": "user", "content": SECOND}]
+    second = ended(lambda: Runner.run_sync(same, messages))
     return check_cached(cached_of(second))
 
 
@@ -118,7 +120,7 @@ def tool_loop(kind: Kind) -> dict[str, Any]:
     helper = agent(kind, tokens=ENDS, wishes=wishes, tools=[get_weather])
     result: Any
     try:
-        result = Runner.run_sync(helper, WEATHER_QUESTION, max_turns=4)
+        result = ended(lambda: Runner.run_sync(helper, WEATHER_QUESTION, max_turns=4))
     except MaxTurnsExceeded as error:
         result = error.run_data
     assert asked, "no call"
