@@ -208,7 +208,8 @@ class Scheduler:
         if self.drafter is None or plan.preempted or plan.is_short:
             return
         drafts = self.drafter.drafts([chunk.sequence for chunk in plan.chunks])
-        plan.chunks = [replace(chunk, draft=draft) for chunk, draft in zip(plan.chunks, drafts, strict=True)]
+        drafted = zip(plan.chunks, drafts, strict=True)
+        plan.chunks = [replace(chunk, draft=draft) if draft else chunk for chunk, draft in drafted]
 
     def _own_drafts(self, plan: StepPlan) -> None:
         """Own the pages of guesses, of those that the rest of the step has left; else leave them out."""
