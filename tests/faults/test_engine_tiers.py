@@ -17,6 +17,7 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, LookupResult
 from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
 from configs.sections import FaultSettings, TierSettings
+from replicas.offload.load import Expected, PieceLoad
 from replicas.offload.tier_client import TierLink
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, prompt_of
@@ -333,12 +334,12 @@ def test_g3_a_stale_namespace_is_refused(tiny_llama: Path, tmp_path: Path) -> No
     prompt = two_turns(engine)
     offload = engine.built.engine.offload
     assert offload is not None
-    inner = offload._load
+    inner = offload._loads.fetch
 
-    def load_as_another(sequence, restore, piece, fetch, expected):  # type: ignore[no-untyped-def]
-        inner(sequence, restore, piece, fetch, replace(expected, namespace=bytes(32)))
+    def load_as_another(of: PieceLoad, fetch: Fetch, expected: Expected) -> None:
+        inner(of, fetch, replace(expected, namespace=bytes(32)))
 
-    offload._load = load_as_another  # type: ignore[method-assign]
+    offload._loads.fetch = load_as_another  # type: ignore[method-assign]
     answer = engine.run(prompt)
     assert tokens(answer)["cpu"] == 0
     assert engine.built.engine.stats().verify_failures == {"cpu:namespace": 1}
