@@ -202,3 +202,17 @@ def test_every_slot_is_filled_exactly_once(data: st.DataObject) -> None:
             computed = load.jump(computed)
         load.check_integrity()
     assert filled == [1] * total
+
+
+@pytest.mark.parametrize("fault", ["a copy into what a step computes", "a step into what is copied"])
+def test_a_slot_that_is_taken_twice_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(self: Restore, start: int, count: int) -> int:
+        limit = self.limit(start)
+        if "copied" in fault:
+            self._front = max(self._front, start + count)
+            return count
+        return count if limit is None else min(count, limit - start)
+
+    monkeypatch.setattr(Restore, "compute", compute)
+    with pytest.raises(AssertionError):
+        test_every_slot_is_filled_exactly_once()
