@@ -19,7 +19,7 @@ from typing import Any
 
 from cache_tiers.blocks import BlockShape, Bytes, record_bytes
 from cache_tiers.messages import Fetch, FetchFailed, LookupResult
-from cache_tiers.pricing import LoadPiece, PrefillMeter, TierMeter, plan_load
+from cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, plan_load
 from configs.sections import TierSettings
 from replicas.kv import CopyEvent, PagePool
 from replicas.messages import GenerateRequest
@@ -35,9 +35,6 @@ from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools,
 from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
 logger = logging.getLogger(__name__)
-
-FIRST_PLACING = (5e-4, 8e9)
-"""Seconds and bytes per second from a load's arrival until a step can use it, until this was measured."""
 
 
 class Offload:
@@ -85,7 +82,7 @@ class Offload:
         self._fetches = 0
         # Pieces beyond `fetch_max`, the first planned first; all have their pages, so the pool bounds them.
         self._backlog: deque[tuple[Sequence, Restore, RestorePiece, LoadCut]] = deque()
-        self._placing = TierMeter(*FIRST_PLACING, clock=clock)
+        self._doubt = Doubt(settings.extent_bytes_max)
         self._lookups = TierLookups(
             lambda lookup: self.link.lookup(lookup),
             self._learned,
@@ -152,6 +149,8 @@ class Offload:
         if visit is None or visit.found is None or sequence.is_cleared:
             return
         bt = self._shape.block_tokens
+        missing_blocks = (sequence.reusable - resident_tokens) // bt
+        self._doubt.decided(missing_blocks * self._shape.block_bytes)
         cuts = cuts_of(sequence, visit.found, bt, resident_tokens // bt)
         if not cuts:
             return
@@ -169,7 +168,7 @@ class Offload:
             hedge_factor=self._settings.hedge_factor,
             hedge_slack_s=self._settings.hedge_slack_s,
             step_s=step_s,
-            placing=self._placing.price(),
+            doubt=self._doubt,
         )
         if plan.decision == "none":
             return
@@ -311,7 +310,6 @@ class Offload:
         """Use what was copied into a sequence's pages, unless it has lost them meanwhile."""
         if is_there and sequence.restore is restore:
             restore.placed(piece, self._clock())
-            self._learn_placing(restore)
         else:
             restore.failed(piece, "late" if is_there else "error")
         if piece.source != OWN:
@@ -319,14 +317,6 @@ class Offload:
         elif sequence.restore is restore:
             self.swap.drop(sequence)
         self._touch(sequence, restore)
-
-    def _learn_placing(self, restore: Restore) -> None:
-        """Learn from a load that the engine had to wait for; beside others' steps it waits for these, too."""
-        if restore.decision != "load" or not restore.is_over or not self.is_engine_idle:
-            return
-        arrived_s = max(piece.arrived_s for piece in restore.pieces)
-        nbytes = sum(piece.nbytes for piece in restore.pieces if piece.state == "placed")
-        self._placing.observe(nbytes, restore.placed_s - arrived_s)
 
     # -- swap ------------------------------------------------------------------------------
 
@@ -511,6 +501,7 @@ class Offload:
         assert self._fetches >= 0, "more loads have ended than were begun"
         is_full = self._fetches >= self._settings.fetch_max
         assert is_full or not self._backlog, "a load waits for none that is under way"
+        self._doubt.check_integrity()
         self.turns.check_integrity()
         self.news.check_integrity()
         self.swap.check_integrity()

@@ -1,6 +1,6 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
-from replicas.scheduling.preemption import DropNewest, NewestByPrice, PreemptionPolicy, SwapNewest
+from replicas.scheduling.preemption import DropNewest, PreemptionPolicy, SwapPrices, preemption_policy
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import OWN, OffloadState, Restore, RestorePiece, Sequence, bare_sequence
 from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, StepTimes
@@ -9,7 +9,6 @@ __all__ = [
     "OWN",
     "Chunk",
     "DropNewest",
-    "NewestByPrice",
     "OffloadState",
     "PreemptionPolicy",
     "Restore",
@@ -20,6 +19,7 @@ __all__ = [
     "StepPlan",
     "StepRoom",
     "StepTimes",
-    "SwapNewest",
+    "SwapPrices",
     "bare_sequence",
+    "preemption_policy",
 ]
