@@ -38,30 +38,40 @@ class PageMoves:
     it has given away.
     """
 
-    def __init__(self, io: PageIo, pool: PagePool, lane: Executor, arrivals: CompletionQueue) -> None:
+    def __init__(
+        self,
+        io: PageIo,
+        pool: PagePool,
+        lane: Executor,
+        arrivals: CompletionQueue,
+        clock: Callable[[], float],
+    ) -> None:
         self.io = io
+        self._clock = clock
         self._pool = pool
         self._lane = lane
         self._arrivals = arrivals
         self._held: dict[int, list[int]] = {}  # move -> its pages, referenced for it
         self._moves = 0
 
-    def bring_in(self, payload: Bytes, pages: Listing[int], over: Callable[[bool], None]) -> None:
-        """Write verified `payload` into `pages`, then tell `over`, on the engine's thread, if it is there.
+    def bring_in(self, payload: Bytes, pages: Listing[int], over: Callable[[float | None], None]) -> None:
+        """Write verified `payload` into `pages`, then tell `over`, on the engine's thread.
 
+        `over` gets the clock's time when the copy was over, on whatever thread saw that; None: it failed.
         What a device reports of a copy under way is raised there: it is lost.
         """
         move = self._begin(pages)
 
         def landed(failure: BaseException | None) -> None:
-            self._arrivals.post(lambda: self._landed(move, failure, over))
+            landed_s = self._clock()
+            self._arrivals.post(lambda: self._landed(move, failure, landed_s, over))
 
         def copy(read: CopyEvent) -> None:
             try:
                 ticket = self.io.begin_in(payload, pages, read)
             except Exception:
                 logger.exception("blocks could not be copied into the pool")
-                self._arrivals.post(lambda: self._end(move, False, over))
+                self._arrivals.post(lambda: self._end(move, None, over))
                 return
             try:
                 ticket.then(landed)
@@ -70,7 +80,7 @@ class PageMoves:
                 landed(_failure_of(ticket))
 
         if not begin(self._lane, copy, self.io.mark()):
-            self._end(move, False, over)
+            self._end(move, None, over)
 
     def take_out(
         self,
@@ -117,10 +127,16 @@ class PageMoves:
         self._held[self._moves] = list(pages)
         return self._moves
 
-    def _landed(self, move: int, failure: BaseException | None, over: Callable[[bool], None]) -> None:
+    def _landed(
+        self,
+        move: int,
+        failure: BaseException | None,
+        landed_s: float,
+        over: Callable[[float | None], None],
+    ) -> None:
         if failure is not None:
             raise failure
-        self._end(move, True, over)
+        self._end(move, landed_s, over)
 
     def _end(self, move: int, result: T, over: Callable[[T], None]) -> None:
         self._free(move)

@@ -303,15 +303,20 @@ class Offload:
         pages = sequence.pages[start // bt : -(-end // bt)]
         skip = (start // bt - first) * block_bytes
         payload = loaded.payload[skip : skip + len(pages) * block_bytes]
+        if loaded.arrived_s > 0:
+            piece.waited_s = max(0.0, self._clock() - loaded.arrived_s)
         self.moves.bring_in(payload, pages, partial(self._placed, sequence, restore, piece))
         return True
 
-    def _placed(self, sequence: Sequence, restore: Restore, piece: RestorePiece, is_there: bool) -> None:
+    def _placed(
+        self, sequence: Sequence, restore: Restore, piece: RestorePiece, landed_s: float | None
+    ) -> None:
         """Use what was copied into a sequence's pages, unless it has lost them meanwhile."""
-        if is_there and sequence.restore is restore:
+        if landed_s is not None and sequence.restore is restore:
+            piece.landed_s = landed_s
             restore.placed(piece, self._clock())
         else:
-            restore.failed(piece, "late" if is_there else "error")
+            restore.failed(piece, "error" if landed_s is None else "late")
         if piece.source != OWN:
             self._fetched()
         elif sequence.restore is restore:

@@ -62,7 +62,8 @@ class RestorePiece:
 
     `start` is a block's first slot; only a turn's tail ends inside a block. `source`: the tier that `fetch`
     reads from. `placed_end`: end of the valid slots; `arrived_s`: when the bytes had arrived and were
-    verified.
+    verified; `landed_s`: when they were in their pages, though the engine may have taken that in later;
+    `waited_s`: in between, how long nothing but the engine's thread kept their copy from beginning.
     """
 
     start: int
@@ -72,6 +73,8 @@ class RestorePiece:
     state: PieceState = "waiting"
     placed_end: int = 0
     arrived_s: float = 0.0
+    landed_s: float = 0.0
+    waited_s: float = 0.0
     fetch: Fetch | None = None
 
 
