@@ -162,7 +162,7 @@ def open_tiers(settings: Settings) -> TierAccess:
 
 CORES = os.cpu_count() or 1
 GEMM, SAMPLES = TypeAdapter(GemmSeconds), TypeAdapter(list[Sample])
-COPY, ROADS = TypeAdapter(TierPrice | None), TypeAdapter(dict[TierName, TierPrice])
+COPY, ROADS = TypeAdapter(TierPrice | None), TypeAdapter(Mapping[TierName, TierPrice])
 """The forms in which measurements are kept."""
 
 

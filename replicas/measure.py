@@ -20,7 +20,7 @@ from replicas.forward import Runner
 from replicas.kv import TRASH_PAGE, KvPool, PageIo
 from replicas.messages import ModelRefused
 from replicas.model import is_memory_short
-from replicas.offload import Expected, LoadedBlocks, StoreRun, TierAccess, check_swapped, load, swap_record
+from replicas.offload import Expected, LoadedBlocks, StoreRun, TierAccess, check_swapped, load_extent, swap_record
 from replicas.scheduling import Chunk
 
 # (new tokens, tokens in context): enough to separate the three parts of the price where step time grows with
@@ -264,7 +264,7 @@ class Roads:
                 sample.namespace, sample.tenant, sample.extent_id, 0, blocks, tier, deadline_s=2 * ROAD_S_MAX
             )
             expected = Expected(sample.namespace, self._shape, 0, sample.keys, sample.token_counts)
-            loaded = load(self._access.link.fetch, fetch, expected, self._clock)
+            loaded = load_extent(self._access.link.fetch, fetch, expected, self._clock)
             if not isinstance(loaded, LoadedBlocks) or loaded.good < blocks:
                 return False
             first = self._first_page + number * blocks

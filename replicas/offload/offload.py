@@ -320,6 +320,8 @@ class Offload:
         if piece.source != OWN:
             self._fetched()
         elif sequence.restore is restore:
+            if piece.state == "placed":
+                self.swap.meter.observe(piece.nbytes, piece.landed_s - restore.started_s - piece.waited_s)
             self.swap.drop(sequence)
         self._touch(sequence, restore)
 
@@ -339,21 +341,28 @@ class Offload:
         swapped = self.swap.reserve(sequence, run)
         if swapped is None:
             return False
-        shape, io = self._shape, self.moves.io
+        shape, io, clock = self._shape, self.moves.io, self._clock
 
-        def take(written: CopyEvent, copied: Callable[[], None]) -> Bytes:
-            return swap_record(sequence, run, some, shape, io, written, copied)
+        def take(written: CopyEvent, copied: Callable[[], None]) -> tuple[Bytes, float]:
+            began_s = clock()
+            record = swap_record(sequence, run, some, shape, io, written, copied)
+            return record, clock() - began_s
 
         self.moves.take_out(some, take, partial(self._swapped_out, sequence, swapped))
         return True
 
-    def _swapped_out(self, sequence: Sequence, swapped: SwappedBlocks, record: Bytes | None) -> None:
+    def _swapped_out(
+        self, sequence: Sequence, swapped: SwappedBlocks, taken: tuple[Bytes, float] | None
+    ) -> None:
+        if taken is not None:
+            self.swap.meter.observe(swapped.nbytes, taken[1])
         if self.swap.get(sequence) is not swapped:
             return  # its request has ended
-        swapped.record = record
         restore = sequence.restore
-        if record is None:
+        if taken is None:
             self.swap.drop(sequence)
+        else:
+            swapped.record = taken[0]
         if restore is not None and restore.pieces and restore.pieces[0].source == OWN:
             self._check_swapped(sequence, restore, swapped)
 
@@ -378,11 +387,13 @@ class Offload:
         (piece,) = restore.pieces
         record, shape = swapped.record, self._shape
         first = piece.start // shape.block_tokens
+        restore.started_s = self._clock()  # not before: it may have been on its way out until now
 
         def check(record: Bytes) -> None:
             loaded: LoadedBlocks | None = None
             try:
                 loaded = check_swapped(sequence, swapped.run, record, first, shape)
+                loaded = replace(loaded, arrived_s=self._clock())
             except Exception:  # it must not leave the request waiting
                 logger.exception("swapped blocks could not be checked")
             self.arrivals.post(lambda: self._swap_checked(sequence, restore, loaded))
