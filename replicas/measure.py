@@ -20,7 +20,15 @@ from replicas.forward import Runner
 from replicas.kv import TRASH_PAGE, KvPool, PageIo
 from replicas.messages import ModelRefused
 from replicas.model import is_memory_short
-from replicas.offload import Expected, LoadedBlocks, StoreRun, TierAccess, check_swapped, load_extent, swap_record
+from replicas.offload import (
+    Expected,
+    LoadedBlocks,
+    StoreRun,
+    TierAccess,
+    check_swapped,
+    load_extent,
+    swap_record,
+)
 from replicas.scheduling import Chunk
 
 # (new tokens, tokens in context): enough to separate the three parts of the price where step time grows with
@@ -130,6 +138,7 @@ def hold_step_memory(engine: EngineSettings, runner: Runner, vocab: int, context
 
 SAMPLE_BYTES = 32 * MIB
 REPEATS = 3
+
 
 def measure_copy(
     io: PageIo,

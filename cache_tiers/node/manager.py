@@ -462,9 +462,7 @@ class TierNode:
         """Put records into a tier to measure its road with; see `NodeSamples.put`. `measured` ends it."""
         return self._samples.put(ask)
 
-    def measured(
-        self, prices: Mapping[TierName, TierPrice], samples: Sequence[ExtentHeader] = ()
-    ) -> None:
+    def measured(self, prices: Mapping[TierName, TierPrice], samples: Sequence[ExtentHeader] = ()) -> None:
         """Take over what a replica's start has measured of the way from each tier into its pages.
 
         `samples`: are deleted.

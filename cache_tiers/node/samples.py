@@ -1,4 +1,4 @@
-"""Records to measure with: a replica that starts loads them as it will load conversations, and prices that road."""
+"""Records to measure with: a replica that starts loads them as it will load conversations."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ BURST_EXTENTS = 4
 class Doubt:
     """Doubts each "do not" that no real load has proved lately (`TierPrice.is_proved`).
 
-    Without this a price that is too high stays so for good: what is never stored is never loaded, and what is never
-    loaded is never measured. Stores, loads and swaps each have one of their own, a token bucket of bytes.
+    Without this a price that is too high stays so for good: what is never stored is never loaded, and what is
+    never loaded is never measured. Stores, loads and swaps each have one of their own, a token bucket of
+    bytes.
     `extent_bytes_max`: of the largest extent, so that one always fits.
     """
 

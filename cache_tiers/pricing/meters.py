@@ -18,8 +18,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class TierPrice:
-    """Expected time of a load from a tier, until its bytes are in a pool's pages: `latency_s + nbytes / bytes_per_s`.
+    """Expected time of a load from a tier: `latency_s + nbytes / bytes_per_s`.
 
+    From its plan until its bytes are in the pool's pages: found, fetched, verified, copied.
     `is_proved`: a real load has said so lately; what an unproved price forbids is tried (`Doubt`).
     """
 
@@ -366,8 +367,8 @@ def swap_or_drop(
 def worth_storing(tokens: int, nbytes: int, prefill: PrefillPrice, load: TierPrice) -> bool:
     """Return whether loading a chain of `tokens` from its beginning beats recomputing it.
 
-    As a whole: a deep block costs more to compute than a shallow one, but is of no use without it. Without what
-    is paid once a turn, not once an extent: the latency (all extents of a chain are fetched at once) and
-    `c0_s`. With them a chat of short turns would never be stored at all.
+    As a whole: a deep block costs more to compute than a shallow one, but is of no use without it. Without
+    what is paid once a turn, not once an extent: the latency (all extents of a chain are fetched at once)
+    and `c0_s`. With them a chat of short turns would never be stored at all.
     """
     return load.is_up and nbytes / load.bytes_per_s < prefill.added_seconds(tokens, 0)

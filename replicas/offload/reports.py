@@ -62,9 +62,9 @@ class TierReporter:
 
 
 def _there_s(piece: RestorePiece) -> float:
-    """Return when a piece was in its pages, had it not waited for a step of others: that is no part of its road.
+    """Return when a piece was in its pages, had it not waited for a step of others.
 
-    Of one that was overtaken, or was late, when it had come.
+    That is no part of its road. Of one that was overtaken, or was late, when it had come.
     """
     return (piece.landed_s or piece.arrived_s) - piece.waited_s
 

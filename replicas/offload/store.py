@@ -502,7 +502,9 @@ class TurnStore:
             return []
         nbytes = runs[-1].end * self._shape.block_bytes
         tokens = runs[-1].first * self._shape.block_tokens + runs[-1].tokens
-        known = [price for price in up if price.is_known]  # of a tier that nothing is known of no load is free
+        known = [
+            price for price in up if price.is_known
+        ]  # of a tier that nothing is known of no load is free
         cheapest = min(known or up, key=lambda price: price.seconds(nbytes))
         new_bytes = [len(run.keys) * self._shape.block_bytes for run in runs]
         self._doubt.decided(sum(new_bytes))

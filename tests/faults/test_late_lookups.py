@@ -222,9 +222,7 @@ def test_no_request_waits_longer_than_its_own_recompute_price(
     tiny_llama: Path, tmp_path: Path, share: float
 ) -> None:
     """Its lookup comes at the last moment, its load does not: both are waited for so long, or as wanted."""
-    engine = engine_of(
-        tiny_llama, tmp_path, extent_bytes=16 * MIB, node={"prices": {"cpu": (1.2, 1e9)}}
-    )
+    engine = engine_of(tiny_llama, tmp_path, extent_bytes=16 * MIB, node={"prices": {"cpu": (1.2, 1e9)}})
     inner, offload = engine.built.engine, engine.built.engine.offload
     assert offload is not None
     offload._settings = TierSettings(audit_share=0.0, hedge_factor=100.0, lookup_share=share)

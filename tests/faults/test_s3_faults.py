@@ -74,7 +74,10 @@ def idle(tier: S3Tier, timeout_s: float = 10.0) -> bool:
 
 def guarded(tier: S3Tier, threads: int = 2) -> GuardedTier:
     """As the node calls it: in time, whatever the server does."""
-    breaker, meter = Breaker(100, 1.0, 1.0, time.monotonic), TierMeter(TierPrice(0.1, 1e6), clock=time.monotonic)
+    breaker, meter = (
+        Breaker(100, 1.0, 1.0, time.monotonic),
+        TierMeter(TierPrice(0.1, 1e6), clock=time.monotonic),
+    )
     guard = GuardedTier(
         tier, bytes_max=10**9, breaker=breaker, meter=meter, threads=threads, clock=time.monotonic
     )

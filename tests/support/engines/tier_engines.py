@@ -42,7 +42,11 @@ from tests.support.nodes.node_harness import records_of
 
 MIB = 1024 * 1024
 SCAN_S = 30.0
-PRICES: Mapping[TierName, tuple[float, float]] = {"cpu": (1e-3, 4e9), "nvme": (2e-3, 1e9), "s3": (0.05, 100e6)}
+PRICES: Mapping[TierName, tuple[float, float]] = {
+    "cpu": (1e-3, 4e9),
+    "nvme": (2e-3, 1e9),
+    "s3": (0.05, 100e6),
+}
 """Latency in seconds and bytes per second, where a test says nothing else."""
 SLOW_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)  # a CPU's: loading always pays
 

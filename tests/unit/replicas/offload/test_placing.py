@@ -74,5 +74,3 @@ def test_the_last_block_of_a_warm_turn_is_loaded_only_where_that_is_sooner(
         assert (receipt.decision, receipt.tokens["cpu"]) == ("load", 3)
     bare = tiered(tiny_llama, tmp_path / "bare", tiers={}, prefix_reuse=False)
     assert engine.run(longer).ids == bare.run(longer).ids
-
-
