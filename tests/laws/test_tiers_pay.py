@@ -1,9 +1,9 @@
 """The tiers engage where they pay, whatever was believed at first.
 
-Within 20 turns stores and loads are those of an oracle. On an H200 every extent was once refused by a price that
-no load had ever taken; since nothing was stored nothing was loaded, and no load corrected the price. Here first
-prices are wrong by ten times, both ways, on many machines; the simulator decides by the product's own classes.
-`tests/faults/test_price_doubted.py` has the same with an engine.
+Within 20 turns stores and loads are those of an oracle. On an H200 every extent was once refused by a price
+that no load had ever taken; since nothing was stored nothing was loaded, and no load corrected the price.
+Here first prices are wrong by ten times, both ways, on many machines; the simulator decides by the product's
+own classes. `tests/faults/test_price_doubted.py` has the same with an engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MINUTE_S = 60.0
 
 @dataclass(frozen=True)
 class Machine:
-    """What a model on a machine takes. `tier`: its uppermost, with its loads' price; `tokens`: of a prompt."""
+    """What a model on a machine takes. `tier`: the uppermost, with its loads' price; `tokens`: a prompt's."""
 
     prefill: PrefillPrice
     token_bytes: int
