@@ -39,7 +39,7 @@ class TierPrice:
 
 
 SECONDS_MIN, SECONDS_MAX = 1e-7, 600.0
-BYTE_S_MIN, BYTE_S_MAX = 1e-13, 1e-3
+BYTE_S_MIN, BYTE_S_MAX = 1e-13, 0.1
 
 # A nearly zero part still gets its share of a surprise, and so can grow: in units of a_s.
 C0_TOKENS_MIN = 1.0
@@ -236,8 +236,8 @@ def fit_prefill(samples: Sequence[Sample], step_tokens: float = math.inf) -> Pre
 
 
 EVEN_BYTES = 1 << 20
-"""The first load of a tier of which nothing is known is taken apart as if latency were the time of so many
-bytes: a small one then says little of bandwidth, a large one little of latency."""
+"""`even_bytes` of a meter: the first load of a tier of which nothing is known is taken apart as if latency
+were the time of so many bytes. A small one then says little of bandwidth, a large one little of latency."""
 
 
 class TierMeter:
@@ -256,6 +256,7 @@ class TierMeter:
         clock: Callable[[], float] = time.monotonic,
         doubt_s: float = 20.0,
         failure_fade_s: float = 30.0,
+        even_bytes: int = EVEN_BYTES,
     ) -> None:
         """Raises `ValueError` if a price or a time is not positive and finite."""
         if not all(math.isfinite(x) and x > 0 for x in (doubt_s, failure_fade_s)):
@@ -265,6 +266,7 @@ class TierMeter:
         self._clock = clock
         self._doubt_s = doubt_s
         self._failure_fade_s = failure_fade_s
+        self._even_bytes = even_bytes
         self._proved_at_s: float | None = None
         self._penalty_s = 0.0
         self._penalty_at_s = clock()
@@ -295,8 +297,8 @@ class TierMeter:
             return
         seconds = max(seconds, SECONDS_MIN)
         if self._parts is None:
-            byte_s = seconds / (EVEN_BYTES + nbytes)
-            self._believe((EVEN_BYTES * byte_s, byte_s), nbytes, seconds)
+            byte_s = seconds / (self._even_bytes + nbytes)
+            self._believe((self._even_bytes * byte_s, byte_s), nbytes, seconds)
         elif not self._is_proved() and (cheaper := seconds / self._seconds(nbytes)) < 1.0:
             latency_s, byte_s = self._parts
             self._believe((latency_s * cheaper, byte_s * cheaper), nbytes, seconds)
