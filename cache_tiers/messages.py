@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks import Address, Bytes, ChainMarks, ExtentHeader, LoadSource, TierName
+from cache_tiers.blocks import Address, BlockShape, Bytes, ChainMarks, ExtentHeader, LoadSource, TierName
 from cache_tiers.forecast import Role, Stop
 from cache_tiers.pricing import TierPrice
 
@@ -235,11 +235,21 @@ class BadReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Reports how long a fetch took, for the price of the tier."""
+    """Reports how long a load took until its bytes were in the pool's pages, for the price of the tier."""
 
     tier: LoadSource
     nbytes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Asks for `count` records of `blocks` random blocks each in `tier`, to measure a load with."""
+
+    tier: TierName
+    shape: BlockShape
+    blocks: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

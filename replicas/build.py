@@ -18,10 +18,10 @@ import torch
 from pydantic import TypeAdapter
 
 from cache_tiers.actors import StagingBuffer, open_outbox
-from cache_tiers.blocks import namespace_digest, tenant_tag
+from cache_tiers.blocks import TierName, namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
-from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, fit_prefill
+from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
 from replicas.checkpoint import load_vocabulary
@@ -37,8 +37,8 @@ from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
 from replicas.measure import (
-    NO_COPY,
     SAMPLE_BYTES,
+    Roads,
     hold_step_memory,
     measure_copy,
     measure_prefill,
@@ -75,7 +75,7 @@ from replicas.ranks import (
     RankSubprocess,
 )
 from replicas.sampling import Sampler
-from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
+from replicas.scheduling import DropNewest, PreemptionPolicy, Scheduler, StepBudget, preemption_policy
 from replicas.step_choice import StepChoice, expects_native, return_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ def build_offload(
     pool: PagePool,
     io: PageIo,
     meter: PrefillMeter,
+    swap: SwapSpace,
 ) -> Offload:
     """Build the replica's side of the cache tiers."""
     shape, tiers, arrivals = geometry.record_shape, settings.tiers, CompletionQueue()
@@ -99,7 +100,7 @@ def build_offload(
         shape=shape,
         settings=tiers,
         meter=meter,
-        swap=SwapSpace(tiers.swap_bytes_max, shape),
+        swap=swap,
         turns=turns,
         handover=Handover(
             link=access.link,
@@ -123,20 +124,6 @@ def build_offload(
             rate=tiers.predictor.clock_rate,
         ),
     )
-
-
-def preemption_policy(
-    settings: Settings, geometry: KvGeometry, meter: PrefillMeter, copy: Callable[[], TierPrice] | None
-) -> PreemptionPolicy:
-    """Return the policy of `engine.preemption`.
-
-    `copy` measures one direction; None: there is no swap space.
-    """
-    if settings.engine.preemption == "drop" or copy is None:
-        return DropNewest()
-    if settings.engine.preemption == "swap":
-        return SwapNewest()
-    return NewestByPrice(lambda: meter.price, copy(), geometry.block_bytes, geometry.block_tokens)
 
 
 Value = TypeVar("Value")
@@ -174,7 +161,8 @@ def open_tiers(settings: Settings) -> TierAccess:
 
 
 CORES = os.cpu_count() or 1
-GEMM, SAMPLES, COPY = TypeAdapter(GemmSeconds), TypeAdapter(list[Sample]), TypeAdapter(TierPrice)
+GEMM, SAMPLES = TypeAdapter(GemmSeconds), TypeAdapter(list[Sample])
+COPY, ROADS = TypeAdapter(TierPrice | None), TypeAdapter(Mapping[TierName, TierPrice])
 """The forms in which measurements are kept."""
 
 
@@ -232,8 +220,8 @@ def build_engine(
     everything is measured now. `begin`: is told each stage of `REPLICA_STAGES`. `launch`: starts the other
     ranks of `engine.tensor_parallel`.
 
-    For tests and benchmarks: `pages` sets the pool size instead of the free
-    memory, `prefill` replaces the measured price of prefill, `load` makes the model.
+    For tests and benchmarks: `pages` sets the pool size instead of the free memory, `load` makes the model;
+    `prefill` replaces the measured price of prefill, and no load is measured either.
 
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
@@ -317,7 +305,9 @@ def build_engine(
     begin("measure")
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
-    offload, preemption = _offload(tiers, settings, geometry, open_io, page_pool, meter, kept)
+    offload, preemption = _offload(
+        tiers, settings, geometry, open_io, page_pool, meter, kept, measures_loads=prefill is None
+    )
     vocabulary = load_vocabulary(model_dir, kept)
     tokenizer = vocabulary.tokenizer
     kept.save()
@@ -472,23 +462,29 @@ def _offload(
     page_pool: PagePool,
     meter: PrefillMeter,
     kept: KeptMeasurements,
+    *,
+    measures_loads: bool,
 ) -> tuple[Offload | None, PreemptionPolicy]:
     if tiers is None or not settings.engine.prefix_reuse:
-        return None, preemption_policy(settings, geometry, meter, None)
-    swap_bytes = settings.tiers.swap_bytes_max
-    io = open_io(settings.tiers.staged_bytes_max + swap_bytes)
-    measure = partial(
-        measure_copy,
-        io,
-        geometry.record_shape,
-        pages=page_pool.pages,
-        bytes_max=swap_bytes,
-    )
-    sample_bytes = min(swap_bytes, SAMPLE_BYTES, page_pool.pages * geometry.block_bytes)
-    copy = partial(kept.get, f"swap of {sample_bytes} bytes", COPY, measure, NO_COPY)
+        return None, DropNewest()
+    of, shape, pages = settings.tiers, geometry.record_shape, page_pool.pages
+    io = open_io(of.staged_bytes_max + of.swap_bytes_max)
+    swap = SwapSpace(of.swap_bytes_max, shape, TierMeter(clock=tiers.clock))
+    if settings.engine.preemption == "price" and swap.has_room:
+        measure = partial(measure_copy, io, shape, pages=pages, bytes_max=of.swap_bytes_max)
+        sample_bytes = min(of.swap_bytes_max, SAMPLE_BYTES, pages * geometry.block_bytes)
+        copy = kept.get(f"swap of {sample_bytes} bytes", COPY, measure, None)
+        if copy is not None:
+            swap.meter.measured(copy)
+    if measures_loads:
+        roads = Roads(tiers, io, shape, pages=pages, extents=of.io_threads)
+        sizes = of.io_threads, pages, of.cpu.bytes_max, of.nvme.bytes_max, settings.nvme_dir
+        tiers.link.measured(kept.get(f"loads {sizes}", ROADS, roads.measure, {}), ())
     return (
-        build_offload(tiers, settings, geometry, page_pool, io, meter),
-        preemption_policy(settings, geometry, meter, copy),
+        build_offload(tiers, settings, geometry, page_pool, io, meter, swap),
+        preemption_policy(
+            settings.engine.preemption, lambda: meter.price, swap, geometry.block_bytes, geometry.block_tokens
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Measures the prices of prefill and of swapping on this machine at start, with the real model."""
+"""Measures on this machine, at start and with the real model, what prefill, swaps and loads take."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from statistics import median
 
+import numpy as np
 import torch
 
-from cache_tiers.blocks import KEY_BYTES, BlockShape, record_bytes
+from cache_tiers.blocks import KEY_BYTES, BlockShape, ExtentHeader, TierName, record_bytes
+from cache_tiers.messages import Fetch, SampleRequest
 from cache_tiers.pricing import Sample, TierPrice
 from configs.sections import MIB
 from configs.settings import EngineSettings
@@ -18,7 +20,15 @@ from replicas.forward import Runner
 from replicas.kv import TRASH_PAGE, KvPool, PageIo
 from replicas.messages import ModelRefused
 from replicas.model import is_memory_short
-from replicas.offload import StoreRun, check_swapped, swap_record
+from replicas.offload import (
+    Expected,
+    LoadedBlocks,
+    StoreRun,
+    TierAccess,
+    check_swapped,
+    load_extent,
+    swap_record,
+)
 from replicas.scheduling import Chunk
 
 # (new tokens, tokens in context): enough to separate the three parts of the price where step time grows with
@@ -129,9 +139,6 @@ def hold_step_memory(engine: EngineSettings, runner: Runner, vocab: int, context
 SAMPLE_BYTES = 32 * MIB
 REPEATS = 3
 
-NO_COPY = TierPrice(0.0, 1.0, is_up=False)
-"""The price of a swap space that has no room."""
-
 
 def measure_copy(
     io: PageIo,
@@ -140,18 +147,19 @@ def measure_copy(
     pages: int,
     bytes_max: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> TierPrice:
+) -> TierPrice | None:
     """Measure how long one direction of swapping takes, between the pool's `pages` and host memory.
 
     With checksums: what a sequence waits for, though no other does.
 
     Runs on pages that hold no blocks, and leaves their content unchanged. `bytes_max`: of the swap space.
+    None: there is no room, or it failed.
     """
     block_bytes = shape.block_bytes
     room = min(bytes_max, SAMPLE_BYTES) - record_bytes(1, shape)
     blocks = min(pages - 1 - TRASH_PAGE, 1 + room // block_bytes)
     if blocks < 1 or record_bytes(blocks, shape) > bytes_max:
-        return NO_COPY
+        return None
     sequence = bare_sequence([], [])
 
     def both_ways_s(blocks: int) -> float | None:
@@ -173,8 +181,107 @@ def measure_copy(
         [took_s for _ in range(REPEATS) if (took_s := both_ways_s(some)) is not None] for some in (1, blocks)
     )
     if not small or not whole:
-        return NO_COPY
+        return None
     small_s, whole_s = median(small), median(whole)
     # On a fast machine noise hides the difference; a tenth of the whole bounds the bandwidth this may claim.
     moving_s = max(whole_s - small_s, whole_s / 10, 1e-9)
     return TierPrice(small_s / 2, 2 * max(1, blocks - 1) * block_bytes / moving_s)
+
+
+ROAD_BYTES, ROAD_BYTES_MAX = 16 * MIB, 256 * MIB
+"""Of the first and of the largest samples of a tier, all together."""
+ROAD_LONG_S = 0.01
+"""Samples are made larger until a load of them takes so long: what is shorter is mostly latency."""
+ROAD_S_MAX = 0.5
+"""No larger samples are made of a tier after this time."""
+ROAD_REPEATS = 3
+
+
+class Roads:
+    """Measures what loads take from each tier of the node into the pool's pages, by the way that they go.
+
+    `pages`: of the pool, which holds no blocks yet; what is loaded is overwritten with zeros. `extents`: are
+    loaded side by side.
+    """
+
+    def __init__(
+        self,
+        access: TierAccess,
+        io: PageIo,
+        shape: BlockShape,
+        *,
+        pages: int,
+        extents: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._access = access
+        self._io = io
+        self._shape = shape
+        self._extents = extents
+        self._clock = clock
+        self._first_page = TRASH_PAGE + 1
+        most = min(ROAD_BYTES_MAX // shape.block_bytes, pages - self._first_page)
+        self._blocks_max = most // extents
+
+    def measure(self) -> dict[TierName, TierPrice]:
+        """Return the prices of the tiers that have room for samples; S3 is priced by its first load."""
+        tiers: tuple[TierName, ...] = ("cpu", "nvme")
+        prices = {tier: price for tier in tiers if (price := self._price(tier)) is not None}
+        if prices:
+            used = self._blocks_max * self._extents
+            zeros = np.zeros(self._shape.block_bytes, dtype=np.uint8)
+            for page in range(self._first_page, self._first_page + used):
+                self._io.begin_in(zeros, [page], self._io.mark()).wait()
+        return prices
+
+    def _price(self, tier: TierName) -> TierPrice | None:
+        """Return the price of a tier's road; None: it has no room for samples, or a load of them failed."""
+        until_s = self._clock() + ROAD_S_MAX
+        small_s = self._seconds(tier, 1)
+        blocks = max(2, ROAD_BYTES // (self._extents * self._shape.block_bytes))
+        while small_s is not None and blocks <= self._blocks_max:
+            whole_s = self._seconds(tier, blocks)
+            if whole_s is None:
+                return None
+            if whole_s >= ROAD_LONG_S or 4 * blocks > self._blocks_max or self._clock() >= until_s:
+                # Noise may hide the difference; a tenth of the whole bounds the bandwidth this may claim.
+                moving_s = max(whole_s - small_s, whole_s / 10, 1e-9)
+                bytes_per_s = self._extents * (blocks - 1) * self._shape.block_bytes / moving_s
+                return TierPrice(max(whole_s - blocks * moving_s / (blocks - 1), whole_s / 100), bytes_per_s)
+            blocks *= 4
+        return None
+
+    def _seconds(self, tier: TierName, blocks: int) -> float | None:
+        """Return what loading as many extents of `blocks` as are loaded at a time takes, all together."""
+        samples = self._access.link.sample(SampleRequest(tier, self._shape, blocks, self._extents))
+        try:
+            if len(samples) != self._extents:
+                return None
+            # What is read from a disk is in main memory afterwards, so that only the first time is of it.
+            repeats = ROAD_REPEATS if tier == "cpu" else 1
+            took = [took_s for _ in range(repeats) if (took_s := self._load(tier, samples)) is not None]
+            return median(took) if len(took) == repeats else None
+        finally:
+            self._access.link.measured({}, samples)
+
+    def _load(self, tier: TierName, samples: Listing[ExtentHeader]) -> float | None:
+        started_s, read = self._clock(), self._io.mark()
+
+        def bring(number: int, sample: ExtentHeader) -> bool:
+            blocks = sample.blocks
+            fetch = Fetch(
+                sample.namespace, sample.tenant, sample.extent_id, 0, blocks, tier, deadline_s=2 * ROAD_S_MAX
+            )
+            expected = Expected(sample.namespace, self._shape, 0, sample.keys, sample.token_counts)
+            loaded = load_extent(self._access.link.fetch, fetch, expected, self._clock)
+            if not isinstance(loaded, LoadedBlocks) or loaded.good < blocks:
+                return False
+            first = self._first_page + number * blocks
+            self._io.begin_in(loaded.payload, range(first, first + blocks), read).wait()
+            return True
+
+        coming = [
+            self._access.lanes.fetch.submit(bring, number, sample) for number, sample in enumerate(samples)
+        ]
+        came = [future.result() for future in coming]
+        return self._clock() - started_s if all(came) else None

@@ -30,7 +30,7 @@ class TracedLink:
         self._tracer = tracer
         # What has no span goes straight to the link.
         self.report, self.clear, self.turn_over = link.report, link.clear, link.turn_over
-        self.stats, self.ping = link.stats, link.ping
+        self.stats, self.ping, self.sample, self.measured = link.stats, link.ping, link.sample, link.measured
 
     def lookup(self, lookup: Lookup) -> LookupResult | None:
         if not lookup.trace:

@@ -36,7 +36,6 @@ from cache_tiers.media import (
     NvmeTier,
     Tier,
     measure_direct_io,
-    measure_tier,
     memory,
 )
 from cache_tiers.media import (
@@ -57,7 +56,7 @@ from cache_tiers.node import (
 from cache_tiers.transport import LazyLink, NixlLink, PeerError
 from configs.json_text import parse_json
 from configs.optional_sections import TelemetrySettings
-from configs.sections import MIB, FaultSettings, FaultsSettings, PeerSettings, TierSettings
+from configs.sections import FaultSettings, FaultsSettings, PeerSettings, TierSettings
 from configs.telemetry import open_tracer, set_up_logs
 
 logger = logging.getLogger(__name__)
@@ -67,9 +66,6 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 PENDING_FILE = "owed.json"
-MEASURED_BYTES = 4 * MIB
-MEASURE_REPEATS = 3
-MEASURE_S_MAX = 1.0
 
 
 def build_tiers(
@@ -117,22 +113,6 @@ def build_tiers(
         else:
             _add(built, s3, settings.s3.bytes_max, settings.faults.s3)
     return built
-
-
-def measure_prices(built: NodeMedia, clock: Callable[[], float]) -> None:
-    """Measure the first read prices (about a second); S3's stay, and where measuring fails."""
-    for name in ("cpu", "nvme"):
-        tier = built.tiers.get(name)
-        nbytes = min(MEASURED_BYTES, built.bytes_max.get(name, 0) // 4)
-        if tier is None or nbytes < 4096 or tier.why_not_ours():
-            continue
-        inner = tier.inner if isinstance(tier, FaultyTier) else tier
-        drop_cache = inner.drop_cache if isinstance(inner, NvmeTier) else None
-        found = measure_tier(
-            tier, nbytes, MEASURE_REPEATS, clock, budget_s=MEASURE_S_MAX, drop_cache=drop_cache
-        )
-        if found is not None:
-            built.first_prices[name] = found
 
 
 def build_link(settings: PeerSettings, agent: str) -> LazyLink:
@@ -306,7 +286,6 @@ class TierActor:
         else:
             starts = 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
             self._bad_files = 0
-        measure_prices(built, time.monotonic)
         self._node = TierNode(
             settings,
             built,
@@ -341,6 +320,8 @@ class TierActor:
     report = served("control", TierNode.report, whole)
     clear = served("control", TierNode.clear, whole)
     ping = served("lookup", TierNode.ping, whole)
+    sample = served("control", TierNode.sample, whole, is_use=True)
+    measured = served("control", TierNode.measured, whole)
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def stats(self) -> NodeStats:

@@ -205,6 +205,6 @@ class BlockValues:
             recompute_s = extent.recompute_s / copy.nbytes
         for below in TIERS[TIERS.index(copy.tier) + 1 :]:
             price = self._loads.get(below)
-            if below in extent.copies and price is not None and price.is_up:
+            if below in extent.copies and price is not None and price.is_up and price.is_known:
                 return min(recompute_s, price.seconds(copy.nbytes) / copy.nbytes)
         return recompute_s

@@ -150,6 +150,9 @@ class FaultyTier(Tier):
     def touch(self, address: Address) -> None:
         self.inner.touch(address)
 
+    def drop_cache(self, address: Address) -> None:
+        self.inner.drop_cache(address)
+
     def bytes_held(self) -> int:
         return self.inner.bytes_held()
 

@@ -279,6 +279,11 @@ class GuardedTier:
         with self._lock:
             return self._meter.price(is_up)
 
+    def measured(self, price: TierPrice) -> None:
+        """Take over a start's measurement: see `TierMeter.measured`."""
+        with self._lock:
+            self._meter.measured(price)
+
     def observe(self, nbytes: int, seconds: float) -> None:
         """Record the end-to-end seconds of a load."""
         with self._lock:

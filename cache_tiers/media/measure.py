@@ -1,6 +1,6 @@
-"""Measures a tier's read speed once, at start, with one record of random bytes.
+"""Measures a medium's read speed with one record of random bytes: for `samovar doctor`, without a service.
 
-The caller supplies how caches are dropped and what price holds if nothing could be measured.
+What a load takes is measured by the replica that loads (`replicas/measure.py` `Roads`).
 """
 
 from __future__ import annotations
@@ -89,10 +89,9 @@ def _read_times(
             begun_s = clock()
             if begun_s >= end_s:
                 return small, whole
-            # Copying and comparing count as well: a tier that hands out a memory view is not free either.
-            data = tier.read(address, 0, nbytes, deadline=Deadline(end_s - begun_s)).copy()
-            is_same = np.array_equal(data, record.data[:nbytes])
+            data = tier.read(address, 0, nbytes, deadline=Deadline(end_s - begun_s))
             ended_s = clock()
+            is_same = np.array_equal(data, record.data[:nbytes])
             if not is_same:
                 raise BadRecord("checksum", "read other bytes than were put")
             if ended_s <= end_s:

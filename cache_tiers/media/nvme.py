@@ -331,7 +331,6 @@ class NvmeTier(Tier):
             logger.debug("cannot touch %s: %s", address.extent_id[:6].hex(), error)
 
     def drop_cache(self, address: Address) -> None:
-        """Drop a record from the page cache, so that the next read comes from the medium. For measuring."""
         try:
             descriptor = os.open(self._path(address), os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

@@ -183,6 +183,12 @@ class Tier(ABC):
     def touch(self, address: Address) -> None:
         """Mark as used now, across a restart if the medium can (mtime). Cheap, never raises."""
 
+    def drop_cache(self, address: Address) -> None:  # noqa: B027 - optional
+        """Make the next read of a record come from the medium, not from the system's cache. For measuring.
+
+        Raises `TierError`.
+        """
+
     @abstractmethod
     def bytes_held(self) -> int:
         """Return the bytes the tier really takes up, quarantine included. Raises `TierError` if unknown."""

@@ -19,6 +19,7 @@ from cache_tiers.blocks import (
     TIERS,
     Address,
     Clear,
+    ExtentHeader,
     LoadSource,
     Placement,
     TierError,
@@ -49,6 +50,7 @@ from cache_tiers.messages import (
     LookupResult,
     NodeGlance,
     NodeStats,
+    SampleRequest,
     StoreReply,
     StoreRequest,
     TierStats,
@@ -59,6 +61,7 @@ from cache_tiers.node.drain import NodeDrain
 from cache_tiers.node.load import NodeReads
 from cache_tiers.node.peers import NodePeers, covers
 from cache_tiers.node.resumption import NodePrefetch, NodeResumption
+from cache_tiers.node.samples import NodeSamples
 from cache_tiers.node.scan import RescanCoalescer, TierScans
 from cache_tiers.node.state import NodeState, PendingDeletes
 from cache_tiers.node.store import CallFor, NodeStores
@@ -72,20 +75,12 @@ from configs.sections import TierSettings
 logger = logging.getLogger(__name__)
 
 
-FIRST_PRICES: dict[TierName, tuple[float, float]] = {
-    "cpu": (1e-3, 4e9),
-    "nvme": (2e-3, 1e9),
-    "s3": (0.05, 100e6),
-}
-
-
 @dataclass(slots=True)
 class NodeMedia:
     """A node's tiers that work, the bytes each may hold, and why the others are `off`.
 
     `pending_path`: file of the pending clears and deletes; None: no directory is ours, nothing is kept.
     `late_pending_path`: that file, if its directory is waited for (`Tier.why_not_ours`); it is read then.
-    `first_prices`: latency in seconds and bytes per second, until the first loads are measured.
     """
 
     tiers: dict[TierName, Tier] = field(default_factory=dict)
@@ -93,7 +88,6 @@ class NodeMedia:
     off: dict[TierName, str] = field(default_factory=dict)
     pending_path: Path | None = None
     late_pending_path: Path | None = None
-    first_prices: dict[TierName, tuple[float, float]] = field(default_factory=FIRST_PRICES.copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +126,7 @@ def guarded(
             breaker=Breaker(
                 settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
             ),
-            meter=TierMeter(*media.first_prices[name], clock=clock),
+            meter=TierMeter(clock=clock),
             threads=settings.io_threads,
             clock=clock,
         )
@@ -380,6 +374,7 @@ class TierNode:
             incarnation=identity.incarnation,
             look_again=self._look_again,
         )
+        self._samples = NodeSamples(books, carrier)
         self._reads = NodeReads(books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch)
         self._stores = NodeStores(
             books,
@@ -462,6 +457,20 @@ class TierNode:
     def offer(self, offers: Sequence[StoreRequest], source: object = None) -> StoreReply:
         """Decide on each offer at once; accepted records are called for later (`CallFor`, `source`)."""
         return StoreReply(tuple(self._stores.offer(offer, source) for offer in offers))
+
+    def sample(self, ask: SampleRequest) -> tuple[ExtentHeader, ...]:
+        """Put records into a tier to measure its road with; see `NodeSamples.put`. `measured` ends it."""
+        return self._samples.put(ask)
+
+    def measured(self, prices: Mapping[TierName, TierPrice], samples: Sequence[ExtentHeader] = ()) -> None:
+        """Take over what a replica's start has measured of the way from each tier into its pages.
+
+        `samples`: are deleted.
+        """
+        for tier, price in prices.items():
+            if tier in self._guards:
+                self._guards[tier].measured(price)
+        self._samples.drop(samples)
 
     def report(self, bad: Sequence[BadReport] = (), loads: Sequence[LoadReport] = ()) -> None:
         """Quarantine bad records, so that the next lookup does not find them; learn from loads."""

@@ -95,11 +95,6 @@ def _part(span: BlockRange, node: str, first: int, end: int) -> BlockRange:
     return replace(span, first=first, offset=offset, blocks=end - first, tier="peer", node=node)
 
 
-FIRST_PRICE = (0.2, 500e6)
-"""Latency in seconds and bytes per second, until the first pulls are measured.
-
-The very first pull makes a connection, and must not count as late.
-"""
 MEET_S_MAX = 5.0
 
 
@@ -128,7 +123,7 @@ class NodePeers:
         self._settings = settings.peer
         self._calls = calls if settings.peer.enabled else None
         self._link = link
-        self._meter = TierMeter(*FIRST_PRICE, clock=books.clock)
+        self._meter = TierMeter(clock=books.clock)
         self._peers = PeerTable(settings.peer, books.clock)
         self.lost = threading.Event()
         """Set when a node is gone, so that its data in S3 is worth a rescan; reset by the scanner."""

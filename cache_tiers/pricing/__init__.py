@@ -1,6 +1,7 @@
 """Prices of prefill and of tier loads, measured while serving, and the load plan they imply."""
 
 from cache_tiers.pricing.break_even import break_even_tokens
+from cache_tiers.pricing.doubt import BURST_EXTENTS, Doubt
 from cache_tiers.pricing.load_plan import LoadPiece, LoadPlan, plan_load
 from cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
 from cache_tiers.pricing.meters import (
@@ -17,7 +18,9 @@ from cache_tiers.pricing.meters import (
 )
 
 __all__ = [
+    "BURST_EXTENTS",
     "UNKNOWN_PREFILL",
+    "Doubt",
     "LoadPiece",
     "LoadPlan",
     "LookupWait",

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Literal
 
 from cache_tiers.blocks import LoadSource
+from cache_tiers.pricing.doubt import Doubt
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 PlanDecision = Literal["none", "load", "recompute", "meet"]
@@ -70,7 +71,7 @@ def plan_load(
     hedge_factor: float,
     hedge_slack_s: float,
     step_s: float = 0.0,
-    placing: TierPrice | None = None,
+    doubt: Doubt | None = None,
 ) -> LoadPlan:
     """Return the cheapest plan for a prompt of which `resident_tokens` are in the pool.
 
@@ -79,9 +80,7 @@ def plan_load(
     at a time: they share its bandwidth, their latencies overlap; tiers do not wait for each other.
     `step_s`: what is lost by not being in the step that runs now for other sequences: what is loaded
     meanwhile has to wait for the next one, so a few tokens are computed in this one.
-    `placing`: price of the way from there into the engine's pages, None: nothing. A few tokens, such as a
-    turn's last partial block, are computed where this adds less to the step that computes the rest, and at
-    least the last token, anyway.
+    `doubt`: may add pieces that it costs more to load, so that their price is proved.
     At least one token is always computed. Raises `ValueError` unless
     `0 <= resident_tokens < prompt_tokens` and `parallel >= 1`.
     """
@@ -91,7 +90,7 @@ def plan_load(
     compute_all_s = prefill.seconds(prompt_tokens - resident_tokens, resident_tokens)
     if not usable:
         return LoadPlan("none", (), 0.0, 0.0, compute_all_s, 0.0)
-    loads = _Loads(usable, prices, parallel, placing)
+    loads = _Loads(usable, prices, parallel)
 
     def rest_s(loaded: int) -> float:
         end = usable[loaded - 1].end
@@ -114,6 +113,11 @@ def plan_load(
     total_s, first, end = min(load_total_s, compute_all_s), 0, loaded
     if meet_total_s < total_s:
         decision, total_s, first, end = "meet", meet_total_s, meet_first, met
+    declined = usable[0 if decision == "recompute" else end :]
+    if doubt is not None and (tried := sum(1 for _ in _tried(declined, prices, doubt))):
+        first, end = (0, tried) if decision == "recompute" else (first, end + tried)
+        decision = "load" if decision == "recompute" else decision
+        total_s = max(total_s, loads.seconds(first, end) + rest_s(end))
     load_s = loads.seconds(first, end)
     chosen = () if decision == "recompute" else usable[first:end]
     return LoadPlan(
@@ -144,6 +148,16 @@ def _usable(
         yield piece
 
 
+def _tried(
+    pieces: Sequence[LoadPiece], prices: Mapping[LoadSource, TierPrice], doubt: Doubt
+) -> Iterator[LoadPiece]:
+    """Yield the leading pieces that are loaded although computing them seems cheaper."""
+    for piece in pieces:
+        if not doubt.tries(piece.nbytes, prices[piece.tier]):
+            return
+        yield piece
+
+
 def _is_sane(price: TierPrice) -> bool:
     """Return whether no sum with this price can become infinite or NaN."""
     return math.isfinite(price.latency_s) and price.latency_s >= 0 and price.bytes_per_s >= 1
@@ -157,10 +171,8 @@ class _Loads:
         pieces: Sequence[LoadPiece],
         prices: Mapping[LoadSource, TierPrice],
         parallel: int,
-        placing: TierPrice | None,
     ) -> None:
         self.pieces = pieces
-        self._placing = placing
         self._parallel = parallel
         self._prices = [(tier, prices[tier]) for tier in dict.fromkeys(piece.tier for piece in pieces)]
         # Per tier, prefix sums over the pieces: how many of the first n are in it, and their bytes.
@@ -179,9 +191,7 @@ class _Loads:
             rounds = -(-(count[end] - count[first]) // self._parallel)
             moved_s = (nbytes[end] - nbytes[first]) / price.bytes_per_s
             slowest_s = max(slowest_s, rounds * price.latency_s + moved_s)
-        if self._placing is None:
-            return slowest_s
-        return slowest_s + self._placing.seconds(sum(nbytes[end] - nbytes[first] for nbytes in self._nbytes))
+        return slowest_s
 
 
 def _meeting_point(loads: _Loads, end: int, prefill: PrefillPrice, resident_tokens: int) -> tuple[int, float]:

@@ -38,13 +38,15 @@ def plan_wait(
     """Return the wait for the lookup of `missing_tokens` behind `resident_tokens` in the pool.
 
     It is `share` of what loading would save, at most `s_max`: computing them, less loading their `nbytes`
-    from the cheapest tier in `prices` (as last heard; without any, loading counts as free). `usual_s`: what
+    from the cheapest tier in `prices` (as last heard; without any, or where none is proved, loading counts as
+    free). `usual_s`: what
     a lookup takes as a rule; an answer that is not expected in time is not waited for. An idle engine begins
     after `idle_share` of the wait, but not before twice `usual_s`: most answers come until then, and a step
     that has begun cannot be taken back.
     """
     recompute_s = prefill.added_seconds(max(0, missing_tokens), resident_tokens)
-    load_s = min((price.seconds(nbytes) for price in prices.values() if price.is_up), default=0.0)
+    loads_s = (price.seconds(nbytes) if price.is_proved else 0.0 for price in prices.values() if price.is_up)
+    load_s = min(loads_s, default=0.0)
     until_s = min(s_max, share * max(0.0, recompute_s - load_s))
     if until_s <= usual_s:
         return LookupWait(0.0, 0.0, recompute_s)

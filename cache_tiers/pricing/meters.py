@@ -18,18 +18,28 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class TierPrice:
-    """Expected time of a load from a tier: `latency_s + nbytes / bytes_per_s`."""
+    """Expected time of a load from a tier: `latency_s + nbytes / bytes_per_s`.
+
+    From its plan until its bytes are in the pool's pages: found, fetched, verified, copied.
+    `is_proved`: a real load has said so lately; what an unproved price forbids is tried (`Doubt`).
+    """
 
     latency_s: float
     bytes_per_s: float
     is_up: bool = True
+    is_proved: bool = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured; else a load counts as free, until the first has been."""
+        return math.isfinite(self.bytes_per_s)
 
     def seconds(self, nbytes: int) -> float:
         return self.latency_s + nbytes / self.bytes_per_s
 
 
 SECONDS_MIN, SECONDS_MAX = 1e-7, 600.0
-BYTE_S_MIN, BYTE_S_MAX = 1e-13, 1e-3
+BYTE_S_MIN, BYTE_S_MAX = 1e-13, 0.1
 
 # A nearly zero part still gets its share of a surprise, and so can grow: in units of a_s.
 C0_TOKENS_MIN = 1.0
@@ -225,59 +235,85 @@ def fit_prefill(samples: Sequence[Sample], step_tokens: float = math.inf) -> Pre
     return _bounded(PrefillPrice(c0_s, a_s, b_s, step_tokens))
 
 
-class TierMeter:
-    """Learns latency and bandwidth of a tier from transfers of any sizes.
+EVEN_BYTES = 1 << 20
+"""`even_bytes` of a meter: the first load of a tier of which nothing is known is taken apart as if latency
+were the time of so many bytes. A small one then says little of bandwidth, a large one little of latency."""
 
-    An expensive tier is not used and so not measured: what was learned fades towards the first price
-    without observations (half of it in `fade_s`, in logs), and the penalty of failures is halved in
+
+class TierMeter:
+    """Learns latency and bandwidth of the road of a load from loads of any sizes.
+
+    `first`: what a start has measured, None: nothing yet, and a load counts as free. A price that no load has
+    confirmed for `doubt_s` is unproved: then a load that was cheaper is believed at once, since nothing but a
+    quicker road makes one cheaper, and the next loads would correct it. The penalty of failures is halved in
     `failure_fade_s`. `clock`: monotonic seconds.
     """
 
     def __init__(
         self,
-        latency_s: float,
-        bytes_per_s: float,
+        first: TierPrice | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        fade_s: float = 300.0,
+        doubt_s: float = 20.0,
         failure_fade_s: float = 30.0,
+        even_bytes: int = EVEN_BYTES,
     ) -> None:
         """Raises `ValueError` if a price or a time is not positive and finite."""
-        if not all(math.isfinite(x) and x > 0 for x in (latency_s, bytes_per_s, fade_s, failure_fade_s)):
-            raise ValueError(f"no price: {latency_s} s, {bytes_per_s} B/s, {fade_s} s, {failure_fade_s} s")
-        self._first = _bounded_transfer(latency_s, 1.0 / bytes_per_s)
-        self._parts = self._first
+        if not all(math.isfinite(x) and x > 0 for x in (doubt_s, failure_fade_s)):
+            raise ValueError(f"no times: {doubt_s} s, {failure_fade_s} s")
+        self._parts: tuple[float, float] | None = None
         self._learner = _Learner()
         self._clock = clock
-        self._fade_s = fade_s
+        self._doubt_s = doubt_s
         self._failure_fade_s = failure_fade_s
-        self._heard_at_s = clock()
+        self._even_bytes = even_bytes
+        self._proved_at_s: float | None = None
         self._penalty_s = 0.0
-        self._penalty_at_s = self._heard_at_s
+        self._penalty_at_s = clock()
+        if first is not None:
+            self.measured(first)
+
+    def measured(self, first: TierPrice) -> None:
+        """Take over what a start has measured, unless a real load has said more.
+
+        Raises `ValueError` if it is no price.
+        """
+        if not all(math.isfinite(x) and x > 0 for x in (first.latency_s, first.bytes_per_s)):
+            raise ValueError(f"no price: {first.latency_s} s, {first.bytes_per_s} B/s")
+        if self._proved_at_s is None:
+            self._parts = _bounded_transfer(first.latency_s, 1.0 / first.bytes_per_s)
 
     def price(self, is_up: bool = True) -> TierPrice:
-        """Return the expected price of a transfer now."""
-        latency_s, byte_s = self._faded()
-        return TierPrice(min(latency_s + self._fade_penalty(), SECONDS_MAX), 1.0 / byte_s, is_up)
+        """Return the expected price of a load now."""
+        penalty_s = self._fade_penalty()
+        if self._parts is None:
+            return TierPrice(penalty_s, math.inf, is_up, is_proved=False)
+        latency_s, byte_s = self._parts
+        return TierPrice(min(latency_s + penalty_s, SECONDS_MAX), 1.0 / byte_s, is_up, self._is_proved())
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """Record that a transfer of `nbytes` took `seconds`; ignores invalid values."""
+        """Record that a load of `nbytes` took `seconds`; ignores invalid values."""
         if nbytes < 0 or not (math.isfinite(seconds) and seconds >= 0):
             return
-        if self._idle_s() >= self._fade_s:
-            self._parts = self._faded()
-            self._learner.forget()
-        sizes = (1.0, float(nbytes))
-        latency_s, byte_s = self._learner.learn(self._parts, sizes, max(seconds, SECONDS_MIN))
-        self._parts = _bounded_transfer(latency_s, byte_s)
-        self._heard_at_s = self._clock()
+        seconds = max(seconds, SECONDS_MIN)
+        if self._parts is None:
+            byte_s = seconds / (self._even_bytes + nbytes)
+            self._believe((self._even_bytes * byte_s, byte_s), nbytes, seconds)
+        elif not self._is_proved() and (cheaper := seconds / self._seconds(nbytes)) < 1.0:
+            latency_s, byte_s = self._parts
+            self._believe((latency_s * cheaper, byte_s * cheaper), nbytes, seconds)
+        else:
+            learned = self._learner.learn(self._parts, (1.0, float(nbytes)), seconds)
+            self._parts = _bounded_transfer(*learned)
+        self._proved_at_s = self._clock()
         self._penalty_s = self._fade_penalty() / 2
 
     def observe_failure(self, seconds: float) -> None:
-        """Record a failure after `seconds`: for a while each transfer is priced higher by the lost time."""
+        """Record a failure after `seconds`: for a while each load is priced higher by the lost time."""
         if not math.isfinite(seconds) or seconds < 0:
             return
-        self._penalty_s = min(self._fade_penalty() + max(seconds, self._parts[0]), SECONDS_MAX)
+        least_s = 0.0 if self._parts is None else self._parts[0]
+        self._penalty_s = min(self._fade_penalty() + max(seconds, least_s), SECONDS_MAX)
 
     def forgive(self) -> None:
         """Drop the penalty of failures: the tier was tried and works."""
@@ -285,22 +321,27 @@ class TierMeter:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
-        latency_s, byte_s = self._parts
+        latency_s, byte_s = self._parts or (SECONDS_MIN, BYTE_S_MIN)
         assert SECONDS_MIN <= latency_s <= SECONDS_MAX, f"latency out of bounds: {latency_s} s"
         assert BYTE_S_MIN <= byte_s <= BYTE_S_MAX, f"bandwidth out of bounds: {byte_s} s a byte"
         assert 0 <= self._penalty_s <= SECONDS_MAX, f"penalty out of bounds: {self._penalty_s} s"
 
-    def _idle_s(self) -> float:
-        now_s = self._clock()
-        self._heard_at_s = min(self._heard_at_s, now_s)  # if the clock jumped back
-        return now_s - self._heard_at_s
+    def _believe(self, parts: tuple[float, float], nbytes: int, seconds: float) -> None:
+        """Replace what was known by what one load says."""
+        self._parts = _bounded_transfer(*parts)
+        self._learner.forget()
+        self._learner.recall((1.0, float(nbytes)), seconds)
 
-    def _faded(self) -> tuple[float, float]:
-        kept = 0.5 ** (self._idle_s() / self._fade_s)
-        latency_s, byte_s = (
-            first * (part / first) ** kept for first, part in zip(self._first, self._parts, strict=True)
-        )
-        return _bounded_transfer(latency_s, byte_s)
+    def _seconds(self, nbytes: int) -> float:
+        assert self._parts is not None, "nothing is known"
+        return self._parts[0] + nbytes * self._parts[1]
+
+    def _is_proved(self) -> bool:
+        if self._proved_at_s is None:
+            return False
+        now_s = self._clock()
+        self._proved_at_s = min(self._proved_at_s, now_s)  # if the clock jumped back
+        return now_s - self._proved_at_s < self._doubt_s
 
     def _fade_penalty(self) -> float:
         now_s = self._clock()
@@ -325,12 +366,11 @@ def swap_or_drop(
     return "swap"
 
 
-def worth_storing(
-    first_token: int, tokens: int, nbytes: int, prefill: PrefillPrice, cheapest: TierPrice
-) -> bool:
-    """Return whether loading an extent's `tokens` from the cheapest tier beats recomputing them.
+def worth_storing(tokens: int, nbytes: int, prefill: PrefillPrice, load: TierPrice) -> bool:
+    """Return whether loading a chain of `tokens` from its beginning beats recomputing it.
 
-    Both without what is paid once a turn, not once an extent: the latency (all extents of a chain are
-    fetched at once) and `c0_s`. With them a chat of short turns would never be stored at all.
+    As a whole: a deep block costs more to compute than a shallow one, but is of no use without it. Without
+    what is paid once a turn, not once an extent: the latency (all extents of a chain are fetched at once)
+    and `c0_s`. With them a chat of short turns would never be stored at all.
     """
-    return cheapest.is_up and nbytes / cheapest.bytes_per_s < prefill.added_seconds(tokens, first_token)
+    return load.is_up and nbytes / load.bytes_per_s < prefill.added_seconds(tokens, 0)

@@ -8,9 +8,10 @@ attention costs as much as all the rest at 30k tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from cache_tiers.blocks import LoadSource
 from cache_tiers.pricing import PrefillPrice, TierPrice
 from configs.sections import GIB, KIB, PolicySettings, PrefetchSettings
 from router.routing import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
@@ -39,7 +40,8 @@ class Fleet:
     in total. 0: no such tier. `slots`: requests that a replica serves at a time; others wait. `peer`: loads
     from another node's tiers. `decode_token_s`: per token of an answer. `candidates`: replicas ranked for a
     request, its home among them; smaller fleets are ranked as a whole. `lead_s`: prefetching by hazard takes
-    sessions that probably return within this time.
+    sessions that probably return within this time. `first`: what a node's start has measured of its tiers,
+    where that is not what loads take; of S3 and of other nodes it measures nothing.
     """
 
     replicas: int = 1
@@ -57,6 +59,7 @@ class Fleet:
     nvme: TierPrice = NVME
     s3: TierPrice = S3
     peer: TierPrice = PEER
+    first: Mapping[LoadSource, TierPrice] = field(default_factory=dict)
     loads_parallel: int = 8
     affinity_penalty_s: float = 0.02
     load_bound_factor: float = 1.5
@@ -80,6 +83,11 @@ class Fleet:
     def price_of(self, tier: str) -> TierPrice:
         """Return the price of loading from `tier`. Raises `KeyError`."""
         return {"cpu": self.cpu, "nvme": self.nvme, "s3": self.s3, "peer": self.peer}[tier]
+
+    def first_price_of(self, tier: LoadSource) -> TierPrice | None:
+        """Return what a node knows of loads from `tier` before the first."""
+        measured = {"cpu": self.cpu, "nvme": self.nvme}
+        return self.first.get(tier, measured.get(tier))
 
     def usd_per_h(self, prices: Prices) -> float:
         """Return the fleet's cost in dollars per hour, independent of load."""

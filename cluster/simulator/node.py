@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from cache_tiers.blocks import LoadSource
 from cache_tiers.forecast import SessionKey
 from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy
-from cache_tiers.pricing import LoadPiece, worth_storing
+from cache_tiers.pricing import Doubt, LoadPiece, TierMeter, worth_storing
 from cluster.simulator.fleet import Fleet
 from cluster.simulator.prefetch import SimPrefetch
 from cluster.simulator.tier import Block, SimLink, SimTier
+from configs.sections import TierSettings
 
 PIECE_BLOCKS = 8
 """Up to this many consecutive blocks of one tier are loaded as one piece, like a turn's extent."""
@@ -28,7 +29,13 @@ class SimNode:
     """A node. `s3`: shared by all nodes. `moved_bytes`: between tiers, by `from->to`."""
 
     def __init__(
-        self, number: int, fleet: Fleet, policy: ResidencyPolicy, block_tokens: int, s3: SimTier | None
+        self,
+        number: int,
+        fleet: Fleet,
+        policy: ResidencyPolicy,
+        block_tokens: int,
+        s3: SimTier | None,
+        clock: Callable[[], float],
     ) -> None:
         self.number = number
         self.sessions = IdleSessions(sessions_max=SESSIONS_MAX)
@@ -52,7 +59,12 @@ class SimNode:
                 )
         if s3 is not None:
             self.tiers["s3"] = s3
-        self.links = {tier: SimLink(fleet.price_of(tier)) for tier in (*self.tiers, "peer")}
+        sources: list[LoadSource] = [*self.tiers, "peer"]
+        self.links = {
+            tier: SimLink(fleet.price_of(tier), TierMeter(fleet.first_price_of(tier), clock=clock))
+            for tier in sources
+        }
+        self._doubt = new_doubt(self.block_bytes)
         self.top: LoadSource | None = next(iter(self.tiers), None)
         self.early = None
         if fleet.prefetch is not None and len(self.tiers) > 1:
@@ -110,18 +122,31 @@ class SimNode:
 
     def ended(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
         """End a session's turn: store its blocks if worth it, then consider prefetching."""
-        if self.top is not None and self._is_worth_storing(self.top, blocks_end=len(blocks)):
-            came = self.tiers[self.top].put(blocks, session, now_s)
+        if self.top is not None:
+            came = self.tiers[self.top].put(self._that_pay(self.top, blocks), session, now_s)
             self.moved_bytes[f"gpu->{self.top}"] += came * self.block_bytes
         self.changed(session)
         if self.early is not None:
             self.early.paused(session, now_s)
 
-    def _is_worth_storing(self, tier: LoadSource, *, blocks_end: int) -> bool:
-        """Whether the last of `blocks_end` blocks, the dearest to compute, is worth storing."""
-        first = max(0, blocks_end - 1) * self._block_tokens
-        fleet = self._fleet
-        return worth_storing(first, self._block_tokens, self.block_bytes, fleet.prefill, fleet.price_of(tier))
+    def _that_pay(self, tier: LoadSource, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the leading blocks of a chain that are stored: all, or a few that prove the price."""
+        new = [at for at, block in enumerate(blocks) if block not in self.tiers[tier]]
+        self._doubt.decided(len(new) * self.block_bytes)
+        if self._is_worth_storing(tier, len(blocks)):
+            return blocks
+        price = self.links[tier].meter.price()
+        for at in new:
+            if not self._doubt.tries(self.block_bytes, price):
+                return blocks[:at]
+        return blocks
+
+    def _is_worth_storing(self, tier: LoadSource, blocks: int) -> bool:
+        """Return whether loading a chain of so many blocks seems cheaper than computing it."""
+        price = self.links[tier].meter.price()
+        return worth_storing(
+            blocks * self._block_tokens, blocks * self.block_bytes, self._fleet.prefill, price
+        )
 
     def _demoter(self, name: LoadSource) -> Callable[[list[Block], float], None]:
         """Return the function that demotes what tier `name` evicts to the tier below."""
@@ -135,7 +160,7 @@ class SimNode:
             kept = [
                 block
                 for block in blocks
-                if self._is_worth_storing(below[0], blocks_end=block.end_tokens // self._block_tokens)
+                if self._is_worth_storing(below[0], block.end_tokens // self._block_tokens)
             ]
             came = self._demoted(below[0], kept, now_s)
             self.moved_bytes[f"{name}->{below[0]}"] += came * self.block_bytes
@@ -161,6 +186,11 @@ class SimNode:
             link.check_integrity()
         if self.early is not None:
             self.early.check_integrity()
+
+
+def new_doubt(block_bytes: int) -> Doubt:
+    """Return the doubt of a node's stores or of a replica's loads, as the service has it by default."""
+    return Doubt(max(TierSettings().extent_bytes_max, PIECE_BLOCKS * block_bytes))
 
 
 def saver(fleet: Fleet, block_tokens: int) -> Callable[[int], float]:

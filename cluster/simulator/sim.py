@@ -22,9 +22,9 @@ import numpy as np
 from cache_tiers.blocks import LoadSource
 from cache_tiers.forecast import Forecast, Forecaster, SessionKey, forecast
 from cache_tiers.policy import IdleSessions, ResidencyPolicy
-from cache_tiers.pricing import LoadPlan, plan_load
+from cache_tiers.pricing import Doubt, LoadPlan, plan_load
 from cluster.simulator.fleet import Fleet, SimRouter
-from cluster.simulator.node import RERANK_FACTORS, SESSIONS_MAX, SimNode, saver
+from cluster.simulator.node import RERANK_FACTORS, SESSIONS_MAX, SimNode, new_doubt, saver
 from cluster.simulator.tier import SimTier
 from cluster.traces.replay import Growth, TraceOpenings
 from cluster.traces.trace import TraceTurn
@@ -91,6 +91,7 @@ class _Replica:
     node: SimNode
     gpu: SimTier
     waiting: deque[tuple[int, TraceTurn]]
+    doubt: Doubt
     running: int = 0
     free_s: float = 0.0
 
@@ -137,10 +138,13 @@ class Sim:
                 self._fleet_sessions,
                 rerank_factor=RERANK_FACTORS["s3"],
             )
-        self.nodes = [SimNode(at, fleet, policy, block_tokens, self._s3) for at in range(fleet.nodes)]
+        self._now_s = 0.0
+        self.nodes = [
+            SimNode(at, fleet, policy, block_tokens, self._s3, lambda: self._now_s)
+            for at in range(fleet.nodes)
+        ]
         self.replicas = [self._new_replica(at, policy) for at in range(fleet.replicas)]
         self.router = SimRouter(fleet, self._view, seed=seed)
-        self._now_s = 0.0
         self._arrivals_due: dict[int, float] = {}  # node -> when its next "arrivals" event is due
 
     def _new_replica(self, number: int, policy: ResidencyPolicy) -> _Replica:
@@ -148,7 +152,7 @@ class Sim:
         blocks = self.fleet.gpu_bytes // node.block_bytes
         saved_s = saver(self.fleet, self._block_tokens)
         gpu = SimTier(blocks, self._block_tokens, policy, self.fleet.policy, node.sessions, saved_s=saved_s)
-        return _Replica(number, node, gpu, deque())
+        return _Replica(number, node, gpu, deque(), new_doubt(node.block_bytes))
 
     def run(self, turns: Iterable[TraceTurn]) -> SimTally:
         """Run all `turns`, which are ordered by start."""
@@ -230,6 +234,8 @@ class Sim:
         hits = replica.gpu.prefix(turn.blocks)
         resident = min(hits * self._block_tokens, turn.input_tokens - 1)
         pieces = node.pieces(turn.blocks, hits, peer) if resident < turn.input_tokens - 1 else []
+        missing_tokens = turn.input_tokens - 1 - max(0, resident)
+        replica.doubt.decided(missing_tokens * self.fleet.bytes_per_token)
         plan = plan_load(
             prompt_tokens=turn.input_tokens,
             resident_tokens=max(0, resident),
@@ -239,6 +245,7 @@ class Sim:
             parallel=self.fleet.loads_parallel,
             hedge_factor=2.0,
             hedge_slack_s=0.05,
+            doubt=replica.doubt,
         )
         first_s = self._compute(replica, turn, max(0, resident), plan)
         until_s = first_s + self.fleet.decode_token_s * turn.output_tokens
@@ -262,6 +269,14 @@ class Sim:
         there_s = now_s
         for tier, nbytes in by_tier.items():
             there_s = max(there_s, replica.node.links[tier].demand(nbytes, now_s))
+        late_s = now_s + min(plan.hedge_after_s, plan.recompute_s)
+        if (
+            plan.decision == "load" and there_s > late_s
+        ):  # computed from there on, as if nothing had been loaded
+            all_s = prefill.seconds(turn.input_tokens - resident, resident)
+            replica.free_s = max(late_s, replica.free_s) + all_s
+            self.tally.computed_s += all_s
+            return replica.free_s
         front = 0  # computed while the rest loads
         if plan.decision == "meet":
             front = min(piece.first_token for piece in plan.pieces) - resident

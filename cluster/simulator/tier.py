@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 
 from cache_tiers.blocks import LoadSource
 from cache_tiers.forecast import SessionKey
 from cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue, used_rate
-from cache_tiers.pricing import TierPrice
+from cache_tiers.pricing import TierMeter, TierPrice
 from configs.sections import PolicySettings
 
 OWNERS_MAX = 4
@@ -218,16 +219,21 @@ Move = tuple[int, LoadSource]
 """The session whose blocks move, and the tier they come from."""
 
 
+LEARNED_SHARE = 0.01
+"""A load that took what it should, but for this share, teaches nothing: the simulator saves its time."""
+
+
 class SimLink:
     """The link from a tier: bytes per second that demand loads take first; prefetches get the rest.
 
     A fluid model: demand loads run one after the other at the link's full rate, and a prefetch in flight
-    yields to the next demand at once. Pure; the clock is passed in. `demand_bytes`, `guess_bytes`: moved so
-    far.
+    yields to the next demand at once. Pure; the clock is passed in. `price`: what a load takes; `meter`: what
+    the node has learned of that, by which it decides. `demand_bytes`, `guess_bytes`: moved so far.
     """
 
-    def __init__(self, price: TierPrice) -> None:
+    def __init__(self, price: TierPrice, meter: TierMeter) -> None:
         self.price = price
+        self.meter = meter
         self.demand_bytes = 0
         self.guess_bytes = 0
         self._demand_until_s = 0.0
@@ -239,15 +245,18 @@ class SimLink:
         return self._demand_until_s
 
     def price_now(self, now_s: float) -> TierPrice:
-        """Return the price of a load that starts now, including the wait for the demand loads before it."""
-        wait_s = max(0.0, self._demand_until_s - now_s)
-        return TierPrice(self.price.latency_s + wait_s, self.price.bytes_per_s)
+        """Return what a load that starts now seems to take, with the wait for the demand loads before it."""
+        wait_s, known = max(0.0, self._demand_until_s - now_s), self.meter.price()
+        return replace(known, latency_s=known.latency_s + wait_s) if wait_s else known
 
     def demand(self, nbytes: int, now_s: float) -> float:
         """Start a demand load now and return when it completes."""
         self._advance(now_s)
         self._demand_until_s = max(now_s, self._demand_until_s) + nbytes / self.price.bytes_per_s
         self.demand_bytes += nbytes
+        known, took_s = self.meter.price(), self.price.seconds(nbytes)
+        if not known.is_proved or abs(known.seconds(nbytes) - took_s) > LEARNED_SHARE * took_s:
+            self.meter.observe(nbytes, took_s)
         return self._demand_until_s + self.price.latency_s
 
     def guess(self, what: Move, nbytes: int, now_s: float) -> None:

@@ -5,7 +5,8 @@
 
 from replicas.offload.block_runs import StoreRun
 from replicas.offload.handover import Handover
-from replicas.offload.load import Suspect
+from replicas.offload.load import Expected, LoadedBlocks, Suspect
+from replicas.offload.load import load as load_extent
 from replicas.offload.moves import PageMoves
 from replicas.offload.offload import Offload
 from replicas.offload.reports import TurnReporter
@@ -15,7 +16,9 @@ from replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, 
 
 __all__ = [
     "CompletionQueue",
+    "Expected",
     "Handover",
+    "LoadedBlocks",
     "Offload",
     "PageMoves",
     "StoreRun",
@@ -27,5 +30,6 @@ __all__ = [
     "TurnStore",
     "WorkerPools",
     "check_swapped",
+    "load_extent",
     "swap_record",
 ]

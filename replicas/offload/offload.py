@@ -19,7 +19,7 @@ from typing import Any
 
 from cache_tiers.blocks import BlockShape, Bytes, record_bytes
 from cache_tiers.messages import Fetch, FetchFailed, LookupResult
-from cache_tiers.pricing import LoadPiece, PrefillMeter, TierMeter, plan_load
+from cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, plan_load
 from configs.sections import TierSettings
 from replicas.kv import CopyEvent, PagePool
 from replicas.messages import GenerateRequest
@@ -35,9 +35,6 @@ from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools,
 from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
 logger = logging.getLogger(__name__)
-
-FIRST_PLACING = (5e-4, 8e9)
-"""Seconds and bytes per second from a load's arrival until a step can use it, until this was measured."""
 
 
 class Offload:
@@ -91,7 +88,7 @@ class Offload:
             settings.fetch_max,
             clock,
         )
-        self._placing = TierMeter(*FIRST_PLACING, clock=clock)
+        self._doubt = Doubt(settings.extent_bytes_max)
         self._lookups = TierLookups(
             lambda lookup: self.link.lookup(lookup),
             self._learned,
@@ -158,6 +155,8 @@ class Offload:
         if visit is None or visit.found is None or sequence.is_cleared:
             return
         bt = self._shape.block_tokens
+        missing_blocks = (sequence.reusable - resident_tokens) // bt
+        self._doubt.decided(missing_blocks * self._shape.block_bytes)
         cuts = cuts_of(sequence, visit.found, bt, resident_tokens // bt)
         if not cuts:
             return
@@ -175,7 +174,7 @@ class Offload:
             hedge_factor=self._settings.hedge_factor,
             hedge_slack_s=self._settings.hedge_slack_s,
             step_s=step_s,
-            placing=self._placing.price(),
+            doubt=self._doubt,
         )
         if plan.decision == "none":
             return
@@ -256,19 +255,12 @@ class Offload:
                 restore.miss = restore.miss or "bad"
             if piece.state == "moving" and sequence.restore is restore:
                 restore.placed(piece, self._clock())
-                self._learn_placing(restore)
             restore.failed(piece, "late" if result.good else "bad")  # where that is not decided
         if piece.source == OWN and sequence.restore is restore:
+            if piece.state == "placed":
+                self.swap.meter.observe(piece.nbytes, piece.landed_s - restore.started_s)
             self.swap.drop(sequence)
         self._touch(sequence, restore)
-
-    def _learn_placing(self, restore: Restore) -> None:
-        """Learn from a load that the engine had to wait for; beside others' steps it waits for these, too."""
-        if restore.decision != "load" or not restore.is_over or not self.is_engine_idle:
-            return
-        arrived_s = max(piece.arrived_s for piece in restore.pieces)
-        nbytes = sum(piece.nbytes for piece in restore.pieces if piece.state == "placed")
-        self._placing.observe(nbytes, restore.placed_s - arrived_s)
 
     def _missed(self, piece: RestorePiece, reason: str) -> None:
         if piece.fetch is None:
@@ -310,21 +302,28 @@ class Offload:
         swapped = self.swap.reserve(sequence, run)
         if swapped is None:
             return False
-        shape, io = self._shape, self.moves.io
+        shape, io, clock = self._shape, self.moves.io, self._clock
 
-        def take(written: CopyEvent, copied: Callable[[], None]) -> Bytes:
-            return swap_record(sequence, run, some, shape, io, written, copied)
+        def take(written: CopyEvent, copied: Callable[[], None]) -> tuple[Bytes, float]:
+            began_s = clock()
+            record = swap_record(sequence, run, some, shape, io, written, copied)
+            return record, clock() - began_s
 
         self.moves.take_out(some, take, partial(self._swapped_out, sequence, swapped))
         return True
 
-    def _swapped_out(self, sequence: Sequence, swapped: SwappedBlocks, record: Bytes | None) -> None:
+    def _swapped_out(
+        self, sequence: Sequence, swapped: SwappedBlocks, taken: tuple[Bytes, float] | None
+    ) -> None:
+        if taken is not None:
+            self.swap.meter.observe(swapped.nbytes, taken[1])
         if self.swap.get(sequence) is not swapped:
             return  # its request has ended
-        swapped.record = record
         restore = sequence.restore
-        if record is None:
+        if taken is None:
             self.swap.drop(sequence)
+        else:
+            swapped.record = taken[0]
         if restore is not None and restore.pieces and restore.pieces[0].source == OWN:
             self._check_swapped(sequence, restore, swapped)
 
@@ -350,6 +349,7 @@ class Offload:
         record, shape = swapped.record, self._shape
         first = piece.start // shape.block_tokens
         load = self._load_of(sequence, restore, piece, self.moves.mark())
+        restore.started_s = self._clock()  # not before: it may have been on its way out until now
 
         def check(record: Bytes) -> None:
             try:
@@ -470,6 +470,7 @@ class Offload:
             assert sequence.restore is restore, "a load is under way for a sequence that forgot it"
         self._lookups.check_integrity()
         self._loads.check_integrity()
+        self._doubt.check_integrity()
         self.turns.check_integrity()
         self.news.check_integrity()
         self.swap.check_integrity()

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from cache_tiers.actors import rpc
-from cache_tiers.blocks import Clear
+from cache_tiers.blocks import Clear, ExtentHeader, TierName
 from cache_tiers.forecast import Forecast
 from cache_tiers.messages import (
     BadReport,
@@ -24,10 +24,12 @@ from cache_tiers.messages import (
     Lookup,
     LookupResult,
     NodeStats,
+    SampleRequest,
     StoreReply,
     StoreRequest,
     TurnEnded,
 )
+from cache_tiers.pricing import TierPrice
 from cache_tiers.transport import PeerError, PeerLate
 from configs.sections import TierSettings
 
@@ -85,6 +87,12 @@ class RayLink:
 
     def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
         self._ask("report", list(bad), list(loads), timeout_s=self._control_s)
+
+    def sample(self, ask: SampleRequest) -> tuple[ExtentHeader, ...]:
+        return self._ask("sample", ask, timeout_s=self._clear_s) or ()
+
+    def measured(self, prices: Mapping[TierName, TierPrice], samples: Sequence[ExtentHeader]) -> None:
+        self._ask("measured", dict(prices), list(samples), timeout_s=self._control_s)
 
     def clear(self, clear: Clear) -> Cleared:
         cleared: Cleared | None = self._ask("clear", clear, timeout_s=self._clear_s)

@@ -18,7 +18,7 @@ from cache_tiers.messages import BadReport, Fetch, LoadReport, TurnEnded
 from replicas.kv import PagePool
 from replicas.messages import GenerateRequest
 from replicas.offload.tier_client import CompletionQueue, TierLink, begin
-from replicas.scheduling import Restore, Sequence
+from replicas.scheduling import Restore, RestorePiece, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class TierReporter:
         for tier in get_args(LoadSource):
             came = [piece for piece in restore.pieces if piece.source == tier and piece.arrived_s > 0]
             if came:
-                seconds = max(piece.arrived_s for piece in came) - restore.started_s
+                seconds = max(_there_s(piece) for piece in came) - restore.started_s
                 loads.append(LoadReport(tier, sum(piece.nbytes for piece in came), seconds))
         if loads:
             begin(self._lane, self._link.report, [], loads)
@@ -59,6 +59,11 @@ class TierReporter:
             self._link.clear(clear)
         except TimeoutError:
             logger.error("possibly bad blocks could not be cleared: the tiers do not answer")
+
+
+def _there_s(piece: RestorePiece) -> float:
+    """Return when a piece was in its pages; of one that was overtaken, or was late, when it had come."""
+    return piece.landed_s or piece.arrived_s
 
 
 WAITING_MAX = 64

@@ -31,7 +31,7 @@ from cache_tiers.blocks import (
     seal,
 )
 from cache_tiers.messages import LookupResult, StoreRequest
-from cache_tiers.pricing import PrefillMeter, TierPrice, worth_storing
+from cache_tiers.pricing import Doubt, PrefillMeter, TierPrice, worth_storing
 from configs.sections import TierSettings
 from replicas.kv import CopyEvent, PageIo, PagePool, PrefixEntry
 from replicas.offload.block_runs import StoreRun, held_keys, store_runs
@@ -239,6 +239,7 @@ class TurnStore:
         self._outbox.freed = self._freed
         self._job = 0
         self._blocks_max = max(1, settings.extent_bytes_max // shape.block_bytes)
+        self._doubt = Doubt(settings.extent_bytes_max)
 
     @property
     def is_settled(self) -> bool:
@@ -294,7 +295,7 @@ class TurnStore:
             # Choices of one prompt take each other's blocks for offered: what only waited is none of these.
             is_held=lambda key: key in held and key not in waited,
         )
-        runs = [run for run in runs if self._is_worth(run, chain.provenance, prices)]
+        runs = self._that_pay(runs, chain.provenance, prices)
         fitting = self._that_fit(runs)
         if fitting and not self._submit(chain, fitting):
             return set()
@@ -481,28 +482,45 @@ class TurnStore:
                 self._give_up(chain, outcome)
         self.refill()
 
-    def _is_worth(self, run: StoreRun, of: StoreContext, prices: Mapping[LoadSource, TierPrice]) -> bool:
+    def _that_pay(
+        self, runs: Listing[StoreRun], of: StoreContext, prices: Mapping[LoadSource, TierPrice]
+    ) -> list[StoreRun]:
+        """Return all runs of a chain if loading the chain will be cheaper than computing it.
+
+        Else the leading ones that are stored to prove the price of a load: without those before them others
+        would never be found.
+        """
         up = [
             price
             for tier, price in prices.items()
             if tier != "peer" and price.is_up and of.placement.allows(tier)
         ]
-        if up and of.stores_all:
-            return True
-        cheapest = min(up, key=lambda price: price.seconds(self._shape.block_bytes), default=None)
-        if cheapest is None:
-            cheapest = TierPrice(0.0, 1.0, is_up=False)
-        nbytes = len(run.keys) * self._shape.block_bytes
-        first_token = run.first * self._shape.block_tokens
-        if worth_storing(first_token, run.tokens, nbytes, self._meter.price, cheapest):
-            return True
-        self.outcomes["skipped:price" if cheapest.is_up else "skipped:no tier"] += 1
-        return False
+        if not runs or (up and of.stores_all):
+            return list(runs)
+        if not up:
+            self.outcomes["skipped:no tier"] += len(runs)
+            return []
+        nbytes = runs[-1].end * self._shape.block_bytes
+        tokens = runs[-1].first * self._shape.block_tokens + runs[-1].tokens
+        known = [
+            price for price in up if price.is_known
+        ]  # of a tier that nothing is known of no load is free
+        cheapest = min(known or up, key=lambda price: price.seconds(nbytes))
+        new_bytes = [len(run.keys) * self._shape.block_bytes for run in runs]
+        self._doubt.decided(sum(new_bytes))
+        if worth_storing(tokens, nbytes, self._meter.price, cheapest):
+            return list(runs)
+        tried = 0
+        while tried < len(runs) and self._doubt.tries(new_bytes[tried], cheapest):
+            tried += 1
+        self.outcomes["skipped:price"] += len(runs) - tried
+        return list(runs[:tried])
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         assert len(self._waiting) <= self._settings.store_queue_max, "more stores wait than may"
         assert all(rest.runs for rest in self._waiting), "a store waits for nothing"
+        self._doubt.check_integrity()
         self._outbox.check_integrity()
 
 

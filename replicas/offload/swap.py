@@ -11,6 +11,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
 from cache_tiers.blocks import ROOT, TAG_BYTES, BadRecord, BlockShape, Bytes, Placement, record_bytes
+from cache_tiers.pricing import TierMeter, TierPrice
 from replicas.kv import CopyEvent, PageIo
 from replicas.offload.block_runs import StoreRun
 from replicas.offload.load import Expected, LoadedBlocks, unpack
@@ -61,10 +62,14 @@ class SwappedBlocks:
 
 
 class SwapSpace:
-    """Holds at most `bytes_max` bytes of records, one per sequence. For the engine's thread."""
+    """Holds at most `bytes_max` bytes of records, one per sequence. For the engine's thread.
 
-    def __init__(self, bytes_max: int, shape: BlockShape) -> None:
-        self._bytes_max = bytes_max
+    `meter`: learns what one direction takes, checksums included.
+    """
+
+    def __init__(self, bytes_max: int, shape: BlockShape, meter: TierMeter) -> None:
+        self.meter = meter
+        self.bytes_max = bytes_max
         self._shape = shape
         self._swapped: dict[Sequence, SwappedBlocks] = {}
         self._nbytes = 0
@@ -73,6 +78,15 @@ class SwapSpace:
     def nbytes(self) -> int:
         return self._nbytes
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it can hold anything."""
+        return record_bytes(1, self._shape) <= self.bytes_max
+
+    def price(self) -> TierPrice:
+        """Return the price of one direction; it is not up where there is no room."""
+        return self.meter.price(self.has_room)
+
     def get(self, sequence: Sequence) -> SwappedBlocks | None:
         return self._swapped.get(sequence)
 
@@ -80,7 +94,7 @@ class SwapSpace:
         """Make room for the blocks of `run`, in place of those that were held. None: there is not enough."""
         self.drop(sequence)
         nbytes = record_bytes(len(run.keys), self._shape)
-        if self._nbytes + nbytes > self._bytes_max:
+        if self._nbytes + nbytes > self.bytes_max:
             return None
         swapped = self._swapped[sequence] = SwappedBlocks(run, nbytes)
         self._nbytes += nbytes
@@ -95,7 +109,7 @@ class SwapSpace:
         """Raise `AssertionError` naming what is wrong."""
         held = sum(swapped.nbytes for swapped in self._swapped.values())
         assert held == self._nbytes, f"{self._nbytes} swapped bytes accounted, {held} held"
-        assert self._nbytes <= self._bytes_max, "more is swapped out than there is room for"
+        assert self._nbytes <= self.bytes_max, "more is swapped out than there is room for"
         for swapped in self._swapped.values():
             assert swapped.record is None or swapped.record.nbytes == swapped.nbytes, (
                 "a record of another size"

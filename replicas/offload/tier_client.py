@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cache_tiers.actors import StagingBuffer
-from cache_tiers.blocks import Clear
+from cache_tiers.blocks import Clear, ExtentHeader, TierName
 from cache_tiers.forecast import Forecast
 from cache_tiers.messages import (
     BadReport,
@@ -27,10 +27,12 @@ from cache_tiers.messages import (
     Lookup,
     LookupResult,
     NodeStats,
+    SampleRequest,
     StoreReply,
     StoreRequest,
     TurnEnded,
 )
+from cache_tiers.pricing import TierPrice
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,14 @@ class TierLink(Protocol):
     def offer(self, offers: Sequence[StoreRequest]) -> StoreReply: ...
 
     def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None: ...
+
+    def sample(self, ask: SampleRequest) -> tuple[ExtentHeader, ...]:
+        """Put records into a tier, to measure a load with; empty: there is no room, or no tier."""
+        ...
+
+    def measured(self, prices: Mapping[TierName, TierPrice], samples: Sequence[ExtentHeader]) -> None:
+        """Tell what this replica's start has measured, and delete the records of `sample`."""
+        ...
 
     def clear(self, clear: Clear) -> Cleared:
         """Clear records. Raises `TimeoutError` without an answer: they may not have been cleared."""

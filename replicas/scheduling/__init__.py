@@ -1,6 +1,6 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
-from replicas.scheduling.preemption import DropNewest, NewestByPrice, PreemptionPolicy, SwapNewest
+from replicas.scheduling.preemption import DropNewest, PreemptionPolicy, SwapPrices, preemption_policy
 from replicas.scheduling.restore import OWN, Restore, RestorePiece
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import OffloadState, Sequence, bare_sequence
@@ -10,7 +10,6 @@ __all__ = [
     "OWN",
     "Chunk",
     "DropNewest",
-    "NewestByPrice",
     "OffloadState",
     "PreemptionPolicy",
     "Restore",
@@ -21,6 +20,7 @@ __all__ = [
     "StepPlan",
     "StepRoom",
     "StepTimes",
-    "SwapNewest",
+    "SwapPrices",
     "bare_sequence",
+    "preemption_policy",
 ]

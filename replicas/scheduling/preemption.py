@@ -7,7 +7,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from cache_tiers.pricing import PrefillPrice, TierPrice, swap_or_drop
+from cache_tiers.pricing import BURST_EXTENTS, Doubt, PrefillPrice, TierPrice, swap_or_drop
 from replicas.scheduling.sequence import Sequence
 
 
@@ -36,24 +36,38 @@ class DropNewest:
         return Preemption(candidates[-1], "drop")
 
 
-class NewestByPrice:
-    """Preempts the newest sequence, by swap or drop, whichever is cheaper.
+class SwapPrices(Protocol):
+    """What swapping takes (`SwapSpace`)."""
 
-    `copy`: the price of one direction between pages and memory.
-    """
+    def price(self) -> TierPrice:
+        """Return the price of one direction between pages and memory."""
+        ...
+
+    @property
+    def bytes_max(self) -> int: ...
+
+
+class NewestByPrice:
+    """Preempts the newest sequence, by swap or drop, whichever is cheaper."""
 
     def __init__(
-        self, prefill: Callable[[], PrefillPrice], copy: TierPrice, block_bytes: int, block_tokens: int
+        self, prefill: Callable[[], PrefillPrice], swap: SwapPrices, block_bytes: int, block_tokens: int
     ) -> None:
         self._prefill = prefill
-        self._copy = copy
+        self._swap = swap
+        self._doubt = Doubt(swap.bytes_max // BURST_EXTENTS)
         self._block_bytes = block_bytes
         self._block_tokens = block_tokens
 
     def choose(self, candidates: Listing[Sequence]) -> Preemption:
         victim = candidates[-1]
         nbytes = -(-victim.computed // self._block_tokens) * self._block_bytes
-        return Preemption(victim, swap_or_drop(victim.computed, nbytes, self._copy, self._prefill()))
+        copy = self._swap.price()
+        self._doubt.decided(nbytes)
+        how = swap_or_drop(victim.computed, nbytes, copy, self._prefill())
+        if how == "drop" and nbytes and self._doubt.tries(nbytes, copy):
+            how = "swap"
+        return Preemption(victim, how)
 
 
 class SwapNewest:
@@ -61,3 +75,14 @@ class SwapNewest:
 
     def choose(self, candidates: Listing[Sequence]) -> Preemption:
         return Preemption(candidates[-1], "swap")
+
+
+def preemption_policy(
+    name: str, prefill: Callable[[], PrefillPrice], swap: SwapPrices, block_bytes: int, block_tokens: int
+) -> PreemptionPolicy:
+    """Return the policy of `engine.preemption`."""
+    if name == "drop":
+        return DropNewest()
+    if name == "swap":
+        return SwapNewest()
+    return NewestByPrice(prefill, swap, block_bytes, block_tokens)

@@ -27,8 +27,7 @@ class RestorePiece:
     `start` is a block's first slot; only a turn's tail ends inside a block. `source`: the tier that `fetch`
     reads from. `placed_end`: end of the valid slots. Times of the engine's clock: `begun_s`, when a thread
     began to fetch it; `fetched_s`; `arrived_s`, when its bytes were verified, too; `landed_s`, when they were
-    in their pages, though the engine may have taken that in later. `waited_s`: of the time between the last
-    two, how long nothing but the engine's thread kept the copy from beginning.
+    in their pages, though the engine may have taken that in later.
     """
 
     start: int
@@ -41,7 +40,6 @@ class RestorePiece:
     fetched_s: float = 0.0
     arrived_s: float = 0.0
     landed_s: float = 0.0
-    waited_s: float = 0.0
     fetch: Fetch | None = None
 
 

@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from time import monotonic
+from typing import get_args
 
-from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice
+from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice, TierMeter
 from replicas.links import DoorLoad, others_load
 from replicas.messages import Receipt
 from router.routing.score import (
@@ -46,8 +47,9 @@ PACE_RATE, PACE_MIN, PACE_MAX = 0.3, 0.2, 10.0
 """Learning rate of a replica's pace, and the pace's bounds: other work slows prompts down, and several may be
 computed in one step."""
 PACED_S_MIN = 0.02  # shorter prompts say nothing about the pace
-LOAD_RATE = 0.2  # learning rate of load prices
 LOAD_TOKENS_MIN = 64
+EVEN_TOKENS = 256
+"""See `TierMeter`: here a load is counted in tokens."""
 RANKED_ALL_MAX = 16
 """Up to so many replicas all are ranked; of more, home and the best few for each reason to go elsewhere."""
 BY_HASH, BESIDE_BLOCKS, LEAST_LOADED = 2, 3, 3
@@ -55,10 +57,6 @@ LOOKS_MAX = 16
 """Replicas looked at for one of these reasons: they may be full, leaving, or serve another model."""
 CHOSEN_MAX = 65_536
 """Calls whose ranking a router keeps while they are open."""
-FIRST_LOADS: Mapping[Way, LoadPrice] = {
-    "node": LoadPrice(5e-3, 20e-6),
-    "peer": LoadPrice(20e-3, 60e-6),
-}
 
 
 @dataclass(slots=True)
@@ -203,8 +201,10 @@ class ReplicaLoadTracker:
         self.prefill: dict[str, PrefillPrice] = {}
         self.leaving_nodes: frozenset[str] = frozenset()
         self.outcomes: dict[Outcome, int] = {"home": 0, "moved": 0, "spilled": 0, "new": 0}
-        self.loads: dict[Way, LoadPrice] = dict(FIRST_LOADS)
         self._clock = clock
+        self._load_meters: dict[Way, TierMeter] = {
+            way: TierMeter(clock=clock, even_bytes=EVEN_TOKENS) for way in get_args(Way)
+        }
         self._lock = threading.RLock()
         self._sent: dict[str, _Sent] = {}
         self._others_open = 0  # requests of other ingresses at all replicas
@@ -311,7 +311,7 @@ class ReplicaLoadTracker:
 
         `replicas`: how many there are, where `views` are not all.
         """
-        loads = self.loads if has_tiers else {}
+        loads = self.loads() if has_tiers else {}
         elsewhere = NOWHERE
         if replicas > len(views):
             everywhere = len(self._sent) + self._others_open
@@ -325,6 +325,11 @@ class ReplicaLoadTracker:
             load_bound_factor=load_bound_factor,
             elsewhere=elsewhere,
         )
+
+    def loads(self) -> dict[Way, LoadPrice]:
+        """Return what loading takes by each way, as receipts tell; before the first of a way it is free."""
+        prices = {way: meter.price() for way, meter in self._load_meters.items()}
+        return {way: LoadPrice(price.latency_s, 1 / price.bytes_per_s) for way, price in prices.items()}
 
     def routed(self, ticket: str, replica: str, work_s: float, outcome: Outcome | None) -> None:
         """Record that a call was routed to `replica`. `work_s`: see `score.missing_work_s`."""
@@ -444,10 +449,7 @@ class ReplicaLoadTracker:
         if receipt.load_s <= 0 or loaded < LOAD_TOKENS_MIN:
             return
         way: Way = "peer" if peer > local else "node"
-        old = self.loads[way]
-        per_token = max(0.0, receipt.load_s - old.latency_s) / loaded
-        learned = old.seconds_per_token + LOAD_RATE * (per_token - old.seconds_per_token)
-        self.loads[way] = LoadPrice(old.latency_s, learned)
+        self._load_meters[way].observe(loaded, receipt.load_s)
 
 
 def _learn_pace(replica: _ReplicaLoad, sent: _Sent, took_s: float) -> None:

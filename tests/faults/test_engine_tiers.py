@@ -191,7 +191,7 @@ def test_meet_computes_from_the_front_while_loading_from_the_back(tiny_llama: Pa
         tiers={"cpu": HeapTier(64 * MIB)},
         settings=settings,
         prefill=PrefillPrice(0.0, 0.002, 0.0),
-        node={"first_prices": slow},
+        node={"prices": slow},
         step_tokens_max=32,
     )
     engine.placement = Placement("cpu", (), "cpu")

@@ -135,7 +135,7 @@ def prefill_late(engine: Tiered, prompt: list[int], answered: int, loaded: int =
 def test_a_late_answer_is_used_from_the_back_and_the_turn_is_the_same(
     tiny_llama: Path, tmp_path: Path, tier: tuple[float, float] | None, computed: int
 ) -> None:
-    node = {"first_prices": {"cpu": tier}} if tier else {}
+    node = {"prices": {"cpu": tier}} if tier else {}
     engine = engine_of(tiny_llama, tmp_path, node=node, step_tokens_max=32)
     prompt = stored(tiny_llama, engine)
     returned, done = prefill_late(engine, prompt, computed)
@@ -222,9 +222,7 @@ def test_no_request_waits_longer_than_its_own_recompute_price(
     tiny_llama: Path, tmp_path: Path, share: float
 ) -> None:
     """Its lookup comes at the last moment, its load does not: both are waited for so long, or as wanted."""
-    engine = engine_of(
-        tiny_llama, tmp_path, extent_bytes=16 * MIB, node={"first_prices": {"cpu": (1.2, 1e9)}}
-    )
+    engine = engine_of(tiny_llama, tmp_path, extent_bytes=16 * MIB, node={"prices": {"cpu": (1.2, 1e9)}})
     inner, offload = engine.built.engine, engine.built.engine.offload
     assert offload is not None
     offload._settings = TierSettings(audit_share=0.0, hedge_factor=100.0, lookup_share=share)

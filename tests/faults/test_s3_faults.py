@@ -17,7 +17,7 @@ from cache_tiers.blocks.record import TierError, TierMiss
 from cache_tiers.media.guard import Breaker, GuardedTier, TierLate
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Deadline
-from cache_tiers.pricing.meters import TierMeter
+from cache_tiers.pricing.meters import TierMeter, TierPrice
 from tests.support.nodes.s3_extents import sealed
 from tests.support.nodes.s3_stub import Answering, Misbehaviour, Request, Stub, s3_stub
 
@@ -74,7 +74,10 @@ def idle(tier: S3Tier, timeout_s: float = 10.0) -> bool:
 
 def guarded(tier: S3Tier, threads: int = 2) -> GuardedTier:
     """As the node calls it: in time, whatever the server does."""
-    breaker, meter = Breaker(100, 1.0, 1.0, time.monotonic), TierMeter(0.1, 1e6, clock=time.monotonic)
+    breaker, meter = (
+        Breaker(100, 1.0, 1.0, time.monotonic),
+        TierMeter(TierPrice(0.1, 1e6), clock=time.monotonic),
+    )
     guard = GuardedTier(
         tier, bytes_max=10**9, breaker=breaker, meter=meter, threads=threads, clock=time.monotonic
     )

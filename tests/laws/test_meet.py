@@ -85,7 +85,7 @@ class Return:
             settings=TierSettings(audit_share=0.0, extent_bytes_max=PIECE_BYTES),
             prefill=PrefillPrice(0.0, TOKEN_S, 0.0),
             link=failing,
-            node={"first_prices": {"cpu": ROAD}},
+            node={"prices": {"cpu": ROAD}},
             step_tokens_max=step_tokens,
             copies=self.rng if simulated else None,
         )

@@ -7,11 +7,13 @@ import pytest
 
 from cache_tiers.forecast.survival import BINS, curve_of
 from cache_tiers.policy.policies import LikelyReturn
+from cache_tiers.pricing.meters import TierMeter
 from cluster.simulator.fleet import NVME, Fleet
 from cluster.simulator.node import SimNode
 from cluster.simulator.prefetch import SimPrefetch
 from cluster.simulator.tier import SimLink
 from configs.sections import GIB, MIB, PrefetchSettings
+from tests.support.clock import Clock
 from tests.support.traffic import BLOCK
 
 SESSIONS = 10_000
@@ -22,7 +24,7 @@ SOON = curve_of(np.full(BINS, 0.5))
 def stormy_node(settings: PrefetchSettings) -> tuple[SimNode, SimPrefetch]:
     """All sessions idle with a block in nvme each, and all expected within seconds."""
     fleet = Fleet(cpu_bytes=64 * GIB, nvme_bytes=2048 * GIB, prefetch=settings)
-    node = SimNode(0, fleet, LikelyReturn("learned"), BLOCK, None)
+    node = SimNode(0, fleet, LikelyReturn("learned"), BLOCK, None, Clock())
     assert node.early is not None
     for session in range(SESSIONS):
         blocks = (session,)
@@ -79,7 +81,7 @@ def test_f30_who_returns_takes_the_guess_away() -> None:
 
 
 def test_link_gives_guesses_what_is_left() -> None:
-    link = SimLink(NVME)
+    link = SimLink(NVME, TierMeter(NVME, clock=Clock()))
     size = int(NVME.bytes_per_s)  # a second
     link.guess((1, "nvme"), size, 0.0)
     assert link.next_s(0.5) == pytest.approx(1.0)

@@ -16,15 +16,16 @@ def turn(
     output_tokens: int = 10,
     service_s: float | None = 1.0,
     kept_tokens: int = 0,
+    block_tokens: int = BLOCK,
 ) -> TraceTurn:
     """A request whose prompt is these blocks and nothing more."""
     return TraceTurn(
         session=session,
         started_s=started_s,
-        input_tokens=max(1, len(blocks) * BLOCK),
+        input_tokens=max(1, len(blocks) * block_tokens),
         output_tokens=output_tokens,
         blocks=blocks,
-        block_tokens=BLOCK,
+        block_tokens=block_tokens,
         kept_tokens=kept_tokens,
         service_s=service_s,
         stop="stop",

@@ -8,6 +8,7 @@ be those of a simulated device: then they happen in any order, some of them when
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
@@ -25,7 +26,7 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Tier
 from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
-from cache_tiers.pricing.meters import PrefillPrice
+from cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
 from cache_tiers.transport import LazyLink, PeerCalls
 from configs.sections import TierSettings
 from replicas.build import BuiltEngine
@@ -41,6 +42,12 @@ from tests.support.nodes.node_harness import records_of
 
 MIB = 1024 * 1024
 SCAN_S = 30.0
+PRICES: Mapping[TierName, tuple[float, float]] = {
+    "cpu": (1e-3, 4e9),
+    "nvme": (2e-3, 1e9),
+    "s3": (0.05, 100e6),
+}
+"""Latency in seconds and bytes per second, where a test says nothing else."""
 SLOW_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)  # a CPU's: loading always pays
 
 _incarnations = itertools.count(1)
@@ -90,14 +97,17 @@ def make_node(
     settings: TierSettings,
     clock: Callable[[], float],
     bytes_max: int = 256 * MIB,
-    first_prices: Mapping[TierName, tuple[float, float]] | None = None,
+    prices: Mapping[TierName, tuple[float, float]] | None = None,
+    is_proved: bool = True,
     peer_calls: PeerCalls | None = None,
     link: LazyLink | None = None,
     **more: Any,
 ) -> TierNode:
-    """A started node whose work is done by `work`."""
+    """A started node whose work is done by `work`.
+
+    `prices`: of loads; not `is_proved`: none has been measured yet.
+    """
     media = NodeMedia(dict(tiers), dict.fromkeys(TIERS, bytes_max))
-    media.first_prices.update(first_prices or {})
     node = TierNode(
         settings,
         media,
@@ -113,7 +123,16 @@ def make_node(
         **more,
     )
     node.start()
+    for tier, (latency_s, bytes_per_s) in {**PRICES, **(prices or {})}.items():
+        node.measured({tier: TierPrice(latency_s, bytes_per_s)})
+        if is_proved and tier in tiers:
+            prove(node._guards[tier]._meter)
     return node
+
+
+def prove(meter: TierMeter) -> None:
+    """Play that real loads have said what the meter says, and that nothing changes any more."""
+    meter._doubt_s, meter._proved_at_s = math.inf, meter._clock()
 
 
 class Prefilled(NamedTuple):

@@ -162,7 +162,7 @@ CALLS: dict[str, Callable[[Tier], object]] = {
 
 PASSED_ON = {
     *{"on_marks", "bad_found", "touch", "bytes_held", "close", "warm", "why_not_ours", "take"},
-    "medium_free_bytes",
+    *{"medium_free_bytes", "drop_cache"},
 }
 """Those that touch no medium, never raise, or whose failure costs nothing."""
 

@@ -17,7 +17,7 @@ from cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, Ti
 from cache_tiers.media.guard import Breaker, CallExecutor, GuardedTier, TierDown, TierLate
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Deadline
-from cache_tiers.pricing.meters import TierMeter
+from cache_tiers.pricing.meters import TierMeter, TierPrice
 from tests.support.clock import Clock
 from tests.support.nodes.node_harness import sample
 
@@ -32,7 +32,7 @@ def guarded(threads: int = 2, bytes_max: int = 10**6) -> tuple[GuardedTier, Cloc
         HeapTier(bytes_max),
         bytes_max=bytes_max,
         breaker=Breaker(2, 1.0, 10.0, clock),
-        meter=TierMeter(1e-3, 1e9, clock=clock),
+        meter=TierMeter(TierPrice(1e-3, 1e9), clock=clock),
         threads=threads,
         clock=clock,
     )

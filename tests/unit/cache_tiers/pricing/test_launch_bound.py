@@ -97,7 +97,7 @@ def on(
         tiers={"cpu": HeapTier(64 * MIB)},
         clock=clock,
         prefill=prefill,  # type: ignore[arg-type]
-        node={"first_prices": {"cpu": TINY_RAM}},
+        node={"prices": {"cpu": TINY_RAM}},
         pool_tokens=4096,
         measures_anew=True,
         step_tokens_max=STEP_TOKENS,
@@ -214,7 +214,7 @@ def test_p6_an_8b_model_on_a_launch_bound_device_uses_its_tiers() -> None:
     """The decisions themselves, with the price of a start that has seen 512 tokens at most."""
     samples = [(m, n, launch_bound(m, n)) for m, n in [*SAMPLES, (512, 0)]]
     price = fit_prefill(samples, STEP_TOKENS)
-    assert worth_storing(0, 512, 512 * BYTES_PER_TOKEN, price, RAM)
+    assert worth_storing(512, 512 * BYTES_PER_TOKEN, price, RAM)
 
     def decision(held_tokens: int) -> str:
         return plan_load(

@@ -145,7 +145,7 @@ def test_a_partial_block_is_loaded_only_where_computing_it_too_takes_longer(
 ) -> None:
     """The step of what is new runs anyway, if only for the prompt's last token: it is as dear with both."""
     tail = [LoadPiece(992, tokens, 16 * BYTES_PER_TOKEN, "cpu")]
-    prefill, ram = PrefillPrice(0.023, 2e-3, 0.0), {"cpu": TierPrice(4e-3, 2e9)}
+    prefill, ram = PrefillPrice(0.023, 2e-3, 0.0), {"cpu": TierPrice(9e-3, 2e9)}
     plan = plan_load(
         prompt_tokens=992 + tokens + 1 + new_tokens,
         resident_tokens=992,
@@ -155,7 +155,6 @@ def test_a_partial_block_is_loaded_only_where_computing_it_too_takes_longer(
         parallel=4,
         hedge_factor=1.5,
         hedge_slack_s=0.05,
-        placing=TierPrice(5e-3, 8e9),
     )
     assert plan.decision == decision
     assert plan.load_s == pytest.approx(9e-3, rel=0.05)
@@ -268,7 +267,6 @@ def _cases(draw: st.DrawFn) -> dict[str, Any]:
         "parallel": draw(st.integers(1, 5)),
         "hedge_factor": 1.5,
         "hedge_slack_s": 0.05,
-        "placing": draw(st.none() | st.builds(TierPrice, st.floats(0, 0.05), st.floats(1e6, 1e10))),
     }
 
 
@@ -281,8 +279,7 @@ def _load_s(case: dict[str, Any], pieces: list[LoadPiece]) -> float:
             price = case["prices"][tier]
             rounds = math.ceil(len(nbytes) / case["parallel"])
             longest = max(longest, rounds * price.latency_s + sum(nbytes) / price.bytes_per_s)
-    placing = case.get("placing")
-    return longest if placing is None else longest + placing.seconds(sum(piece.nbytes for piece in pieces))
+    return longest
 
 
 def _best(case: dict[str, Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -160,7 +161,7 @@ def test_nonsense_is_not_learned(seconds: float) -> None:
     ("latency_s", "bytes_per_s"), [(1e-3, 3e9), (0.05, 200e6), (0.3, 20e6), (1e-4, 8e9), (5.0, 1e6)]
 )
 def test_a_tiers_price_is_learned_from_mixed_sizes(latency_s: float, bytes_per_s: float) -> None:
-    meter = TierMeter(0.02, 1e9, clock=Clock())
+    meter = TierMeter(TierPrice(0.02, 1e9), clock=Clock())
     truth = TierPrice(latency_s, bytes_per_s)
     rng = random.Random(4)
     sizes = [4096, 360 * 1024, 4 << 20, 16 << 20]
@@ -173,7 +174,7 @@ def test_a_tiers_price_is_learned_from_mixed_sizes(latency_s: float, bytes_per_s
 
 
 def test_one_size_alone_does_not_tear_the_price_apart() -> None:
-    meter = TierMeter(0.05, 200e6, clock=Clock())
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=Clock())
     for _ in range(1000):
         meter.observe(1 << 20, 0.1)
     price = meter.price()
@@ -184,7 +185,7 @@ def test_one_size_alone_does_not_tear_the_price_apart() -> None:
 
 
 def test_sizes_that_are_almost_one_do_not_tear_it_apart_either() -> None:
-    meter = TierMeter(0.05, 200e6, clock=Clock())
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=Clock())
     rng = random.Random(5)
     for _ in range(1000):
         meter.observe(int((1 << 20) * rng.uniform(0.98, 1.02)), 0.1 * rng.uniform(0.8, 1.25))
@@ -194,14 +195,60 @@ def test_sizes_that_are_almost_one_do_not_tear_it_apart_either() -> None:
 
 
 def test_a_slow_call_moves_the_price_but_a_little() -> None:
-    meter = TierMeter(0.05, 200e6, clock=Clock())
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=Clock())
     meter.observe(1 << 20, 300.0)
     assert meter.price().seconds(1 << 20) < 1.5 * TierPrice(0.05, 200e6).seconds(1 << 20)
 
 
+def test_without_a_measurement_a_load_counts_as_free_until_the_first() -> None:
+    meter = TierMeter(clock=Clock())
+    unknown = meter.price()
+    assert (unknown.is_known, unknown.is_proved, unknown.seconds(1 << 40)) == (False, False, 0.0)
+    meter.observe(16 << 20, 0.2)
+    known = meter.price()
+    assert (known.is_known, known.is_proved) == (True, True)
+    assert known.seconds(16 << 20) == pytest.approx(0.2)
+    assert known.seconds(64 << 20) == pytest.approx(0.8, rel=0.1)  # a large one says little of latency
+
+
+def test_a_starts_measurement_is_taken_until_a_load_has_said_more() -> None:
+    meter = TierMeter(clock=Clock())
+    meter.measured(TierPrice(0.01, 1e9))
+    first = meter.price()
+    assert (first.latency_s, first.bytes_per_s) == (0.01, pytest.approx(1e9))
+    assert (first.is_known, first.is_proved) == (True, False)
+    meter.observe(1 << 20, 0.02)
+    learned = meter.price()
+    meter.measured(TierPrice(5.0, 1e3))  # another replica of the node starts
+    assert meter.price() == learned
+
+
+def test_what_is_cheaper_than_an_unproved_price_is_believed_at_once() -> None:
+    clock = Clock()
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=clock, doubt_s=20.0)
+    before = meter.price()
+    meter.observe(1 << 20, before.seconds(1 << 20) / 10)
+    assert meter.price().seconds(1 << 20) == pytest.approx(before.seconds(1 << 20) / 10)
+    meter.observe(1 << 20, before.seconds(1 << 20) / 100)  # proved now: one load does not overthrow it
+    assert meter.price().seconds(1 << 20) > before.seconds(1 << 20) / 20
+    clock.now_s += 20.0
+    assert not meter.price().is_proved
+    meter.observe(1 << 20, before.seconds(1 << 20) / 100)
+    assert meter.price().seconds(1 << 20) == pytest.approx(before.seconds(1 << 20) / 100)
+
+
+def test_what_is_dearer_than_an_unproved_price_may_be_a_stall() -> None:
+    clock = Clock()
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=clock, doubt_s=20.0)
+    meter.observe(1 << 20, 0.1)
+    clock.now_s += 20.0
+    meter.observe(1 << 20, 10.0)
+    assert meter.price().seconds(1 << 20) < 0.2
+
+
 def test_a_failure_is_dear_for_a_while() -> None:
     clock = Clock()
-    meter = TierMeter(0.05, 200e6, clock=clock, failure_fade_s=30.0)
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=clock, failure_fade_s=30.0)
     before = meter.price().seconds(0)
     meter.observe_failure(2.0)
     assert meter.price().seconds(0) == pytest.approx(before + 2.0)
@@ -217,33 +264,29 @@ def test_a_failure_is_dear_for_a_while() -> None:
 
 
 def test_failures_add_up_to_a_bound() -> None:
-    meter = TierMeter(0.05, 200e6, clock=Clock())
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=Clock())
     for _ in range(1000):
         meter.observe_failure(60.0)
         meter.check_integrity()
     assert meter.price().latency_s == SECONDS_MAX
 
 
-def test_what_is_dear_and_not_used_is_tried_again() -> None:
+def test_a_price_that_no_load_confirms_is_unproved_again() -> None:
     clock = Clock()
-    meter = TierMeter(0.05, 200e6, clock=clock, fade_s=300.0)
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=clock, doubt_s=20.0)
+    assert not meter.price().is_proved
     for _ in range(100):
         meter.observe(1 << 20, 20.0)
-    assert meter.price().seconds(1 << 20) > 15
-    clock.now_s += 300.0
-    halfway = meter.price().seconds(1 << 20)
-    assert 0.5 < halfway < 5  # half of it, in logs
-    clock.now_s += 6000.0
-    first = TierPrice(0.05, 200e6).seconds(1 << 20)
-    assert meter.price().seconds(1 << 20) == pytest.approx(first, rel=0.01)
-    for _ in range(5):  # and what was forgotten does not come back with the first that is measured
-        meter.observe(1 << 20, first)
-        assert meter.price().seconds(1 << 20) == pytest.approx(first, rel=0.05)
+    dear = meter.price()
+    assert dear.is_proved
+    assert dear.seconds(1 << 20) > 15
+    clock.now_s += 20.0
+    assert meter.price() == replace(dear, is_proved=False)
 
 
 def test_f26_a_clock_that_jumps_does_not_hurt_the_meter() -> None:
     clock = Clock()
-    meter = TierMeter(0.05, 200e6, clock=clock)
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=clock, doubt_s=20.0)
     meter.observe_failure(2.0)
     dear = meter.price()
     clock.now_s -= 3600.0
@@ -255,17 +298,16 @@ def test_f26_a_clock_that_jumps_does_not_hurt_the_meter() -> None:
         meter.observe(0, 5.0)
     clock.now_s -= 3600.0
     assert meter.price().latency_s == pytest.approx(5.0, rel=0.01)
-    clock.now_s += 300.0
-    assert meter.price().latency_s == pytest.approx(0.5, rel=0.01)  # half of the way, in logs
-    clock.now_s += 10 * 365 * 86400.0
-    assert meter.price().latency_s == pytest.approx(0.05)
+    assert meter.price().is_proved
+    clock.now_s += 20.0
+    assert not meter.price().is_proved
     meter.check_integrity()
 
 
 @given(st.lists(st.tuples(st.integers(-5, 2**60), odd_seconds | st.floats(1e-300, 1e300), st.booleans())))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_no_transfer_breaks_the_meter(transfers: list[tuple[int, float, bool]]) -> None:
-    meter = TierMeter(0.05, 200e6, clock=Clock())
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=Clock())
     for nbytes, seconds, failed in transfers:
         if failed:
             meter.observe_failure(seconds)
@@ -280,9 +322,9 @@ def test_no_transfer_breaks_the_meter(transfers: list[tuple[int, float, bool]]) 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_a_first_price_that_is_none_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="no price"):
-        TierMeter(bad, 1e9)
+        TierMeter(TierPrice(bad, 1e9))
     with pytest.raises(ValueError, match="no price"):
-        TierMeter(0.05, bad)
+        TierMeter(TierPrice(0.05, bad))
 
 
 @pytest.mark.parametrize(
@@ -290,14 +332,14 @@ def test_a_first_price_that_is_none_is_refused(bad: float) -> None:
     [((math.nan, 1e-9), 0.0, "latency"), ((0.1, 0.0), 0.0, "bandwidth"), ((0.1, 1e-9), -1.0, "penalty")],
 )
 def test_a_corrupt_meter_is_noticed(parts: tuple[float, float], penalty_s: float, named: str) -> None:
-    meter = TierMeter(0.05, 200e6, clock=Clock())
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=Clock())
     meter._parts, meter._penalty_s = parts, penalty_s
     with pytest.raises(AssertionError, match=named):
         meter.check_integrity()
 
 
 def test_the_price_says_whether_the_tier_is_up() -> None:
-    meter = TierMeter(0.05, 200e6, clock=Clock())
+    meter = TierMeter(TierPrice(0.05, 200e6), clock=Clock())
     assert meter.price(is_up=True).is_up
     assert not meter.price(is_up=False).is_up
 
@@ -323,25 +365,21 @@ def test_a_swap_costs_two_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first_token", "tokens", "prefill", "cheapest", "expected"),
+    ("tokens", "prefill", "load", "expected"),
     [
-        (0, 32, CPU, RAM, True),
-        (0, 32, CPU, S3, True),  # a chat's first, short turn: the latency is not its alone
-        (8000, 32, CPU, S3, True),
-        (0, 512, H200, S3, False),
-        (0, 512, H200, RAM, True),
-        (0, 0, CPU, RAM, False),
-        (0, 512, CPU, TierPrice(1e-3, 8e9, is_up=False), False),
+        (512, CPU, RAM, True),
+        (512, CPU, S3, True),
+        (512, H200, RAM, True),
+        (512, H200, S3, False),
+        (512, CPU, TierPrice(1e-3, 8e9, is_up=False), False),
+        (512, H200, TierPrice(0.0, math.inf, is_proved=False), True),
     ],
 )
-def test_worth_storing(
-    first_token: int, tokens: int, prefill: PrefillPrice, cheapest: TierPrice, expected: bool
-) -> None:
-    worth = worth_storing(first_token, tokens, tokens * BYTES_PER_TOKEN, prefill, cheapest)
-    assert worth is expected
+def test_worth_storing(tokens: int, prefill: PrefillPrice, load: TierPrice, expected: bool) -> None:
+    assert worth_storing(tokens, tokens * BYTES_PER_TOKEN, prefill, load) is expected
 
 
-def test_behind_a_long_context_more_is_worth_storing() -> None:
+def test_a_longer_chain_is_more_worth_storing_and_then_as_a_whole() -> None:
     slow = TierPrice(0.05, 1.5e9)
-    assert not worth_storing(0, 100, 100 * BYTES_PER_TOKEN, H200, slow)
-    assert worth_storing(100_000, 100, 100 * BYTES_PER_TOKEN, H200, slow)
+    assert not worth_storing(100, 100 * BYTES_PER_TOKEN, H200, slow)
+    assert worth_storing(100_000, 100_000 * BYTES_PER_TOKEN, H200, slow)

@@ -15,27 +15,34 @@ from replicas.engine.audit import bare_sequence
 from replicas.kv.block_io import PageIo, Ticket
 from replicas.kv.copy_device import CopyEvent, HostDevice
 from replicas.kv.kv_pool import KvPool
+from replicas.scheduling.preemption import Preemption
+from replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
-from tests.support.engines.tier_engines import Tiered, tiered
+from tests.support.engines.tier_engines import Tiered, prove, tiered
 
 BLOCKS, BLOCK_BYTES = 128, 8192  # 2048 tokens of the tiny model, 1 MiB
+
+
+class OnMachine(PageIo):
+    clock: Clock
+    bytes_per_s: float
+
+    def begin_out(self, pages: Sequence[int], out: Bytes, written: CopyEvent) -> Ticket:
+        self.clock.now_s += 1e-5 + out.nbytes / self.bytes_per_s
+        return super().begin_out(pages, out, written)
+
+    def begin_in(self, payload: Bytes, pages: Sequence[int], read: CopyEvent) -> Ticket:
+        self.clock.now_s += 1e-5 + payload.nbytes / self.bytes_per_s
+        return super().begin_in(payload, pages, read)
 
 
 def on(
     monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path, bytes_per_s: float, prefill_s: float
 ) -> Tiered:
     """A machine that copies so fast, and computes 2048 tokens in `prefill_s`."""
-    clock = Clock()
-
-    class OnMachine(PageIo):
-        def begin_out(self, pages: Sequence[int], out: Bytes, written: CopyEvent) -> Ticket:
-            clock.now_s += 1e-5 + out.nbytes / bytes_per_s
-            return super().begin_out(pages, out, written)
-
-        def begin_in(self, payload: Bytes, pages: Sequence[int], read: CopyEvent) -> Ticket:
-            clock.now_s += 1e-5 + payload.nbytes / bytes_per_s
-            return super().begin_in(payload, pages, read)
+    clock = OnMachine.clock = Clock()
+    OnMachine.bytes_per_s = bytes_per_s
 
     def page_io(pool: KvPool, arena_bytes: int) -> PageIo:
         return OnMachine(HostDevice(pool.page_bytes.numpy()), pool.geometry)
@@ -59,17 +66,46 @@ def test_p6_swapping_is_decided_by_what_copying_takes_here(
     prefill_s: float,
     expected: str,
 ) -> None:
-    engine = on(monkeypatch, tiny_llama, tmp_path, bytes_per_s, prefill_s)
+    engine = on(monkeypatch, tiny_llama, tmp_path, bytes_per_s, prefill_s).built.engine
     sequence = bare_sequence(prompt_of(2048), [])
     sequence.computed = 2048
-    assert engine.built.engine.scheduler.policy.choose([sequence]).how == expected
+    assert engine.scheduler.policy.choose([sequence]).how == "swap"  # no swap has proved the price yet
+    assert engine.offload is not None
+    prove(engine.offload.swap.meter)
+    assert engine.scheduler.policy.choose([sequence]).how == expected
+
+
+def test_the_price_is_learned_from_swaps(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The bus is ten times as slow as the start has found it."""
+    engine = on(monkeypatch, tiny_llama, tmp_path, 2e9, 2.0)
+    offload, scheduler = engine.built.engine.offload, engine.built.engine.scheduler
+    assert offload is not None
+    found = offload.swap.price().seconds(BLOCKS * BLOCK_BYTES)
+    slower = OnMachine.bytes_per_s = 2e8
+    for seed in range(12):
+        key = engine.submit(prompt_of(2048, seed=seed), max_tokens=4)
+        while not (running := scheduler.running) or running[0].computed < 2048:
+            engine.driver.step()
+        plan = StepPlan()
+        scheduler._preempt(Preemption(running[0], "swap"), plan)
+        engine.built.engine.offload.close(plan.preempted[0], keep_swapped=True)
+        engine.drain()
+        assert len(engine.driver.answers[key].ids) == 4
+    price = offload.swap.price()
+    assert price.is_proved
+    assert price.seconds(BLOCKS * BLOCK_BYTES) > 3 * found
+    assert price.seconds(BLOCKS * BLOCK_BYTES) < 2 * BLOCKS * BLOCK_BYTES / slower
 
 
 @pytest.mark.parametrize("bytes_per_s", [50e6, 2e9, 50e9])
 def test_the_price_is_right(
     monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tmp_path: Path, bytes_per_s: float
 ) -> None:
-    copy = on(monkeypatch, tiny_llama, tmp_path, bytes_per_s, 1.0).built.engine.scheduler.policy._copy  # type: ignore[attr-defined]
+    offload = on(monkeypatch, tiny_llama, tmp_path, bytes_per_s, 1.0).built.engine.offload
+    assert offload is not None
+    copy = offload.swap.price()
     for blocks in (1, 16, 128):
         truth = 1e-5 + blocks * BLOCK_BYTES / bytes_per_s
         assert truth / 2 < copy.seconds(blocks * BLOCK_BYTES) < truth * 2
@@ -83,6 +119,7 @@ def test_measuring_leaves_the_pages_as_they_are(tiny_llama: Path, tmp_path: Path
     before = pool.data.clone()
     io, shape = offload.moves.io, offload._shape
     price = measuring.measure_copy(io, shape, pages=pool.pages, bytes_max=1 << 20)
+    assert price is not None
     assert price.is_up
     assert pool.data.equal(before)
-    assert not measuring.measure_copy(io, shape, pages=pool.pages, bytes_max=100).is_up
+    assert measuring.measure_copy(io, shape, pages=pool.pages, bytes_max=100) is None

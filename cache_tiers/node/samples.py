@@ -1,0 +1,108 @@
+"""Records to measure with: a replica that starts loads them as it will load conversations."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache_tiers.blocks import (
+    KEY_BYTES,
+    ROOT,
+    TAG_BYTES,
+    Address,
+    BadRecord,
+    ExtentHeader,
+    Placement,
+    Record,
+    TierError,
+    header_bytes,
+    record_bytes,
+    seal,
+)
+from cache_tiers.messages import SampleRequest
+from cache_tiers.node.state import NodeState
+from cache_tiers.node.transfer import TransferRunner
+
+logger = logging.getLogger(__name__)
+
+RESERVED = b"\xff"
+"""Each byte of the namespace and of the tenant's tag of samples: no model and no tenant has these."""
+SAMPLE_S_MAX = 60.0
+"""What a replica that died in the middle of measuring has left expires then."""
+NOISE_BYTES = 1 << 20
+
+
+class NodeSamples:
+    """Puts samples into a tier as stores are put there, and takes them away."""
+
+    def __init__(self, books: NodeState, carrier: TransferRunner) -> None:
+        self._books = books
+        self._carrier = carrier
+        self._noise = np.random.default_rng().integers(0, 256, NOISE_BYTES, dtype=np.uint8)
+
+    def put(self, ask: SampleRequest) -> tuple[ExtentHeader, ...]:
+        """Return the headers of `ask.count` records that are in the tier now; none if there is no room.
+
+        Nothing is evicted for them. What the system keeps of a file in memory is dropped: a load after a
+        restart comes from the disk.
+        """
+        guard = self._books.guards.get(ask.tier)
+        nbytes = record_bytes(ask.blocks, ask.shape)
+        if guard is None or not guard.is_writable:
+            return ()
+        with self._books.lock:
+            used = self._books.directory.usage(ask.tier).bytes_accounted
+        if used + ask.count * nbytes > guard.bytes_max:
+            return ()
+        headers = []
+        try:
+            for _ in range(ask.count):
+                record, header = self._record(ask, nbytes)
+                with self._books.lock:
+                    clear_seq = self._books.directory.clears.seq
+                transfer = self._carrier.reserve(header, nbytes, "replica", ask.tier, clear_seq=clear_seq)
+                if isinstance(transfer, str):
+                    logger.info("nothing to measure the %s tier with: %s", ask.tier, transfer)
+                    break
+                headers.append(header)
+                self._carrier.run(transfer, lambda made=(record, header): made)  # type: ignore[misc]
+                guard.tier.drop_cache(header.address)
+        except (TierError, BadRecord) as error:
+            logger.info("nothing to measure the %s tier with: %s", ask.tier, error)
+        if len(headers) == ask.count:
+            return tuple(headers)
+        self.drop(headers)
+        return ()
+
+    def drop(self, headers: Sequence[ExtentHeader]) -> None:
+        """Delete samples from every tier that has them by now."""
+        for header in headers:
+            address: Address = header.address
+            with self._books.lock:
+                copies = self._books.directory.copies(address)
+                lost = [self._books.directory.lose(address, tier) for tier in copies]
+            self._books.drop([eviction for eviction in lost if eviction is not None])
+
+    def _record(self, ask: SampleRequest, nbytes: int) -> tuple[Record, ExtentHeader]:
+        """Build a record of random bytes: zeros would be moved, and on some media kept, faster."""
+        data = np.empty(nbytes, dtype=np.uint8)
+        start = header_bytes(ask.blocks, ask.shape.layers)
+        for at in range(start, nbytes, NOISE_BYTES):
+            data[at : at + NOISE_BYTES] = self._noise[: nbytes - at]
+        header = seal(
+            data,
+            namespace=RESERVED * KEY_BYTES,
+            tenant=RESERVED * TAG_BYTES,
+            session=RESERVED * TAG_BYTES,
+            shape=ask.shape,
+            parent=ROOT,
+            first_block=0,
+            keys=[os.urandom(KEY_BYTES) for _ in range(ask.blocks)],
+            token_counts=[ask.shape.block_tokens] * ask.blocks,
+            placement=Placement(min_ttl_s=0.0, ttl_s=SAMPLE_S_MAX),
+            created_unix_s=0.0,
+        )
+        return Record(data), header
