@@ -17,6 +17,7 @@ from cache_tiers.blocks import Address, Bytes, Record, TierFull
 from cache_tiers.media import Deadline
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
+from cache_tiers.pricing import TierPrice
 from configs.sections import GIB, MIB, TierSettings
 from replicas.offload import TierAccess, WorkerPools
 
@@ -104,8 +105,6 @@ def open_mapped_tiers(
         return Record(outbox.take(ticket))
 
     media = NodeMedia({"cpu": tier}, {"cpu": tier.mapping.nbytes})
-    if ceilings.up > 0:  # what loads take is learned from them; this is where it begins
-        media.first_prices["cpu"] = (1e-3, ceilings.up)
     node = TierNode(
         settings,
         media,
@@ -113,5 +112,7 @@ def open_mapped_tiers(
         NodePorts(clock=clock, wall_clock=time.time, call_for=call_for),
     )
     node.start()
+    if ceilings.up > 0:  # what loads take is learned from them; this is where it begins
+        node.measured({"cpu": TierPrice(1e-3, ceilings.up)})
     lanes = WorkerPools.of_threads(settings.lookup_threads, settings.io_threads)
     return TierAccess(node, outbox, lanes, clock), node
