@@ -91,6 +91,10 @@ class PageIo:
         """Return the event behind everything computed so far."""
         return self._device.mark()
 
+    def adopt(self, host: Bytes) -> bool:
+        """Let the device reach `host` itself, which stays where it is until `close`. False: it cannot."""
+        return self._device.adopt(host)
+
     def empty(self, nbytes: int) -> Bytes:
         """Return memory for a record, if possible such as the device reaches."""
         return self._device.empty(nbytes)

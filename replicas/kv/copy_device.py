@@ -74,6 +74,10 @@ class CopyDevice(Protocol):
         """
         ...
 
+    def adopt(self, host: Bytes) -> bool:
+        """Let streams reach `host`, which stays where it is until `close`. False: that is not possible."""
+        ...
+
     def empty(self, nbytes: int) -> Bytes:
         """Return host memory for a record, if possible such as the device reaches."""
         ...
@@ -119,6 +123,9 @@ class HostDevice:
         return _HostStream(self._pages)
 
     def reaches(self, host: Bytes) -> bool:
+        return True
+
+    def adopt(self, host: Bytes) -> bool:
         return True
 
     def empty(self, nbytes: int) -> Bytes:

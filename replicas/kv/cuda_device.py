@@ -19,7 +19,15 @@ import torch
 from cache_tiers.blocks import Bytes
 from cache_tiers.transport import map_memory
 from replicas.kv.copy_device import CopyEvent, CopyStream, Told
-from replicas.kv.registered import HostCalls, RecordArena, RegisteredMemory, populate_pages, read_maps
+from replicas.kv.registered import (
+    HostCalls,
+    RecordArena,
+    RegisteredMemory,
+    do_later,
+    is_mapped,
+    populate_pages,
+    read_maps,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +44,24 @@ class CudaDevice:
 
     def __init__(self, pages: torch.Tensor, arena_bytes: int) -> None:
         self._pages = pages
-        self._watcher = _Watcher()
-        self._registered = RegisteredMemory(HostCalls(self._register, _unregister, populate_pages, read_maps))
+        self._watchers: list[_Watcher] = []
+        self._steps_watcher = self._watcher()
+        calls = HostCalls(self._register, _unregister, populate_pages, read_maps, is_mapped, do_later)
+        self._registered = RegisteredMemory(calls)
+        self._registered.begin()
         self._arena = self._open_arena(arena_bytes)
 
     def mark(self) -> CopyEvent:
-        return self._event(torch.cuda.current_stream(self._pages.device))
+        return _event(torch.cuda.current_stream(self._pages.device), self._steps_watcher)
 
     def stream(self) -> CopyStream:
-        return _CudaStream(self, self._pages, self._registered)
+        return _CudaStream(self._watcher(), self._pages, self._registered)
 
     def reaches(self, host: Bytes) -> bool:
         return self._registered.reaches(host.ctypes.data, host.nbytes)
+
+    def adopt(self, host: Bytes) -> bool:
+        return self._registered.add(host.ctypes.data, host.nbytes, is_populated=False)
 
     def empty(self, nbytes: int) -> Bytes:
         record = self._arena.empty(nbytes) if self._arena is not None else None
@@ -62,12 +76,13 @@ class CudaDevice:
 
     def close(self) -> None:
         self._registered.close()
-        self._watcher.stop()
+        for watcher in self._watchers:
+            watcher.stop()
 
-    def _event(self, stream: torch.cuda.Stream) -> CopyEvent:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return _CudaEvent(event, self._watcher)
+    def _watcher(self) -> _Watcher:
+        """Return a watcher of one stream: events of others may be over sooner."""
+        self._watchers.append(_Watcher())
+        return self._watchers[-1]
 
     def _open_arena(self, nbytes: int) -> RecordArena | None:
         if nbytes <= 0:
@@ -97,6 +112,12 @@ class CudaDevice:
         return False
 
 
+def _event(stream: torch.cuda.Stream, watcher: _Watcher) -> CopyEvent:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return _CudaEvent(event, watcher)
+
+
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
@@ -123,8 +144,8 @@ class _CudaEvent:
 
 
 class _CudaStream:
-    def __init__(self, device: CudaDevice, pages: torch.Tensor, registered: RegisteredMemory) -> None:
-        self._device = device
+    def __init__(self, watcher: _Watcher, pages: torch.Tensor, registered: RegisteredMemory) -> None:
+        self._watcher = watcher
         self._bytes = pages.view(-1)
         self._block_bytes = pages.shape[1]
         self._registered = registered
@@ -149,7 +170,7 @@ class _CudaStream:
                 _tensor(host[start:end]).copy_(self._bytes[at + start : at + end], non_blocking=True)
 
     def mark(self) -> CopyEvent:
-        return self._device._event(self._stream)
+        return _event(self._stream, self._watcher)
 
 
 def _tensor(host: Bytes) -> torch.Tensor:

@@ -7,13 +7,15 @@ are in `HostCalls`; the arithmetic here is plain. Thread-safe.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
+import os
 import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,8 @@ CHUNK_BYTES = 64 * MIB
 """What is registered at a time; the first load from a part of the object store waits for that."""
 
 SHARED_MEMORY = "/dev/shm/"
+OBJECT_STORE = "/dev/shm/plasma"
+"""Of the files that Ray's object store maps."""
 POPULATE_READ = 22
 """`MADV_POPULATE_READ` (Linux 5.14)."""
 
@@ -45,16 +49,27 @@ class Mapping:
     def is_shared_memory(self) -> bool:
         return self.is_shared and SHARED_MEMORY in self.file
 
+    @property
+    def is_object_store(self) -> bool:
+        return self.is_shared and OBJECT_STORE in self.file
 
-def mapping_of(address: int, maps: str) -> Mapping | None:
-    """Return the mapping of an address in the text of /proc/self/maps. Pure."""
+    @property
+    def path(self) -> str:
+        return self.file.split(" ", 2)[-1]
+
+
+def mappings(maps: str) -> Iterator[Mapping]:
+    """Yield the mappings in the text of /proc/self/maps. Pure."""
     for line in maps.splitlines():
         bounds, _, rest = line.partition(" ")
         start, end = (int(bound, 16) for bound in bounds.split("-"))
-        if start <= address < end:
-            flags, _, *file = rest.split(maxsplit=4)
-            return Mapping(start, end, flags.endswith("s"), " ".join(file))
-    return None
+        flags, _, *file = rest.split(maxsplit=4)
+        yield Mapping(start, end, flags.endswith("s"), " ".join(file))
+
+
+def mapping_of(address: int, maps: str) -> Mapping | None:
+    """Return the mapping of an address in the text of /proc/self/maps. Pure."""
+    return next((one for one in mappings(maps) if one.start <= address < one.end), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +77,16 @@ class HostCalls:
     """What is asked of the driver and of the system, by address and bytes.
 
     `register`: False if the driver refuses. `populate`: brings pages into memory; raises `OSError`. `maps`:
-    the text of /proc/self/maps.
+    the text of /proc/self/maps, some thousand lines in a process with a GPU. `is_mapped`: whether a mapping
+    is still there; False as well where only `maps` can tell. `later`: does work on a thread of its own.
     """
 
     register: Callable[[int, int], bool]
     unregister: Callable[[int], None]
     populate: Callable[[int, int], None]
     maps: Callable[[], str]
+    is_mapped: Callable[[Mapping], bool]
+    later: Callable[[Callable[[], None]], None]
 
 
 def populate_pages(start: int, nbytes: int) -> None:
@@ -76,6 +94,8 @@ def populate_pages(start: int, nbytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), POPULATE_READ):
         error = ctypes.get_errno()
+        if error == errno.EINVAL:
+            raise OSError(error, "MADV_POPULATE_READ needs Linux 5.14: without it nothing is registered")
         raise OSError(error, f"{nbytes} bytes could not be brought into memory")
 
 
@@ -83,12 +103,27 @@ def read_maps() -> str:
     return Path("/proc/self/maps").read_text()
 
 
-@dataclass(slots=True)
+def is_mapped(mapping: Mapping) -> bool:
+    """Return whether a file of this name is still mapped at just these addresses.
+
+    Without reading all mappings. False as well where the system does not tell: not all have `map_files`.
+    """
+    try:
+        return os.readlink(f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}") == mapping.path
+    except OSError:
+        return False
+
+
+@dataclass(slots=True, eq=False)
 class _Known:
-    """A mapping some of whose chunks are registered; `is_refused`: the driver did not take one."""
+    """A mapping some of whose chunks are registered, and others about to be (`pending`).
+
+    `is_refused`: the driver did not take one, or the mapping is gone: no more are tried.
+    """
 
     mapping: Mapping
-    chunks: set[int]
+    chunks: set[int] = field(default_factory=set)
+    pending: set[int] = field(default_factory=set)
     is_refused: bool = False
 
 
@@ -96,55 +131,78 @@ class RegisteredMemory:
     """Registers memory in chunks of `chunk_bytes`, each once.
 
     Memory of this process (`add`) is registered at once. Shared memory that others map here, such as Ray's
-    object store, is registered chunk by chunk when it is first used. A mapping is looked up each time: while
-    its bytes are in use it cannot go away, but between two uses it may have, and another one may be at its
-    addresses. Registered memory that is no longer mapped would be copied from silently, so it is unregistered
-    before anything else.
+    object store, is registered by a thread of its own from its first use on (`begin`: from now on), and
+    before that chunk by chunk where it is used. While its bytes are in use a mapping cannot go away, but
+    between two uses it may have, and another one may be at its addresses: it is looked at each time.
+    Registered memory that is no longer mapped would be copied from silently, so it is unregistered before
+    anything else.
+
+    No call of the driver is made under the lock that loads take.
     """
 
     def __init__(self, calls: HostCalls, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._calls = calls
         self._chunk_bytes = chunk_bytes
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._own: list[Mapping] = []
         self._shared: dict[int, _Known] = {}  # by the mapping's start
         self._starts: list[int] = []  # of registered chunks, in order
+        self._is_closed = False
 
-    def add(self, start: int, nbytes: int) -> bool:
-        """Register memory of this process, which has been written to and stays mapped until `close`.
+    def begin(self) -> None:
+        """Register the object store in the background, if it is mapped already, its largest part first."""
+        stores = [mapping for mapping in mappings(self._calls.maps()) if mapping.is_object_store]
+        for mapping in sorted(stores, key=lambda one: one.start - one.end):
+            with self._changed:
+                known = self._shared.setdefault(mapping.start, _Known(mapping))
+            self._register_behind(known)
 
-        False: it was refused, and none of it is registered.
+    def add(self, start: int, nbytes: int, *, is_populated: bool = True) -> bool:
+        """Register memory of this process, which stays mapped until `close`.
+
+        `is_populated`: it has been written to. False: it was refused, and none of it is registered.
         """
         mapping = Mapping(start, start + nbytes, is_shared=False, file="")
-        with self._lock:
-            done: list[int] = []
-            for chunk in self._chunks(mapping, start, start + nbytes):
-                if not self._register(mapping, chunk, is_populated=True):
-                    for registered in done:
-                        self._unregister(registered)
-                    return False
-                done.append(chunk)
-            if done:
+        known = _Known(mapping)
+        done = [
+            chunk
+            for chunk in self._chunks(mapping, start, start + nbytes)
+            if self._ensure(known, chunk, is_populated=is_populated)
+        ]
+        with self._changed:
+            if known.is_refused:
+                for chunk in done:
+                    self._unregister(chunk)
+            elif done:
                 self._own.append(mapping)
-            return bool(done)
+            return bool(done) and not known.is_refused
 
     def reaches(self, start: int, nbytes: int) -> bool:
         """Return whether all of these bytes are registered, after registering what may be."""
+        if not nbytes:
+            return False
         end = start + nbytes
-        with self._lock:
+        with self._changed:
             if any(own.start <= start and end <= own.end for own in self._own):
                 return True
-            mapping = mapping_of(start, self._calls.maps()) if nbytes else None
-            self._drop_unmapped(start, mapping)
-            if mapping is None or end > mapping.end or not mapping.is_shared_memory:
-                return False
-            known = self._shared.setdefault(mapping.start, _Known(mapping, set()))
-            return not known.is_refused and self._register_part(known, start, end)
+            known = next(
+                (one for one in self._shared.values() if one.mapping.start <= start < one.mapping.end), None
+            )
+        is_new = False
+        if known is None or not self._calls.is_mapped(known.mapping):
+            known = self._look_up(start)
+            is_new = known is not None and not known.chunks
+        if known is None or end > known.mapping.end or not known.mapping.is_shared_memory:
+            return False
+        is_there = all(self._ensure(known, chunk) for chunk in self._chunks(known.mapping, start, end))
+        if is_new and known.mapping.is_object_store:
+            self._register_behind(known)
+        return is_there
 
     def cuts(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield the parts `[from, to)` of these bytes, none across two chunks: the driver refuses those."""
         at, end = start, start + nbytes
-        with self._lock:
+        with self._changed:
             place = bisect_right(self._starts, start)
             borders = [border for border in self._starts[place:] if border < end]
         for border in (*borders, end):
@@ -153,21 +211,29 @@ class RegisteredMemory:
 
     def close(self) -> None:
         """Unregister everything."""
-        with self._lock:
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not any(known.pending for known in self._shared.values()))
             for start in list(self._starts):
                 self._unregister(start)
             self._own, self._shared = [], {}
 
-    def _register_part(self, known: _Known, start: int, end: int) -> bool:
-        for chunk in self._chunks(known.mapping, start, end):
-            if chunk in known.chunks:
-                continue
-            if not self._register(known.mapping, chunk):
-                known.is_refused = True
-                logger.warning("shared memory cannot be registered: loads go through staging memory")
-                return False
-            known.chunks.add(chunk)
-        return True
+    def _look_up(self, address: int) -> _Known | None:
+        """Return what is mapped at an address now, and unregister what was there before."""
+        mapping = mapping_of(address, self._calls.maps())
+        with self._changed:
+            self._drop_unmapped(address, mapping)
+            if mapping is None:
+                return None
+            return self._shared.setdefault(mapping.start, _Known(mapping))
+
+    def _register_behind(self, known: _Known) -> None:
+        def register() -> None:
+            for chunk in self._chunks(known.mapping, known.mapping.start, known.mapping.end):
+                if self._is_closed or not self._ensure(known, chunk):
+                    return
+
+        self._calls.later(register)
 
     def _drop_unmapped(self, address: int, now: Mapping | None) -> None:
         """Unregister the chunks of mappings that were at this address and are not there any more."""
@@ -177,8 +243,10 @@ class RegisteredMemory:
                 now is not None and old.start < now.end and now.start < old.end
             )
             if meets and old != now:
+                known.is_refused = True  # who is registering one of its chunks unregisters it
                 for chunk in known.chunks:
                     self._unregister(chunk)
+                known.chunks.clear()
                 del self._shared[start]
 
     def _chunks(self, mapping: Mapping, start: int, end: int) -> range:
@@ -186,7 +254,28 @@ class RegisteredMemory:
         first = start - (start - mapping.start) % self._chunk_bytes
         return range(first, end, self._chunk_bytes)
 
-    def _register(self, mapping: Mapping, chunk: int, *, is_populated: bool = False) -> bool:
+    def _ensure(self, known: _Known, chunk: int, *, is_populated: bool = False) -> bool:
+        """Register a chunk, or wait for the thread that does; return whether it is registered."""
+        with self._changed:
+            self._changed.wait_for(lambda: chunk not in known.pending)
+            if chunk in known.chunks or known.is_refused:
+                return chunk in known.chunks
+            known.pending.add(chunk)
+        is_registered = self._register(known.mapping, chunk, is_populated=is_populated)
+        with self._changed:
+            known.pending.remove(chunk)
+            if is_registered and known.is_refused:  # the mapping went away meanwhile
+                self._calls.unregister(chunk)
+            elif is_registered:
+                known.chunks.add(chunk)
+                self._starts.insert(bisect_right(self._starts, chunk), chunk)
+            elif not known.is_refused:
+                known.is_refused = True
+                logger.warning("memory cannot be registered: what uses it goes through staging memory")
+            self._changed.notify_all()
+            return chunk in known.chunks
+
+    def _register(self, mapping: Mapping, chunk: int, *, is_populated: bool) -> bool:
         nbytes = min(self._chunk_bytes, mapping.end - chunk)
         try:
             if not is_populated:
@@ -194,14 +283,19 @@ class RegisteredMemory:
         except OSError as error:
             logger.warning("memory to register: %s", error)
             return False
-        if not self._calls.register(chunk, nbytes):
-            return False
-        self._starts.insert(bisect_right(self._starts, chunk), chunk)
-        return True
+        return self._calls.register(chunk, nbytes)
 
     def _unregister(self, chunk: int) -> None:
         self._starts.remove(chunk)
         self._calls.unregister(chunk)
+
+
+def do_later(work: Callable[[], None]) -> None:
+    """Do work on a thread of its own; nothing, if none can be started."""
+    try:
+        threading.Thread(target=work, name="samovar-register", daemon=True).start()
+    except RuntimeError as error:  # each load registers what it uses, then
+        logger.warning("the object store is not registered ahead: %s", error)
 
 
 class RecordArena:

@@ -102,6 +102,7 @@ class RankGroup:
         """Return what moves whole blocks. `own`: of rank 0's part of the pool."""
         channels = self._channels
         staging = np.frombuffer(channels.staging, dtype=np.uint8)
+        own.adopt(staging)
         return SharedPageIo(geometry, own, channels.moves, channels.steps, staging, self.ranks, self.fail)
 
     def tell(self, order: Order, *words: Words) -> None:

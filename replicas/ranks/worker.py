@@ -173,10 +173,13 @@ class Rank:
 
     def _make_pool(self, pages: int) -> None:
         assert self._backend is not None, "a pool before there is a backend"
+        if self._io is not None:
+            self._io.close()
         self._runner = self._io = None  # an earlier pool goes first
         pool = KvPool(self._geometry, pages, self._device)
         self._runner = Runner(self._model, pool, self._backend, exact=False)
         self._io = page_io(pool)
+        self._io.adopt(np.frombuffer(self._channels.staging, dtype=np.uint8))
 
     def _serve_moves(self) -> None:
         moves = self._channels.moves

@@ -124,6 +124,9 @@ class SimulatedDevice:
     def reaches(self, host: Bytes) -> bool:
         return self._rng.random() < self._direct_share
 
+    def adopt(self, host: Bytes) -> bool:
+        return True
+
     def empty(self, nbytes: int) -> Bytes:
         return np.full(nbytes, GARBAGE, dtype=np.uint8)
 

@@ -18,6 +18,7 @@ from configs.sections import MIB
 from replicas.kv.block_io import PageIo
 from replicas.kv.cuda_device import CudaDevice
 from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.ranks.meeting import mapped, shared_memory
 
 GEOMETRY = KvGeometry(layers=2, block_tokens=16, kv_heads=2, head_dim=8, dtype=torch.float32)
 NOW = "the compute stream"
@@ -135,3 +136,34 @@ def test_what_the_watcher_meets_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     device.mark().then(tell)
     assert told.wait(10)
     assert failures == [broken]
+
+
+def test_memory_that_stays_is_registered_whole_and_copied_from_directly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of the ranks, which has no name: through it each block went by way of two halves."""
+    cuda = Cuda(monkeypatch)
+    io = PageIo(CudaDevice(filled_pool().page_bytes, 0), GEOMETRY)
+    memory = mapped(shared_memory(3 * MIB, "test"))
+    host = np.frombuffer(memory, dtype=np.uint8)
+    assert io.adopt(host)
+    assert cuda.registered == {host.ctypes.data: 3 * MIB}
+    assert io._device.reaches(host[MIB:])
+    io.close()
+    assert not cuda.registered
+
+
+def test_a_load_is_not_told_behind_a_store_that_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread waited for both directions in turn."""
+    Cuda(monkeypatch)
+    device, stores, told = CudaDevice(filled_pool().page_bytes, 0), threading.Event(), threading.Event()
+    out, into = device.stream(), device.stream()
+    monkeypatch.setattr(
+        FakeEvent,
+        "synchronize",
+        lambda event: event.stream is out._stream and stores.wait(10),  # type: ignore[attr-defined]
+    )
+    out.mark().then(lambda failure: None)
+    into.mark().then(lambda failure: told.set())
+    assert told.wait(5)
+    stores.set()

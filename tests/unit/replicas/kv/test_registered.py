@@ -6,7 +6,9 @@ import errno
 import mmap
 import os
 import tempfile
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from hypothesis import strategies as st
 
 from replicas.kv.registered import (
     HostCalls,
+    Mapping,
     RecordArena,
     RegisteredMemory,
+    is_mapped,
     mapping_of,
     populate_pages,
     read_maps,
@@ -37,6 +41,9 @@ class Driver:
     unpopulated: set[int] = field(default_factory=set)
     registered: dict[int, int] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
+    reads: int = 0
+    later: list[Callable[[], None]] = field(default_factory=list)
+    knows_files: bool = True
 
     def register(self, start: int, nbytes: int) -> bool:
         assert nbytes > 0, "cudaHostRegister fails with size 0"
@@ -55,8 +62,20 @@ class Driver:
         if start in self.unpopulated:
             raise OSError(errno.EFAULT, "a hole")
 
+    def read(self) -> str:
+        self.reads += 1
+        return self.maps
+
+    def is_mapped(self, mapping: Mapping) -> bool:
+        return self.knows_files and mapping_of(mapping.start, self.maps) == mapping
+
     def calls(self) -> HostCalls:
-        return HostCalls(self.register, self.unregister, self.populate, lambda: self.maps)
+        calls = self.register, self.unregister, self.populate, self.read, self.is_mapped
+        return HostCalls(*calls, self.later.append)
+
+    def do_later(self) -> None:
+        while self.later:
+            self.later.pop()()
 
 
 def test_an_address_is_found_in_its_mapping() -> None:
@@ -80,6 +99,10 @@ def test_what_linux_says_of_shared_memory_is_understood() -> None:
             assert mapping.is_shared_memory
             assert (mapping.start, mapping.end) == (address, address + 3 * mmap.PAGESIZE)
             populate_pages(address, 3 * mmap.PAGESIZE)
+            assert is_mapped(mapping) or not os.path.exists("/proc/self/map_files")
+            assert not is_mapped(replace(mapping, file=f"{mapping.file} of another"))
+            assert not is_mapped(replace(mapping, end=mapping.end - mmap.PAGESIZE))
+    assert not is_mapped(mapping)
     with pytest.raises(OSError, match="could not be brought"):
         populate_pages(address, 3 * mmap.PAGESIZE)
 
@@ -94,6 +117,86 @@ def test_the_object_store_is_registered_by_chunks_as_it_is_used_and_each_once() 
     assert driver.registered == {0x1000: 0x1000 + 100, 0x1000 + 200: 0x1000 + 300, 0x1000 + 300: 0x1140}
     assert memory.reaches(0x1000, 300)
     memory.close()
+    assert not driver.registered
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_the_rest_of_the_object_store_is_registered_behind_its_first_use_or_at_once_if_it_is_there(
+    is_early: bool,
+) -> None:
+    small = STORE.replace("1000-1140", "3000-3060").replace("77", "78")
+    driver = Driver("\n".join((small, FILE, HEAP) + ((STORE,) if is_early else ())))
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    memory.begin()
+    assert not driver.registered, "not by the thread that has a model to load"
+    driver.later.reverse()  # begun first, and they were begun with the largest
+    driver.do_later()
+    all_of_it = {0x1000 + at: min(0x1140, 0x1000 + at + CHUNK) for at in range(0, 0x140, CHUNK)}
+    if is_early:
+        assert driver.log[-1] == "+3000", "the largest first"
+    else:
+        assert driver.log == ["+3000"]
+        driver.maps = "\n".join((small, FILE, HEAP, STORE))
+        assert memory.reaches(0x1000 + 250, 20)
+        assert driver.log == ["+3000", "+10c8"]
+        driver.do_later()
+    assert driver.registered == {**all_of_it, 0x3000: 0x3060}
+    reads = driver.reads
+    assert all(memory.reaches(0x1000 + at, 20) for at in range(0, 300, 7))
+    assert driver.reads == reads, "no load reads all mappings"
+    memory.close()
+    assert not driver.registered
+
+
+def test_without_the_systems_files_all_mappings_are_read_as_before() -> None:
+    driver = Driver(knows_files=False)
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    for reads in (1, 2):
+        assert memory.reaches(0x1000, 20)
+        assert driver.reads == reads
+
+
+def test_a_load_does_not_wait_for_the_driver_but_for_its_own_chunk() -> None:
+    driver, at_work, go_on = Driver(), threading.Event(), threading.Event()
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    assert memory.reaches(0x1000, 20)
+    populate = driver.populate
+
+    def slow(start: int, nbytes: int) -> None:
+        if start == 0x1000 + 100:
+            at_work.set()
+            assert go_on.wait(10)
+        populate(start, nbytes)
+
+    driver.populate = slow  # type: ignore[method-assign]
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    driver.registered.clear()
+    behind = threading.Thread(target=memory.reaches, args=(0x1000 + 100, 20))
+    behind.start()
+    assert at_work.wait(10)
+    assert memory.reaches(0x1000, 20), "another chunk"
+    waits = threading.Thread(target=memory.reaches, args=(0x1000 + 110, 20))
+    waits.start()
+    go_on.set()
+    behind.join(10)
+    waits.join(10)
+    assert driver.log.count("+1064") == 1
+
+
+def test_a_mapping_that_goes_while_it_is_registered_does_not_stay_so() -> None:
+    driver = Driver()
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    assert memory.reaches(0x1000, 20)
+    populate = driver.populate
+
+    def replaced(start: int, nbytes: int) -> None:
+        driver.maps, driver.populate = HEAP, populate  # type: ignore[method-assign]
+        assert not memory.reaches(0x1000, 20)
+        populate(start, nbytes)
+
+    calls = driver.calls()
+    memory._calls = replace(calls, populate=replaced)
+    assert not memory.reaches(0x1000 + 100, 20)
     assert not driver.registered
 
 
@@ -114,6 +217,7 @@ def test_a_mapping_that_is_refused_is_not_tried_again(why: str) -> None:
     assert not memory.reaches(0x1000 + 50, 100)
     driver.refuses = driver.unpopulated = set()
     assert not memory.reaches(0x1000 + 150, 10)
+    assert memory.reaches(0x1000, 10), "what is registered is of use"
 
 
 def test_a_mapping_that_is_gone_is_unregistered_before_another_is_registered_in_its_place() -> None:
