@@ -53,7 +53,7 @@ class PageMoves:
         """Write verified `payload` into `pages`, behind `read`; then tell `landed`. For any thread.
 
         `landed` is told what the device reports of a copy under way, on whatever thread sees that. False: it
-        could not be begun, and nobody is told.
+        could not be begun, and `landed` is not told.
         """
         try:
             ticket = self.io.begin_in(payload, pages, read)

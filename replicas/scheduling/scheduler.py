@@ -81,7 +81,7 @@ class Scheduler:
         self._held_up: set[bytes] = set()  # tenants whose next sequence the last step did not admit
         self.waiting: FairQueue[bytes, Sequence] = FairQueue(quantum_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
-        self._copied: list[int] = []  # pages that the planned step copies from, though nobody has them now
+        self._copied: list[int] = []  # pages that the planned step copies from, and no sequence has now
         self.preemptions = 0
         self.swaps = 0
         self.cow_copies = 0
@@ -301,7 +301,7 @@ class Scheduler:
         self.pool.release(sequence.pages)
 
     def _keep_copied(self, victim: Sequence, plan: StepPlan) -> None:
-        """Keep what the plan copies out of a victim's pages: whoever got one might load into it at once."""
+        """Keep what the plan copies out of a victim's pages: its next owner might load into it at once."""
         copied = {source for source, _ in plan.copies}.intersection(victim.pages)
         for page in copied:
             self.pool.acquire(page)
