@@ -95,7 +95,7 @@ def build_offload(
     turns = TurnStore(access, arrivals, io=io, pool=pool, shape=shape, settings=tiers, meter=meter)
     return Offload(
         link=access.link,
-        moves=PageMoves(io, pool, access.lanes.moves, arrivals, access.clock),
+        moves=PageMoves(io, pool, access.lanes.moves, arrivals),
         pool=pool,
         shape=shape,
         settings=tiers,

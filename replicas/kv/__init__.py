@@ -1,7 +1,7 @@
 """The KV pool: pages and their owners, the prefix index, and the bytes of a block."""
 
 from replicas.kv.block_io import PageIo, Ticket, page_io
-from replicas.kv.copy_device import DONE, CopyEvent
+from replicas.kv.copy_device import DONE, CopyEvent, Told
 from replicas.kv.kv_pool import KvGeometry, KvPool, LayerKv, PagePlan, free_memory_bytes, plan_pages
 from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool, PrefixEntry, session_owner
 
@@ -19,6 +19,7 @@ __all__ = [
     "PagePool",
     "PrefixEntry",
     "Ticket",
+    "Told",
     "free_memory_bytes",
     "page_io",
     "plan_pages",

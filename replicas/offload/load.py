@@ -1,13 +1,17 @@
-"""Fetches records and verifies them before use: the right blocks, whole and unchanged.
+"""Fetches records, verifies them before use and copies them into their pages: the right blocks, unchanged.
 
-Runs on worker threads. No part of a fetched record is trusted: header, namespace, every block key and every
-block's checksum are compared with what was requested (laws L1-L5, L7).
+Runs on worker threads, from a piece's beginning to its end: the engine's thread has steps to compute. No part
+of a fetched record is trusted: header, namespace, every block key and every block's checksum are compared
+with what was requested (laws L1-L5, L7).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from cache_tiers.blocks import (
@@ -22,6 +26,10 @@ from cache_tiers.blocks import (
     header_bytes,
 )
 from cache_tiers.messages import Fetch, Fetched, FetchFailed
+from replicas.kv import CopyEvent
+from replicas.offload.moves import PageMoves
+from replicas.offload.tier_client import CompletionQueue, begin
+from replicas.scheduling import Restore, RestorePiece
 
 logger = logging.getLogger(__name__)
 
@@ -102,3 +110,142 @@ def load(
         return LoadedBlocks(reply.data[:0], 0, clock(), bad.kind, reply.tier)
     bad_kind = "checksum" if good < len(expected.keys) else None
     return LoadedBlocks(payload, good, clock(), bad_kind, reply.tier, reply.is_kept)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceLoad:
+    """One piece on its way into `pages`, which are those of its blocks. `read`: see `PageIo.begin_in`.
+
+    `over` is called once, on the engine's thread, with what came of it and what the device reports, if that
+    fails. Of a piece that was copied the state is then "moving".
+    """
+
+    restore: Restore
+    piece: RestorePiece
+    pages: tuple[int, ...]
+    read: CopyEvent
+    over: Callable[[LoadedBlocks | FetchFailed, BaseException | None], None]
+
+
+class PieceLoads:
+    """Loads under way; at most `fetch_max` fetches, others wait in the order in which they were begun.
+
+    Thread-safe.
+    """
+
+    def __init__(
+        self,
+        fetch_now: Callable[[Fetch], Fetched | FetchFailed],
+        moves: PageMoves,
+        lane: Executor,
+        arrivals: CompletionQueue,
+        shape: BlockShape,
+        fetch_max: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fetch_now = fetch_now
+        self._moves = moves
+        self._lane = lane
+        self._arrivals = arrivals
+        self._shape = shape
+        self._fetch_max = fetch_max
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way = 0
+        # All of these have their pages, so the pool bounds them.
+        self._backlog: deque[tuple[PieceLoad, Fetch, Expected]] = deque()
+        self._is_starting = False
+
+    def fetch(self, load: PieceLoad, fetch: Fetch, expected: Expected) -> None:
+        """Fetch a piece, verify it and copy it, as soon as there is a thread for it."""
+        with self._lock:
+            self._backlog.append((load, fetch, expected))
+        self._start()
+
+    def place(self, load: PieceLoad, loaded: LoadedBlocks) -> None:
+        """Begin to copy the good blocks that no step computes."""
+        self._place(load, loaded, lambda: None)
+
+    def _start(self) -> None:
+        """Begin what there is room for; one thread does, or calls would nest where all is done at once."""
+        while True:
+            with self._lock:
+                if self._is_starting or not self._backlog or self._under_way >= self._fetch_max:
+                    return
+                self._is_starting = True
+                self._under_way += 1
+                load, fetch, expected = self._backlog.popleft()
+            if not begin(self._lane, self._run, load, fetch, expected):
+                self._over(load, FetchFailed("error"), self._fetched)
+            with self._lock:
+                self._is_starting = False
+
+    def _fetched(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+        self._start()
+
+    def _run(self, of: PieceLoad, fetch: Fetch, expected: Expected) -> None:
+        result = self._load(of, fetch, expected)
+        if isinstance(result, FetchFailed):
+            self._over(of, result, self._fetched)
+        else:
+            self._place(of, result, self._fetched)
+
+    def _load(self, of: PieceLoad, fetch: Fetch, expected: Expected) -> LoadedBlocks | FetchFailed:
+        if not of.restore.is_wanted(of.piece):
+            return FetchFailed("unwanted" if of.restore.is_stopped else "late")
+        of.piece.begun_s = self._clock()
+
+        def fetch_now(fetch: Fetch) -> Fetched | FetchFailed:
+            reply = self._fetch_now(fetch)
+            of.piece.fetched_s = self._clock()
+            return reply
+
+        try:
+            result = load(fetch_now, fetch, expected, self._clock)
+        except Exception:  # a fault of the tiers must not leave the request waiting
+            logger.exception("a load failed")
+            return FetchFailed("error")
+        if isinstance(result, LoadedBlocks):
+            of.piece.arrived_s = result.arrived_s
+        return result
+
+    def _place(self, load: PieceLoad, loaded: LoadedBlocks, then: Callable[[], None]) -> None:
+        restore, piece = load.restore, load.piece
+        bt, block_bytes = self._shape.block_tokens, self._shape.block_bytes
+        first = piece.start // bt
+        end = min(piece.end, (first + loaded.good) * bt)
+        start = restore.claim(piece, end) if loaded.good else None
+        if start is None:
+            self._over(load, loaded, then)
+            return
+        skip = start // bt - first
+        pages = load.pages[skip : -(-end // bt) - first]
+        payload = loaded.payload[skip * block_bytes : (skip + len(pages)) * block_bytes]
+
+        def landed(failure: BaseException | None) -> None:
+            piece.landed_s = self._clock()
+            self._over(load, loaded, then, failure)
+
+        if not self._moves.bring_in(payload, pages, load.read, landed):
+            self._over(load, FetchFailed("error"), then)
+
+    def _over(
+        self,
+        load: PieceLoad,
+        result: LoadedBlocks | FetchFailed,
+        then: Callable[[], None],
+        failure: BaseException | None = None,
+    ) -> None:
+        self._arrivals.post(lambda: load.over(result, failure))
+        then()
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is wrong."""
+        with self._lock:
+            assert self._under_way >= 0, "more loads have ended than were begun"
+            is_full = self._under_way >= self._fetch_max
+            assert is_full or self._is_starting or not self._backlog, (
+                "a load waits for none that is under way"
+            )

@@ -1,7 +1,9 @@
 """Moves of blocks into and out of the pool's pages, beside the steps: no other sequence waits for one.
 
 A move's pages stay referenced until it is over, whatever becomes of the sequence that they are of: no other
-work writes or reads a page under a move.
+work writes or reads a page under a move. What moves in has its sequence's own references, until that loses
+its pages (`keep`); it begins whenever its bytes are verified, since no step reads a page that was given away
+before the step was planned (`Scheduler`), and `Restore.claim` gives it no slot that a step computes.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from concurrent.futures import Executor
 from typing import TypeVar
 
 from cache_tiers.blocks import Bytes
-from replicas.kv import CopyEvent, PageIo, PagePool, Ticket
+from replicas.kv import CopyEvent, PageIo, PagePool, Ticket, Told
 from replicas.offload.tier_client import CompletionQueue, begin
+from replicas.scheduling import RestorePiece
 
 logger = logging.getLogger(__name__)
 
@@ -32,55 +35,47 @@ def _failure_of(ticket: Ticket) -> BaseException | None:
 
 
 class PageMoves:
-    """Moves under way in one pool. For the engine's thread; the copying is started, or done, in `lane`.
+    """Moves under way in one pool. For the engine's thread, but for `bring_in`; blocks leave in `lane`."""
 
-    Blocks are brought in between two steps only: while a step is being planned it may still read pages that
-    it has given away.
-    """
-
-    def __init__(
-        self,
-        io: PageIo,
-        pool: PagePool,
-        lane: Executor,
-        arrivals: CompletionQueue,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, io: PageIo, pool: PagePool, lane: Executor, arrivals: CompletionQueue) -> None:
         self.io = io
-        self._clock = clock
         self._pool = pool
         self._lane = lane
         self._arrivals = arrivals
-        self._held: dict[int, list[int]] = {}  # move -> its pages, referenced for it
+        self._held: dict[int | RestorePiece, list[int]] = {}  # move -> its pages, referenced for it
         self._moves = 0
 
-    def bring_in(self, payload: Bytes, pages: Listing[int], over: Callable[[float | None], None]) -> None:
-        """Write verified `payload` into `pages`, then tell `over`, on the engine's thread.
+    def mark(self) -> CopyEvent:
+        """Return the event behind everything computed so far. For the engine's thread."""
+        return self.io.mark()
 
-        `over` gets the clock's time when the copy was over, on whatever thread saw that; None: it failed.
-        What a device reports of a copy under way is raised there: it is lost.
+    def bring_in(self, payload: Bytes, pages: Listing[int], read: CopyEvent, landed: Told) -> bool:
+        """Write verified `payload` into `pages`, behind `read`; then tell `landed`. For any thread.
+
+        `landed` is told what the device reports of a copy under way, on whatever thread sees that. False: it
+        could not be begun, and nobody is told.
         """
-        move = self._begin(pages)
+        try:
+            ticket = self.io.begin_in(payload, pages, read)
+        except Exception:
+            logger.exception("blocks could not be copied into the pool")
+            return False
+        try:
+            ticket.then(landed)
+        except Exception:  # no thread can watch it
+            logger.exception("a copy of blocks is waited for here")
+            landed(_failure_of(ticket))
+        return True
 
-        def landed(failure: BaseException | None) -> None:
-            landed_s = self._clock()
-            self._arrivals.post(lambda: self._landed(move, failure, landed_s, over))
+    def keep(self, piece: RestorePiece, pages: Listing[int]) -> None:
+        """Reference the pages that a piece is being copied into: its sequence is about to release them."""
+        for page in pages:
+            self._pool.acquire(page)
+        self._held[piece] = list(pages)
 
-        def copy(read: CopyEvent) -> None:
-            try:
-                ticket = self.io.begin_in(payload, pages, read)
-            except Exception:
-                logger.exception("blocks could not be copied into the pool")
-                self._arrivals.post(lambda: self._end(move, None, over))
-                return
-            try:
-                ticket.then(landed)
-            except Exception:  # no thread can watch it
-                logger.exception("a copy of blocks is waited for here")
-                landed(_failure_of(ticket))
-
-        if not begin(self._lane, copy, self.io.mark()):
-            self._end(move, None, over)
+    def let_go(self, piece: RestorePiece) -> None:
+        """Release the pages of a piece whose copy is over, if they were kept for it."""
+        self._free(piece)
 
     def take_out(
         self,
@@ -127,21 +122,10 @@ class PageMoves:
         self._held[self._moves] = list(pages)
         return self._moves
 
-    def _landed(
-        self,
-        move: int,
-        failure: BaseException | None,
-        landed_s: float,
-        over: Callable[[float | None], None],
-    ) -> None:
-        if failure is not None:
-            raise failure
-        self._end(move, landed_s, over)
-
     def _end(self, move: int, result: T, over: Callable[[T], None]) -> None:
         self._free(move)
         over(result)
 
-    def _free(self, move: int) -> None:
+    def _free(self, move: int | RestorePiece) -> None:
         """Release a move's pages, unless that is done."""
         self._pool.release(self._held.pop(move, []))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import replace
@@ -25,7 +25,7 @@ from replicas.kv import CopyEvent, PagePool
 from replicas.messages import GenerateRequest
 from replicas.offload.block_runs import LoadCut, StoreRun
 from replicas.offload.handover import Handover
-from replicas.offload.load import Expected, LoadedBlocks, Suspect, load
+from replicas.offload.load import Expected, LoadedBlocks, PieceLoad, PieceLoads, Suspect
 from replicas.offload.lookups import TierLookups, cuts_of
 from replicas.offload.moves import PageMoves
 from replicas.offload.reports import TierReporter, TurnReporter
@@ -79,9 +79,15 @@ class Offload:
         self._clock = clock
         self._touched: dict[Sequence, None] = {}
         self._restoring: dict[Sequence, Restore] = {}
-        self._fetches = 0
-        # Pieces beyond `fetch_max`, the first planned first; all have their pages, so the pool bounds them.
-        self._backlog: deque[tuple[Sequence, Restore, RestorePiece, LoadCut]] = deque()
+        self._loads = PieceLoads(
+            lambda fetch: self.link.fetch(fetch),
+            moves,
+            lanes.fetch,
+            arrivals,
+            shape,
+            settings.fetch_max,
+            clock,
+        )
         self._doubt = Doubt(settings.extent_bytes_max)
         self._lookups = TierLookups(
             lambda lookup: self.link.lookup(lookup),
@@ -194,15 +200,13 @@ class Offload:
         self.decisions[plan.decision] += 1
         if chosen:
             self._restoring[sequence] = restore
+        read = self.moves.mark()
         for piece, cut in chosen:
-            self._fetch(sequence, restore, piece, cut)
-        if restore.is_over:
-            self._restoring.pop(sequence, None)
+            self._fetch(sequence, restore, piece, cut, read)
 
-    def _fetch(self, sequence: Sequence, restore: Restore, piece: RestorePiece, cut: LoadCut) -> None:
-        if self._fetches >= self._settings.fetch_max:
-            self._backlog.append((sequence, restore, piece, cut))
-            return
+    def _fetch(
+        self, sequence: Sequence, restore: Restore, piece: RestorePiece, cut: LoadCut, read: CopyEvent
+    ) -> None:
         fetch = piece.fetch = Fetch(
             namespace=sequence.namespace,
             tenant=cut.tenant,
@@ -215,115 +219,72 @@ class Offload:
             trace="" if sequence.visit is None else sequence.visit.trace,
         )
         expected = Expected(sequence.namespace, self._shape, cut.first, cut.keys, cut.token_counts)
-        if begin(self._lanes.fetch, self._load, sequence, restore, piece, fetch, expected):
-            self._fetches += 1
-        else:
-            restore.failed(piece, "error")
+        self._loads.fetch(self._load_of(sequence, restore, piece, read, cut.keys), fetch, expected)
 
-    def _fetched(self) -> None:
-        """Note that a fetch's bytes are in their pages, or unused; begin what waited for that.
-
-        What is not wanted any more is left out.
-        """
-        self._fetches -= 1
-        while self._backlog and self._fetches < self._settings.fetch_max:
-            sequence, restore, piece, cut = self._backlog.popleft()
-            if sequence.restore is not restore:
-                restore.failed(piece, "unwanted")
-            elif restore.usable_from(piece, sequence.computed) >= piece.end:
-                restore.failed(piece, "late")
-            else:
-                self._fetch(sequence, restore, piece, cut)
-            self._touch(sequence, restore)
-
-    def _load(
-        self, sequence: Sequence, restore: Restore, piece: RestorePiece, fetch: Fetch, expected: Expected
-    ) -> None:
-        """Fetch and verify one piece, on a fetch thread."""
-        result: LoadedBlocks | FetchFailed = FetchFailed("error")
-        try:
-            if sequence.restore is not restore:  # its request ended while it was queued
-                result = FetchFailed("unwanted")
-            else:
-                result = load(self.link.fetch, fetch, expected, self._clock)
-        except Exception:  # a fault of the tiers must not leave the request waiting
-            logger.exception("a load failed")
-        self.arrivals.post(lambda: self._loaded(sequence, restore, piece, fetch, expected.keys, result))
-
-    def _loaded(
+    def _load_of(
         self,
         sequence: Sequence,
         restore: Restore,
         piece: RestorePiece,
-        fetch: Fetch,
+        read: CopyEvent,
+        keys: tuple[bytes, ...] = (),
+    ) -> PieceLoad:
+        bt = self._shape.block_tokens
+        pages = tuple(sequence.pages[piece.start // bt : -(-piece.end // bt)])
+        return PieceLoad(restore, piece, pages, read, partial(self._over, sequence, restore, piece, keys))
+
+    def _over(
+        self,
+        sequence: Sequence,
+        restore: Restore,
+        piece: RestorePiece,
         keys: tuple[bytes, ...],
         result: LoadedBlocks | FetchFailed,
-    ) -> None:
-        if isinstance(result, FetchFailed):
-            self._fetched()
-            if result.reason == "timeout":  # a lower bound of its time
-                piece.arrived_s = self._clock()
-            self.misses[result.reason] += fetch.blocks
-            restore.failed(piece, result.reason)
-            self._touch(sequence, restore)
-            return
-        piece.arrived_s = result.arrived_s
-        if result.is_kept and sequence.visit is not None:
-            sequence.visit.offered.update(keys)  # fetched from another node and kept here: not stored again
-        if result.tier is not None and result.tier != fetch.tier:
-            piece.source = result.tier
-            piece.fetch = fetch = replace(fetch, tier=result.tier)
-        if result.bad is not None:
-            self.reports.bad(fetch, result.bad)
-        is_moving = False
-        if sequence.restore is restore and piece.state == "waiting":
-            is_moving = self._place(sequence, restore, piece, result)
-        elif piece.state == "waiting":
-            restore.failed(piece, "late")
-        if not is_moving:
-            self._fetched()
-        self._touch(sequence, restore)
-
-    def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: LoadedBlocks) -> bool:
-        """Begin to copy the good blocks that were not overtaken into the sequence's pages.
-
-        False: there are none.
-        """
-        bt, block_bytes = self._shape.block_tokens, self._shape.block_bytes
-        first = piece.start // bt
-        end = min(piece.end, (first + loaded.good) * bt)
-        start = restore.usable_from(piece, sequence.computed)
-        if loaded.good == 0:
-            restore.failed(piece, "bad")
-            return False
-        if loaded.bad is not None:
-            restore.miss = restore.miss or "bad"
-        if not restore.moves(piece, start, end):
-            return False
-        pages = sequence.pages[start // bt : -(-end // bt)]
-        skip = (start // bt - first) * block_bytes
-        payload = loaded.payload[skip : skip + len(pages) * block_bytes]
-        if loaded.arrived_s > 0:
-            piece.waited_s = max(0.0, self._clock() - loaded.arrived_s)
-        self.moves.bring_in(payload, pages, partial(self._placed, sequence, restore, piece))
-        return True
-
-    def _placed(
-        self, sequence: Sequence, restore: Restore, piece: RestorePiece, landed_s: float | None
+        failure: BaseException | None,
     ) -> None:
         """Use what was copied into a sequence's pages, unless it has lost them meanwhile."""
-        if landed_s is not None and sequence.restore is restore:
-            piece.landed_s = landed_s
-            restore.placed(piece, self._clock())
+        if failure is not None:
+            raise failure
+        self.moves.let_go(piece)
+        if isinstance(result, FetchFailed):
+            self._missed(piece, result.reason)
+            restore.failed(piece, result.reason)
         else:
-            restore.failed(piece, "error" if landed_s is None else "late")
-        if piece.source != OWN:
-            self._fetched()
-        elif sequence.restore is restore:
+            self._came(sequence, piece, keys, result)
+            if result.bad is not None and result.good:
+                restore.miss = restore.miss or "bad"
+            if piece.state == "moving" and sequence.restore is restore:
+                restore.placed(piece, self._clock())
+            restore.failed(piece, "late" if result.good else "bad")  # where that is not decided
+        if piece.source == OWN and sequence.restore is restore:
             if piece.state == "placed":
-                self.swap.meter.observe(piece.nbytes, piece.landed_s - restore.started_s - piece.waited_s)
+                self.swap.meter.observe(piece.nbytes, piece.landed_s - restore.started_s)
             self.swap.drop(sequence)
         self._touch(sequence, restore)
+
+    def _missed(self, piece: RestorePiece, reason: str) -> None:
+        if piece.fetch is None:
+            return
+        if reason == "timeout":  # a lower bound of its time
+            piece.arrived_s = self._clock()
+        self.misses[reason] += piece.fetch.blocks
+
+    def _came(
+        self, sequence: Sequence, piece: RestorePiece, keys: tuple[bytes, ...], loaded: LoadedBlocks
+    ) -> None:
+        """Note what a load says of its source."""
+        fetch = piece.fetch
+        if fetch is None:
+            if loaded.bad is not None:
+                self.reports.verify_failures[f"{OWN}:{loaded.bad}"] += 1
+            return
+        if loaded.is_kept and sequence.visit is not None:
+            sequence.visit.offered.update(keys)  # fetched from another node and kept here: not stored again
+        if loaded.tier is not None and loaded.tier != fetch.tier:
+            piece.source = loaded.tier
+            piece.fetch = fetch = replace(fetch, tier=loaded.tier)
+        if loaded.bad is not None:
+            self.reports.bad(fetch, loaded.bad)
 
     # -- swap ------------------------------------------------------------------------------
 
@@ -383,37 +344,24 @@ class Offload:
             self._check_swapped(sequence, restore, swapped)
 
     def _check_swapped(self, sequence: Sequence, restore: Restore, swapped: SwappedBlocks) -> None:
-        """Verify swapped blocks in a worker thread, then copy them into their pages."""
+        """Verify swapped blocks in a worker thread, and copy them into their pages."""
         (piece,) = restore.pieces
         record, shape = swapped.record, self._shape
         first = piece.start // shape.block_tokens
+        load = self._load_of(sequence, restore, piece, self.moves.mark())
         restore.started_s = self._clock()  # not before: it may have been on its way out until now
 
         def check(record: Bytes) -> None:
-            loaded: LoadedBlocks | None = None
             try:
                 loaded = check_swapped(sequence, swapped.run, record, first, shape)
-                loaded = replace(loaded, arrived_s=self._clock())
             except Exception:  # it must not leave the request waiting
                 logger.exception("swapped blocks could not be checked")
-            self.arrivals.post(lambda: self._swap_checked(sequence, restore, loaded))
+                self.arrivals.post(lambda: load.over(FetchFailed("error"), None))
+            else:
+                self._loads.place(load, loaded)
 
         if record is None or not begin(self._lanes.moves, check, record):
-            self._swap_checked(sequence, restore, None)
-
-    def _swap_checked(self, sequence: Sequence, restore: Restore, loaded: LoadedBlocks | None) -> None:
-        if sequence.restore is not restore:
-            return  # it has lost its pages again, or ended
-        (piece,) = restore.pieces
-        if loaded is not None and loaded.bad is not None:
-            self.reports.verify_failures[f"{OWN}:{loaded.bad}"] += 1
-        if loaded is None:
-            restore.failed(piece, "error")
-        else:
-            self._place(sequence, restore, piece, loaded)
-        if piece.state == "failed":
-            self.swap.drop(sequence)
-        self._touch(sequence, restore)
+            load.over(FetchFailed("error"), None)
 
     def finish(self, sequence: Sequence) -> None:
         """Store the blocks of a finished turn, before the scheduler releases the pages."""
@@ -448,8 +396,15 @@ class Offload:
         times += [restore.hedge_at_s for restore in self._restoring.values() if restore.is_awaited]
         return max(0.0, min(times) - self._clock()) if times else None
 
+    def stop_restore(self, sequence: Sequence) -> None:
+        """Let nothing more be loaded into a sequence's pages, which it is about to lose."""
+        bt, restore = self._shape.block_tokens, sequence.restore
+        for piece in [] if restore is None else restore.stop():
+            self.moves.keep(piece, sequence.pages[piece.start // bt : -(-piece.placed_end // bt)])
+
     def close(self, sequence: Sequence, *, keep_swapped: bool = False) -> None:
         """Drop the pending work of a sequence that is over or has lost its pages."""
+        self.stop_restore(sequence)
         sequence.restore = None
         if not keep_swapped:
             self.swap.drop(sequence)
@@ -514,9 +469,7 @@ class Offload:
             restore.check_integrity()
             assert sequence.restore is restore, "a load is under way for a sequence that forgot it"
         self._lookups.check_integrity()
-        assert self._fetches >= 0, "more loads have ended than were begun"
-        is_full = self._fetches >= self._settings.fetch_max
-        assert is_full or not self._backlog, "a load waits for none that is under way"
+        self._loads.check_integrity()
         self._doubt.check_integrity()
         self.turns.check_integrity()
         self.news.check_integrity()

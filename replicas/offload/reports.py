@@ -62,11 +62,8 @@ class TierReporter:
 
 
 def _there_s(piece: RestorePiece) -> float:
-    """Return when a piece was in its pages, had it not waited for a step of others.
-
-    That is no part of its road. Of one that was overtaken, or was late, when it had come.
-    """
-    return (piece.landed_s or piece.arrived_s) - piece.waited_s
+    """Return when a piece was in its pages; of one that was overtaken, or was late, when it had come."""
+    return piece.landed_s or piece.arrived_s
 
 
 WAITING_MAX = 64

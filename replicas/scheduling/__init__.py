@@ -1,8 +1,9 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
 from replicas.scheduling.preemption import DropNewest, PreemptionPolicy, SwapPrices, preemption_policy
+from replicas.scheduling.restore import OWN, Restore, RestorePiece
 from replicas.scheduling.scheduler import Scheduler
-from replicas.scheduling.sequence import OWN, OffloadState, Restore, RestorePiece, Sequence, bare_sequence
+from replicas.scheduling.sequence import OffloadState, Sequence, bare_sequence
 from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, StepTimes
 
 __all__ = [

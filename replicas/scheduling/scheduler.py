@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from cache_tiers.blocks import TAG_BYTES
 from replicas.drafting import Drafter
@@ -26,32 +26,12 @@ from replicas.fair_queue import FairQueue
 from replicas.kv import PagePool, PrefixEntry, session_owner
 from replicas.scheduling.preemption import Preemption, PreemptionPolicy
 from replicas.scheduling.prompt_order import PromptOrder
-from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.sequence import Restorer, Sequence
 from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
 from replicas.scheduling.step import StepPlan as StepPlan
 from replicas.scheduling.tenants import DecodeRests, PrefillTurns, TenantShares
-
-
-class Restorer(Protocol):
-    """Brings blocks back from outside the pool, for example from the cache tiers."""
-
-    def plan_restore(self, sequence: Sequence) -> None:
-        """Set `sequence.restore` if blocks are to be loaded into the pages that it has just got."""
-        ...
-
-    def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
-        """Copy the blocks of a preempted sequence, which are in `pages`, aside, beside later steps.
-
-        The pages stay referenced meanwhile. False: not possible, the blocks are dropped.
-        """
-        ...
-
-    def pages_leaving(self) -> int:
-        """Return how many pages become available soon: copies are all that they are still needed for."""
-        ...
-
 
 JOINED_TOKENS = 256
 """How much a prompt must have in common with a running one, beyond what is published, to wait for it."""
@@ -98,9 +78,10 @@ class Scheduler:
         self._turns = PrefillTurns(quantum_tokens, self.weights)
         self._rests = DecodeRests(quantum_tokens)
         self._order = PromptOrder(self.budget.passed_tokens_max)
-        self._held_up: set[bytes] = set()  # tenants whose next sequence was not admitted in the last step
+        self._held_up: set[bytes] = set()  # tenants whose next sequence the last step did not admit
         self.waiting: FairQueue[bytes, Sequence] = FairQueue(quantum_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
+        self._copied: list[int] = []  # pages that the planned step copies from, though nobody has them now
         self.preemptions = 0
         self.swaps = 0
         self.cow_copies = 0
@@ -146,6 +127,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step and reserve its pages. Follow it with `commit`."""
+        self._forget_copied()
         plan = StepPlan()
         active, stuck = self._prefilling()
         groups = self._turns.order(active)
@@ -242,7 +224,7 @@ class Scheduler:
     ) -> None:
         """Plan what there is room for; `others` of its turn are not planned yet."""
         count = room.takes(sequence.computable, sequence.computed)
-        if count and self._make_room(sequence, count, plan):
+        if count and self._make_room(sequence, count, plan) and (count := sequence.begin(count)):
             chunk = Chunk(sequence, sequence.computed, count)
             plan.chunks.append(chunk)
             room.take(count, sequence.computed)
@@ -305,12 +287,29 @@ class Scheduler:
         # A copy planned for the victim must not write into a page that another sequence may get now.
         plan.copies = [(source, target) for source, target in plan.copies if target not in victim.pages]
         plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not victim]
-        self.running.remove(victim)
-        self.pool.release(victim.pages)
+        self._keep_copied(victim, plan)
+        self._release(victim)
         victim.forget_computed()
         self.waiting.put_first(victim.tenant, victim)
         plan.preempted.append(victim)
         self.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        if self.restorer is not None:
+            self.restorer.stop_restore(sequence)
+        self.running.remove(sequence)
+        self.pool.release(sequence.pages)
+
+    def _keep_copied(self, victim: Sequence, plan: StepPlan) -> None:
+        """Keep what the plan copies out of a victim's pages: whoever got one might load into it at once."""
+        copied = {source for source, _ in plan.copies}.intersection(victim.pages)
+        for page in copied:
+            self.pool.acquire(page)
+        self._copied += copied
+
+    def _forget_copied(self) -> None:
+        self.pool.release(self._copied)
+        self._copied = []
 
     def _admit(
         self, plan: StepPlan, room: StepRoom, held_up: set[bytes], others: Collection[bytes] = ()
@@ -479,6 +478,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan) -> None:
         """Mark the step's slots as valid and publish full blocks, after the forward pass."""
+        self._forget_copied()
         for chunk in plan.chunks:
             self.advance(chunk.sequence, chunk.start + chunk.count)
 
@@ -535,8 +535,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Remove a finished sequence, whatever the reason; its pages become free or cached."""
         if sequence in self.running:
-            self.running.remove(sequence)
-            self.pool.release(sequence.pages)
+            self._release(sequence)
             sequence.pages = []
         else:
             self.waiting.remove(sequence)
@@ -573,7 +572,7 @@ class Scheduler:
 
     def check_integrity(self, others: Iterable[Listing[int]] = ()) -> None:
         """Raise `AssertionError` naming what is wrong. `others`: page tables referenced by others."""
-        self.pool.check_integrity([*(sequence.pages for sequence in self.running), *others])
+        self.pool.check_integrity([*(one.pages for one in self.running), self._copied, *others])
         arrivals = [sequence.arrival for sequence in self.running]
         assert arrivals == sorted(arrivals), "running sequences are out of order"
         assert len(self.running) <= self.sequences_max, "more sequences run than there are places"

@@ -8,15 +8,17 @@ token is known but not computed: its slot was never written, so it is never publ
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Protocol
 
 from cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key
-from cache_tiers.messages import Fetch, LookupResult
+from cache_tiers.messages import LookupResult
 from replicas.drafting import Guesses
 from replicas.grammar import GrammarState
 from replicas.kv import ROOT_ENTRY
-from replicas.messages import Decision, SamplingParams
+from replicas.messages import SamplingParams
+from replicas.scheduling.restore import Restore
 
 
 @dataclass(slots=True, eq=False)
@@ -47,152 +49,6 @@ class OffloadState:
     offered: set[bytes] = field(default_factory=set)
     trace: str = ""  # context of the request's span; empty: it is not traced
     stores_all: bool = False
-
-
-PieceState = Literal["waiting", "moving", "placed", "failed", "overtaken"]
-"""`moving`: its bytes are being copied into their pages, which no step uses until they are `placed`."""
-
-OWN = "swap"
-"""Source of blocks that this same request computed before it was preempted."""
-
-
-@dataclass(slots=True)
-class RestorePiece:
-    """Slots `[start, end)` to be loaded from one source.
-
-    `start` is a block's first slot; only a turn's tail ends inside a block. `source`: the tier that `fetch`
-    reads from. `placed_end`: end of the valid slots; `arrived_s`: when the bytes had arrived and were
-    verified; `landed_s`: when they were in their pages, though the engine may have taken that in later;
-    `waited_s`: in between, how long nothing but the engine's thread kept their copy from beginning.
-    """
-
-    start: int
-    end: int
-    source: str
-    nbytes: int
-    state: PieceState = "waiting"
-    placed_end: int = 0
-    arrived_s: float = 0.0
-    landed_s: float = 0.0
-    waited_s: float = 0.0
-    fetch: Fetch | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Restore:
-    """One sequence's load in flight: which slots are to come from a tier, and which have arrived. Pure.
-
-    Loaded blocks are valid whenever and in whatever order they arrive: the KV of a slot depends on the tokens
-    before it, not on how their KV was produced. So computing from the front, loading from the back, a load
-    that fails in the middle and a load that is overtaken are the same arithmetic: `placed` runs of slots, and
-    a `computed` mark that stops before a run and jumps over it. A run whose bytes are being copied is only
-    stopped at.
-
-    `pieces`: in the order of their slots, without overlap. `waits`: nothing is computed until every piece is
-    decided (or `hedge` is called); otherwise computing continues from the front.
-    """
-
-    pieces: list[RestorePiece]
-    block_tokens: int
-    decision: Decision
-    waits: bool
-    started_s: float
-    hedge_at_s: float
-    load_price_s: float = 0.0
-    recompute_price_s: float = 0.0
-    placed_s: float = 0.0
-    is_reported: bool = False  # the load time has been reported
-    miss: str = ""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no piece is pending."""
-        return all(piece.state not in ("waiting", "moving") for piece in self.pieces)
-
-    @property
-    def holds(self) -> bool:
-        return self.waits and not self.is_over
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether it holds, for bytes that have not come yet: those that have are soon in their pages."""
-        return self.holds and any(piece.state == "waiting" for piece in self.pieces)
-
-    def is_moving_at(self, slot: int) -> bool:
-        """Return whether a slot's bytes are being copied into its page."""
-        return any(p.state == "moving" and p.start <= slot < p.placed_end for p in self.pieces)
-
-    def hedge(self) -> None:
-        """Start computing from the front beside a late load; whichever is first is kept."""
-        if self.holds:
-            self.waits = False
-            self.decision = "hedge"
-            self.miss = self.miss or "late"
-
-    def usable_from(self, piece: RestorePiece, computed: int) -> int:
-        """Return the first slot of `piece` that may still be written: a started block is computed."""
-        first_whole = -(-computed // self.block_tokens) * self.block_tokens
-        return max(piece.start, first_whole)
-
-    def moves(self, piece: RestorePiece, start: int, end: int) -> bool:
-        """Record that slots `[start, end)` of a waiting piece are copied now. False (none): overtaken."""
-        if piece.state != "waiting":
-            raise ValueError(f"a piece that is {piece.state} is copied")
-        if start >= end:
-            piece.state = "overtaken"
-            piece.start = piece.end = piece.placed_end = end
-            return False
-        piece.start, piece.placed_end = start, end
-        piece.state = "moving"
-        return True
-
-    def placed(self, piece: RestorePiece, now_s: float) -> None:
-        """Record that the slots of a piece that was being copied are in their pages."""
-        if piece.state != "moving":
-            raise ValueError(f"a piece that is {piece.state} was placed")
-        piece.state = "placed"
-        self.placed_s = now_s
-
-    def failed(self, piece: RestorePiece, reason: str) -> None:
-        if piece.state in ("waiting", "moving"):
-            piece.state = "failed"
-            self.miss = self.miss or reason
-
-    def limit(self, computed: int) -> int | None:
-        """Return the slot where a placed or moving run follows, so that computing must stop; or None."""
-        return min(
-            (p.start for p in self.pieces if p.state in ("placed", "moving") and p.start >= computed),
-            default=None,
-        )
-
-    def jump(self, computed: int) -> int:
-        """Return the computed mark moved from `computed` past all placed runs that begin there."""
-        for piece in self.pieces:
-            if piece.state == "placed" and piece.start <= computed < piece.placed_end:
-                computed = piece.placed_end
-        return computed
-
-    def tokens_by_source(self, tokens: int) -> dict[str, int]:
-        """Count the placed slots below `tokens`, by tier."""
-        counts: dict[str, int] = {}
-        for piece in self.pieces:
-            if piece.state == "placed":
-                placed = min(piece.placed_end, tokens) - min(piece.start, tokens)
-                counts[piece.source] = counts.get(piece.source, 0) + placed
-        return counts
-
-    def check_integrity(self) -> None:
-        """Raise `AssertionError` naming what is wrong."""
-        end = 0
-        for piece in self.pieces:
-            assert piece.start >= end, "pieces overlap"
-            assert piece.start <= piece.end, "a piece ends before it begins"
-            assert piece.start % self.block_tokens == 0 or piece.state == "overtaken", (
-                "a piece begins inside a block"
-            )
-            if piece.state in ("placed", "moving"):
-                assert piece.start < piece.placed_end <= piece.end, "more was placed than was to come"
-            end = piece.end
 
 
 @dataclass(eq=False, slots=True)
@@ -250,10 +106,10 @@ class Sequence:
     def holds(self) -> bool:
         """Whether it has its pages and waits for blocks from a tier: nothing of it is computed.
 
-        Either for all of them, or for those that are being copied into its next pages.
+        Either for all of them, or for those that come into its next pages.
         """
         restore = self.restore
-        return restore is not None and (restore.holds or restore.is_moving_at(self.computed))
+        return restore is not None and (restore.holds or restore.stops_at(self.computed))
 
     @property
     def is_looking(self) -> bool:
@@ -270,6 +126,10 @@ class Sequence:
         count = self.pending if limit is None else limit - self.computed
         spare = None if self.visit is None else self.visit.spare_tokens
         return count if spare is None else min(count, spare)
+
+    def begin(self, count: int) -> int:
+        """Take the next `count` slots for a step, or as many as are not loaded; return how many."""
+        return count if self.restore is None else self.restore.compute(self.computed, count)
 
     @property
     def reusable(self) -> int:
@@ -336,6 +196,32 @@ class Sequence:
         self.published_blocks = 0
         self.chain_entry = ROOT_ENTRY
         self.chain_broken = False
+
+
+class Restorer(Protocol):
+    """Brings blocks back from outside the pool, for example from the cache tiers."""
+
+    def plan_restore(self, sequence: Sequence) -> None:
+        """Set `sequence.restore` if blocks are to be loaded into the pages that it has just got.
+
+        They may be written to from now on: no step that is planned later reads what was in them.
+        """
+        ...
+
+    def stop_restore(self, sequence: Sequence) -> None:
+        """Let nothing more be loaded into a sequence's pages, which it is about to lose."""
+        ...
+
+    def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
+        """Copy the blocks of a preempted sequence, which are in `pages`, aside, beside later steps.
+
+        The pages stay referenced meanwhile. False: not possible, the blocks are dropped.
+        """
+        ...
+
+    def pages_leaving(self) -> int:
+        """Return how many pages become available soon: copies are all that they are still needed for."""
+        ...
 
 
 def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,7 @@ class History:
             copies=copies,
         )
         self.engine.driver.check = rng.random() < 0.3
+        self.beside_steps()
         self.engine.placement = rng.choice(
             [
                 Placement("cpu", ("nvme",), "s3"),
@@ -91,6 +93,27 @@ class History:
         self.talks = [[*system, *prompt_of(rng.randint(5, 60), seed=seed + 1 + i)] for i in range(6)]
         self.open: dict[int, tuple[int, list[int], int]] = {}  # key -> (talk, prompt, max_tokens)
         self.checked = 0
+
+    def beside_steps(self) -> None:
+        """Let loads come between a step's plan and its computing, and before it is taken in."""
+        runner = self.engine.built.engine.runner
+        run = runner.run
+
+        def arrive() -> None:
+            lane = self.rng.choice([self.engine.lanes.fetch, self.engine.lanes.moves])
+            assert isinstance(lane, InlineExecutor)
+            lane.shuffle(self.rng)
+            lane.release(self.rng.randint(0, 3))
+            if self.engine.device is not None:
+                self.engine.device.happen()
+
+        def run_beside(*args: Any) -> Any:
+            arrive()
+            rows = run(*args)
+            arrive()
+            return rows
+
+        runner.run = run_beside  # type: ignore[method-assign]
 
     def lanes(self) -> list[InlineExecutor]:
         lanes = self.engine.lanes

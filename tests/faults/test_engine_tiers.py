@@ -17,7 +17,12 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, LookupResult
 from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
 from configs.sections import FaultSettings, TierSettings
+from replicas.offload.load import Expected, PieceLoad
+from replicas.offload.moves import PageMoves
+from replicas.offload.offload import Offload
 from replicas.offload.tier_client import TierLink
+from replicas.scheduling.preemption import Preemption
+from replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, tiered
@@ -333,12 +338,12 @@ def test_g3_a_stale_namespace_is_refused(tiny_llama: Path, tmp_path: Path) -> No
     prompt = two_turns(engine)
     offload = engine.built.engine.offload
     assert offload is not None
-    inner = offload._load
+    inner = offload._loads.fetch
 
-    def load_as_another(sequence, restore, piece, fetch, expected):  # type: ignore[no-untyped-def]
-        inner(sequence, restore, piece, fetch, replace(expected, namespace=bytes(32)))
+    def load_as_another(of: PieceLoad, fetch: Fetch, expected: Expected) -> None:
+        inner(of, fetch, replace(expected, namespace=bytes(32)))
 
-    offload._load = load_as_another  # type: ignore[method-assign]
+    offload._loads.fetch = load_as_another  # type: ignore[method-assign]
     answer = engine.run(prompt)
     assert tokens(answer)["cpu"] == 0
     assert engine.built.engine.stats().verify_failures == {"cpu:namespace": 1}
@@ -383,6 +388,51 @@ def test_f23_a_client_that_leaves_while_blocks_come_leaves_nothing_behind(
         stats = engine.built.engine.stats()
         assert (stats.pages_free, stats.pages_active, stats.loading) == (free, 0, 0)
     assert engine.built.engine.stats().stores == {"taken": 1}
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+@pytest.mark.parametrize("fault", [None, "pages are not kept", "nothing is stopped"])
+def test_f23_pages_that_blocks_are_copied_into_are_nobody_elses_until_that_is_over(
+    tiny_llama: Path, tmp_path: Path, how: str, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy was begun on a worker thread: the sequence goes, the copy goes on."""
+    engine = cpu_only(tiny_llama, tmp_path, copies=random.Random(1))
+    prompt = two_turns(engine)
+    inner, fetches = engine.built.engine, engine.lanes.fetch
+    assert isinstance(fetches, InlineExecutor)
+    assert engine.device is not None
+    if fault == "pages are not kept":
+        monkeypatch.setattr(PageMoves, "keep", lambda *_: None)
+    elif fault is not None:
+        monkeypatch.setattr(Offload, "stop_restore", lambda *_: None)
+    fetches.held = True
+    key = engine.submit(prompt)
+    engine.driver.step()
+    (sequence,) = inner.scheduler.running
+    assert sequence.restore is not None
+    (piece,) = sequence.restore.pieces
+    if fault != "nothing is stopped":
+        fetches.release()
+        assert piece.state == "moving"
+    pages = set(sequence.pages[: -(-piece.end // 16)])
+    if how == "abort":
+        inner.abort(key)
+    else:
+        inner.scheduler._preempt(Preemption(sequence, "drop"), StepPlan())
+        assert inner.offload is not None
+        inner.offload.close(sequence)
+    fetches.held = False
+    fetches.release()
+    given = {inner.scheduler.pool.allocate() for _ in range(inner.scheduler.pool.available)}
+    is_written = engine.device.is_busy
+    while engine.device.run_one():
+        pass
+    assert bool(given & pages) == (fault is not None or not is_written)
+    assert is_written or fault is None
+    inner.scheduler.pool.release(given)
+    engine.drain()
+    if fault is None:
+        inner.check_integrity()
 
 
 def test_f24_only_written_slots_are_stored_at_every_length(tiny_llama: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from replicas.kv.page_pool import PagePool
 from replicas.offload import load, store, swap
 from replicas.offload.moves import PageMoves
 from replicas.offload.tier_client import CompletionQueue, WorkerPools, begin
-from tests.support.clock import Clock
+from replicas.scheduling import RestorePiece
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.simulated_device import SimulatedDevice, SimulatedEvent
 from tests.support.engines.tier_engines import SCAN_S, InlineExecutor, Tiered, receipt_of, tiered
@@ -37,8 +37,7 @@ class World:
         )
         self.pool = PagePool(8, GEOMETRY.block_tokens)
         self.lane, self.arrivals = InlineExecutor(), CompletionQueue()
-        self.clock = Clock()
-        self.moves = PageMoves(PageIo(self.device, GEOMETRY), self.pool, self.lane, self.arrivals, self.clock)
+        self.moves = PageMoves(PageIo(self.device, GEOMETRY), self.pool, self.lane, self.arrivals)
         self.ended: list[Any] = []
 
     def settle(self) -> None:
@@ -51,21 +50,22 @@ def payload(blocks: int, value: int = 9) -> Bytes:
     return np.full(blocks * GEOMETRY.block_bytes, value, dtype=np.uint8)
 
 
-def test_pages_belong_to_a_move_until_its_ticket_is_done() -> None:
+def test_pages_of_a_sequence_that_ends_belong_to_the_move_until_its_copy_is_over() -> None:
     world = World()
-    pages = [world.pool.allocate(), world.pool.allocate()]
-    world.moves.bring_in(payload(2), pages, world.ended.append)
-    assert world.moves.pages_leaving() == 0
+    pages, piece = [world.pool.allocate(), world.pool.allocate()], RestorePiece(0, 2, "cpu", 2)
+    assert world.moves.bring_in(payload(2), pages, world.moves.mark(), world.ended.append)
+    assert (world.moves.pages_held(), world.moves.pages_leaving()) == ([], 0)
+    world.moves.keep(piece, pages)
     world.pool.release(pages)  # their sequence is aborted
     assert (world.moves.pages_held(), world.moves.pages_leaving()) == ([pages], 2)
     assert not world.ended
     world.pool.check_integrity([pages])
-    while world.device.run_one():
-        pass
-    world.clock.now_s += 1.0  # the engine takes it in later
-    world.arrivals.take_in()
-    assert (world.ended, world.moves.pages_held(), world.pool.active) == ([1000.0], [], 0)
+    world.settle()
+    assert world.ended == [None]
     assert (world.device.pages[pages] == 9).all()
+    world.moves.let_go(piece)
+    world.moves.let_go(piece)
+    assert (world.moves.pages_held(), world.pool.active) == ([], 0)
 
 
 def test_a_ticket_keeps_its_memory_alive_until_what_waits_for_it_is_told() -> None:
@@ -153,39 +153,54 @@ def test_a_preempted_sequences_pages_are_free_before_its_record_is_sealed(
     assert engine.driver.answers[key].failed is None
 
 
-@pytest.mark.parametrize("fails", ["in", "out", "no thread in", "no thread out"])
-def test_a_move_that_fails_ends_and_gives_its_pages_back(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", ["out", "no thread"])
+def test_a_move_out_that_fails_ends_and_gives_its_pages_back(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World()
     page = world.pool.allocate()
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("no such memory")
-
-    if "no thread" in fails:
+    if fails == "no thread":
         monkeypatch.setattr(world.lane, "submit", broken)
-    monkeypatch.setattr(world.moves.io, "begin_in", broken)
-    if fails.endswith("in"):
-        world.moves.bring_in(payload(1), [page], world.ended.append)
-    else:
-        world.moves.take_out([page], broken, world.ended.append)
+    world.moves.take_out([page], broken, world.ended.append)
     world.pool.release([page])
     world.settle()
     assert world.ended == [None]
     assert world.pool.active == 0
 
 
-def test_a_device_that_fails_under_a_move_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(*_: object) -> None:
+    raise RuntimeError("no such memory")
+
+
+def test_a_move_in_that_cannot_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
-    page = world.pool.allocate()
+    monkeypatch.setattr(world.moves.io, "begin_in", broken)
+    assert not world.moves.bring_in(payload(1), [1], world.moves.mark(), world.ended.append)
+    world.settle()
+    assert world.ended == []
 
-    def fails(_: SimulatedEvent, told: Told) -> None:
-        told(RuntimeError("CUDA error: an illegal memory access"))
 
-    monkeypatch.setattr(SimulatedEvent, "then", fails)
-    world.moves.bring_in(payload(1), [page], world.ended.append)
+def test_what_a_device_reports_under_a_move_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    lost = RuntimeError("CUDA error: an illegal memory access")
+    monkeypatch.setattr(SimulatedEvent, "then", lambda _, told: told(lost))
+    assert world.moves.bring_in(payload(1), [1], world.moves.mark(), world.ended.append)
+    assert world.ended == [lost]
+
+
+def test_a_device_that_fails_under_a_load_ends_the_engine(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its pages hold then, nobody knows."""
+    engine = tiered(tiny_llama, tmp_path)
+    prompt = prompt_of(60)
+    engine.run(prompt)
+    engine.forget_pool()
+    lost = RuntimeError("CUDA error: an illegal memory access")
+    monkeypatch.setattr(Ticket, "then", lambda _, told: told(lost))
+    engine.submit([*prompt, *prompt_of(9, seed=4)])
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        world.settle()
-    assert (world.ended, world.moves.pages_held()) == ([], [[page]])
+        engine.drain()
 
 
 def test_no_copy_and_no_checksum_on_the_engines_thread(
@@ -220,7 +235,7 @@ def test_no_copy_and_no_checksum_on_the_engines_thread(
     assert engine.built.engine.stats().swaps > 0
     lanes.close()
     assert workers == {
-        "in": {"samovar-moves"},
+        "in": {"samovar-fetch", "samovar-moves"},
         "out": {"samovar-store", "samovar-moves"},
         "seal": {"samovar-store", "samovar-moves"},
         "check": {"samovar-fetch"},

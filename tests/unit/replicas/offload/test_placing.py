@@ -16,18 +16,18 @@ PREFILL = PrefillPrice(0.025, 2e-3, 1e-7)
 TINY_RAM = (1e-3, 4e9)
 
 
-def slow_moves(engine: Tiered, prompt: list[int], seconds: float) -> Receipt:
-    """Answer a prompt; what is loaded of it gets into its pages so long after it has come."""
-    moves = engine.lanes.moves
-    assert isinstance(moves, InlineExecutor)
+def slow_road(engine: Tiered, prompt: list[int], seconds: float) -> Receipt:
+    """Answer a prompt; what is loaded of it gets into its pages so much later."""
+    fetches = engine.lanes.fetch
+    assert isinstance(fetches, InlineExecutor)
     key = engine.submit(prompt)
-    moves.held = True
+    fetches.held = True
     while engine.has_work:
         engine.driver.step()
-    if moves.waiting:  # the engine has nothing else to do
+    if fetches.waiting:  # the engine has nothing else to do
         engine.clock.now_s += seconds
-        moves.release()
-    moves.held = False
+        fetches.release()
+    fetches.held = False
     engine.drain()
     admitted = engine.driver.answers[key].admitted
     assert admitted is not None
@@ -54,7 +54,7 @@ def test_the_last_block_of_a_warm_turn_is_loaded_only_where_that_is_sooner(
         prompt = prompt_of(60, seed=number)
         answer = engine.run(prompt)
         engine.forget_pool()
-        receipt = slow_moves(engine, [*prompt, *answer.ids, *prompt_of(9, seed=1)], seconds)
+        receipt = slow_road(engine, [*prompt, *answer.ids, *prompt_of(9, seed=1)], seconds)
         assert (receipt.decision, receipt.tokens["cpu"]) == ("load", 67)
     assert (latency_s(engine) > 6e-3) == (seconds > 0)
 
@@ -64,7 +64,7 @@ def test_the_last_block_of_a_warm_turn_is_loaded_only_where_that_is_sooner(
         *engine.run(prompt).ids,
         *prompt_of(9, seed=1),
     ]  # 67 slots: four blocks and three tokens
-    receipt = slow_moves(engine, longer, seconds)
+    receipt = slow_road(engine, longer, seconds)
     assert receipt.tokens["gpu"] == 64
     assert sum(receipt.tokens.values()) == len(longer)
     if seconds:

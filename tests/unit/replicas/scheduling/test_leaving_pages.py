@@ -25,6 +25,9 @@ class Aside:
     def plan_restore(self, sequence: Sequence) -> None:
         pass
 
+    def stop_restore(self, sequence: Sequence) -> None:
+        pass
+
     def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
         for page in pages:
             self.pool.acquire(page)

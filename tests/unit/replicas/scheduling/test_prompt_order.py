@@ -166,6 +166,9 @@ def test_a_prompt_that_is_loaded_enters_at_once_and_takes_no_room() -> None:
                 piece = RestorePiece(0, 800, "cpu", 800)
                 sequence.restore = Restore([piece], BT, "load", True, 0.0, 1.0)
 
+        def stop_restore(self, sequence: Sequence) -> None:
+            pass
+
         def swap_out(self, sequence: Sequence, pages: object) -> bool:
             return False
 
@@ -181,7 +184,7 @@ def test_a_prompt_that_is_loaded_enters_at_once_and_takes_no_room() -> None:
     assert back in replica.scheduler.running
     assert back.restore is not None
     (piece,) = back.restore.pieces
-    back.restore.moves(piece, 0, 800)
+    back.restore.claim(piece, 800)
     back.restore.placed(piece, 0.0)
     replica.scheduler.advance(back, 0)
     assert replica.step() == {back: 30, long: 34}

@@ -67,6 +67,10 @@ class Replica:
         assert plan.tokens <= scheduler.step_tokens_max
         assert not set(plan.admitted) & set(plan.preempted)
         assert all(chunk.sequence in scheduler.running for chunk in plan.chunks)
+        copied = {source for source, _ in plan.copies}
+        assert not any(copied.intersection(one.pages) for one in plan.admitted), (
+            "a step reads a page that has been given away, and that may be loaded into by now"
+        )
         scheduler.commit(plan)
         for chunk in plan.chunks:
             if chunk.samples:
@@ -95,6 +99,27 @@ class Replica:
                 return
             assert self.step().chunks, "work, and a step that does nothing"
         raise AssertionError(f"work is left after {steps_max} steps")
+
+
+def test_what_a_step_copies_from_is_not_given_away_in_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alice's second choice makes way for Bob just when the first copies the page that both have."""
+
+    def bob_comes() -> StepPlan:
+        replica = Replica(places=2)
+        replica.send(ALICE, n=2)
+        replica.step()
+        replica.send(BOB)
+        plan = replica.step()
+        assert plan.copies
+        assert plan.admitted
+        replica.drain()
+        assert replica.scheduler.pool.active == 0
+        return plan
+
+    bob_comes()
+    monkeypatch.setattr(Scheduler, "_keep_copied", lambda *_: None)
+    with pytest.raises(AssertionError, match="given away"):
+        bob_comes()
 
 
 @pytest.mark.guarantee("G10")
