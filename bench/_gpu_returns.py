@@ -61,7 +61,7 @@ def measure_returns(
         rows.add("return, computed / loaded", shape, computed_s / back.ttft_s, "x", at_least(1.0))
     price = next(tier.price for tier in node.stats().tiers if tier.name == "cpu")
     if price is not None and price.is_known:
-        rows.add("price of a load, as it was learned", "", price.bytes_per_s / 1e9, "GB/s")
+        rows.add("price of a load, as it was learned", "cpu", price.bytes_per_s / 1e9, "GB/s")
 
 
 def _store(caller: Caller, node: TierNode, history: list[int], sizes: Sizes) -> int:
