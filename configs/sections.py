@@ -105,6 +105,12 @@ class PolicySettings(Section):
     )
     ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
     ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
+    remembered_blocks_max: int = Field(
+        200_000,
+        ge=2,
+        le=100_000_000,
+        description="blocks of which a node, and each replica, remembers why no tier has them; 100 bytes each",
+    )
     slo_tokens: int = Field(
         4096, ge=0, le=10_000_000, description="policy t-lru: prompt tokens computed within the target TTFT"
     )

@@ -107,6 +107,10 @@ class ChainIndex:
         if extent.tail is not None:
             self._tails.remove(extent.tail_parent, extent)
 
+    def has(self, key: bytes) -> bool:
+        """Return whether some extent has this full block, in a tier that is up or not."""
+        return bool(self._blocks.at(key))
+
     def find(self, keys: Sequence[bytes], up: Collection[TierName]) -> Match:
         """Return what the tiers in `up` hold of the chain `keys`. O(keys), however much is held."""
         spans, tiers = self._spans(keys, up)
@@ -308,8 +312,12 @@ class ExtentRegistry:
         self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], up: Collection[TierName]
     ) -> Match | None:
         """Look up a chain; None if nothing is held under this namespace for this tenant."""
-        chain = self._chains.get((namespace, tenant))
+        chain = self.chain(namespace, tenant)
         return None if chain is None else chain.find(keys, up)
+
+    def chain(self, namespace: bytes, tenant: bytes) -> ChainIndex | None:
+        """Return the index of what is held under this namespace for this tenant; None: nothing is."""
+        return self._chains.get((namespace, tenant))
 
     def next_expired(self, now_s: float) -> HeldExtent | None:
         """Return the longest overdue extent as far as is known now, else None; does not remove it."""
