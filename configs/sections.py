@@ -109,7 +109,7 @@ class PolicySettings(Section):
         200_000,
         ge=2,
         le=100_000_000,
-        description="blocks of which a node, and each replica, remembers why no tier has them; 100 bytes each",
+        description="blocks of which a node, and each replica, remembers why no tier has them: 100 bytes",
     )
     slo_tokens: int = Field(
         4096, ge=0, le=10_000_000, description="policy t-lru: prompt tokens computed within the target TTFT"
