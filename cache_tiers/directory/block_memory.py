@@ -14,7 +14,7 @@ _NAME_BYTES = 8
 class BlockMemory(Generic[Value]):
     """A value for each of the latest blocks: at most `blocks_max`, at least the last half of that.
 
-    Two halves, of which the older one goes as a whole: no order is kept, so a block costs an entry and no more.
+    Two halves, of which the older one goes as a whole: no order is kept, so a block costs one entry.
     """
 
     def __init__(self, blocks_max: int) -> None:
