@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 
 from cache_tiers.blocks import KEY_BYTES
 from cache_tiers.directory.block_memory import BlockMemory
@@ -51,16 +52,19 @@ class AbsentBlocks:
         if held is None and not self._why:
             return ()
         runs: list[AbsentRun] = []
-        for at in _gaps(spans, len(joined_keys) // KEY_BYTES):
-            key = joined_keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-            reason = "down" if held is not None and held.has(key) else self._why.get(key)
-            if reason is None:
-                continue
-            last = runs[-1] if runs else None
-            if last is not None and last.first + last.blocks == at and last.reason == reason:
-                runs[-1] = AbsentRun(last.first, last.blocks + 1, reason)
-            else:
-                runs.append(AbsentRun(at, 1, reason))
+        for first, end in _gaps(spans, len(joined_keys) // KEY_BYTES):
+            ends = range((first + 1) * KEY_BYTES, (end + 1) * KEY_BYTES, KEY_BYTES)
+            keys = [joined_keys[at - KEY_BYTES : at] for at in ends]
+            reasons = self._why.of(keys)
+            down = () if held is None else held.which(keys)
+            for one in down:
+                reasons[one] = "down"
+            at = first
+            for reason, same in groupby(reasons):
+                blocks = sum(1 for _ in same)
+                if reason is not None:
+                    runs.append(AbsentRun(at, blocks, reason))
+                at += blocks
         return tuple(runs)
 
     def check_integrity(self) -> None:
@@ -68,10 +72,12 @@ class AbsentBlocks:
         self._why.check_integrity()
 
 
-def _gaps(spans: Iterable[BlockRange], blocks: int) -> Iterator[int]:
-    """Yield the blocks of a chain that are in none of `spans`, which are in order."""
+def _gaps(spans: Iterable[BlockRange], blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, end) of the blocks of a chain that are in none of `spans`, which are in order."""
     end = 0
     for span in spans:
-        yield from range(end, span.first)
+        if span.first > end:
+            yield end, span.first
         end = max(end, span.first + span.blocks)
-    yield from range(end, blocks)
+    if end < blocks:
+        yield end, blocks

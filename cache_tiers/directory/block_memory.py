@@ -12,7 +12,7 @@ _NAME_BYTES = 8
 
 
 class BlockMemory(Generic[Value]):
-    """A value for each of the latest blocks: at most `blocks_max`, at least the last half of that.
+    """A value that is true for each of the latest blocks: at most `blocks_max`, at least the last half of that.
 
     Two halves, of which the older one goes as a whole: no order is kept, so a block costs one entry.
     """
@@ -33,11 +33,13 @@ class BlockMemory(Generic[Value]):
             if len(self._new) >= self._half:
                 self._old, self._new = self._new, {}
 
-    def get(self, key: bytes) -> Value | None:
-        """Return what is remembered of a block."""
-        name = key[:_NAME_BYTES]
-        found = self._new.get(name)
-        return self._old.get(name) if found is None else found
+    def of(self, keys: Iterable[bytes]) -> list[Value | None]:
+        """Return what is remembered of each of these blocks."""
+        new, old = self._new, self._old
+        names = [key[:_NAME_BYTES] for key in keys]
+        if not old:
+            return list(map(new.get, names))
+        return [new.get(name) or old.get(name) for name in names]
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Forget these blocks."""

@@ -49,6 +49,10 @@ class _ExtentsByKey:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def which(self, keys: Sequence[bytes]) -> list[int]:
+        rows = self._rows
+        return [at for at, key in enumerate(keys) if key in rows]
+
     def add(self, key: bytes, extent: HeldExtent) -> None:
         row = self._rows.setdefault(key, extent)
         if isinstance(row, dict):
@@ -107,9 +111,9 @@ class ChainIndex:
         if extent.tail is not None:
             self._tails.remove(extent.tail_parent, extent)
 
-    def has(self, key: bytes) -> bool:
-        """Return whether some extent has this full block, in a tier that is up or not."""
-        return bool(self._blocks.at(key))
+    def which(self, keys: Sequence[bytes]) -> list[int]:
+        """Return which of these full blocks some extent has, in a tier that is up or not."""
+        return self._blocks.which(keys)
 
     def find(self, keys: Sequence[bytes], up: Collection[TierName]) -> Match:
         """Return what the tiers in `up` hold of the chain `keys`. O(keys), however much is held."""

@@ -71,8 +71,7 @@ class BlockFates:
         """Return what is known of each of a chain's blocks."""
         found: list[Fate | None] = []
         before: Fate | None = None
-        for key in keys:
-            fate = self._fates.get(key)
+        for fate in self._fates.of(keys):
             if fate is not None and fate is before:
                 found.append(found[-1])  # of the same extent
                 continue
