@@ -12,7 +12,7 @@ _NAME_BYTES = 8
 
 
 class BlockMemory(Generic[Value]):
-    """A value that is true for each of the latest blocks: at most `blocks_max`, at least the last half of that.
+    """A true value for each of the latest blocks: at most `blocks_max`, at least the last half of that.
 
     Two halves, of which the older one goes as a whole: no order is kept, so a block costs one entry.
     """
