@@ -218,7 +218,7 @@ class Replica:
         from replicas.machine_prices import MachinePrices, keep_prices
         from replicas.ray_ranks import launch_rank
 
-        keep = settings.model.cache_dir.expanduser() / "measurements"
+        keep = settings.measurements_dir
         built = build_engine(
             settings,
             model_dir,
@@ -229,7 +229,8 @@ class Replica:
             launch=launch_rank,
         )
         info, price = built.info, built.engine.meter.price
-        prices = MachinePrices(info.model_name, info.device, info.kv_dtype, info.bytes_per_token, price)
+        of_model = info.model_name, info.device, info.kv_dtype, info.bytes_per_token
+        prices = MachinePrices(*of_model, price, info.pool_bytes)
         keep_prices(keep, prices)
         return built
 

@@ -23,13 +23,17 @@ FILE_BYTES_MAX = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class MachinePrices:
-    """The price of a prefill of a model, as a start of it measured, and its bytes of KV per token."""
+    """The price of a prefill of a model, as a start of it measured, and its bytes of KV per token.
+
+    `pool_bytes`: of one replica; 0: not told.
+    """
 
     model_name: str
     device: str
     kv_dtype: str
     bytes_per_token: int
     prefill: PrefillPrice
+    pool_bytes: int = 0
 
 
 _PRICES = TypeAdapter(MachinePrices)

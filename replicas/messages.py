@@ -13,6 +13,7 @@ from typing import Literal
 
 from cache_tiers.blocks import TAG_BYTES, Placement
 from cache_tiers.forecast import Role
+from cache_tiers.pricing import PrefillPrice
 from replicas.reply import ReplyReading
 
 REPLICA_DEPLOYMENT = "Replica"
@@ -322,6 +323,7 @@ class ReplicaInfo:
     load_s: float
     model: str = ""  # fingerprint of config, tokenizer and weights, in hex
     stages: tuple[tuple[str, float], ...] = ()  # of its start, with seconds
+    prefill: PrefillPrice | None = None  # as its start measured it; `EngineStats` has what was learned since
 
     def sessions_that_fit(self, tokens: int) -> int | None:
         """Return how many sessions of `tokens` its pages hold at once; None beyond its context."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from cache_tiers.messages import LookupResult
+from cache_tiers.pricing import in_digits
 from replicas.scheduling import OWN, Fate, Restore, Sequence
 
 NO_RECORD: Final = "no record"
@@ -106,8 +107,8 @@ def _why(sequence: Sequence, block: int, fate: Fate | None, block_tokens: int) -
 def _not_loaded(restore: Restore, slot: int, lookup_miss: str) -> tuple[str, str]:
     """Return why a plan did not bring a slot that the tiers had."""
     if restore.decision == "recompute":
-        computing_ms, loading_ms = restore.recompute_price_s * 1e3, restore.load_price_s * 1e3
-        return DEARER, f"dearer to load: computing {computing_ms:.3g} ms, loading {loading_ms:.3g}"
+        computing, loading = in_digits(1e3 * restore.recompute_price_s), in_digits(1e3 * restore.load_price_s)
+        return DEARER, f"dearer to load: computing {computing} ms, loading {loading}"
     if restore.miss or lookup_miss:
         return _named(restore.miss or lookup_miss)
     if restore.decision == "meet":

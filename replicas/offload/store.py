@@ -31,7 +31,7 @@ from cache_tiers.blocks import (
     seal,
 )
 from cache_tiers.messages import LookupResult, StoreRequest
-from cache_tiers.pricing import PrefillMeter, PrefillPrice, TierPrice, worth_storing
+from cache_tiers.pricing import PrefillMeter, PrefillPrice, TierPrice, in_digits, worth_storing
 from configs.sections import TierSettings
 from replicas.kv import CopyEvent, PageIo, PagePool, PrefixEntry
 from replicas.offload.block_runs import StoreRun, held_keys, store_runs
@@ -552,7 +552,7 @@ def prices_in_words(
     """Return what a token of a run costs to compute and to load, as `worth_storing` compares them."""
     computing_us = prefill.added_seconds(run.tokens, first_token) / run.tokens * 1e6
     loading_us = nbytes / cheapest.bytes_per_s / run.tokens * 1e6
-    return f"computing {computing_us:.3g} us a token, loading {loading_us:.3g}"
+    return f"computing {in_digits(computing_us)} us a token, loading {in_digits(loading_us)}"
 
 
 def provenance_of(sequence: Sequence, visit: OffloadState, found: LookupResult) -> StoreContext:
