@@ -527,11 +527,6 @@ class Settings(OptionalSections):
         return (self.model.cache_dir / "inspected").expanduser()
 
     @property
-    def measurements_dir(self) -> Path:
-        """Directory of what starts have measured on this machine."""
-        return (self.model.cache_dir / "measurements").expanduser()
-
-    @property
     def native_dir(self) -> Path:
         """Directory of the steps that were compiled for this machine."""
         return (self.model.cache_dir / "native").expanduser()

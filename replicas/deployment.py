@@ -215,10 +215,10 @@ class Replica:
     def build(self, settings: Settings, model_dir: Path, replica_id: str, notes: StartNotes) -> BuiltEngine:
         """Build the engine. Another engine behind the same deployment is a subclass that builds it."""
         from replicas.build import build_engine
-        from replicas.machine_prices import MachinePrices, keep_prices
+        from replicas.machine_prices import MachinePrices, keep_prices, measurements_dir
         from replicas.ray_ranks import launch_rank
 
-        keep = settings.measurements_dir
+        keep = measurements_dir(settings)
         built = build_engine(
             settings,
             model_dir,
@@ -228,10 +228,7 @@ class Replica:
             begin=notes.begin,
             launch=launch_rank,
         )
-        info, price = built.info, built.engine.meter.price
-        of_model = info.model_name, info.device, info.kv_dtype, info.bytes_per_token
-        prices = MachinePrices(*of_model, price, info.pool_bytes)
-        keep_prices(keep, prices)
+        keep_prices(keep, MachinePrices.of(built.info, built.engine.meter.price))
         return built
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Event]]:

@@ -14,6 +14,8 @@ from pydantic import TypeAdapter
 
 from cache_tiers.pricing import PrefillPrice
 from configs.atomic_file import atomic_write
+from configs.settings import Settings
+from replicas.messages import ReplicaInfo
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,25 @@ class MachinePrices:
     prefill: PrefillPrice
     pool_bytes: int = 0
 
+    @staticmethod
+    def of(info: ReplicaInfo, prefill: PrefillPrice) -> MachinePrices:
+        """Return those of a replica that has started."""
+        return MachinePrices(
+            info.model_name,
+            info.device,
+            info.kv_dtype,
+            info.bytes_per_token,
+            prefill,
+            info.pool_bytes,
+        )
+
 
 _PRICES = TypeAdapter(MachinePrices)
+
+
+def measurements_dir(settings: Settings) -> Path:
+    """Return the directory of what starts have measured on this machine."""
+    return settings.model.cache_dir.expanduser() / "measurements"
 
 
 def keep_prices(folder: Path, prices: MachinePrices) -> None:

@@ -24,7 +24,7 @@ from cluster.serve import preflight
 from cluster.serve.startup_table import smaller_than_pools
 from configs.sections import GIB
 from configs.settings import Settings
-from replicas.machine_prices import MachinePrices, kept_prices
+from replicas.machine_prices import MachinePrices, kept_prices, measurements_dir
 from replicas.messages import ModelRefused
 from replicas.model import find_early, gpus_seen, refuse_early, torch_version, why_no_gpu
 from router.diagnosis import in_bytes
@@ -220,7 +220,7 @@ def shared_memory(
     kept: Callable[[Path], MachinePrices | None] = kept_prices,
 ) -> Result:
     """Ask the start's own sizing whether Ray's object store, with the cpu tier, fits."""
-    free_bytes, known = free(), kept(settings.measurements_dir)
+    free_bytes, known = free(), kept(measurements_dir(settings))
     try:
         memory = preflight.free_memory(settings, _weights_bytes(settings))
         sized, warning = preflight.with_object_store(settings, free_bytes, memory)

@@ -18,7 +18,7 @@ from cluster.serve import preflight
 from cluster.serve.startup_table import TIER_WORDS
 from configs.sections import MIB
 from configs.settings import Settings
-from replicas.machine_prices import MachinePrices, kept_prices
+from replicas.machine_prices import MachinePrices, kept_prices, measurements_dir
 from router.diagnosis import computing_in_words, in_bytes, load_prices, loading_in_words, wins_in_words
 
 MEASURED_BYTES, MEASURE_REPEATS, MEASURE_S = 16 * MIB, 3, 5.0
@@ -186,7 +186,7 @@ def prices(
     memory: Callable[[], TierPrice] | None = None,
 ) -> Result:
     """Compare loading with computing on this machine, by what the last start has measured."""
-    known = kept(settings.measurements_dir)
+    known = kept(measurements_dir(settings))
     if known is None:
         return "ok", "not known before the first start: `samovar serve` measures what computing takes", ""
     found = {"cpu": (memory or memory_price)()}
