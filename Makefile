@@ -47,7 +47,7 @@ MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded81
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
-	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
+	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-page bench-context bench-documents bench-front
 
 help: ## show this
@@ -257,6 +257,9 @@ bench-front: $(STAMP) ## CPU and delay of a streamed token outside the engine, 1
 
 bench-gpu: ## check and measure the engine on a GPU, without Ray (docs/benchmarks/gpu.md; eight minutes)
 	bash bench/gpu.sh $(ARGS)
+
+bench-gpu-service: $(STAMP) ## a whole service on a GPU over HTTP, and vLLM beside it (docs/benchmarks/gpu.md; ten minutes)
+	$(PY) -m bench.gpu_service $(ARGS)
 
 bench-sim: $(STAMP) ## how fast the simulator is, with 1,000 replicas
 	$(PY) -m bench.sim_speed $(ARGS)

@@ -21,11 +21,11 @@ WARM_UPS = 2
 
 
 class Device:
-    """A device by its torch name: `cuda` or `cpu`."""
+    """A device by its torch name: `cuda` (the current one, with its number: torch asks for that) or `cpu`."""
 
     def __init__(self, name: str) -> None:
-        self.torch = torch.device(name)
-        self.is_cuda = self.torch.type == "cuda"
+        self.is_cuda = name == "cuda"
+        self.torch = torch.device("cuda", torch.cuda.current_device()) if self.is_cuda else torch.device(name)
 
     def synchronize(self) -> None:
         if self.is_cuda:

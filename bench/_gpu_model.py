@@ -107,22 +107,62 @@ _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 
 def write_hollow_model(folder: Path, shape: Shape) -> Path:
     """Write the directory of a model of this shape, whose weights are a hole of the right size."""
+    _write_model(folder, shape, lambda name, tensor: None)
+    return folder
+
+
+def write_random_model(folder: Path, shape: Shape, device: torch.device) -> Path:
+    """Write the directory of a model of this shape with random weights, made on `device`.
+
+    Layers have the same weights: so each is drawn once. Only letters are ever the best token, so that each
+    token of a stream is text at once.
+    """
+    tokenizer = make_tiny_tokenizer(VOCAB_MIN + 200)
+    texts = [(token, tokenizer.decode([token])) for token in range(VOCAB_MIN + 200)]
+    letters = [token for token, text in texts if text.isascii() and text.isalpha()]
+    drawn: dict[tuple[str, torch.Size], memoryview] = {}
+    torch.manual_seed(8)
+
+    def draw(name: str, like: torch.Tensor) -> memoryview:
+        key = ".".join(part for part in name.split(".") if not part.isdigit()), like.shape
+        if key not in drawn:
+            made = torch.ones(like.shape, dtype=shape.dtype, device=device)
+            if like.dim() > 1:
+                made = torch.randn(like.shape, dtype=shape.dtype, device=device) * 0.02
+            if name == "lm_head.weight":
+                others = torch.ones(len(made), dtype=torch.bool, device=device)
+                others[letters] = False
+                made[others] = 0
+            drawn[key] = made.cpu().view(torch.uint8).numpy().data.cast("B")
+        return drawn[key]
+
+    _write_model(folder, shape, draw)
+    return folder
+
+
+def _write_model(
+    folder: Path, shape: Shape, weights: Callable[[str, torch.Tensor], memoryview | None]
+) -> None:
+    """Write configuration, tokenizer and weights; None: a hole in their place."""
     config = shape.config()
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     make_tiny_tokenizer(VOCAB_MIN + 200).save_pretrained(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=shape.dtype)
+        state = AutoModelForCausalLM.from_config(config, dtype=shape.dtype).state_dict()
     header: dict[str, Any] = {}
     end = 0
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state.items():
         begin, end = end, end + tensor.numel() * shape.dtype.itemsize
         header[name] = {"dtype": _NAMES[shape.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     written = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
+    with (folder / "model.safetensors").open("wb", buffering=0) as file:
         file.write(len(written).to_bytes(8, "little") + written)
+        for name, tensor in state.items():
+            made = weights(name, tensor)
+            if made is not None:
+                file.write(made)
         file.truncate(8 + len(written) + end)
-    return folder
 
 
 def random_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:

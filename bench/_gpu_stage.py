@@ -11,12 +11,11 @@ import torch
 from bench._gpu_device import Ceilings, Device, dtype_name
 from bench._gpu_engine import Sizes
 from bench._gpu_model import Caller, Shape, random_model, write_hollow_model
-from bench._gpu_tiers import MappedRam, bench_tiers, open_mapped_tiers
+from bench._gpu_tiers import MappedRam, open_mapped_tiers
 from cache_tiers.node import TierNode
-from cache_tiers.pricing import PrefillPrice
-from configs.cluster import ClusterSettings
-from configs.sections import MIB
-from configs.settings import EngineSettings, ModelSettings, Settings
+from configs.loader import load
+from configs.sections import GIB, MIB
+from configs.settings import Settings
 from replicas.build import build_engine
 from replicas.model import ModelSpec
 from replicas.offload import WorkerPools
@@ -26,8 +25,9 @@ SEQUENCES_MIN = 8
 
 SPARE = 64 * MIB
 """Headers, and the turns beside the conversation."""
-SLOW_PREFILL = PrefillPrice(0.04, 1.0, 0.0)
-"""The price on a CPU, where nothing is measured: loading always pays, however busy the machine is."""
+SAMPLES_MAX = GIB
+"""What the start's samples may take of the tier, whose room is handed out once."""
+PRESET = "local-gpu"
 
 
 @dataclass(slots=True)
@@ -72,37 +72,40 @@ class Stage:
     def _make(self, kind: str) -> _Open:
         if self._model_dir is None:
             self._model_dir = write_hollow_model(self._folder / "model", self._shape)
+        pages = self._sizes.pages(self._shape.block_tokens)
         turn = min(self._sizes.returns) * self._shape.token_bytes
-        room = max(self._sizes.returns) * self._shape.token_bytes + turn + SPARE
-        tiers = bench_tiers(room, staged_bytes_max=2 * turn + SPARE)
-        access, node = open_mapped_tiers(MappedRam(room), tiers, self.ceilings)
-        settings = Settings(
-            model=ModelSettings(path=self._model_dir, dtype=dtype_name(self._shape.dtype)),
-            engine=EngineSettings(
-                device=self._device.torch.type,
-                step="transformers",  # as on every GPU
-                kv_dtype=kind,
-                block_tokens=self._shape.block_tokens,
-                sequences_max=max(SEQUENCES_MIN, self._sizes.batch),
-                step_tokens_max=max(16, self._sizes.context),
-                step_s_target=None,
-                step_stretch=None,
-            ),
-            cluster=ClusterSettings(replicas=1),
-            tiers=tiers,
-        )
+        samples = min(SAMPLES_MAX, 8 * pages * self._shape.block_bytes)
+        settings = self._settings(kind, self._model_dir)
+        tier = MappedRam(max(self._sizes.returns) * self._shape.token_bytes + turn + samples + SPARE)
+        access, node = open_mapped_tiers(tier, settings.tiers)
         built = build_engine(
             settings,
             self._model_dir,
             f"bench-{kind}",
-            pages=self._sizes.pages(self._shape.block_tokens),
+            pages=pages,
             tiers=access,
             load=self._load,
-            prefill=None if self._device.is_cuda else SLOW_PREFILL,
         )
-        if not self._device.is_cuda:
-            built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]
         return _Open(kind, Caller(built, self._device, self._shape), node, access.lanes)
+
+    def _settings(self, kind: str, model_dir: Path) -> Settings:
+        """Return what is served: the preset, but for the model and for what a tiny shape cannot have."""
+        flags: dict[str, object] = {
+            "model.path": model_dir,
+            "model.dtype": dtype_name(self._shape.dtype),
+            "engine.device": self._device.torch.type,
+            "engine.kv-dtype": kind,
+            "engine.block-tokens": self._shape.block_tokens,
+            "cluster.replicas": 1,
+            "tiers.audit-share": 0.0,  # an audit computes again what was loaded
+        }
+        if not self._device.is_cuda:
+            flags |= {
+                "engine.step": "transformers",
+                "engine.sequences-max": max(SEQUENCES_MIN, self._sizes.batch),
+            }
+        words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+        return load(PRESET, {}, words).settings
 
     def _load(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
         if self._model is None:

@@ -11,18 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from bench._gpu_device import Ceilings
 from cache_tiers.actors.staging import StagingBuffer
 from cache_tiers.blocks import Address, Bytes, Record, TierFull
 from cache_tiers.media import Deadline
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
-from cache_tiers.pricing import TierPrice
-from configs.sections import GIB, MIB, TierSettings
+from configs.sections import GIB, TierSettings
 from replicas.offload import TierAccess, WorkerPools
 
 SHARED = Path("/dev/shm")
-IO_THREADS = max(4, min(8, (os.cpu_count() or 1) // 2))
 ALIGN = 64
 """As Ray's object store aligns what it holds."""
 
@@ -77,42 +74,24 @@ def mapped(nbytes: int) -> Bytes:
     return made
 
 
-def bench_tiers(bytes_max: int, staged_bytes_max: int) -> TierSettings:
-    """Return tier settings for long conversations of a large model: few, large extents, no audits.
-
-    Checksums of what is loaded keep up with PCIe only on several threads.
-    """
-    return TierSettings(
-        audit_share=0.0,
-        io_threads=IO_THREADS,
-        extent_bytes_max=min(GIB, max(16 * MIB, staged_bytes_max // 32)),
-        staged_bytes_max=staged_bytes_max,
-        fetch_max=1024,
-        load_s_max=60.0,
-        hedge_slack_s=60.0,  # what is measured is the load: nothing is computed meanwhile
-        lookup_share=100.0,
-        swap_bytes_max=min(bytes_max, GIB),
-    )
-
-
 def open_mapped_tiers(
-    tier: MappedRam, settings: TierSettings, ceilings: Ceilings, clock: Callable[[], float] = time.monotonic
+    tier: MappedRam, settings: TierSettings, clock: Callable[[], float] = time.monotonic
 ) -> tuple[TierAccess, TierNode]:
-    """Start a node over `tier` in this process; return a replica's access to it, and the node."""
+    """Start a node over `tier` in this process; return a replica's access to it, and the node.
+
+    It knows no price: what loads take the engine's start measures, as in the service.
+    """
     outbox = StagingBuffer(settings.staged_bytes_max, keep_s=600.0, clock=clock)
 
     def call_for(_source: object, ticket: int) -> Record:
         return Record(outbox.take(ticket))
 
-    media = NodeMedia({"cpu": tier}, {"cpu": tier.mapping.nbytes})
     node = TierNode(
         settings,
-        media,
+        NodeMedia({"cpu": tier}, {"cpu": tier.mapping.nbytes}),
         NodeIdentity("bench", f"bench-{time.time_ns()}"),
         NodePorts(clock=clock, wall_clock=time.time, call_for=call_for),
     )
     node.start()
-    if ceilings.up > 0:  # what loads take is learned from them; this is where it begins
-        node.measured({"cpu": TierPrice(1e-3, ceilings.up)})
     lanes = WorkerPools.of_threads(settings.lookup_threads, settings.io_threads)
     return TierAccess(node, outbox, lanes, clock), node

@@ -62,9 +62,8 @@ def sections(
         measure_attention(rows, stage.caller(kind), device, sizes, ceilings, times, kind=kind)
 
     def returns(kind: str) -> None:
-        must_pay_from = sizes.returns[-1] if kind == "auto" else sizes.returns[-2]
         caller, node = stage.caller(kind), stage.node(kind)
-        measure_returns(rows, caller, node, sizes, ceilings, alone.step_s, must_pay_from=must_pay_from)
+        measure_returns(rows, caller, node, sizes, ceilings, judges_times=kind == "auto")
 
     return [
         Section("ceilings", lambda: measure_ceilings(rows, device, ceilings, tiny=tiny, dtype=shape.dtype)),

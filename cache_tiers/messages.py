@@ -114,13 +114,26 @@ class PartialBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class AbsentRun:
+    """Blocks `[first, first + blocks)` of the chain that the node had or was given, and why they are missing.
+
+    `reason`: evicted | expired | lost (gone from its tier, or bad) | not written | being stored | down.
+    """
+
+    first: int
+    blocks: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LookupResult:
     """Answer to `Lookup`. `spans` in chain order, without overlap, possibly with gaps.
 
     `incarnation` and `clear_seq` return with the turn's `StoreRequest`: what was cleared in between stays
     cleared, and a tier actor does not take what was promised to its predecessor. `unlisted`: tiers that are
     being listed for the first time and may hold what is missing: ask again. `seconds`: spent on waiting for
-    others, by source.
+    others, by source. `absent`: what is known of blocks in none of the spans, in chain order.
+    `has_silent_peer`: a node that may hold them did not answer.
     """
 
     incarnation: str
@@ -130,6 +143,8 @@ class LookupResult:
     prices: dict[LoadSource, TierPrice] = field(default_factory=dict)
     unlisted: tuple[TierName, ...] = ()
     seconds: dict[LoadSource, float] = field(default_factory=dict)
+    absent: tuple[AbsentRun, ...] = ()
+    has_silent_peer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,12 @@ class PolicySettings(Section):
     )
     ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
     ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
+    remembered_blocks_max: int = Field(
+        200_000,
+        ge=2,
+        le=100_000_000,
+        description="blocks of which a node, and each replica, remembers why no tier has them: 100 bytes",
+    )
     slo_tokens: int = Field(
         4096, ge=0, le=10_000_000, description="policy t-lru: prompt tokens computed within the target TTFT"
     )
@@ -148,7 +154,21 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 class CpuTierSettings(Section):
     """The main-memory tier: Ray's object store."""
 
-    bytes_max: int = Field(2 * GIB, ge=0, le=TIB, description="bytes this tier may hold on a node; 0 = off")
+    bytes_max: int | None = Field(
+        None,
+        ge=0,
+        le=TIB,
+        description="bytes this tier may hold on a node; 0 = off; empty = half of what `samovar serve` finds "
+        "free beside weights and pools, as far as /dev/shm holds it; on a cluster 2 GiB",
+    )
+
+    @property
+    def bytes_planned(self) -> int:
+        """The bytes that the tier may hold, where the machine was not looked at."""
+        return UNMEASURED_BYTES if self.bytes_max is None else self.bytes_max
+
+
+UNMEASURED_BYTES = 2 * GIB
 
 
 class NvmeTierSettings(Section):

@@ -314,7 +314,6 @@ def build_engine(
     begin("engine")
     if step.form is not None and not step.form.is_torch and device.type == "cpu":
         torch.set_num_threads(1)  # only draws are left to it: a second thread spins 10 ms for each of them
-    rng = random.Random()
     grammars = GrammarCompiler(tokenizer.to_str, spec.vocab, spec.eos_token_ids, settings.grammar)
     engine = Engine(
         runner=runner,
@@ -330,7 +329,7 @@ def build_engine(
         meter=meter,
         auditor=_auditor(settings, runner, page_pool, lambda owner: engine.distrust_tenant(owner)),
         offload=offload,
-        audits=lambda: rng.random() < settings.tiers.audit_share,
+        audits=lambda: random.random() < settings.tiers.audit_share,
     )
     info = ReplicaInfo(
         replica_id=replica_id,
@@ -351,6 +350,7 @@ def build_engine(
         pool_bytes=plan.pool_bytes,
         load_s=time.monotonic() - started_s,
         model=spec.fingerprint.hex(),
+        prefill=meter.price,
     )
     return_freed_memory()  # of the imports and the measuring, too
     return BuiltEngine(engine, info)

@@ -215,10 +215,10 @@ class Replica:
     def build(self, settings: Settings, model_dir: Path, replica_id: str, notes: StartNotes) -> BuiltEngine:
         """Build the engine. Another engine behind the same deployment is a subclass that builds it."""
         from replicas.build import build_engine
-        from replicas.machine_prices import MachinePrices, keep_prices
+        from replicas.machine_prices import MachinePrices, keep_prices, measurements_dir
         from replicas.ray_ranks import launch_rank
 
-        keep = settings.model.cache_dir.expanduser() / "measurements"
+        keep = measurements_dir(settings)
         built = build_engine(
             settings,
             model_dir,
@@ -228,9 +228,7 @@ class Replica:
             begin=notes.begin,
             launch=launch_rank,
         )
-        info, price = built.info, built.engine.meter.price
-        prices = MachinePrices(info.model_name, info.device, info.kv_dtype, info.bytes_per_token, price)
-        keep_prices(keep, prices)
+        keep_prices(keep, MachinePrices.of(built.info, built.engine.meter.price))
         return built
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Event]]:

@@ -14,6 +14,8 @@ from pydantic import TypeAdapter
 
 from cache_tiers.pricing import PrefillPrice
 from configs.atomic_file import atomic_write
+from configs.settings import Settings
+from replicas.messages import ReplicaInfo
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +25,37 @@ FILE_BYTES_MAX = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class MachinePrices:
-    """The price of a prefill of a model, as a start of it measured, and its bytes of KV per token."""
+    """The price of a prefill of a model, as a start of it measured, and its bytes of KV per token.
+
+    `pool_bytes`: of one replica; 0: not told.
+    """
 
     model_name: str
     device: str
     kv_dtype: str
     bytes_per_token: int
     prefill: PrefillPrice
+    pool_bytes: int = 0
+
+    @staticmethod
+    def of(info: ReplicaInfo, prefill: PrefillPrice) -> MachinePrices:
+        """Return those of a replica that has started."""
+        return MachinePrices(
+            info.model_name,
+            info.device,
+            info.kv_dtype,
+            info.bytes_per_token,
+            prefill,
+            info.pool_bytes,
+        )
 
 
 _PRICES = TypeAdapter(MachinePrices)
+
+
+def measurements_dir(settings: Settings) -> Path:
+    """Return the directory of what starts have measured on this machine."""
+    return settings.model.cache_dir.expanduser() / "measurements"
 
 
 def keep_prices(folder: Path, prices: MachinePrices) -> None:

@@ -236,10 +236,12 @@ class Roads:
 
     def _price(self, tier: TierName) -> TierPrice | None:
         """Return the price of a tier's road; None: it has no room for samples, or a load of them failed."""
+        blocks = min(max(2, ROAD_BYTES // (self._extents * self._shape.block_bytes)), self._blocks_max)
+        if blocks < 2:
+            return None
         until_s = self._clock() + ROAD_S_MAX
         small_s = self._seconds(tier, 1)
-        blocks = max(2, ROAD_BYTES // (self._extents * self._shape.block_bytes))
-        while small_s is not None and blocks <= self._blocks_max:
+        while small_s is not None:
             whole_s = self._seconds(tier, blocks)
             if whole_s is None:
                 return None
@@ -248,7 +250,7 @@ class Roads:
                 moving_s = max(whole_s - small_s, whole_s / 10, 1e-9)
                 bytes_per_s = self._extents * (blocks - 1) * self._shape.block_bytes / moving_s
                 return TierPrice(max(whole_s - blocks * moving_s / (blocks - 1), whole_s / 100), bytes_per_s)
-            blocks *= 4
+            blocks *= 4  # there is room: else this was the last
         return None
 
     def _seconds(self, tier: TierName, blocks: int) -> float | None:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from cache_tiers.blocks import TAG_BYTES, Placement
 from cache_tiers.forecast import Role
+from cache_tiers.pricing import PrefillPrice
 from replicas.reply import ReplyReading
 
 REPLICA_DEPLOYMENT = "Replica"
@@ -221,8 +222,9 @@ class Receipt:
     pool), `load`, `recompute` (a tier had more, but computing was cheaper), `hedge` (the load was late,
     computing started alongside it), `meet` (computed from the front while loading from the back). `load_s`:
     from the first fetch until its last block was in a page. `load_price_s` and `recompute_price_s`: the
-    prices behind the decision; `saved_s`: the price of computing what was loaded. `miss`: why less was loaded
-    than wanted, if so (`late`, `error`, `bad`, ...).
+    prices behind the decision; `saved_s`: the price of computing what was loaded. `missed`: tokens that an
+    earlier turn had computed and that were computed again, by reason (`replicas/engine/missed.py`). `miss`:
+    why less was loaded than there might have been, in words; never empty where something was missed.
     """
 
     tokens: dict[Source, int] = field(default_factory=dict)
@@ -233,6 +235,7 @@ class Receipt:
     recompute_price_s: float = 0.0
     saved_s: float = 0.0
     miss: str = ""
+    missed: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +323,7 @@ class ReplicaInfo:
     load_s: float
     model: str = ""  # fingerprint of config, tokenizer and weights, in hex
     stages: tuple[tuple[str, float], ...] = ()  # of its start, with seconds
+    prefill: PrefillPrice | None = None  # as its start measured it; `EngineStats` has what was learned since
 
     def sessions_that_fit(self, tokens: int) -> int | None:
         """Return how many sessions of `tokens` its pages hold at once; None beyond its context."""
@@ -358,7 +362,9 @@ class EngineStats:
     misses: dict[str, int] = field(default_factory=dict)
     slow_lookups: dict[str, int] = field(default_factory=dict)  # by the tier that was slow, or "node"
     verify_failures: dict[str, int] = field(default_factory=dict)  # "tier:kind"
-    stores: dict[str, int] = field(default_factory=dict)  # offered, taken, held, dropped:REASON
+    stores: dict[str, int] = field(default_factory=dict)  # taken, held, skipped:, dropped:, refused:REASON
+    store_tokens: dict[str, int] = field(default_factory=dict)  # of these, by the same outcomes
+    missed_tokens: dict[str, int] = field(default_factory=dict)  # see `Receipt.missed`
     swaps: int = 0
     audits: dict[str, int] = field(default_factory=dict)  # equal, mismatch, skipped
     memory_shortages: dict[str, int] = field(default_factory=dict)  # halved, preempted, resampled, failed

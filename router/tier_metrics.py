@@ -117,6 +117,18 @@ REPLICA_WORDS = (
         "prompts computed before their lookup was answered, by the tier that was slow (node: none of them)",
     ),
     ("stores", "samovar_stores", "outcome", "extents that replicas had to store, by outcome"),
+    (
+        "store_tokens",
+        "samovar_store_tokens",
+        "outcome",
+        "tokens that replicas had to store, by outcome: taken and held are in the tiers",
+    ),
+    (
+        "missed_tokens",
+        "samovar_missed_tokens",
+        "reason",
+        "prompt tokens that an earlier turn had computed and that were computed again, by reason",
+    ),
     ("audits", "samovar_audits", "outcome", "restored prompts that were recomputed and compared"),
     (
         "memory_shortages",

@@ -81,8 +81,8 @@ def build_tiers(
     Takes the directory's lock; while another service holds it, the `nvme` tier is off, and waits for it.
     """
     built = NodeMedia()
-    if settings.cpu.bytes_max:
-        _add(built, make_cpu(settings.cpu.bytes_max), settings.cpu.bytes_max, settings.faults.cpu)
+    if cpu_bytes := settings.cpu.bytes_planned:
+        _add(built, make_cpu(cpu_bytes), cpu_bytes, settings.faults.cpu)
     else:
         built.off["cpu"] = "bytes_max is 0"
     if settings.nvme.bytes_max:

@@ -1,5 +1,6 @@
 """Where each extent is stored, how many bytes that takes, what is in flight, and what was cleared."""
 
+from cache_tiers.directory.block_memory import BlockMemory
 from cache_tiers.directory.clears import Clears, ClearSet
 from cache_tiers.directory.directory import Directory
 from cache_tiers.directory.index import TAILS_MAX
@@ -8,6 +9,7 @@ from cache_tiers.directory.types import Eviction, ExtentInfo, Held, Pin, Reserva
 
 __all__ = [
     "TAILS_MAX",
+    "BlockMemory",
     "ClearSet",
     "Clears",
     "Directory",

@@ -10,9 +10,10 @@ generation of its own; a late report of one that has ended changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName, session_of
+from cache_tiers.directory.absent import AbsentBlocks
 from cache_tiers.directory.accounting import TierAccounting
 from cache_tiers.directory.clears import Clears, SteadyClock
 from cache_tiers.directory.extents import BlockValues, HeldCopy, HeldExtent
@@ -29,7 +30,7 @@ from cache_tiers.directory.types import (
 )
 from cache_tiers.forecast import SessionKey
 from cache_tiers.media import Scanned
-from cache_tiers.messages import BlockRange, Lookup, PartialBlock
+from cache_tiers.messages import AbsentRun, BlockRange, Lookup, PartialBlock
 from cache_tiers.policy import IdleSessions, ResidencyPolicy
 from cache_tiers.session_table import SessionHeld
 from configs.sections import PolicySettings
@@ -77,6 +78,7 @@ class Directory:
         self.clears = clears
         ledgers = {tier: books.ledger for tier, books in self._books.items()}
         self.transfers = TransferTable(ledgers, transfers_max)
+        self._absent = AbsentBlocks(settings.remembered_blocks_max)
 
     def find(
         self, lookup: Lookup, up: Collection[TierName]
@@ -105,6 +107,11 @@ class Directory:
             if lookup.session in extent.sessions:
                 extent.use(now_s)
         return match.spans, match.tails
+
+    def absent(self, lookup: Lookup, spans: Iterable[BlockRange]) -> tuple[AbsentRun, ...]:
+        """Return what is known of the chain's blocks that are in none of `spans`. O(keys) at most."""
+        held = self._registry.chain(lookup.namespace, lookup.tenant)
+        return self._absent.of(lookup.keys, spans, held)
 
     def reserve(
         self,
@@ -172,7 +179,7 @@ class Directory:
     def abandon(self, transfer: Transfer) -> None:
         """Give the room back, once nothing of the record is left in the tier. No-op if it has ended."""
         if self.transfers.abandon(transfer) and not transfer.is_fenced:
-            self._remove_if_nowhere(transfer.extent)
+            self._remove_if_nowhere(transfer.extent, None)
 
     def squeeze(self, tier: TierName, tenant: bytes, nbytes: int) -> tuple[Eviction, ...]:
         """Evict for `nbytes` of `tenant` more than the budget leaves free; empty if that cannot be.
@@ -334,6 +341,7 @@ class Directory:
         """Raise `AssertionError` naming what is wrong. Scans everything."""
         self._registry.check_integrity()
         self.clears.check_integrity()
+        self._absent.check_integrity()
         copies = {
             (tier, extent.address): copy for extent in self._registry for tier, copy in extent.copies.items()
         }
@@ -369,6 +377,7 @@ class Directory:
         victims = self._make(room, transfer)
         if self._registry.get(address) is None:
             self._registry.add(extent)
+            self._absent.reserved(extent)
         self.transfers.reserve(transfer, victims)
         return transfer
 
@@ -406,7 +415,7 @@ class Directory:
         self._registry.remove_copy(copy)
         self._books[copy.tier].evict(copy, self._now_s())
         self._refile(copy.extent)
-        self._remove_if_nowhere(copy.extent)
+        self._remove_if_nowhere(copy.extent, reason)
         eviction = Eviction(copy.tier, copy.extent.address, copy.nbytes, copy.generation, reason)
         return self.transfers.drop(eviction, transfer)
 
@@ -428,12 +437,17 @@ class Directory:
         self.transfers.fence(extent)
         evictions = [self._evict(copy, reason) for copy in list(extent.copies.values())]
         if not evictions:
-            self._registry.remove(extent)
+            self._remove(extent, reason)
         return evictions
 
-    def _remove_if_nowhere(self, extent: HeldExtent) -> None:
+    def _remove_if_nowhere(self, extent: HeldExtent, why: EvictReason | None) -> None:
         if not extent.copies and not self.transfers.into_tiers(extent):
-            self._registry.remove(extent)
+            self._remove(extent, why)
+
+    def _remove(self, extent: HeldExtent, why: EvictReason | None) -> None:
+        """Forget an extent, but not why its blocks are missing; `why`: None: it was never written."""
+        self._registry.remove(extent)
+        self._absent.left(extent, why)
 
     def _copy(self, address: Address, tier: TierName) -> HeldCopy | None:
         extent = self._registry.get(address)

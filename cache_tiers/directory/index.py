@@ -49,6 +49,10 @@ class _ExtentsByKey:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def which(self, keys: Sequence[bytes]) -> list[int]:
+        rows = self._rows
+        return [at for at, key in enumerate(keys) if key in rows]
+
     def add(self, key: bytes, extent: HeldExtent) -> None:
         row = self._rows.setdefault(key, extent)
         if isinstance(row, dict):
@@ -106,6 +110,10 @@ class ChainIndex:
             self._blocks.remove(key, extent)
         if extent.tail is not None:
             self._tails.remove(extent.tail_parent, extent)
+
+    def which(self, keys: Sequence[bytes]) -> list[int]:
+        """Return which of these full blocks some extent has, in a tier that is up or not."""
+        return self._blocks.which(keys)
 
     def find(self, keys: Sequence[bytes], up: Collection[TierName]) -> Match:
         """Return what the tiers in `up` hold of the chain `keys`. O(keys), however much is held."""
@@ -308,8 +316,12 @@ class ExtentRegistry:
         self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], up: Collection[TierName]
     ) -> Match | None:
         """Look up a chain; None if nothing is held under this namespace for this tenant."""
-        chain = self._chains.get((namespace, tenant))
+        chain = self.chain(namespace, tenant)
         return None if chain is None else chain.find(keys, up)
+
+    def chain(self, namespace: bytes, tenant: bytes) -> ChainIndex | None:
+        """Return the index of what is held under this namespace for this tenant; None: nothing is."""
+        return self._chains.get((namespace, tenant))
 
     def next_expired(self, now_s: float) -> HeldExtent | None:
         """Return the longest overdue extent as far as is known now, else None; does not remove it."""

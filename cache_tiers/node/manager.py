@@ -435,12 +435,15 @@ class TierNode:
         with books.lock:
             unlisted = self._scans.unlisted()  # first: what is taken in meanwhile is found
             spans, tails = books.directory.find(lookup, books.up())
+            absent = books.directory.absent(lookup, spans)
             clear_seq = books.directory.clears.seq
         prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
         books.directory.prices.loads(prices)
         if unlisted and covers(spans, len(lookup.keys) // KEY_BYTES):
             unlisted = ()
-        return LookupResult(self._identity.incarnation, clear_seq, spans, tails, prices, unlisted)
+        return LookupResult(
+            self._identity.incarnation, clear_seq, spans, tails, prices, unlisted, absent=absent
+        )
 
     def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult:
         """See `NodePeers`. Waits half a lookup's time; the rest went to the nodes that did not answer.

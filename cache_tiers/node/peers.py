@@ -181,6 +181,8 @@ class NodePeers:
         if is_there:
             with books.lock:
                 found = replace(found, prices={**found.prices, "peer": self._meter.price(True)})
+        if silent and not covers(found.spans, blocks):
+            found = replace(found, has_silent_peer=True)
         return replace(found, seconds=seconds) if seconds else found
 
     def meet(self, nodes: Sequence[str]) -> set[str]:

@@ -1,6 +1,6 @@
 """Prices of prefill and of tier loads, measured while serving, and the load plan they imply."""
 
-from cache_tiers.pricing.break_even import break_even_tokens
+from cache_tiers.pricing.break_even import break_even_tokens, in_digits
 from cache_tiers.pricing.doubt import BURST_EXTENTS, Doubt
 from cache_tiers.pricing.load_plan import LoadPiece, LoadPlan, plan_load
 from cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
@@ -31,6 +31,7 @@ __all__ = [
     "TierPrice",
     "break_even_tokens",
     "fit_prefill",
+    "in_digits",
     "pairs_of",
     "plan_load",
     "plan_wait",

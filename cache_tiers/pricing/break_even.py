@@ -32,3 +32,8 @@ def break_even_tokens(load: TierPrice, prefill: PrefillPrice, bytes_per_token: f
 
 TOKENS_MAX = 1 << 32
 """A context that is longer is none."""
+
+
+def in_digits(number: float) -> str:
+    """Return a price as people read it: three digits, no exponent where it can be helped."""
+    return f"{float(f'{number:.3g}'):,.12g}"

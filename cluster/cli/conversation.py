@@ -63,6 +63,7 @@ class ChatTurn:
     answer_tokens: int | None = None
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     saved_s: float = 0.0
+    miss: str = ""  # why not more of the prompt was cached
 
     def take(self, chunk: Mapping[str, Any], now_s: float) -> str:
         """Account for one chunk and return its new text, free of control characters."""
@@ -92,6 +93,8 @@ class ChatTurn:
             parts.append(f"prompt {self.prompt_tokens} tok")
         elif self.prompt_tokens is not None:
             parts.append(f"{self.cached_tokens} of {self.prompt_tokens} prompt tok cached{self._sources()}")
+        if self.miss:
+            parts.append(f"not more: {self.miss}")
         if self.saved_s > 0:
             parts.append(f"saved {self.saved_s:.2f} s")
         if self.answer_tokens is not None:
@@ -133,8 +136,10 @@ class ChatTurn:
             }
 
     def _take_receipt(self, receipt: Any) -> None:
-        """Note what loading saved: the price of computing the same, less what the load took."""
+        """Note what loading saved (the price of computing the same, less the load), and why not more."""
         if isinstance(receipt, dict):
+            miss = receipt.get("miss")
+            self.miss = printable(miss) if isinstance(miss, str) else ""
             avoided_ms, load_ms = (receipt.get(name) for name in ("recompute_ms_avoided", "load_ms"))
             if isinstance(avoided_ms, int | float) and isinstance(load_ms, int | float):
                 self.saved_s = max(0.0, (avoided_ms - load_ms) / 1000)

@@ -157,6 +157,16 @@ ALERTS = (
         "restart the replica, and report its log",
     ),
     Alert(
+        "SamovarTiersStoreNothing",
+        "sum by (replica) (increase(samovar_store_tokens_total[30m])) > 10000 unless "
+        'sum by (replica) (increase(samovar_store_tokens_total{outcome=~"taken|held"}[30m])) > 0',
+        600,
+        "warning",
+        "the tiers take nothing of replica {{ $labels.replica }}, though it offers turns",
+        "see `samovar_store_tokens_total` by outcome and `samovar diagnose`; `skipped:price` says that "
+        "loading is dearer than computing, and `samovar doctor` shows both prices",
+    ),
+    Alert(
         "SamovarHitRateFell",
         f"({_hit_rate('30m')}) < 0.5 * ({_hit_rate('1d')}) and sum(rate(samovar_tokens_total[30m])) > 10",
         900,

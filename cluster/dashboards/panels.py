@@ -58,6 +58,13 @@ HIT_RATE = (
     f'1 - {rate("samovar_tokens_total", where="""{source="compute"}""")} / {rate("samovar_tokens_total")}'
 )
 
+STORED_SHARE = (
+    f'({rate("samovar_store_tokens_total", where="""{outcome=~"taken|held"}""")} or vector(0)) / '
+    + rate("samovar_store_tokens_total")
+)
+_REUSED = rate("samovar_tokens_total", where="""{source!="compute"}""")
+REUSED_SHARE = f"{_REUSED} / ({_REUSED} + ({rate('samovar_missed_tokens_total')} or vector(0)))"
+
 ROWS = (
     DashboardRow(
         "At a glance",
@@ -192,6 +199,20 @@ ROWS = (
                 "extents that replicas had to store, by outcome",
                 "none",
                 (PanelQuery(rate("samovar_stores_total", "outcome"), "{{outcome}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "What the tiers are given, and give back",
+                "share of the tokens offered to the tiers that were stored, and of the tokens known from "
+                "earlier turns that were reused",
+                "percentunit",
+                (PanelQuery(STORED_SHARE, "stored"), PanelQuery(REUSED_SHARE, "reused")),
+            ),
+            Panel(
+                "Known tokens computed again",
+                "prompt tokens that an earlier turn had computed, in a second, by reason",
+                "none",
+                (PanelQuery(rate("samovar_missed_tokens_total", "reason"), "{{reason}}"),),
                 is_stacked=True,
             ),
         ),

@@ -15,13 +15,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib import metadata
+from pathlib import Path
 
 from cluster.diagnosis.check import ROOT, CheckState, MachineCheck, Result, existing
 from cluster.diagnosis.media import MEASURE_S, disk_price, disk_tier, prices, s3_tier, serves_here
 from cluster.diagnosis.safety import CHILD_S_MAX, nixl, open_binds, ray_cluster, secrets_files
 from cluster.serve import preflight
+from cluster.serve.startup_table import smaller_than_pools
 from configs.sections import GIB
 from configs.settings import Settings
+from replicas.machine_prices import MachinePrices, kept_prices, measurements_dir
 from replicas.messages import ModelRefused
 from replicas.model import find_early, gpus_seen, refuse_early, torch_version, why_no_gpu
 from router.diagnosis import in_bytes
@@ -211,24 +214,38 @@ def port(settings: Settings, running: Sequence[str] = ()) -> Result:
     return "ok", f"{host}:{number} is free", ""
 
 
-def shared_memory(settings: Settings, free: Callable[[], int | None] = preflight.shm_free_bytes) -> Result:
-    """Ask the start's own sizing whether Ray's object store, with the cpu tier, fits /dev/shm."""
-    free_bytes = free()
+def shared_memory(
+    settings: Settings,
+    free: Callable[[], int | None] = preflight.shm_free_bytes,
+    kept: Callable[[Path], MachinePrices | None] = kept_prices,
+) -> Result:
+    """Ask the start's own sizing whether Ray's object store, with the cpu tier, fits."""
+    free_bytes, known = free(), kept(measurements_dir(settings))
     try:
-        sized, warning = preflight.with_object_store(settings, free_bytes)
+        memory = preflight.free_memory(settings, _weights_bytes(settings))
+        sized, warning = preflight.with_object_store(settings, free_bytes, memory)
     except preflight.StartFailed as error:
         text, _, fix = str(error).partition(". ")
         return "error", text, fix
     if warning:
         text, _, fix = warning.partition(". ")
         return "warning", text, fix
-    store = in_bytes(sized.cluster.object_store_bytes or 0)
+    store, tier_bytes = in_bytes(sized.cluster.object_store_bytes or 0), sized.tiers.cpu.bytes_planned
     room = "no /dev/shm" if free_bytes is None else f"{in_bytes(free_bytes)} free"
-    return (
-        "ok",
-        f"{room}; Ray's store takes {store}, {in_bytes(sized.tiers.cpu.bytes_max)} of it the cpu tier",
-        "",
-    )
+    said = f"{room}; Ray's store takes {store}, {in_bytes(tier_bytes)} of it the cpu tier"
+    pools_bytes = 0 if known is None else known.pool_bytes * settings.cluster.replicas_first
+    if settings.tiers.enabled and (why := smaller_than_pools(tier_bytes, pools_bytes)):
+        return "ok", f"{said}, {why}", ""
+    return "ok", said, ""
+
+
+def _weights_bytes(settings: Settings) -> int:
+    """Return the size of the model's weights as far as they are here; `model` tells what is wrong."""
+    try:
+        found = find_early(settings.model)
+    except ModelRefused:
+        return 0
+    return 0 if found is None else sum(file.stat().st_size for file in found.glob("*.safetensors"))
 
 
 def cache_dir(settings: Settings) -> Result:

@@ -13,14 +13,13 @@ import httpx
 
 from cache_tiers.pricing import TierPrice
 from cluster.diagnosis.check import Result, existing
-from cluster.plan.live import wins_in_words
 from cluster.plan.sizing import in_seconds, in_tokens
 from cluster.serve import preflight
 from cluster.serve.startup_table import TIER_WORDS
 from configs.sections import MIB
 from configs.settings import Settings
-from replicas.machine_prices import MachinePrices, kept_prices
-from router.diagnosis import in_bytes, load_prices
+from replicas.machine_prices import MachinePrices, kept_prices, measurements_dir
+from router.diagnosis import computing_in_words, in_bytes, load_prices, loading_in_words, wins_in_words
 
 MEASURED_BYTES, MEASURE_REPEATS, MEASURE_S = 16 * MIB, 3, 5.0
 RAM_BYTES = 64 * MIB
@@ -187,7 +186,7 @@ def prices(
     memory: Callable[[], TierPrice] | None = None,
 ) -> Result:
     """Compare loading with computing on this machine, by what the last start has measured."""
-    known = kept(settings.model.cache_dir.expanduser() / "measurements")
+    known = kept(measurements_dir(settings))
     if known is None:
         return "ok", "not known before the first start: `samovar serve` measures what computing takes", ""
     found = {"cpu": (memory or memory_price)()}
@@ -198,12 +197,14 @@ def prices(
     lines = [
         f"{known.model_name} on {known.device}, {known.bytes_per_token:,} bytes of KV a token "
         f"({known.kv_dtype})",
-        "computing: " + _of_contexts([known.prefill.seconds(tokens, 0) for tokens in CONTEXTS]),
+        f"computing, {computing_in_words(known.prefill)}: "
+        + _of_contexts([known.prefill.seconds(tokens, 0) for tokens in CONTEXTS]),
     ]
     for tier in tiers:
-        wins = f"wins {wins_in_words(tier.wins_from)}"
+        name, each = TIER_WORDS[tier.name], loading_in_words(found[tier.name], known.bytes_per_token)
         lines.append(
-            f"{TIER_WORDS[tier.name]}, {tier.bytes_per_s / 1e9:.3g} GB/s: {_of_contexts(tier.load_s)}; {wins}"
+            f"{name}, {tier.bytes_per_s / 1e9:.3g} GB/s, {each}: {_of_contexts(tier.load_s)}; "
+            f"wins {wins_in_words(tier.wins_from)}"
         )
     slow = [
         TIER_WORDS[tier.name] for tier in tiers if tier.wins_from is None or tier.wins_from > CONTEXTS[-1]

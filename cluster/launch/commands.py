@@ -36,7 +36,7 @@ BOOTSTRAP_FILE = "~/ray_bootstrap_config.yaml"
 
 def worker_store_bytes(settings: Settings) -> int:
     """Return a replica node's object store size. Raises `RenderFailed` if the cpu tier does not fit."""
-    tier_bytes = settings.tiers.cpu.bytes_max if settings.tiers.enabled else 0
+    tier_bytes = settings.tiers.cpu.bytes_planned if settings.tiers.enabled else 0
     wanted_bytes = settings.launch.object_store_bytes
     try:
         return plan_store(wanted_bytes, tier_bytes, None).store_bytes

@@ -101,8 +101,8 @@ def _cluster(on_nodes: Settings, annotations: Mapping[str, str]) -> Object:
     if store_bytes + BESIDE_TIERS_BYTES > kube.worker_memory_bytes:
         raise RenderFailed(
             f"launch.kube.worker_memory_bytes={kube.worker_memory_bytes} is too little: Ray's object store "
-            f"takes {store_bytes} of it, for tiers.cpu.bytes_max={on_nodes.tiers.cpu.bytes_max}. Raise the "
-            "first or lower the second"
+            f"takes {store_bytes} of it, for tiers.cpu.bytes_max={on_nodes.tiers.cpu.bytes_planned}. Raise "
+            "the first or lower the second"
         )
     worker = _resources(kube.worker_cpus, kube.worker_memory_bytes, kube.worker_gpus)
     head = _resources(kube.head_cpus, kube.head_memory_bytes, 0)

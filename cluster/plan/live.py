@@ -20,7 +20,7 @@ from rich.text import Text
 from cluster.plan.runs import PlanRefused
 from cluster.plan.sizing import in_bytes, in_seconds, in_tokens, parse_contexts
 from cluster.serve.startup_table import TIER_WORDS
-from router.diagnosis import LiveSizing, Snapshot, size_live
+from router.diagnosis import LiveSizing, Snapshot, size_live, wins_in_words
 
 CONTEXTS = "2k,8k,32k,128k"
 
@@ -90,13 +90,6 @@ def fit_table(sizing: LiveSizing) -> Table:
 
 def _per_s(tokens: float | None) -> str:
     return f"{tokens:,.0f}" if tokens else "-"
-
-
-def wins_in_words(tokens: int | None, context_tokens: int | None = None) -> str:
-    """Return from which length on a load wins. `context_tokens`: no context is longer."""
-    if tokens is None or (context_tokens and tokens > context_tokens):
-        return "never"
-    return "always" if tokens <= 1 else f"from {tokens:,} tokens on"
 
 
 def load_table(sizing: LiveSizing) -> Table:

@@ -26,12 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cache_tiers.actors import rpc, tier_actors
+from cache_tiers.messages import TierStats
 from cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment
 from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, model_app_name, run_targets, serve_logs
 from cluster.serve.preflight import (
     StartFailed,
     check_gpus,
     check_port,
+    free_memory,
     refuse_two_buckets,
     shm_free_bytes,
     with_object_store,
@@ -161,13 +163,16 @@ class Service:
 
     def _start(self) -> None:
         self.stages.begin("model", has_own_progress=True)  # a conversion's, the first time
-        settings, warning = with_object_store(with_server_secret(self.settings), shm_free_bytes())
-        self.settings = settings
-        if warning:
-            _warn(warning)
+        settings = with_server_secret(self.settings)
         model_dir = ensure_model(settings.model).resolve()
         spec = inspect_model(model_dir, settings.inspected_dir)  # refuse it before anything starts
         check_heads(spec, settings.engine.tensor_parallel)
+        is_here = address_of(settings.cluster) is None  # else the tiers are on other machines as well
+        memory = free_memory(settings, spec.weights_bytes) if is_here else None
+        settings, warning = with_object_store(settings, shm_free_bytes(), memory)
+        self.settings = settings
+        if warning:
+            _warn(warning)
         self.model_dir, self.model_app = str(model_dir), model_app_name(settings, spec.fingerprint)
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
@@ -192,15 +197,15 @@ class Service:
         server = self.settings.server
         self._wait(lambda: unhealthy_here(server.host, server.port))  # the ready line is a promise
 
-    def tier_states(self) -> dict[str, str]:
-        """Return this node's tiers with their states; empty without tiers, or if they do not answer."""
+    def tiers_here(self) -> tuple[TierStats, ...]:
+        """Return this node's tiers; empty without tiers, or if they do not answer."""
         try:
             answers = rpc.ask_all(tier_actors(), "stats", timeout_s=STATES_S)
         except (ray.exceptions.RayError, RuntimeError) as error:
             logger.warning("the tiers' states are not known: %s", error)
-            return {}
+            return ()
         here = answers.get(ray.get_runtime_context().get_node_id())
-        return {} if here is None else {tier.name: tier.state for tier in here.tiers}
+        return () if here is None else here.tiers
 
     def _followed(self, missing: str | None) -> str | None:
         """Show the stage that the replica furthest behind has noted, and return `missing`."""
@@ -469,4 +474,7 @@ def _say_ready(console: Console, service: Service) -> None:
 
 
 def _table(service: Service) -> Table:
-    return startup_table(service.infos[0], len(service.infos), service.settings, service.tier_states())
+    tiers = service.tiers_here()
+    states = {str(tier.name): tier.state for tier in tiers}
+    prices = {str(tier.name): tier.price for tier in tiers if tier.price is not None}
+    return startup_table(service.infos[0], len(service.infos), service.settings, states, prices)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from configs.sections import GIB, MIB
+from configs.sections import GIB, MIB, UNMEASURED_BYTES
 from configs.settings import Settings
 
 TIER_SHARE = 0.6
@@ -28,6 +28,10 @@ TIER_BYTES_MIN = 16 * MIB
 """A cpu tier that would have to be smaller is switched off."""
 
 
+SPARE_SHARE = 0.5
+"""Share of the memory that nothing else here has planned for which the cpu tier may grow into."""
+
+
 class StoreTooSmall(Exception):
     """The configured store cannot hold the configured tier."""
 
@@ -39,6 +43,48 @@ class StorePlan:
     store_bytes: int
     tier_bytes: int
     warning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """What the main memory of this machine has free now, and what the weights of a replica take of it.
+
+    `has_gpu`: weights and pools are in a GPU's memory. `cores`: of this machine.
+    """
+
+    free_bytes: int
+    weights_bytes: int
+    has_gpu: bool
+    cores: int
+
+
+def spare_bytes(settings: Settings, memory: FreeMemory) -> int:
+    """Return what the cpu tier may grow into: a share of what weights, pools, staging and swap leave."""
+    engine, tiers = settings.engine, settings.tiers
+    replicas = settings.cluster.sharing_node(memory.cores)
+    left_bytes = memory.free_bytes
+    if not memory.has_gpu:
+        left_bytes = max(0, left_bytes - replicas * memory.weights_bytes)
+        pools_bytes = int(left_bytes * engine.pool_memory_fraction)
+        if engine.pool_bytes_max is not None:
+            pools_bytes = min(pools_bytes, replicas * engine.pool_bytes_max)
+        left_bytes -= pools_bytes
+    left_bytes -= replicas * (tiers.staged_bytes_max + tiers.swap_bytes_max)
+    return max(0, int(left_bytes * SPARE_SHARE))
+
+
+def measured_tier_bytes(store_bytes: int | None, free_bytes: int | None, spare: int) -> int:
+    """Return the size of a cpu tier that was not set: `spare`, as far as Ray's store can hold it.
+
+    `store_bytes`, `free_bytes`: as in `plan_store`. Where /dev/shm holds no tier worth having, it is what
+    would be usual: then `plan_store` says what is missing.
+    """
+    if store_bytes is not None:
+        return min(spare, int(store_bytes * TIER_SHARE))
+    if free_bytes is None:
+        return spare
+    fits_bytes = _tier_in(int(free_bytes * MEMORY_SHARE))
+    return min(spare, fits_bytes or UNMEASURED_BYTES)
 
 
 def plan_store(store_bytes: int | None, tier_bytes: int, free_bytes: int | None) -> StorePlan:
@@ -63,12 +109,16 @@ def plan_store(store_bytes: int | None, tier_bytes: int, free_bytes: int | None)
     wanted_bytes = _store_for(tier_bytes)
     if limit_bytes is None or wanted_bytes <= limit_bytes:
         return StorePlan(wanted_bytes, tier_bytes)
-    left_bytes = int(max(0, limit_bytes - BESIDE_BYTES) * TIER_SHARE)
-    if left_bytes < TIER_BYTES_MIN:
-        left_bytes = 0
+    left_bytes = _tier_in(limit_bytes)
     instead = f"the cpu tier gets {_mib(left_bytes)} instead of {_mib(tier_bytes)}"
     warning = _too_little(free_bytes, wanted_bytes, instead) if left_bytes < tier_bytes else ""
     return StorePlan(_store_for(left_bytes), min(left_bytes, tier_bytes), warning)
+
+
+def _tier_in(store_bytes: int) -> int:
+    """Return the largest tier that a store of this size can hold; 0: none worth having."""
+    tier_bytes = int(max(0, store_bytes - BESIDE_BYTES) * TIER_SHARE)
+    return tier_bytes if tier_bytes >= TIER_BYTES_MIN else 0
 
 
 def _store_for(tier_bytes: int) -> int:

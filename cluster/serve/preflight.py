@@ -7,18 +7,25 @@ neither torch nor Ray, which take seconds: wrong input is told before (`first_lo
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import socket
 from collections.abc import Callable
 
 from pydantic import SecretStr
 
-from cluster.serve.environment import StoreTooSmall, plan_store
+from cluster.serve.environment import (
+    FreeMemory,
+    StoreTooSmall,
+    measured_tier_bytes,
+    plan_store,
+    spare_bytes,
+)
 from cluster.serve.secrets import SecretRefused, kept_secret
 from configs.extras import ExtraMissing, require, require_telemetry, require_tiers
 from configs.settings import Settings
 from replicas.messages import ModelRefused
-from replicas.model import find_early, gpus_seen, refuse_early, torch_version, why_no_gpu
+from replicas.model import find_early, free_host_bytes, gpus_seen, refuse_early, torch_version, why_no_gpu
 
 CUDA_FIX = "set engine.device to auto or cpu, or install a CUDA build of torch on a machine with a GPU"
 
@@ -101,13 +108,20 @@ def with_server_secret(settings: Settings) -> Settings:
     return settings.model_copy(update={"auth": auth})
 
 
-def with_object_store(settings: Settings, free_bytes: int | None) -> tuple[Settings, str]:
+def with_object_store(
+    settings: Settings, free_bytes: int | None, memory: FreeMemory | None = None
+) -> tuple[Settings, str]:
     """Return the settings with consistent sizes of Ray's store and the cpu tier, and a warning if reduced.
 
-    `free_bytes`: of /dev/shm; None: there is none. Raises `StartFailed` if the configured sizes conflict.
+    `free_bytes`: of /dev/shm; None: there is none. `memory`: by which a tier is sized that has no size; None:
+    only what is configured is looked at. Raises `StartFailed` if the configured sizes conflict.
     """
     tiers, cluster = settings.tiers, settings.cluster
-    tier_bytes = tiers.cpu.bytes_max if tiers.enabled else 0
+    tier_bytes = tiers.cpu.bytes_max
+    if tier_bytes is None:
+        spare = tiers.cpu.bytes_planned if memory is None else spare_bytes(settings, memory)
+        tier_bytes = measured_tier_bytes(cluster.object_store_bytes, free_bytes, spare)
+    tier_bytes = tier_bytes if tiers.enabled else 0
     try:
         plan = plan_store(cluster.object_store_bytes, tier_bytes, free_bytes)
     except StoreTooSmall as error:
@@ -161,6 +175,11 @@ def check_port(host: str, port: int) -> None:
                 f"cannot listen on {host}:{port} ({error.strerror}). Stop the program that listens there, "
                 "or choose another port with --port N"
             ) from error
+
+
+def free_memory(settings: Settings, weights_bytes: int) -> FreeMemory:
+    """Return what this machine's memory has free for a service with these settings and weights."""
+    return FreeMemory(free_host_bytes(), weights_bytes, uses_gpu(settings), os.cpu_count() or 1)
 
 
 def shm_free_bytes() -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from rich.table import Table
 from rich.text import Text
 
+from cache_tiers.pricing import TierPrice, break_even_tokens
 from configs.sections import GIB
 from configs.settings import Settings
 from replicas.messages import SCRATCH_PAGES, ReplicaInfo
@@ -29,11 +30,16 @@ ANOTHER_MODEL = "samovar serve Qwen/Qwen3-0.6B"
 
 
 def startup_table(
-    info: ReplicaInfo, replicas: int, settings: Settings, states: Mapping[str, str] | None = None
+    info: ReplicaInfo,
+    replicas: int,
+    settings: Settings,
+    states: Mapping[str, str] | None = None,
+    prices: Mapping[str, TierPrice] | None = None,
 ) -> Table:
     """Return the table: one replica's facts, the tiers, and how many sessions fit into all `replicas`.
 
-    `states`: tier -> `TierStats.state`, as this node's tiers report it; None: not known.
+    `states`, `prices`: tier -> `TierStats.state` and `TierStats.price`, as this node's tiers report it; None:
+    not known.
     """
     table = Table(title="Samovar", show_header=False, title_justify="left")
     table.add_column("what", no_wrap=True)
@@ -59,9 +65,42 @@ def startup_table(
     for what, value in tier_rows(settings, states):
         is_well = states is None or what not in _troubled(settings, states)
         table.add_row(what, Text(value, style="" if is_well else "yellow"))
+    if settings.tiers.enabled and (
+        why := smaller_than_pools(settings.tiers.cpu.bytes_planned, replicas * info.pool_bytes)
+    ):
+        table.add_row("", Text(why))
+    for what, value in load_rows(info, prices or {}):
+        table.add_row(what, Text(value))
     for tokens in SESSION_TOKENS:
         table.add_row(f"sessions of {tokens // 1024}k", Text(_sessions(info, replicas, tokens)))
     return table
+
+
+def smaller_than_pools(tier_bytes: int, pools_bytes: int) -> str:
+    """Return what to know of a RAM tier that is smaller than the pools in front of it; "" if it is not."""
+    if not 0 < tier_bytes < pools_bytes:
+        return ""
+    return (
+        f"less RAM than the {_gib(pools_bytes)} of pool in front of it: much of what it holds, the pool "
+        "holds as well (tiers.cpu.bytes_max; /dev/shm must hold it)"
+    )
+
+
+def load_rows(info: ReplicaInfo, prices: Mapping[str, TierPrice]) -> list[tuple[str, str]]:
+    """Return (row, from how many tokens on a load pays, and both prices) for each tier with a price."""
+    from router.diagnosis import computing_in_words, loading_in_words, wins_in_words
+
+    if info.prefill is None:
+        return []
+    rows = []
+    for name, price in prices.items():
+        wins = wins_in_words(
+            break_even_tokens(price, info.prefill, info.bytes_per_token), info.context_tokens_max
+        )
+        loading = loading_in_words(price, info.bytes_per_token)
+        value = f"pays {wins}: loading {loading}, computing {computing_in_words(info.prefill)}"
+        rows.append((f"load from {TIER_WORDS[name]}", value))
+    return rows
 
 
 def tier_rows(settings: Settings, states: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
@@ -71,7 +110,7 @@ def tier_rows(settings: Settings, states: Mapping[str, str] | None = None) -> li
         return [("tiers", "off (tiers.enabled): blocks are kept in their replica's pool only")]
     of_bucket = f"bucket {tiers.s3.bucket} at {tiers.s3.endpoint or f'AWS, {tiers.s3.region}'}"
     places = (
-        ("cpu", tiers.cpu.bytes_max, "in Ray's object store"),
+        ("cpu", tiers.cpu.bytes_planned, "in Ray's object store"),
         ("nvme", tiers.nvme.bytes_max, f"in {settings.nvme_dir}"),
         ("s3", tiers.s3.bytes_max if tiers.s3.bucket else 0, of_bucket),
     )
@@ -92,7 +131,7 @@ def _row_name(tier: str) -> str:
 def _troubled(settings: Settings, states: Mapping[str, str]) -> dict[str, str]:
     """Return row -> state, of the tiers that are configured and do not serve."""
     tiers = settings.tiers
-    wanted = {"cpu": tiers.cpu.bytes_max, "nvme": tiers.nvme.bytes_max}
+    wanted = {"cpu": tiers.cpu.bytes_planned, "nvme": tiers.nvme.bytes_max}
     wanted["s3"] = tiers.s3.bytes_max if tiers.s3.bucket else 0
     return {
         _row_name(name): state_in_words(states[name])

@@ -127,6 +127,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._by_source: Counter[str] = Counter()
+        self._missed: Counter[str] = Counter()  # tokens that were known and computed again, by reason
         self._shortages: Counter[str] = Counter()  # of the device's memory, by what was given up
 
     @property
@@ -221,6 +222,8 @@ class Engine:
             return False
         self._turn_over(opened, opened.sequences[-1], "gone")
         for sequence in opened.sequences:
+            if self.offload is not None:
+                self.offload.turns.gave_up(sequence)
             self._release(sequence)
         self._counts["aborted"] += 1
         return True
@@ -250,6 +253,8 @@ class Engine:
 
     def forget(self, tags: Collection[bytes]) -> int:
         """Forget the pages of these owners or tenants; return their number. See `GenerateRequest`."""
+        if self.offload is not None:
+            self.offload.cleared(tags)
         return self.scheduler.forget(tags)
 
     # -- steps -----------------------------------------------------------------------------
@@ -480,7 +485,9 @@ class Engine:
         sequence.is_reported = True
         if self.offload is not None:
             self.offload.prompt_computed(sequence)
-        receipt = receipt_of(sequence, self.meter.price)
+        left_tokens = self._open[key].request.route.cached_tokens
+        receipt = receipt_of(sequence, self.meter.price, self.scheduler.pool.block_tokens, left_tokens)
+        self._missed.update(receipt.missed)
         self._by_source.update({str(source): count for source, count in receipt.tokens.items()})
         cached = sequence.prompt_tokens - receipt.tokens["compute"]
         self._counts["cached_tokens"] += cached
@@ -565,6 +572,7 @@ class Engine:
             **counted,
             finished=dict(self._finished),
             tokens_by_source=dict(self._by_source),
+            missed_tokens=dict(self._missed),
             audits=dict(self.auditor.outcomes),
             memory_shortages=dict(self._shortages),
             prefill_price=(price.c0_s, price.a_s, price.b_s),

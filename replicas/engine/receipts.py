@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import cast
 
 from cache_tiers.pricing import PrefillPrice
+from replicas.engine.missed import missed_of
 from replicas.messages import Receipt, Source
 from replicas.scheduling import OWN, Sequence
 
 
-def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
+def receipt_of(sequence: Sequence, prefill: PrefillPrice, block_tokens: int, left_tokens: int = 0) -> Receipt:
     """Return the receipt of a sequence whose prompt is computed. Pure.
 
-    Counts its tokens by source; `cached_tokens` are all but `compute`.
+    Counts its tokens by source; `cached_tokens` are all but `compute`. `left_tokens`: see `missed_of`.
     """
     prompt, restore = sequence.prompt_tokens, sequence.restore
     resident = min(sequence.resident_tokens, prompt)
@@ -29,13 +30,15 @@ def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
     miss = "" if sequence.visit is None else sequence.visit.miss
     if restore is None:
         tokens["compute"] = prompt - sum(tokens.values())
-        return Receipt(tokens=tokens, miss=miss)
+        missed, why = missed_of(sequence, block_tokens, tokens["compute"], left_tokens)
+        return Receipt(tokens=tokens, miss=miss or why, missed=missed)
     placed = restore.tokens_by_source(prompt)
     for source, count in placed.items():
         if source != OWN:
             tokens[cast(Source, source)] += count
     tokens["compute"] = prompt - sum(tokens.values())
     loaded = sum(placed.values()) - placed.get(OWN, 0)
+    missed, why = missed_of(sequence, block_tokens, tokens["compute"], left_tokens)
     return Receipt(
         tokens=tokens,
         decision=restore.decision,
@@ -44,5 +47,6 @@ def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
         load_price_s=restore.load_price_s,
         recompute_price_s=restore.recompute_price_s,
         saved_s=prefill.added_seconds(loaded, resident),
-        miss=restore.miss or miss,
+        miss=restore.miss or miss or why,
+        missed=missed,
     )

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from cache_tiers.blocks import BlockShape, Bytes
 from configs.sections import MIB
 from replicas.kv.int8 import SCALE_DTYPE, dequantise, quantise
+from replicas.model import free_host_bytes
 
 LAYOUT_VERSION = "block-major-1"
 """Part of every namespace: a different layout never finds this KV."""
@@ -223,17 +222,6 @@ class KvPool:
         return torch.stack([self.gather_layer(layer, pages, 0, tokens) for layer in layers])
 
 
-_CGROUPS = (  # directory, limit, usage, name of the reclaimable page cache in memory.stat; v2 and v1
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (
-        Path("/sys/fs/cgroup/memory"),
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-)
-
-
 class PoolTooSmall(Exception):
     """The memory does not hold one useful sequence; the text says what to change."""
 
@@ -281,12 +269,4 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    free = psutil.virtual_memory().available
-    for group, limit_name, usage_name, cache_name in _CGROUPS:
-        if (group / limit_name).exists():
-            limit = (group / limit_name).read_text().strip()
-            if limit.isdigit():  # "max" = no limit
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                used = int((group / usage_name).read_text()) - int(stat.get(cache_name, 0))
-                free = min(free, max(0, int(limit) - used))
-    return int(free)
+    return free_host_bytes()

@@ -16,7 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from configs.settings import EngineSettings, ModelSettings
 from replicas.messages import ModelRefused
@@ -70,6 +73,30 @@ def _count_gpus() -> int:
         logger.warning("torch cannot say how many GPUs there are: %s", counted.stderr.strip()[-300:])
         return 0
     return int(counted.stdout.split()[-1])
+
+
+_CGROUPS = (  # directory, limit, usage, name of the reclaimable page cache in memory.stat; v2 and v1
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
+def free_host_bytes() -> int:
+    """Return the main memory that is still available, of the machine and its container."""
+    free = psutil.virtual_memory().available
+    for group, limit_name, usage_name, cache_name in _CGROUPS:
+        if (group / limit_name).exists():
+            limit = (group / limit_name).read_text().strip()
+            if limit.isdigit():  # "max" = no limit
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / usage_name).read_text()) - int(stat.get(cache_name, 0))
+                free = min(free, max(0, int(limit) - used))
+    return int(free)
 
 
 def choose_device(settings: EngineSettings) -> torch.device:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import partial
@@ -117,6 +117,8 @@ class Offload:
         )
         bt = self._shape.block_tokens
         keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
+        # Now: when the prompt is computed, another turn of the session may have ended.
+        sequence.visit.known = self.turns.fates.of(keys)
         resident = len(self._pool.match(keys, sequence.tokens)) * bt
         self._lookups.open(sequence, request, resident_tokens=resident, is_queued=is_queued)
 
@@ -363,6 +365,10 @@ class Offload:
         if record is None or not begin(self._lanes.moves, check, record):
             load.over(FetchFailed("error"), None)
 
+    def cleared(self, tags: Collection[bytes]) -> None:
+        """Record that the pages of these owners, sessions or tenants were forgotten."""
+        self.turns.fates.cleared(tags)
+
     def finish(self, sequence: Sequence) -> None:
         """Store the blocks of a finished turn, before the scheduler releases the pages."""
         if sequence.visit is not None and sequence.visit.found is None:
@@ -450,6 +456,7 @@ class Offload:
             "slow_lookups": dict(self._lookups.slow),
             "verify_failures": dict(self.reports.verify_failures),
             "stores": dict(self.turns.outcomes),
+            "store_tokens": dict(self.turns.tokens),
             "loading": len(self._restoring),
             "staged_bytes": self.turns.staged_bytes,
         }

@@ -31,12 +31,12 @@ from cache_tiers.blocks import (
     seal,
 )
 from cache_tiers.messages import LookupResult, StoreRequest
-from cache_tiers.pricing import Doubt, PrefillMeter, TierPrice, worth_storing
+from cache_tiers.pricing import Doubt, PrefillMeter, PrefillPrice, TierPrice, in_digits, worth_storing
 from configs.sections import TierSettings
 from replicas.kv import CopyEvent, PageIo, PagePool, PrefixEntry
 from replicas.offload.block_runs import StoreRun, held_keys, store_runs
 from replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, begin
-from replicas.scheduling import OffloadState, Sequence
+from replicas.scheduling import BlockFates, OffloadState, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,10 @@ class _Rest:
 
 
 class TurnStore:
-    """Stores turns of one replica. `outcomes` counts runs of blocks by result."""
+    """Stores turns of one replica. `outcomes` and `tokens` count runs of blocks by result, and their tokens.
+
+    `fates`: what became of the latest blocks, so that a turn that computes them again can say why.
+    """
 
     def __init__(
         self,
@@ -222,6 +225,8 @@ class TurnStore:
         meter: PrefillMeter,
     ) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.fates = BlockFates(settings.policy.remembered_blocks_max)
         self._link = access.link
         self._outbox = access.outbox
         self._io = io
@@ -263,16 +268,31 @@ class TurnStore:
     def store(self, sequence: Sequence) -> None:
         """Store the blocks that no tier has. Call before the scheduler releases the pages."""
         visit = sequence.visit
-        if visit is None or sequence.is_cleared:
+        if visit is None:
+            return
+        keys, tail = chain_of(sequence, self._shape.block_tokens)
+        if sequence.is_cleared:
+            self.fates.became(keys, "cleared", sequence.owner)
             return
         if visit.found is None:
             self.outcomes["skipped:not looked up"] += 1
+            self.fates.left_alone(keys, "skipped:not looked up", sequence.owner)
             return
-        held = held_keys(visit.found, sequence.keys) | visit.offered
-        keys, tail = chain_of(sequence, self._shape.block_tokens)
+        held = held_keys(visit.found, sequence.keys)
+        self.fates.became([key for key in keys if key in held], "held", sequence.owner)
+        held |= visit.offered
         stored_for = replace(provenance_of(sequence, visit, visit.found), trace=visit.trace)
         chain = StoredChain(stored_for, keys, sequence.pages)
         visit.offered |= self.offer_chain(chain, tail, held, visit.found.prices)
+
+    def gave_up(self, sequence: Sequence) -> None:
+        """Note that an answer ended early: its blocks are not stored. Call before its pages are released."""
+        if sequence.visit is not None:
+            # One that waits to get its pages back has computed its prompt before.
+            computed = max(sequence.computed, sequence.prompt_tokens if sequence.is_reported else 0)
+            keys = sequence.keys_of(computed // self._shape.block_tokens, self._shape.block_tokens)
+            outcome = "cleared" if sequence.is_cleared else "skipped:ended early"
+            self.fates.left_alone(keys, outcome, sequence.owner)
 
     def offer_chain(
         self,
@@ -295,7 +315,9 @@ class TurnStore:
             # Choices of one prompt take each other's blocks for offered: what only waited is none of these.
             is_held=lambda key: key in held and key not in waited,
         )
-        runs = self._that_pay(runs, chain.provenance, prices)
+        runs = self._that_pay(runs, chain, prices)
+        for run in runs:
+            self.fates.became(run.keys, "storing", chain.provenance.owner)
         fitting = self._that_fit(runs)
         if fitting and not self._submit(chain, fitting):
             return set()
@@ -337,7 +359,7 @@ class TurnStore:
         largest = max(record_bytes(len(run.keys), self._shape) for run in runs)
         is_full = len(self._waiting) + len(self._storing) >= self._settings.store_queue_max
         if is_full or largest > self._settings.staged_bytes_max:
-            self.outcomes["dropped:staged"] += len(runs)
+            self._became(runs, "dropped:staged", chain)
             return []
         rest = _Rest(chain, runs, self._pool)
         for page in rest.held:
@@ -359,7 +381,7 @@ class TurnStore:
     def _give_up(self, chain: StoredChain, reason: str) -> None:
         """Forget what waits of a chain: blocks behind a gap would never be found."""
         for rest in [rest for rest in self._waiting if rest.chain is chain]:
-            self.outcomes[reason] += len(rest.runs)
+            self._became(rest.runs, reason, chain)
             self._forget(rest)
 
     def _forget(self, rest: _Rest) -> None:
@@ -424,7 +446,7 @@ class TurnStore:
         )
         if not begin(self._lanes.store, self._stage, self._job, chain, job):
             self._copied(self._job)
-            self.outcomes["dropped:error"] += len(runs)
+            self._became(runs, "dropped:error", chain)
             self._give_up(chain, "dropped:error")
             return False
         return True
@@ -444,52 +466,65 @@ class TurnStore:
         except Exception:  # a failed store is only dropped
             logger.exception("a store failed")
             reason = "dropped:error"
-        self._arrivals.post(lambda: self._staged(chain, offers, len(job.runs) - len(offers), reason))
+        self._arrivals.post(lambda: self._staged(chain, job.runs, offers, reason))
 
     def _copied(self, number: int) -> None:
         self._pool.release(self._storing.pop(number))
         del self._copying[number]
 
-    def _staged(self, chain: StoredChain, offers: list[StoreRequest], dropped: int, reason: str) -> None:
+    def _staged(
+        self, chain: StoredChain, runs: Listing[StoreRun], offers: list[StoreRequest], reason: str
+    ) -> None:
+        """Offer the leading runs that were staged; the others were dropped for `reason`."""
+        runs, dropped = runs[: len(offers)], runs[len(offers) :]
         if dropped:
-            self.outcomes[reason] += dropped
+            self._became(dropped, reason, chain)
             self._give_up(chain, reason)
         if not offers:
             self.refill()  # what it was to take is free again
             return
         # On its own thread: an actor that does not answer must not delay the copying of pages.
         self._offering += 1
-        if not begin(self._lanes.offer, self._offer, chain, offers):
+        if not begin(self._lanes.offer, self._offer, chain, runs, offers):
             self._offering -= 1
+            self._became(runs, "dropped:error", chain)
             self._give_up(chain, "dropped:error")
             for offer in offers:
                 self._outbox.drop(offer.ticket)
 
-    def _offer(self, chain: StoredChain, offers: list[StoreRequest]) -> None:
+    def _offer(self, chain: StoredChain, runs: Listing[StoreRun], offers: list[StoreRequest]) -> None:
         """Offer the staged records, on the offer thread."""
         outcomes = ["refused:error"] * len(offers)
         try:
             outcomes = offer_staged(offers, self._outbox, self._link)
         except Exception:  # a failed store is only dropped
             logger.exception("an offer failed")
-        self._arrivals.post(lambda: self._offered(chain, outcomes))
+        self._arrivals.post(lambda: self._offered(chain, runs, outcomes))
 
-    def _offered(self, chain: StoredChain, outcomes: list[str]) -> None:
+    def _offered(self, chain: StoredChain, runs: Listing[StoreRun], outcomes: list[str]) -> None:
         self._offering -= 1
-        self.outcomes.update(outcomes)
-        for outcome in outcomes:
+        for run, outcome in zip(runs, outcomes, strict=True):
+            self._became([run], outcome, chain)
             if outcome.startswith("refused") and outcome != "refused:busy":  # busy: it is on its way already
                 self._give_up(chain, outcome)
         self.refill()
 
+    def _became(self, runs: Iterable[StoreRun], outcome: str, of: StoredChain, detail: str = "") -> None:
+        """Count runs by what became of them, and remember it."""
+        for run in runs:
+            self.outcomes[outcome] += 1
+            self.tokens[outcome] += run.tokens
+            self.fates.became(run.keys, outcome, of.provenance.owner, detail)
+
     def _that_pay(
-        self, runs: Listing[StoreRun], of: StoreContext, prices: Mapping[LoadSource, TierPrice]
+        self, runs: Listing[StoreRun], chain: StoredChain, prices: Mapping[LoadSource, TierPrice]
     ) -> list[StoreRun]:
         """Return all runs of a chain if loading the chain will be cheaper than computing it.
 
         Else the leading ones that are stored to prove the price of a load: without those before them others
         would never be found.
         """
+        of = chain.provenance
         up = [
             price
             for tier, price in prices.items()
@@ -498,22 +533,23 @@ class TurnStore:
         if not runs or (up and of.stores_all):
             return list(runs)
         if not up:
-            self.outcomes["skipped:no tier"] += len(runs)
+            self._became(runs, "skipped:no tier", chain)
             return []
         nbytes = runs[-1].end * self._shape.block_bytes
         tokens = runs[-1].first * self._shape.block_tokens + runs[-1].tokens
         known = [
             price for price in up if price.is_known
-        ]  # of a tier that nothing is known of no load is free
-        cheapest = min(known or up, key=lambda price: price.seconds(nbytes))
+        ] or up  # a tier that was never loaded from is not free
+        cheapest = min(known, key=lambda price: price.seconds(nbytes))
         new_bytes = [len(run.keys) * self._shape.block_bytes for run in runs]
         self._doubt.decided(sum(new_bytes))
-        if worth_storing(tokens, nbytes, self._meter.price, cheapest):
+        prefill = self._meter.price
+        if worth_storing(tokens, nbytes, prefill, cheapest):
             return list(runs)
         tried = 0
         while tried < len(runs) and self._doubt.tries(new_bytes[tried], cheapest):
             tried += 1
-        self.outcomes["skipped:price"] += len(runs) - tried
+        self._became(runs[tried:], "skipped:price", chain, prices_in_words(tokens, nbytes, prefill, cheapest))
         return list(runs[:tried])
 
     def check_integrity(self) -> None:
@@ -522,6 +558,14 @@ class TurnStore:
         assert all(rest.runs for rest in self._waiting), "a store waits for nothing"
         self._doubt.check_integrity()
         self._outbox.check_integrity()
+        self.fates.check_integrity()
+
+
+def prices_in_words(tokens: int, nbytes: int, prefill: PrefillPrice, load: TierPrice) -> str:
+    """Return what a token of a chain costs to compute and to load, as `worth_storing` compares them."""
+    computing_us = prefill.added_seconds(tokens, 0) / tokens * 1e6
+    loading_us = nbytes / load.bytes_per_s / tokens * 1e6
+    return f"computing {in_digits(computing_us)} us a token, loading {in_digits(loading_us)}"
 
 
 def provenance_of(sequence: Sequence, visit: OffloadState, found: LookupResult) -> StoreContext:

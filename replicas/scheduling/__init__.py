@@ -1,5 +1,6 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
+from replicas.scheduling.fates import BlockFates, Fate
 from replicas.scheduling.preemption import DropNewest, PreemptionPolicy, SwapPrices, preemption_policy
 from replicas.scheduling.restore import OWN, Restore, RestorePiece
 from replicas.scheduling.scheduler import Scheduler
@@ -8,8 +9,10 @@ from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, Step
 
 __all__ = [
     "OWN",
+    "BlockFates",
     "Chunk",
     "DropNewest",
+    "Fate",
     "OffloadState",
     "PreemptionPolicy",
     "Restore",

@@ -18,6 +18,7 @@ from replicas.drafting import Guesses
 from replicas.grammar import GrammarState
 from replicas.kv import ROOT_ENTRY
 from replicas.messages import SamplingParams
+from replicas.scheduling.fates import Fate
 from replicas.scheduling.restore import Restore
 
 
@@ -28,7 +29,8 @@ class OffloadState:
     `waits`: the request is not admitted before the tier lookup has finished or `deadline_s` has passed; an
     idle engine admits it from `idle_at_s` on, and computes at most `spare_tokens` of it a step until then.
     `found` may still arrive later: what is not computed by then is loaded. `offered`: keys of the blocks that
-    one of the choices has handed over already. `stores_all`: see `GenerateRequest`.
+    one of the choices has handed over already. `stores_all`: see `GenerateRequest`. `known`: what became of
+    the prompt's full blocks in earlier turns, as far as this replica remembers it.
     """
 
     placement: Placement
@@ -49,6 +51,7 @@ class OffloadState:
     offered: set[bytes] = field(default_factory=set)
     trace: str = ""  # context of the request's span; empty: it is not traced
     stores_all: bool = False
+    known: list[Fate | None] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,16 @@
 from router.diagnosis.conditions import BY_NAME, CONDITIONS, Condition
 from router.diagnosis.diagnose import diagnose
 from router.diagnosis.record import Diagnosis, Finding, SettingChange, in_bytes, in_seconds
-from router.diagnosis.sizing import LiveContext, LiveSizing, LiveTier, load_prices, size_live
+from router.diagnosis.sizing import (
+    LiveContext,
+    LiveSizing,
+    LiveTier,
+    computing_in_words,
+    load_prices,
+    loading_in_words,
+    size_live,
+    wins_in_words,
+)
 from router.diagnosis.snapshot import (
     FrontDoor,
     NoSnapshot,
@@ -28,12 +37,15 @@ __all__ = [
     "SettingChange",
     "Snapshot",
     "Window",
+    "computing_in_words",
     "diagnose",
     "front_door",
     "in_bytes",
     "in_seconds",
     "load_prices",
+    "loading_in_words",
     "settings_told",
     "size_live",
     "snapshot_of",
+    "wins_in_words",
 ]

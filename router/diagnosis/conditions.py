@@ -129,6 +129,10 @@ CONDITIONS = (
         "storing; three at least",
         "Use a faster medium, halve the bytes (engine.kv_dtype: int8), or switch the slow tier off: for this "
         "model and machine computing is quicker.",
+        {
+            "nothing stored": "The tiers take nothing, and every return is computed. `samovar doctor` shows "
+            "both prices: if its medium is faster than the price here, the price is wrong, not the medium",
+        },
     ),
     Condition(
         "prefill_bound",

@@ -168,7 +168,7 @@ def idle_sessions(window: Window) -> Finding:
     changes = []
     if window.setting("tiers.enabled") is False:
         changes.append(SettingChange("tiers.enabled", False, True, brings))
-    elif not window.setting("tiers.cpu.bytes_max"):
+    elif window.setting("tiers.cpu.bytes_max") == 0:
         changes.append(
             SettingChange("tiers.cpu.bytes_max", window.setting("tiers.cpu.bytes_max"), CPU_BYTES, brings)
         )

@@ -21,6 +21,7 @@ DEAR_SHARE = 0.5
 MEDIUM_SHARE = 0.9
 """Of what a disk has left, at most so much is proposed for its tier."""
 LATE = ("timeout", "late")
+NOTHING_STORED = "nothing stored"
 PARTS = ("system", "tools", "messages")
 
 
@@ -209,15 +210,21 @@ def storage_slow(window: Window) -> Finding:
     decisions, stores = window.words("decisions"), window.words("stores")
     declined, decided = decisions["recompute"], sum(decisions.values())
     unworthy, offered = stores["skipped:price"], sum(stores.values())
+    missed = window.words("missed_tokens")["not stored: price"]
     evidence = (
         f"{declined:,} of {decided:,} decisions were to compute what a tier had; {unworthy:,} of {offered:,} "
         "extents were not worth storing"
     )
     numbers: dict[str, float] = {"declined": declined, "decisions": decided}
-    numbers |= {"not_worth": unworthy, "extents": offered}
+    numbers |= {"not_worth": unworthy, "extents": offered, "missed_tokens": missed}
     is_declining = declined >= max(EVENTS_MIN, DEAR_SHARE * decided)
     if not (is_declining or unworthy >= max(EVENTS_MIN, DEAR_SHARE * offered)):
         return Finding("storage_slow", "clear", evidence, numbers)
+    cause = "" if stores["taken"] or stores["held"] else NOTHING_STORED
+    if cause:
+        evidence += ": the tiers have taken nothing"
+    if missed:
+        evidence += f"; {missed:,} known tokens were computed again for that"
     price, each = window.prefill, window.bytes_per_token
     changes: list[SettingChange] = []
     if price is not None and each is not None:
@@ -243,4 +250,4 @@ def storage_slow(window: Window) -> Finding:
         for tier in useless:
             brings = f"frees {in_bytes(tier.bytes_held)} that are not worth loading"
             changes.append(SettingChange(f"tiers.{tier.name}.bytes_max", tier.bytes_max, 0, brings))
-    return Finding("storage_slow", "holds", evidence, numbers, tuple(dict.fromkeys(changes)))
+    return Finding("storage_slow", "holds", evidence, numbers, tuple(dict.fromkeys(changes)), cause=cause)

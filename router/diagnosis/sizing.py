@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.pricing import PrefillPrice, TierPrice, break_even_tokens
+from cache_tiers.pricing import PrefillPrice, TierPrice, break_even_tokens, in_digits
 from router.diagnosis.memory import decode_tokens_per_s
 from router.diagnosis.snapshot import Snapshot, Window
 
@@ -111,6 +111,29 @@ def _prices(now: Snapshot) -> dict[str, TierPrice]:
                 if before is None or tier.price.seconds(1 << 20) > before.seconds(1 << 20):
                     found[tier.name] = tier.price
     return found
+
+
+PRICED_TOKENS = 8192
+"""The length of the context whose mean token is priced in words."""
+
+
+def wins_in_words(tokens: int | None, context_tokens: int | None = None) -> str:
+    """Return from which length on a load wins. `context_tokens`: no context is longer."""
+    if tokens is None or (context_tokens and tokens > context_tokens):
+        return "never"
+    return "always" if tokens <= 1 else f"from {tokens:,} tokens on"
+
+
+def computing_in_words(prefill: PrefillPrice) -> str:
+    """Return what a token of a context costs to compute."""
+    each_us = prefill.added_seconds(PRICED_TOKENS, 0) / PRICED_TOKENS * 1e6
+    return f"{in_digits(each_us)} us a token of {PRICED_TOKENS // 1024}k"
+
+
+def loading_in_words(price: TierPrice, bytes_per_token: int) -> str:
+    """Return what a token costs to load, and what a load costs whatever its length."""
+    each_us = bytes_per_token / price.bytes_per_s * 1e6
+    return f"{in_digits(each_us)} us a token after {in_digits(1e3 * price.latency_s)} ms"
 
 
 def load_prices(

@@ -88,7 +88,7 @@ def pinned(settings: TierSettings) -> Placement | None:
         return None
     profile = settings.profiles.documents
     sizes = {
-        "cpu": settings.cpu.bytes_max,
+        "cpu": settings.cpu.bytes_planned,
         "nvme": settings.nvme.bytes_max,
         "s3": settings.s3.bytes_max if settings.s3.bucket else 0,
     }

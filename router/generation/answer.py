@@ -6,6 +6,7 @@ of a request with `n` answers each has the choices `p*n .. p*n+n-1`. Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -34,6 +35,7 @@ class AnswerReceipt:
     """The receipts of all prompts of a request as one: the answer's `receipt` and its `x-cache` header.
 
     `tokens` has all sources, summed over the prompts; times are those of the slowest prompt, in seconds.
+    `missed`: tokens that an earlier turn had computed and that were computed again, by reason.
     `kept_by`: what was done to keep the prompts' prefixes equal. `context`, `documents`: what was put
     into the prompt, `compaction`: what was left out of it.
     """
@@ -45,6 +47,7 @@ class AnswerReceipt:
     load_price_s: float = 0.0
     recompute_price_s: float = 0.0
     miss: str = ""
+    missed: Mapping[str, int] = field(default_factory=dict)
     replica_ids: Sequence[str] = field(default_factory=list)
     kept_by: Sequence[str] = ()
     request_id: str = ""
@@ -72,6 +75,7 @@ class AnswerReceipt:
             "load_price_ms": _ms(self.load_price_s),
             "recompute_price_ms": _ms(self.recompute_price_s),
             "miss": self.miss or None,
+            "missed": dict(self.missed) or None,
             "prefix": list(self.kept_by) or None,
             "replica": list(self.replica_ids),
             "request_id": self.request_id or None,
@@ -98,11 +102,13 @@ def joined(receipts: Iterable[tuple[Receipt, int, int]], replica_ids: Sequence[s
     A receipt without tokens is from a replica without tiers: its cached tokens came from the pool.
     """
     tokens: dict[Source, int] = dict.fromkeys(SOURCES, 0)
+    missed: Counter[str] = Counter()
     parts = []
     for receipt, prompt_tokens, cached_tokens in receipts:
         own = receipt.tokens or {"gpu": cached_tokens, "compute": prompt_tokens - cached_tokens}
         for source, count in own.items():
             tokens[source] += count
+        missed.update(receipt.missed)
         parts.append(receipt)
     return AnswerReceipt(
         tokens=tokens,
@@ -112,6 +118,7 @@ def joined(receipts: Iterable[tuple[Receipt, int, int]], replica_ids: Sequence[s
         load_price_s=max((part.load_price_s for part in parts), default=0.0),
         recompute_price_s=max((part.recompute_price_s for part in parts), default=0.0),
         miss=_together((part.miss for part in parts), ""),
+        missed=missed,
         replica_ids=replica_ids,
     )
 

@@ -49,6 +49,10 @@ class ReceiptJson(TypedDict):
     load_price_ms: Milliseconds
     recompute_price_ms: Milliseconds
     miss: Annotated[str | None, Field(description="why less was reused than there might have been")]
+    missed: Annotated[
+        dict[str, int] | None,
+        Field(description="tokens that an earlier turn had computed and that were computed again, by reason"),
+    ]
     prefix: Annotated[list[str] | None, Field(description="what was done to keep the prefix")]
     replica: list[str]
     request_id: Annotated[str | None, Field(description="of `x-request-id`; logs and traces have it, too")]

@@ -1,12 +1,16 @@
 """Random histories of one engine with tiers under faults, against the same turns without any cache.
 
 Many conversations on few pages, with shared beginnings, forks, hang-ups, loads that come late, in any
-order, wrong or never, stores that wait, swaps, audits and clears: every answer is the uncached one.
+order, wrong or never, stores that wait, swaps, audits and clears: every answer is the uncached one, and what
+its session has computed before and computes again has a reason in its receipt.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
+from array import array
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,6 +97,10 @@ class History:
         self.talks = [[*system, *prompt_of(rng.randint(5, 60), seed=seed + 1 + i)] for i in range(6)]
         self.open: dict[int, tuple[int, list[int], int]] = {}  # key -> (talk, prompt, max_tokens)
         self.checked = 0
+        self.computed: dict[int, set[bytes]] = {talk: set() for talk in range(len(self.talks))}
+        self.begun: set[bytes] = set()  # by answers that ended before their prompt was computed
+        self.known: dict[int, tuple[int, bool]] = {}  # key -> (tokens, whether any session knew one)
+        self.reasons: Counter[str] = Counter()
 
     def beside_steps(self) -> None:
         """Let loads come between a step's plan and its computing, and before it is taken in."""
@@ -141,6 +149,34 @@ class History:
             session=self.session(talk),
         )
         self.open[key] = (talk, prompt, max_tokens)
+        of_prompt = self.blocks(prompt)
+        known = itertools.takewhile(self.computed[talk].__contains__, of_prompt)
+        is_any = any(one in some for one in of_prompt for some in (self.begun, *self.computed.values()))
+        self.known[key] = (len(list(known)) * self.block_tokens, is_any)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.engine.built.info.block_tokens
+
+    def blocks(self, tokens: list[int]) -> list[bytes]:
+        """The full blocks that a prompt of these tokens could find: each by all that it commits to."""
+        ids, step = array("I", tokens), self.block_tokens
+        return [ids[: end + step].tobytes() for end in range(0, len(tokens) - step, step)]
+
+    def explained(self, key: int, talk: int, prompt: list[int], answer: list[int] | None) -> None:
+        """No block of a known session is computed again without a reason (issue 43, 6)."""
+        admitted = self.engine.driver.answers[key].admitted
+        if admitted is None:
+            self.begun.update(self.blocks(prompt))
+            return
+        receipt, (known, is_any) = admitted.receipt, self.known.pop(key)
+        again = known - (len(prompt) - receipt.tokens["compute"])
+        assert sum(receipt.missed.values()) >= again, f"{again} tokens without a reason: {receipt}"
+        assert sum(receipt.missed.values()) <= receipt.tokens["compute"]
+        assert receipt.miss or not receipt.missed, f"no reason: {receipt}"
+        assert is_any or not receipt.missed, f"nothing was known: {receipt}"
+        self.reasons.update(receipt.missed)
+        self.computed[talk].update(self.blocks([*prompt, *(answer or ())]))
 
     def turn(self) -> None:
         rng, engine = self.rng, self.engine.built.engine
@@ -160,7 +196,8 @@ class History:
         elif action < 0.53 and self.open:
             key = rng.choice(list(self.open))
             engine.abort(key)
-            del self.open[key]
+            talk, prompt, _ = self.open.pop(key)
+            self.explained(key, talk, prompt, None)
         elif action < 0.545:
             talk = rng.randrange(len(self.talks))
             engine.forget({TENANT + self.session(talk)})
@@ -182,6 +219,7 @@ class History:
                 assert ids == expected, f"wrong tokens: {answer.admitted}"
             assert answer.admitted is not None
             assert sum(answer.admitted.receipt.tokens.values()) == len(prompt)
+            self.explained(key, talk, prompt, expected)
             self.checked += 1
             self.talks[talk] = [*prompt, *expected, *prompt_of(self.rng.randint(1, 12), seed=key)]
 

@@ -27,6 +27,8 @@ REPLICA = EngineStats(
     slow_lookups={"s3": 1},
     verify_failures={"nvme:checksum": 1},
     stores={"taken": 5},
+    store_tokens={"taken": 80},
+    missed_tokens={"evicted": 16},
     audits={"equal": 3},
     memory_shortages={"halved": 1},
 )

@@ -150,6 +150,14 @@ PLANTED: dict[tuple[str, str], Snapshot] = {
     ("evicted", "nvme"): _full_and_lossy(),
     ("timeouts", "nvme"): with_replica(slow_lookups={"nvme": 70, "node": 3}),
     ("storage_slow", ""): _slow_disk(),
+    ("storage_slow", "nothing stored"): with_replica(
+        # As it was on a GPU on 2026-11-26 (docs/benchmarks/gpu.md), and nobody was told.
+        stores={"skipped:price": 1707},
+        store_tokens={"skipped:price": 571_000},
+        missed_tokens={"not stored: price": 240_000},
+        decisions={},
+        misses={},
+    ),
     ("prefill_bound", ""): replace(
         with_replica(waiting=9, prefill_tokens=900_000, cached_tokens=20_000),
         front=replace(FRONT, queue_s=900.0),

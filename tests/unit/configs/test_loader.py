@@ -100,6 +100,7 @@ SPECIAL: dict[str, object] = {
     "launch.image": f"registry.example/samovar@sha256:{'0' * 64}",
     "launch.setup_commands": ("pip install samovar",),
     "launch.object_store_bytes": 2**28,
+    "tiers.cpu.bytes_max": 2**28,
 }
 
 

@@ -84,6 +84,13 @@ def test_a_turn_says_where_its_tokens_came_from_and_what_that_saved() -> None:
     assert "saved" not in turn.summary()
 
 
+def test_a_turn_says_why_not_more_of_it_was_cached() -> None:
+    turn = ChatTurn(started_s=0.0)
+    miss = "not stored: computing 38 us a token, loading 65\x1b[2J"
+    turn.take({"receipt": {"miss": miss}}, 1.0)
+    assert turn.summary() == "not more: not stored: computing 38 us a token, loading 65[2J"
+
+
 def test_a_stream_that_only_stops_is_not_complete() -> None:
     turn = ChatTurn(started_s=0.0)
     turn.take(json.loads(chunk("Hel")), 1.0)

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -296,11 +297,21 @@ def test_the_prices_of_a_start_are_kept_and_a_broken_file_is_none(tmp_path: Path
     keep_prices(tmp_path / FILE / "no folder", PRICES)  # costs nothing
 
 
+def test_a_ram_tier_that_is_smaller_than_the_pool_it_backs_is_said(make: Callable[..., Settings]) -> None:
+    settings = make(tiers={"cpu": {"bytes_max": GIB}})
+    state, says, _ = doctor.shared_memory(
+        settings, lambda: 64 * GIB, lambda folder: replace(PRICES, pool_bytes=24 * GIB)
+    )
+    assert state == "ok"
+    assert "1.0 GiB of it the cpu tier, less RAM than the 24.00 GiB of pool in front of it" in says
+    assert "less RAM" not in doctor.shared_memory(settings, lambda: 64 * GIB, lambda folder: PRICES)[1]
+
+
 def test_prices_are_told_by_length_and_medium(make: Callable[..., Settings]) -> None:
     _, says, _ = media.prices(make(), lambda: SLOW, lambda folder: PRICES, lambda: FAST)
     of, computing, memory, disk = says.splitlines()
     assert of == "a/model on cpu, 50,000 bytes of KV a token (bfloat16)"
-    assert computing.startswith("computing: 2k 2.13 s, 8k ")
-    assert memory.startswith("RAM, 3 GB/s: 2k 34.2 ms")
+    assert computing.startswith("computing, 1,100 us a token of 8k: 2k 2.13 s, 8k ")
+    assert memory.startswith("RAM, 3 GB/s, 16.7 us a token after 0.1 ms: 2k 34.2 ms")
     assert memory.endswith("wins always")
-    assert disk.startswith("disk, 0.01 GB/s: 2k 10.25 s")
+    assert disk.startswith("disk, 0.01 GB/s, 5,000 us a token after 10 ms: 2k 10.25 s")

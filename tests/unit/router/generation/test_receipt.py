@@ -39,6 +39,7 @@ JSON = {
     "load_price_ms": 2.0,
     "recompute_price_ms": 250.0,
     "miss": None,
+    "missed": None,
     "prefix": None,
     "replica": ["replica-1"],
     "request_id": "req-7",
@@ -109,6 +110,7 @@ async def test_several_prompts_make_one_receipt() -> None:
         load_price_s=0.4,
         recompute_price_s=0.1,
         miss="late",
+        missed={"late": 2},
     )
 
     def script(request: GenerateRequest) -> Script:
@@ -119,6 +121,7 @@ async def test_several_prompts_make_one_receipt() -> None:
     receipt = response.json()["receipt"]
     assert receipt["tokens"] == {"compute": 7, "gpu": 16, "cpu": 32, "nvme": 0, "s3": 16, "peer": 0}
     assert (receipt["decision"], receipt["miss"]) == ("load+recompute", "late")
+    assert receipt["missed"] == {"late": 2}
     assert (receipt["load_ms"], receipt["recompute_ms_avoided"]) == (3.1, 200.0)
     assert (receipt["load_price_ms"], receipt["recompute_price_ms"]) == (400.0, 250.0)
     assert response.headers["x-cache"].startswith("hit; tokens=64; gpu=16; cpu=32; s3=16; decision=load+rec")

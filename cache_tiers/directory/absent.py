@@ -1,0 +1,83 @@
+"""Remembers why blocks are in no tier, so that a turn that computes them again can say so. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+
+from cache_tiers.blocks import KEY_BYTES
+from cache_tiers.directory.block_memory import BlockMemory
+from cache_tiers.directory.extents import HeldExtent
+from cache_tiers.directory.index import ChainIndex
+from cache_tiers.directory.types import EvictReason
+from cache_tiers.messages import AbsentRun, BlockRange
+
+_GONE: Mapping[EvictReason, str] = {
+    "room": "evicted",
+    "quota": "evicted",
+    "expired": "expired",
+    "lost": "lost",
+    "placement": "lost",
+    "differs": "lost",
+}
+
+
+class AbsentBlocks:
+    """Why blocks that this node was given are in none of its tiers. `blocks_max`: that are remembered."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self._why: BlockMemory[str] = BlockMemory(blocks_max)
+
+    def reserved(self, extent: HeldExtent) -> None:
+        """Record that an extent that no tier has is being stored."""
+        self._why.put(extent.block_keys(), "being stored")
+
+    def left(self, extent: HeldExtent, reason: EvictReason | None) -> None:
+        """Record that no tier has an extent any more; None: it was never written.
+
+        Of what was cleared nothing is remembered.
+        """
+        if reason == "cleared":
+            self._why.drop(extent.block_keys())
+        else:
+            self._why.put(extent.block_keys(), "not written" if reason is None else _GONE[reason])
+
+    def of(
+        self, joined_keys: bytes, spans: Iterable[BlockRange], held: ChainIndex | None
+    ) -> tuple[AbsentRun, ...]:
+        """Return what is known of a chain's blocks that are in none of `spans`. O(keys) at most.
+
+        `held`: the index that they would be in: what it has all the same is in a tier that is down.
+        """
+        if held is None and not self._why:
+            return ()
+        runs: list[AbsentRun] = []
+        for first, end in _gaps(spans, len(joined_keys) // KEY_BYTES):
+            ends = range((first + 1) * KEY_BYTES, (end + 1) * KEY_BYTES, KEY_BYTES)
+            keys = [joined_keys[at - KEY_BYTES : at] for at in ends]
+            reasons = self._why.of(keys)
+            down = () if held is None else held.which(keys)
+            for one in down:
+                reasons[one] = "down"
+            at = first
+            for reason, same in groupby(reasons):
+                blocks = sum(1 for _ in same)
+                if reason is not None:
+                    runs.append(AbsentRun(at, blocks, reason))
+                at += blocks
+        return tuple(runs)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is wrong."""
+        self._why.check_integrity()
+
+
+def _gaps(spans: Iterable[BlockRange], blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, end) of the blocks of a chain that are in none of `spans`, which are in order."""
+    end = 0
+    for span in spans:
+        if span.first > end:
+            yield end, span.first
+        end = max(end, span.first + span.blocks)
+    if end < blocks:
+        yield end, blocks
