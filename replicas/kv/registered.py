@@ -126,6 +126,10 @@ class _Known:
     pending: set[int] = field(default_factory=set)
     is_refused: bool = False
 
+    @property
+    def takes_more(self) -> bool:
+        return not self.is_refused
+
 
 class RegisteredMemory:
     """Registers memory in chunks of `chunk_bytes`, each once.
@@ -258,7 +262,7 @@ class RegisteredMemory:
         """Register a chunk, or wait for the thread that does; return whether it is registered."""
         with self._changed:
             self._changed.wait_for(lambda: chunk not in known.pending)
-            if chunk in known.chunks or known.is_refused:
+            if chunk in known.chunks or not known.takes_more:
                 return chunk in known.chunks
             known.pending.add(chunk)
         is_registered = self._register(known.mapping, chunk, is_populated=is_populated)
