@@ -11,6 +11,7 @@ from bench import _report as report
 from bench import loadpath
 from bench._gpu_model import TINY
 from bench._load_trace import STAGES, Passed, trace_of
+from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
 from replicas.scheduling.restore import Restore, RestorePiece
 
 
@@ -43,6 +44,8 @@ def test_stages_are_told_since_the_request_and_summed_over_pieces() -> None:
 def test_a_return_of_this_machine_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "OUT_DIR", tmp_path)
     monkeypatch.setattr(loadpath, "THIN", TINY)
+    dear = PrefillPrice(0.0, 1.0, 0.0)  # loading pays, however busy the machine is
+    monkeypatch.setattr(PrefillMeter, "price", property(lambda _: dear))
     assert loadpath.main(["--tokens", "96", "--rounds", "1"]) == 0
     written = json.loads((tmp_path / "loadpath.json").read_text())
     assert [row["stage"] for row in written["rows"]] == list(STAGES)

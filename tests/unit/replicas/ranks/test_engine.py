@@ -215,7 +215,7 @@ def test_an_audit_compares_the_heads_of_all_ranks(
 
 
 def test_the_staging_memory_is_registered_once_by_each_rank(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU would else copy each portion by way of two halves, one behind the other."""
     adopted: list[int] = []
@@ -225,12 +225,18 @@ def test_the_staging_memory_is_registered_once_by_each_rank(
         return True
 
     monkeypatch.setattr(PageIo, "adopt", adopt)
-    with split_engine(models["llama"], 2) as built:
-        driver = Driver(built.engine)
-        driver.submit(prompt_of(9))
-        driver.drain()
-    assert len(adopted) == 2
-    assert len(set(adopted)) == 1
+    engine = tiered(
+        models["llama"],
+        tmp_path,
+        launch=Started(ThreadRank),
+        exact=False,
+        kv_groups=4,
+        tensor_parallel=2,
+        rank_staging_bytes=MIB,
+    )
+    engine.run(prompt_of(40))
+    engine.built.engine.runner.close()
+    assert adopted == [MIB, MIB]
 
 
 def test_blocks_swapped_out_by_all_ranks_come_back(models: dict[str, Path]) -> None:
