@@ -1,7 +1,7 @@
 // The checksums that `layer_sums.py` defines, of a record's layers, in one call without Python's lock.
 //
-// Plain C++: what compiles it finds the vectors (a product of 32 bits by 32 and a sum of 64 are in all of
-// them), and the C library takes the widest function that the CPU has when it loads this.
+// Products with AVX2 where the CPU has it: compilers multiply 64 bits by 64 where 32 by 32 would do. Wider
+// vectors are no quicker, as a core reads memory no faster than that.
 
 #include <algorithm>
 #include <array>
@@ -12,10 +12,9 @@
 #include <thread>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GLIBC__)
-#define SAMOVAR_WIDEST __attribute__((target_clones("avx2", "default")))
-#else
-#define SAMOVAR_WIDEST
+#if defined(__x86_64__) && !defined(SAMOVAR_PLAIN)
+#define SAMOVAR_AVX2
+#include <immintrin.h>
 #endif
 
 static_assert(std::endian::native == std::endian::little, "a word is little endian");
@@ -48,28 +47,59 @@ uint64_t product(uint64_t word, uint64_t key) {
     return static_cast<uint64_t>(low) * high;
 }
 
-}  // namespace
-
-// Not in the namespace: not all compilers choose between clones of what only this file sees.
-SAMOVAR_WIDEST void samovar_piece_sums(const uint8_t* piece, long words, const uint64_t* keys, Sums* sums) {
-    uint64_t first = 0, second = 0;
-    for (long at = 0; at < words; ++at) {
+Sums plain_sums(const uint8_t* piece, long from, long words) {
+    Sums sums{};
+    for (long at = from; at < words; ++at) {
         uint64_t word;
         std::memcpy(&word, piece + at * kWord, kWord);
-        first += product(word, keys[at]);
-        second += product(word, keys[at + kPieceWords]);
+        sums.first += product(word, kKeys[at]);
+        sums.second += product(word, kKeys[at + kPieceWords]);
     }
-    *sums = {first, second};
+    return sums;
 }
 
-namespace {
+#ifdef SAMOVAR_AVX2
+__attribute__((target("avx2"))) __m256i load(const void* from) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+}
+
+__attribute__((target("avx2"))) __m256i products(__m256i words, const uint64_t* keys) {
+    const __m256i keyed = _mm256_add_epi32(words, load(keys));
+    return _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+}
+
+__attribute__((target("avx2"))) uint64_t total(__m256i sums) {
+    uint64_t each[4];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(each), sums);
+    return each[0] + each[1] + each[2] + each[3];
+}
+
+__attribute__((target("avx2"))) Sums avx2_sums(const uint8_t* piece, long words) {
+    __m256i first = _mm256_setzero_si256(), second = first;
+    long at = 0;
+    for (; at + 4 <= words; at += 4) {
+        const __m256i four = load(piece + at * kWord);
+        first = _mm256_add_epi64(first, products(four, &kKeys[at]));
+        second = _mm256_add_epi64(second, products(four, &kKeys[at + kPieceWords]));
+    }
+    const Sums rest = plain_sums(piece, at, words);
+    return {total(first) + rest.first, total(second) + rest.second};
+}
+#endif
+
+Sums piece_sums(const uint8_t* piece, long words) {
+#ifdef SAMOVAR_AVX2
+    static const bool has_avx2 = __builtin_cpu_supports("avx2");
+    if (has_avx2) return avx2_sums(piece, words);
+#endif
+    return plain_sums(piece, 0, words);
+}
 
 uint64_t layer_sum(const uint8_t* layer, long bytes, uint64_t seed) {
     uint64_t sum = 0;
     for (long start = 0; start < bytes; start += kPiece) {
         const long size = std::min(kPiece, bytes - start), words = size / kWord, rest = size % kWord;
-        Sums sums;
-        samovar_piece_sums(layer + start, words, kKeys.data(), &sums);
+        Sums sums = piece_sums(layer + start, words);
         if (rest) {
             uint64_t word = 0;
             std::memcpy(&word, layer + start + words * kWord, rest);

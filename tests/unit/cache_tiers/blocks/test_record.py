@@ -340,3 +340,15 @@ def test_g5_blocks_are_good_up_to_the_first_flipped_bit() -> None:
     assert codec.good_blocks(header, payload, 9) == 0
     with pytest.raises(ValueError, match="-1"):
         codec.good_blocks(header, payload, -1)
+
+
+def test_g1_the_same_bytes_elsewhere_have_another_checksum() -> None:
+    record, header = sealed()
+    record[4096:] = 0
+    fields = {
+        name: getattr(header, name) for name in header.__slots__ if name not in ("checksums", "version")
+    }
+    found = codec.seal(record, **fields).checksums
+    assert len(set(found.ravel().tolist())) == found.size == 12
+    other = codec.seal(record, **{**fields, "keys": [KEYS[1], KEYS[0], *KEYS[2:4]]}).checksums
+    assert np.array_equal(other, found[[1, 0, 2, 3]]), "it is the key's, wherever the block stands"

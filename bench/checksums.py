@@ -1,0 +1,135 @@
+"""`make bench-checksums`: what sealing and checking records cost, and how long they hold the interpreter.
+
+GB/s of the checksums of an extent of 64 MiB in memory, of the present version (compiled on one thread and on
+more, and by numpy) and of version 2 (xxh3: a layer at a time when it is sealed, a block at a time when it is
+checked), for blocks of several models. Beside each, a thread takes small Python steps, as the engine's does:
+how much longer its steps take, at the 99th percentile and at most, is how long the interpreter was held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from bench import _report as report
+from cache_tiers.blocks.extent import BlockShape, Bytes
+from cache_tiers.blocks.layer_sums import SOURCE, CompiledSums, plain_sums
+from configs.compiled import compiled_library
+from configs.settings import Settings
+
+MIB = 1024 * 1024
+EXTENT_BYTES = 64 * MIB
+"""`tiers.extent_bytes_max` of the presets for GPUs."""
+SHAPES = {
+    "SmolLM2-135M": BlockShape(30, 12288, 16),
+    "Llama 8B": BlockShape(32, 65536, 16),
+    "Llama 70B": BlockShape(80, 65536, 16),
+}
+ROUNDS = 9
+STEP_ADDS = 20
+"""Of Python's, in a step: about a microsecond."""
+
+
+def ways(shape: BlockShape, payload: Bytes, keys: list[bytes]) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Threads, and the call, of each way to compute an extent's checksums."""
+    seeds = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
+    sums = np.empty((len(keys), shape.layers), np.uint64)
+    settings = Settings()
+    library = compiled_library(SOURCE, settings.native_dir, wait_s=settings.engine.native_build_s_max)
+
+    def xxh3(step: int) -> None:
+        view = payload.data
+        for start in range(0, payload.nbytes, step):
+            xxh3_64_intdigest(view[start : start + step], 1)
+
+    found: dict[str, tuple[int, Callable[[], object]]] = {
+        f"compiled, {threads} thread{'s' * (threads > 1)}": (
+            threads,
+            partial(CompiledSums(library, threads), payload, seeds, shape, sums),
+        )
+        for threads in sorted({1, 2, os.cpu_count() or 1})
+    }
+    found["numpy"] = (1, partial(plain_sums, payload, seeds, shape, sums))
+    found["version 2, sealed"] = (1, partial(xxh3, shape.layer_bytes))
+    found["version 2, checked"] = (1, partial(xxh3, shape.block_bytes))
+    return found
+
+
+def beside(call: Callable[[], object], seconds: float) -> list[float]:
+    """Return how long each small step took beside a thread that calls."""
+    over, started = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            started.set()
+            call()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait()
+    took, end = [], time.perf_counter() + seconds
+    while (begun := time.perf_counter()) < end:
+        for _ in range(STEP_ADDS):
+            pass
+        took.append(time.perf_counter() - begun)
+    over.set()
+    thread.join()
+    return took
+
+
+def measure(name: str, shape: BlockShape, seconds: float) -> list[dict[str, Any]]:
+    blocks = EXTENT_BYTES // shape.block_bytes
+    payload = np.random.default_rng(1).integers(0, 256, blocks * shape.block_bytes, dtype=np.uint8)
+    keys = [os.urandom(32) for _ in range(blocks)]
+    rows = []
+    alone = quantile(beside(partial(time.sleep, 0.001), seconds))
+    for way, (threads, call) in ways(shape, payload, keys).items():
+        took = []
+        for _ in range(ROUNDS):
+            begun = time.perf_counter()
+            call()
+            took.append(time.perf_counter() - begun)
+        steps = beside(call, seconds)
+        rows.append(
+            {
+                "blocks": name,
+                "way": way,
+                "threads": threads,
+                "gb_per_s": payload.nbytes / statistics.median(took) / 1e9,
+                "best_gb_per_s": payload.nbytes / min(took) / 1e9,
+                "step_p99_us": quantile(steps) * 1e6,
+                "step_max_ms": max(steps) * 1e3,
+                "held_share": sum(one for one in steps if one > 100 * alone) / seconds,
+                "alone_p99_us": alone * 1e6,
+            }
+        )
+    return rows
+
+
+def quantile(steps: list[float], share: float = 0.99) -> float:
+    return sorted(steps)[int(len(steps) * share)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of small steps beside each way")
+    seconds = parser.parse_args().seconds
+    sys.setswitchinterval(0.005)  # Python's own
+    rows = list(itertools.chain(*(measure(name, shape, seconds) for name, shape in SHAPES.items())))
+    report.show("checksums of an extent of 64 MiB, in memory", rows)
+    print(f"written to {report.write('checksums', rows)}")
+
+
+if __name__ == "__main__":
+    main()
