@@ -23,20 +23,17 @@ like the rest of a record, this is against accidents.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
-from configs.compiled import LibrarySource, NotCompiled, compiled_library, load_library
 
 if TYPE_CHECKING:
     from configs.settings import Settings
@@ -50,14 +47,6 @@ STEP = 0x9E3779B97F4A7C15
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """Of a mixing step: by how much a word is shifted, and what the two are multiplied by."""
 
-SOURCE = LibrarySource(
-    "sums",
-    (Path(__file__).with_suffix(".cpp"),),
-    ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
-    same_bits=True,
-)
-THREAD_BYTES_MIN = 4 * 1024 * 1024
-"""What a thread computes takes ten times as long as starting it."""
 BATCH_BYTES = 1024 * 1024
 """How much numpy computes at a time: its steps in between are several times as large."""
 
@@ -83,43 +72,7 @@ def layer_sums(payload: Bytes, keys: Sequence[bytes], shape: BlockShape) -> Chec
     return sums
 
 
-class CompiledSums:
-    """The library of `layer_sums.cpp`. `threads`: at most, for one call. Raises `NotCompiled`."""
-
-    def __init__(self, library: Path, threads: int) -> None:
-        self._sums: Any = load_library(library).samovar_layer_sums
-        sizes, address = ctypes.c_long, ctypes.c_void_p
-        self._sums.argtypes = [address, sizes, sizes, sizes, address, address, sizes]
-        self._sums.restype = None
-        self._threads = threads
-        self._prove()
-
-    def __call__(self, payload: Bytes, seeds: Words, shape: BlockShape, sums: Checksums) -> None:
-        threads = max(1, min(self._threads, payload.nbytes // THREAD_BYTES_MIN))
-        self._sums(
-            payload.ctypes.data,
-            len(seeds),
-            shape.layers,
-            shape.layer_bytes,
-            seeds.ctypes.data,
-            sums.ctypes.data,
-            threads,
-        )
-
-    def _prove(self) -> None:
-        """Compare it with numpy: what it seals is read on other machines."""
-        shape = BlockShape(2, PIECE_BYTES + 13, 1)
-        payload = np.arange(2 * shape.block_bytes, dtype=np.uint32).astype(np.uint8)
-        seeds = np.array([1, STEP], np.uint64)
-        found, expected = np.empty((2, 2), np.uint64), np.empty((2, 2), np.uint64)
-        self(payload, seeds, shape, found)
-        plain_sums(payload, seeds, shape, expected)
-        if not np.array_equal(found, expected):
-            raise NotCompiled("the compiled checksums have other bits")
-
-
-@dataclass(frozen=True, slots=True)
-class SumsSetup:
+class SumsSetup(NamedTuple):
     """Where a process finds the compiled library, and how it uses it.
 
     `wait_s`: what one call of the compiler may take. `threads_max`: for one extent, and no more than half of
@@ -137,7 +90,13 @@ class SumsSetup:
         return SumsSetup(settings.native_dir, wait_s, threads_max)
 
 
-_compiled: CompiledSums | None = None
+class Sums(Protocol):
+    """Computes `sums`, u64 `[blocks, layers]`, of a payload; `seeds`: u64 `[blocks]`."""
+
+    def __call__(self, payload: Bytes, seeds: Words, shape: BlockShape, sums: Checksums) -> None: ...
+
+
+_compiled: Sums | None = None
 
 
 def compile_sums(setup: SumsSetup) -> Path | None:
@@ -145,11 +104,14 @@ def compile_sums(setup: SumsSetup) -> Path | None:
 
     It is compiled if it is not there yet. Where that cannot be, numpy goes on, and the log says why.
     """
+    from cache_tiers.blocks import compiled_sums  # here, as most processes have records of others only
+    from configs.compiled import NotCompiled
+
     global _compiled
     threads = max(1, min(setup.threads_max, len(os.sched_getaffinity(0)) // 2))
     try:
-        library = compiled_library(SOURCE, setup.folder, wait_s=setup.wait_s)
-        _compiled = CompiledSums(library, threads)
+        library = compiled_sums.sums_library(setup.folder, setup.wait_s)
+        _compiled = compiled_sums.CompiledSums(library, threads)
     except NotCompiled as why:
         logger.warning("checksums are computed by numpy, ten times as slowly: %s", why)
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_tiers.blocks import layer_sums
+from cache_tiers.blocks.compiled_sums import SOURCE, THREAD_BYTES_MIN, CompiledSums
 from cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
 from cache_tiers.blocks.layer_sums import (
     PIECE_BYTES,
-    SOURCE,
-    THREAD_BYTES_MIN,
-    CompiledSums,
+    Sums,
     SumsSetup,
     Words,
     compile_sums,
@@ -28,7 +26,6 @@ from configs.compiled import LibrarySource, NotCompiled, compiled_library
 from configs.settings import Settings
 from tests.support.nodes.damages import damages
 
-Compute = Callable[[Bytes, Words, BlockShape, Checksums], None]
 M64 = 2**64 - 1
 
 
@@ -67,7 +64,7 @@ def library(*flags: str) -> Path:
 
 
 @pytest.fixture(params=["numpy", "compiled", "compiled without vectors", "compiled, 3 threads"])
-def compute(request: pytest.FixtureRequest) -> Compute:
+def compute(request: pytest.FixtureRequest) -> Sums:
     if request.param == "numpy":
         return plain_sums
     flags = ("-DSAMOVAR_PLAIN",) if "without" in request.param else ()
@@ -79,7 +76,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_sums, "_compiled", None)
 
 
-def of(compute: Compute, payload: Bytes, seeds: list[int], shape: BlockShape) -> list[list[int]]:
+def of(compute: Sums, payload: Bytes, seeds: list[int], shape: BlockShape) -> list[list[int]]:
     sums = np.zeros((len(seeds), shape.layers), np.uint64)
     compute(payload, np.array(seeds, np.uint64), shape, sums)
     found: list[list[int]] = sums.tolist()
@@ -91,7 +88,7 @@ def random_bytes(size: int, seed: int = 0) -> Bytes:
 
 
 @pytest.mark.parametrize("layer_bytes", [1, 7, 8, 40, 4095, 4096, 4097, 4104, 12000])
-def test_they_are_as_the_docstring_says(compute: Compute, layer_bytes: int) -> None:
+def test_they_are_as_the_docstring_says(compute: Sums, layer_bytes: int) -> None:
     shape, seeds = BlockShape(2, layer_bytes, 16), [0, M64, 0x0123456789ABCDEF]
     payload = random_bytes(len(seeds) * shape.block_bytes)
     layers = payload.reshape(len(seeds), 2, layer_bytes)
@@ -101,7 +98,7 @@ def test_they_are_as_the_docstring_says(compute: Compute, layer_bytes: int) -> N
     ]
 
 
-def test_the_definition_does_not_change_by_accident(compute: Compute) -> None:
+def test_the_definition_does_not_change_by_accident(compute: Sums) -> None:
     shape = BlockShape(3, 3 * PIECE_BYTES + 21, 16)
     payload = (np.arange(2 * shape.block_bytes, dtype=np.int64) * 7 % 251).astype(np.uint8)
     found = np.array(of(compute, payload, [5, M64 - 5], shape), np.uint64)
@@ -158,7 +155,7 @@ SHAPE = BlockShape(3, 3 * PIECE_BYTES + 8 * 101, 16)
     "payload", [random_bytes(2 * SHAPE.block_bytes), np.zeros(2 * SHAPE.block_bytes, np.uint8)]
 )
 def test_g5_each_damage_is_seen_blamed_on_its_layers_and_no_two_are_one(
-    compute: Compute, payload: Bytes
+    compute: Sums, payload: Bytes
 ) -> None:
     """Flips, swaps, zeros, inversions; those that a sum of words would not see among them."""
     seeds = [7, 8]
@@ -173,7 +170,7 @@ def test_g5_each_damage_is_seen_blamed_on_its_layers_and_no_two_are_one(
     assert len(seen) > 500
 
 
-def test_g1_zeros_are_other_zeros_elsewhere(compute: Compute) -> None:
+def test_g1_zeros_are_other_zeros_elsewhere(compute: Sums) -> None:
     """Pieces, layers, blocks and sizes: what is the same everywhere has a checksum of its place."""
     found = [
         one
@@ -191,7 +188,7 @@ def test_keys_differ_in_both_halves() -> None:
     assert len({*first.ravel().tolist(), *second.ravel().tolist()}) == first.size + second.size
 
 
-def test_a_half_that_a_key_cancels_is_seen_by_the_other_sum(compute: Compute) -> None:
+def test_a_half_that_a_key_cancels_is_seen_by_the_other_sum(compute: Sums) -> None:
     """The weakness of one product: (low + key) * 0 is 0, whatever low is."""
     shape = BlockShape(1, 64, 1)
     for keys in layer_sums.piece_keys():
@@ -265,12 +262,12 @@ def test_a_library_with_other_bits_is_not_taken(tmp_path: Path, find: str, put: 
         CompiledSums(made, 1)
 
 
-PLANTED: dict[str, Callable[[Bytes, Words, BlockShape, Checksums], None]] = {}
+PLANTED: dict[str, Sums] = {}
 """Weaker checksums, which the planted damages must tell from a right one."""
 
 
-def planted(compute: Compute) -> Compute:
-    PLANTED[compute.__name__] = compute
+def planted(compute: Sums) -> Sums:
+    PLANTED[compute.__name__] = compute  # type: ignore[attr-defined]
     return compute
 
 
