@@ -2,23 +2,22 @@
 
 GB/s of the checksums of an extent of 64 MiB in memory, of the present version (compiled on one thread and on
 more, and by numpy) and of version 2 (xxh3: a layer at a time when it is sealed, a block at a time when it is
-checked), for blocks of several models. Beside each, this thread takes Python steps of a microsecond, as an
-engine does: `held_pct` is the time in steps that took a hundred times as long as most. Both are of the
-quietest of some rounds: what else runs on the machine takes memory and cores, and holds a step up, too.
+checked), for blocks of several models, at best: what else runs on the machine takes memory, too. Beside each,
+this thread computes in Python, as an engine does: `held_pct` is the share of its time in which it slept, as
+it does only for the interpreter. Its waits for a core are left out (Linux's `schedstat` tells them apart).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import os
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,10 +38,7 @@ SHAPES = {
     "Llama 70B": BlockShape(80, 65536, 16),
 }
 ROUNDS = 20
-STEP_ADDS = 100
-"""Of Python's, in a step: about a microsecond."""
-HELD = 100
-"""Times what a step usually takes: it was held up."""
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 def ways(shape: BlockShape, payload: Bytes, keys: list[bytes]) -> dict[str, tuple[int, Callable[[], object]]]:
@@ -70,8 +66,8 @@ def ways(shape: BlockShape, payload: Bytes, keys: list[bytes]) -> dict[str, tupl
     return found
 
 
-def beside(call: Callable[[], object], seconds: float) -> list[float]:
-    """Return how long each small step took beside a thread that calls."""
+def held_share(call: Callable[[], object], seconds: float) -> float:
+    """Return the share of this thread's time that another, which calls, held the interpreter."""
     over, started = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -82,14 +78,21 @@ def beside(call: Callable[[], object], seconds: float) -> list[float]:
     thread = threading.Thread(target=work)
     thread.start()
     started.wait()
-    took, end = [], time.perf_counter() + seconds
-    while (begun := time.perf_counter()) < end:
-        for _ in range(STEP_ADDS):
-            pass
-        took.append(time.perf_counter() - begun)
+    began_s, ran = time.perf_counter(), core_s()
+    while time.perf_counter() - began_s < seconds:
+        pass
+    took_s = time.perf_counter() - began_s
+    computed_s, waited_s = (after - before for before, after in zip(ran, core_s(), strict=True))
     over.set()
     thread.join()
-    return took
+    asleep_s = max(0.0, took_s - computed_s - waited_s)
+    return asleep_s / (asleep_s + computed_s)
+
+
+def core_s() -> tuple[float, float]:
+    """Return for how long this thread had a core, and waited for one."""
+    had, waited, _ = map(int, SCHEDSTAT.read_text().split())
+    return had / 1e9, waited / 1e9
 
 
 def measure(name: str, shape: BlockShape, seconds: float) -> list[dict[str, Any]]:
@@ -106,29 +109,21 @@ def measure(name: str, shape: BlockShape, seconds: float) -> list[dict[str, Any]
             begun = time.perf_counter()
             call()
             took.append(time.perf_counter() - begun)
-        steps = min((beside(call, seconds / ROUNDS) for _ in range(ROUNDS)), key=held_s)
         rows.append(
             {
                 "blocks": name,
                 "way": way,
                 "threads": threads,
-                "gb_per_s": payload.nbytes / min(took) / 1e9 if way != "none" else math.nan,
-                "held_pct": 100 * held_s(steps) / sum(steps),
-                "longest_step_ms": max(steps) * 1e3,
+                "gb_per_s": payload.nbytes / min(took) / 1e9 if way != "none" else None,
+                "held_pct": 100 * held_share(call, seconds),
             }
         )
     return rows
 
 
-def held_s(steps: list[float]) -> float:
-    """Return the seconds in steps that were held up."""
-    usual = statistics.median(steps)
-    return sum(one for one in steps if one > HELD * usual)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of small steps beside each way")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of computing beside each way")
     seconds = parser.parse_args().seconds
     sys.setswitchinterval(0.005)  # Python's own
     rows = list(itertools.chain(*(measure(name, shape, seconds) for name, shape in SHAPES.items())))

@@ -16,8 +16,8 @@ of halves modulo 2^32::
     checksum   = sum over pieces
 
 `first` and `second` are NH (Black et al., UMAC, CRYPTO 1999) with two sets of keys: two pieces that differ,
-whatever the difference, agree in both for one in 2^64 sets of keys, and no pieces that differ in a half of a
-word do. What is folded behind them tells pieces, layers, blocks and sizes apart. The keys are known to all:
+whatever the difference, agree in both for one in 2^64 sets of keys, and no two that differ in half a word
+alone do. What is folded behind them tells pieces, layers, blocks and sizes apart. The keys are known to all:
 like the rest of a record, this is against accidents.
 """
 
@@ -65,10 +65,7 @@ def layer_sums(payload: Bytes, keys: Sequence[bytes], shape: BlockShape) -> Chec
         raise ValueError("the blocks are not in one run")
     seeds = np.frombuffer(b"".join(key[:WORD_BYTES] for key in keys), "<u8")
     sums = np.empty((blocks, shape.layers), np.uint64)
-    if _compiled is None:
-        plain_sums(payload, seeds, shape, sums)
-    else:
-        _compiled(payload, seeds, shape, sums)
+    _here[0](payload, seeds, shape, sums)
     return sums
 
 
@@ -96,9 +93,6 @@ class Sums(Protocol):
     def __call__(self, payload: Bytes, seeds: Words, shape: BlockShape, sums: Checksums) -> None: ...
 
 
-_compiled: Sums | None = None
-
-
 def compile_sums(setup: SumsSetup) -> Path | None:
     """Have this process compute checksums by the compiled library, which is returned.
 
@@ -107,11 +101,10 @@ def compile_sums(setup: SumsSetup) -> Path | None:
     from cache_tiers.blocks import compiled_sums  # here, as most processes have records of others only
     from configs.compiled import NotCompiled
 
-    global _compiled
     threads = max(1, min(setup.threads_max, len(os.sched_getaffinity(0)) // 2))
     try:
         library = compiled_sums.sums_library(setup.folder, setup.wait_s)
-        _compiled = compiled_sums.CompiledSums(library, threads)
+        _here[0] = compiled_sums.CompiledSums(library, threads)
     except NotCompiled as why:
         logger.warning("checksums are computed by numpy, ten times as slowly: %s", why)
         return None
@@ -128,6 +121,10 @@ def plain_sums(payload: Bytes, seeds: Words, shape: BlockShape, sums: Checksums)
     for start in range(0, len(rows), batch):
         part = slice(start, start + batch)
         out[part] = _sums_of_rows(rows[part], of_rows[part])
+
+
+_here: list[Sums] = [plain_sums]
+"""How this process computes them: one way."""
 
 
 def mixed(words: Words) -> Words:

@@ -15,17 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from cache_tiers.blocks.extent import BlockShape
-from cache_tiers.blocks.layer_sums import MIX, PIECE_WORDS, STEP, WORD_BYTES, piece_keys
+from cache_tiers.blocks import BlockShape
+from cache_tiers.blocks import layer_sums as definition
 
 PIECES = 4
 """A program's at a time: 16 KiB, and 32 registers of each of 128 threads."""
 WARPS = 4
-_STEP = tl.constexpr(STEP)
+_STEP = tl.constexpr(definition.STEP)
 # Triton reads no tuples of a module.
-_SHIFT_1, _FACTOR_1 = map(tl.constexpr, MIX[0])
-_SHIFT_2, _FACTOR_2 = map(tl.constexpr, MIX[1])
-_SHIFT_3 = tl.constexpr(MIX[2][0])
+_SHIFT_1, _FACTOR_1 = map(tl.constexpr, definition.MIX[0])
+_SHIFT_2, _FACTOR_2 = map(tl.constexpr, definition.MIX[1])
+_SHIFT_3 = tl.constexpr(definition.MIX[2][0])
 
 
 def page_sums(
@@ -37,10 +37,10 @@ def page_sums(
     8 bytes of the blocks' keys, int64 `[blocks]`. All on one device, on its current stream; nothing waits.
     Raises `ValueError` if a layer is not whole words.
     """
-    if shape.layer_bytes % WORD_BYTES or pages.shape[1] != shape.block_bytes:
+    if shape.layer_bytes % definition.WORD_BYTES or pages.shape[1] != shape.block_bytes:
         raise ValueError(f"pages of {pages.shape[1]} bytes for blocks of {shape} in whole words")
     sums = torch.empty((len(numbers), shape.layers), dtype=torch.int64, device=pages.device)
-    layer_words = shape.layer_bytes // WORD_BYTES
+    layer_words = shape.layer_bytes // definition.WORD_BYTES
     sums_of_layers[(len(numbers), shape.layers)](
         sums,
         pages.view(torch.int64),
@@ -49,8 +49,8 @@ def page_sums(
         _keys_on(pages.device),
         layer_words,
         LAYERS=shape.layers,
-        WORD_BYTES=WORD_BYTES,
-        PIECE_WORDS=PIECE_WORDS,
+        WORD_BYTES=definition.WORD_BYTES,
+        PIECE_WORDS=definition.PIECE_WORDS,
         PIECES=PIECES,
         num_warps=WARPS,
     )
@@ -59,7 +59,7 @@ def page_sums(
 
 @cache
 def _keys_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(piece_keys().reshape(-1).view("<i8")).to(device)
+    return torch.from_numpy(definition.piece_keys().reshape(-1).view("<i8")).to(device)
 
 
 @triton.jit
