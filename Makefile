@@ -191,8 +191,8 @@ build/docs/$(MERMAID).js:
 	echo "$(MERMAID_SHA512)  $(@D)/$(MERMAID).tgz" | sha512sum --check --quiet -
 	tar -xzOf $(@D)/$(MERMAID).tgz package/dist/mermaid.min.js > $@.new && mv $@.new $@
 
-test-native-sanitized: $(STAMP) ## the native step under ASan, UBSan and TSan (minutes)
-	TESTS_SLOW=1 $(PY) -m pytest tests/unit/replicas/native/test_sanitized.py $(ARGS)
+test-native-sanitized: $(STAMP) ## the native step and the checksums under ASan, UBSan and TSan (minutes)
+	TESTS_SLOW=1 $(PY) -m pytest tests/unit/replicas/native/test_sanitized.py tests/unit/cache_tiers/blocks/test_sums_sanitized.py $(ARGS)
 
 house: $(STAMP) ## folders, files, sizes, arrows between folders; the same of another checkout (ARGS=DIR)
 	$(PY) -m tests.house $(ARGS)
