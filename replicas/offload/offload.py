@@ -154,6 +154,7 @@ class Offload:
         if visit is None or visit.found is None or sequence.is_cleared:
             return
         bt = self._shape.block_tokens
+        visit.planned_from = resident_tokens
         cuts = cuts_of(sequence, visit.found, bt, resident_tokens // bt)
         if not cuts:
             return
