@@ -25,6 +25,8 @@ from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, receipt_of, tiered
 from tests.support.nodes.node_faults import FAILING, faulty
 
+pytestmark = pytest.mark.guarantee("G13")
+
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
 CHEAP = PrefillPrice(0.0, 1e-9, 0.0)  # ... and never
 TENANT, SESSION, OTHER = b"t" * TAG_BYTES, b"s" * TAG_BYTES, b"o" * TAG_BYTES
