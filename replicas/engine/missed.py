@@ -22,7 +22,7 @@ WORDS: Mapping[str, str] = {
     "lost": "lost by its tier",
     "not written": "its tier could not write it",
     "down": "its tier is down",
-    "tiers off": "the tiers are off",
+    "tiers not used": "the tiers are off, or not used for this request",
     DEARER: "dearer to load than to compute",
     "not stored: price": "not stored: dearer to load than to compute",
 }
@@ -80,7 +80,7 @@ def _why(sequence: Sequence, block: int, fate: Fate | None, block_tokens: int) -
     if sequence.is_cleared or (fate is not None and fate.outcome == "cleared"):
         return _named("cleared")
     if visit is None:
-        return _named("tiers off")
+        return _named("tiers not used")
     found = visit.found
     if found is None:
         return _named(visit.miss or "slow lookup")
