@@ -48,7 +48,11 @@ MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded81
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
+<<<<<<< HEAD
 	bench-page bench-context bench-documents bench-front bench-checksums
+=======
+	bench-page bench-context bench-documents bench-front bench-loadpath
+>>>>>>> hb
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
@@ -254,6 +258,9 @@ bench-documents: $(STAMP) ## the first question about a prefilled document on a 
 
 bench-drafts: $(STAMP) ## what guesses of next tokens save, by kind of text (two minutes)
 	$(PY) -m bench.drafts $(ARGS)
+
+bench-loadpath: $(STAMP) ## where the time of a load from RAM goes, an 8B model's KV on this CPU (one minute)
+	$(PY) -m bench.loadpath $(ARGS)
 
 bench-front: $(STAMP) ## CPU and delay of a streamed token outside the engine, 1 to 1,024 streams (seven minutes; ARGS="--streams 64")
 	$(PY) -m bench.front $(ARGS)

@@ -12,6 +12,7 @@ from bench._gpu_device import Ceilings, share
 from bench._gpu_engine import Sizes, shape_of
 from bench._gpu_model import Asked, Caller, tokens_of
 from bench._gpu_run import Rows, at_least, at_most, must_be
+from bench._load_trace import asked_and_traced
 from cache_tiers.node import TierNode
 
 SESSION = b"bench-session-01"
@@ -32,14 +33,14 @@ def measure_returns(
     """
     longest = max(sizes.returns)
     history = tokens_of(longest, 900, caller.shape)
-    held = _store(caller, node, history, sizes)
+    held = store_conversation(caller, node, history, sizes)
     rows.add("stored of a conversation", shape_of(1, longest), held / longest, "of all", must_be(">=", 0.99))
     for number, length in enumerate(sorted(sizes.returns)):
         shape = f"{shape_of(1, length)} {caller.engine.runner.pool.geometry.stored_name}"
         turn = [*history[:length], *tokens_of(sizes.turn, 950 + number, caller.shape)]
         computed_s = _asked(caller, turn, None).ttft_s
         _asked(caller, turn, SESSION)  # the first load of memory registers it
-        back = _asked(caller, turn, SESSION)
+        back, passed = asked_and_traced(caller, turn, SESSION)
         receipt = back.receipt
         loaded = 0 if receipt is None else receipt.tokens["cpu"]
         how = "" if receipt is None else f", {receipt.decision}"
@@ -55,6 +56,9 @@ def measure_returns(
             "s",
             None if limit_s is None else at_most(limit_s),
         )
+        for one in passed:  # the stages overlap, as pieces follow each other
+            rows.add(f"  {one.stage}, begins", shape, 1e3 * one.first_s, "ms")
+            rows.add(f"  {one.stage}, is over", shape, 1e3 * one.last_s, "ms")
         if receipt is not None and receipt.load_s > 0:
             rate = caller.info.bytes_per_token * loaded / receipt.load_s
             rows.add("rate of that load", shape, share(rate, ceilings.up), "of P", at_least(RATE_SHARE_MIN))
@@ -64,7 +68,7 @@ def measure_returns(
         rows.add("price of a load, as it was learned", "cpu", price.bytes_per_s / 1e9, "GB/s")
 
 
-def _store(caller: Caller, node: TierNode, history: list[int], sizes: Sizes) -> int:
+def store_conversation(caller: Caller, node: TierNode, history: list[int], sizes: Sizes) -> int:
     """Let the conversation grow to all of `history`, turn after turn; return the tokens that are held."""
 
     def held() -> int:

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from cache_tiers.blocks.extent import Placement
+from cache_tiers.blocks.extent import Bytes, Placement
 from cache_tiers.media.memory import HeapTier
 from configs.sections import TierSettings
 from replicas.engine.engine import Engine
 from replicas.engine.thread import STOPPED, EngineThread
 from replicas.forward.attention import GatherSdpa
 from replicas.forward.attention_choice import ChosenAttention
+from replicas.kv.block_io import PageIo
 from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import Delta, Event, GenerateRequest, SamplingParams
 from replicas.ranks import worker
@@ -211,6 +212,25 @@ def test_an_audit_compares_the_heads_of_all_ranks(
     engine.drain()
     assert engine.built.engine.stats().audits == {"mismatch" if is_wrong else "equal": 1}
     engine.built.engine.runner.close()
+
+
+def test_the_staging_memory_is_registered_once_by_each_rank(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU would else copy each portion by way of two halves, one behind the other."""
+    adopted: list[int] = []
+
+    def adopt(io: PageIo, host: Bytes) -> bool:
+        adopted.append(host.nbytes)
+        return True
+
+    monkeypatch.setattr(PageIo, "adopt", adopt)
+    with split_engine(models["llama"], 2) as built:
+        driver = Driver(built.engine)
+        driver.submit(prompt_of(9))
+        driver.drain()
+    assert len(adopted) == 2
+    assert len(set(adopted)) == 1
 
 
 def test_blocks_swapped_out_by_all_ranks_come_back(models: dict[str, Path]) -> None:
