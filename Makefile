@@ -48,7 +48,11 @@ MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded81
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
+<<<<<<< HEAD
+	bench-page bench-context bench-documents bench-front bench-checksums
+=======
 	bench-page bench-context bench-documents bench-front bench-loadpath
+>>>>>>> hb
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
@@ -191,8 +195,8 @@ build/docs/$(MERMAID).js:
 	echo "$(MERMAID_SHA512)  $(@D)/$(MERMAID).tgz" | sha512sum --check --quiet -
 	tar -xzOf $(@D)/$(MERMAID).tgz package/dist/mermaid.min.js > $@.new && mv $@.new $@
 
-test-native-sanitized: $(STAMP) ## the native step under ASan, UBSan and TSan (minutes)
-	TESTS_SLOW=1 $(PY) -m pytest tests/unit/replicas/native/test_sanitized.py $(ARGS)
+test-native-sanitized: $(STAMP) ## the native step and the checksums under ASan, UBSan and TSan (minutes)
+	TESTS_SLOW=1 $(PY) -m pytest tests/unit/replicas/native/test_sanitized.py tests/unit/cache_tiers/blocks/test_sums_sanitized.py $(ARGS)
 
 house: $(STAMP) ## folders, files, sizes, arrows between folders; the same of another checkout (ARGS=DIR)
 	$(PY) -m tests.house $(ARGS)
@@ -239,6 +243,9 @@ bench-peers: $(STAMP) ## beside llama.cpp, vLLM and LMCache: CPU-s and seconds o
 
 bench-footprint: $(STAMP) ## CPU of a start and of an idle service, memory by process (four minutes; PID: ARGS="--pid N")
 	$(PY) -m bench.footprint $(ARGS)
+
+bench-checksums: $(STAMP) ## GB/s of sealing and checking records, and how long they hold the interpreter (two minutes)
+	$(PY) -m bench.checksums $(ARGS)
 
 bench-page: $(STAMP) ## CPU of a service whose live page is open, and closed (five minutes; ARGS="--turns-per-s 1": beside traffic)
 	$(PY) -m bench.page_cost $(ARGS)

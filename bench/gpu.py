@@ -32,6 +32,7 @@ from bench._gpu_moves import check_moves, measure_moves
 from bench._gpu_returns import measure_returns
 from bench._gpu_run import GpuRun, Rows, Section
 from bench._gpu_stage import Stage
+from bench._gpu_sums import measure_sums
 from replicas.kv import KvGeometry
 
 SECTIONS_S = 420.0
@@ -68,6 +69,7 @@ def sections(
     return [
         Section("ceilings", lambda: measure_ceilings(rows, device, ceilings, tiny=tiny, dtype=shape.dtype)),
         Section("moves are right", lambda: check_moves(rows, device, geometry, sizes)),
+        Section("checksums", lambda: measure_sums(rows, device, geometry, sizes, ceilings)),
         Section("attention is right", of("auto", attention_is_right)),
         Section("logits are right", lambda: check_logits(rows, auto(), sizes)),
         Section("attention", of("auto", attention)),

@@ -376,6 +376,12 @@ class TierSettings(Section):
         default_factory=dict, description="tenant -> share of each tier, if different"
     )
     io_threads: int = Field(4, ge=1, le=64, description="concurrent reads and writes per node")
+    check_threads: int = Field(
+        4,
+        ge=1,
+        le=64,
+        description="threads that seal or check one extent; never more than half of the cores",
+    )
     lookup_threads: int = Field(2, ge=1, le=16, description="concurrent lookups per node")
     store_queue_max: int = Field(
         64, ge=1, le=65536, description="waiting stores of a replica; more are dropped"

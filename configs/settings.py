@@ -177,7 +177,7 @@ class EngineSettings(SplitSettings):
         "modules; auto = the fastest that serves and is exact. Exact blocks of one are not found by another",
     )
     native_build_s_max: float = Field(
-        180.0, ge=5, le=3600, description="time to compile the native step at the first start on a machine"
+        180.0, ge=5, le=3600, description="time to compile the native step, or checksums, at a first start"
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
     kv_dtype: Literal["auto", "int8"] = Field(

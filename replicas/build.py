@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter
 
 from cache_tiers.actors import StagingBuffer, open_outbox
-from cache_tiers.blocks import TierName, namespace_digest, tenant_tag
+from cache_tiers.blocks import SumsSetup, TierName, compile_sums, namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
@@ -26,12 +26,7 @@ from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
 from replicas.checkpoint import load_vocabulary
 from replicas.drafting import Drafter, DraftLimits
-from replicas.engine import (
-    Auditor,
-    Engine,
-    EngineLimits,
-    TokenText,
-)
+from replicas.engine import Auditor, Engine, EngineLimits, TokenText
 from replicas.forward import CudaCapture, Runner, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
@@ -66,14 +61,7 @@ from replicas.offload import (
     TurnStore,
     WorkerPools,
 )
-from replicas.ranks import (
-    ChannelPlan,
-    Launch,
-    LeadingRunner,
-    RankGroup,
-    RankStart,
-    RankSubprocess,
-)
+from replicas.ranks import ChannelPlan, Launch, LeadingRunner, RankGroup, RankStart, RankSubprocess
 from replicas.sampling import Sampler
 from replicas.scheduling import DropNewest, PreemptionPolicy, Scheduler, StepBudget, preemption_policy
 from replicas.step_choice import StepChoice, expects_native, return_freed_memory
@@ -153,7 +141,15 @@ def open_tiers(settings: Settings) -> TierAccess:
     tiers = shared_tiers(settings)
     shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
-    find = partial(tier_actor, tiers, context.get_node_id(), settings.nvme_dir, shares, settings.telemetry)
+    find = partial(
+        tier_actor,
+        tiers,
+        context.get_node_id(),
+        settings.nvme_dir,
+        shares,
+        settings.telemetry,
+        SumsSetup.of(settings),
+    )
     outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
     lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)
@@ -231,6 +227,7 @@ def build_engine(
     sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
     threads = settings.engine.threads or max(1, CORES // sharing)
     torch.set_num_threads(threads)
+    compile_sums(SumsSetup.of(settings))
     chosen_dtype = choose_dtype(
         settings.model,
         device,

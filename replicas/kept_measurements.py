@@ -37,6 +37,7 @@ CODE = (
     "measure.py",
     "model",
     "native",
+    "offload",
     "ranks",
     "step_choice.py",
     "engine/audit.py",

@@ -87,12 +87,11 @@ def _takes_a_compiler(item: pytest.Item) -> bool:
 
 def _why_no_compiler() -> str:
     """Ask the product: it knows which compilers it takes."""
-    from replicas.native.build import find_compiler
-    from replicas.native.native_step import NotNative
+    from configs.compiled import NotCompiled, find_compiler
 
     try:
         find_compiler(os.environ, wait_s=60)
-    except NotNative as why:
+    except NotCompiled as why:
         return str(why)
     return ""
 

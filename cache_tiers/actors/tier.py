@@ -30,7 +30,7 @@ from cache_tiers.actors import rpc
 from cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
 from cache_tiers.actors.peer_calls import PeerActors
 from cache_tiers.actors.staging import hand_over
-from cache_tiers.blocks import Bytes, Record, TierError
+from cache_tiers.blocks import Bytes, Record, SumsSetup, TierError, compile_sums
 from cache_tiers.media import (
     FaultyTier,
     NvmeTier,
@@ -195,11 +195,13 @@ def tier_actor(
     nvme_dir: Path,
     tenant_shares: Mapping[bytes, float] | None = None,
     telemetry: TelemetrySettings | None = None,
+    sums: SumsSetup | None = None,
 ) -> Any:
     """Return the handle of the node's tier actor, creating it if needed; does not wait until it is ready.
 
     `tenant_shares`: tenant tag -> share of each tier, where it is not `settings.tenant_share` (the actor
-    does not know tenant names). All but `node_id` only count when the actor is created.
+    does not know tenant names). `sums`: None = numpy computes checksums. All but `node_id` only count when
+    the actor is created.
     """
     actor = ray.remote(
         concurrency_groups={
@@ -224,7 +226,7 @@ def tier_actor(
         lifetime="detached",
         get_if_exists=True,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-    ).remote(settings, node_id, nvme_dir, dict(tenant_shares or {}), telemetry or TelemetrySettings())
+    ).remote(settings, node_id, nvme_dir, dict(tenant_shares or {}), telemetry or TelemetrySettings(), sums)
 
 
 def served(
@@ -275,8 +277,11 @@ class TierActor:
         nvme_dir: Path,
         tenant_shares: dict[bytes, float],
         telemetry: TelemetrySettings,
+        sums: SumsSetup | None,
     ) -> None:
         set_up_logs(telemetry)
+        if sums is not None:
+            compile_sums(sums)
         self._tracer = open_tracer(telemetry, "tiers")
         actor_id = ray.get_runtime_context().get_actor_id()
         incarnation = f"{actor_id[:8]}-{uuid.uuid4().hex}"

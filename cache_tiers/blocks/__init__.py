@@ -26,6 +26,7 @@ from cache_tiers.blocks.keys import (
     marks_of,
     namespace_digest,
 )
+from cache_tiers.blocks.layer_sums import SumsSetup, compile_sums
 from cache_tiers.blocks.lineage import lineage_tag, root_tokens
 from cache_tiers.blocks.record import (
     HEADER_ALIGN,
@@ -65,6 +66,7 @@ __all__ = [
     "LoadSource",
     "Placement",
     "Record",
+    "SumsSetup",
     "TenantRows",
     "TierError",
     "TierFull",
@@ -73,6 +75,7 @@ __all__ = [
     "bad_layers",
     "block_key",
     "check_belongs",
+    "compile_sums",
     "decode_header",
     "good_blocks",
     "header_bytes",

@@ -116,10 +116,9 @@ class ExtentHeader:
 
     `keys[i]` is the block key of block `first_block + i`, whose parent is `keys[i - 1]` (`parent` for
     the first; `keys.ROOT` when `first_block == 0`). All blocks are full except the last, which may hold
-    fewer tokens: a turn's tail. `checksums`: u64 `[blocks, layers]`; of a block the first covers
-    all of it, the others are each layer's (`record.layer_checksums`). `version`: of the record's format; in
-    version 1 the first is the first layer's. `tenant`, `session`: tags of the tenant and the lineage that
-    stored it (`lineage.py`).
+    fewer tokens: a turn's tail. `checksums`: u64 `[blocks, layers]`; which they are depends on `version`, the
+    record format's (`record.py`). `tenant`, `session`: tags of the tenant and the lineage that stored it
+    (`lineage.py`).
     """
 
     namespace: bytes

@@ -5,11 +5,12 @@ checksums, zero-padded to a multiple of `HEADER_ALIGN`, so that the payload star
 trusted before its header checksum, bounds and internal consistency are checked. The checksums protect
 against accidents, not against an attacker who can write to the medium.
 
-A block has as many checksums as layers. Since version 2 the first one covers the whole block: it alone is
-computed on the way back, in one call, which leaves the interpreter to other threads (xxhash keeps its lock
-for inputs of 64 KiB and less, as a layer of a block often is). The others are each layer's, and tell which
-layer of a bad block is wrong. In version 1, which is still read, the first one is the first layer's, and all
-are computed (`docs/adr/010-one-checksum-a-block.md`).
+A block has a checksum of each of its layers (`layer_sums.py`, `docs/adr/020-checksums-of-pieces.md`). All of
+an extent's are computed in one call, which leaves the interpreter to other threads, and tell which layer of a
+bad block is wrong.
+
+Versions 1 and 2 are still read. Their checksums are xxh3's, of each layer; in version 2 the first one covers
+the whole block instead, and alone is computed on the way back (`docs/adr/010-one-checksum-a-block.md`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-from cache_tiers.blocks.extent import TAG_BYTES, TIERS, BlockShape, Bytes, Checksums, ExtentHeader, Placement
+from cache_tiers.blocks.extent import TAG_BYTES, TIERS, BlockShape, Bytes, ExtentHeader, Placement
 from cache_tiers.blocks.keys import KEY_BYTES, ROOT
+from cache_tiers.blocks.layer_sums import layer_sums
 
 
 class TierError(Exception):
@@ -73,8 +75,9 @@ BLOCK_TOKENS_MAX = 65536
 U32_MAX = 2**32 - 1
 
 MAGIC = b"\x89SMVRKV\n"  # the high bit and the newline reveal a transfer that treated it as text
-VERSION = 2
-READABLE = (1, 2)
+VERSION = 3
+READABLE = (1, 2, 3)
+LAYER_SUMS_SINCE = 3
 
 # magic, version, flags (0), header bytes, blocks, layers, layer_bytes, block_tokens, first_block
 _PREFIX = struct.Struct("<8sHHIIIIII")
@@ -94,22 +97,6 @@ def header_bytes(blocks: int, layers: int) -> int:
 def record_bytes(blocks: int, shape: BlockShape) -> int:
     """Return the length of a record of `blocks` blocks: header and payload."""
     return header_bytes(blocks, shape.layers) + blocks * shape.block_bytes
-
-
-def layer_checksums(key: bytes, block: Bytes, shape: BlockShape) -> Checksums:
-    """Return the checksums, u64 `[layers]`, of one block's u8 `[block_bytes]`.
-
-    Seeded with the key and the layer: the same bytes elsewhere have another checksum. Raises
-    `ValueError` if the sizes differ.
-    """
-    if len(key) != KEY_BYTES or block.nbytes != shape.block_bytes:
-        raise ValueError(
-            f"a key of {len(key)} bytes with {block.nbytes} bytes of a {shape.block_bytes}-byte block"
-        )
-    layers = range(shape.layers)
-    return np.array(
-        [_layer_checksum(key, _view(block), 0, shape, layer) for layer in layers], dtype=np.uint64
-    )
 
 
 def seal(
@@ -143,7 +130,7 @@ def seal(
         first_block=first_block,
         keys=tuple(keys),
         token_counts=tuple(token_counts),
-        checksums=np.zeros((len(keys), shape.layers), dtype=np.uint64),
+        checksums=np.empty((len(keys), shape.layers), dtype=np.uint64),
         placement=replace(
             placement, write_behind=tuple(tier for tier in TIERS if tier in placement.write_behind)
         ),
@@ -157,11 +144,7 @@ def seal(
     view = _view(record)
     if len(view) != length + header.payload_bytes or view.readonly:
         raise ValueError(f"a record of {length + header.payload_bytes} writable bytes, not of {len(view)}")
-    for index, key in enumerate(header.keys):
-        start = length + index * shape.block_bytes
-        header.checksums[index, 0] = _block_checksum(key, view, start, shape)
-        for layer in range(1, shape.layers):
-            header.checksums[index, layer] = _layer_checksum(key, view, start, shape, layer)
+    header.checksums[:] = layer_sums(record[length:], header.keys, shape)
     header.checksums.flags.writeable = False
     _encode(header, view[:length])
     return header
@@ -233,24 +216,31 @@ def good_blocks(header: ExtentHeader, payload: Bytes, first: int) -> int:
     if first < 0:
         raise ValueError(f"blocks are counted from 0, not from {first}")
     whole = min(len(view) // shape.block_bytes, max(header.blocks - first, 0))
-    for index in range(whole):
-        if not _is_good(header, first + index, view, index * shape.block_bytes):
-            return index
-    return whole
+    if header.version < LAYER_SUMS_SINCE:
+        starts = range(0, whole * shape.block_bytes, shape.block_bytes)
+        good = (_is_good(header, first + at, view, start) for at, start in enumerate(starts))
+        return next((at for at, is_good in enumerate(good) if not is_good), whole)
+    sums = layer_sums(payload[: whole * shape.block_bytes], header.keys[first : first + whole], shape)
+    bad = (sums != header.checksums[first : first + whole]).any(axis=1)
+    return int(bad.argmax()) if bad.any() else whole
 
 
 def bad_layers(header: ExtentHeader, payload: Bytes, index: int, first: int = 0) -> list[int]:
     """Return which layers of block `index`, which is not good, are wrong.
 
-    `payload`: u8, of blocks `[first, ...)`. A first layer that is wrong beside others is not told.
+    `payload`: u8, of blocks `[first, ...)`. Of version 2 a first layer that is wrong beside others is not
+    told.
     """
-    view, shape, start = _view(payload), header.shape, (index - first) * header.shape.block_bytes
-    known = range(0 if header.version == 1 else 1, shape.layers)
+    shape, key, known = header.shape, header.keys[index], header.checksums[index]
+    start = (index - first) * shape.block_bytes
+    if header.version >= LAYER_SUMS_SINCE:
+        sums = layer_sums(payload[start : start + shape.block_bytes], [key], shape)
+        return [int(layer) for layer in np.flatnonzero(sums[0] != known)]
+    view = _view(payload)
     wrong = [
         layer
-        for layer in known
-        if _layer_checksum(header.keys[index], view, start, shape, layer)
-        != int(header.checksums[index, layer])
+        for layer in range(header.version - 1, shape.layers)
+        if _xxh3_of_layer(key, view, start, shape, layer) != int(known[layer])
     ]
     return wrong or [0]
 
@@ -266,21 +256,15 @@ def _used_bytes(blocks: int, layers: int) -> int:
 
 
 def _is_good(header: ExtentHeader, index: int, view: memoryview, start: int) -> bool:
-    """Return whether the bytes from `start` on are what was sealed as block `index`."""
-    key, shape = header.keys[index], header.shape
-    if header.version != 1:
-        return _block_checksum(key, view, start, shape) == int(header.checksums[index, 0])
-    return all(
-        _layer_checksum(key, view, start, shape, layer) == int(header.checksums[index, layer])
-        for layer in range(shape.layers)
-    )
+    """Return whether the bytes from `start` on are what was sealed as block `index` in version 1 or 2."""
+    key, shape, known = header.keys[index], header.shape, header.checksums[index]
+    if header.version == 2:
+        return xxh3_64_intdigest(view[start : start + shape.block_bytes], _seed(key)) == int(known[0])
+    layers = range(shape.layers)
+    return all(_xxh3_of_layer(key, view, start, shape, layer) == int(known[layer]) for layer in layers)
 
 
-def _block_checksum(key: bytes, view: memoryview, start: int, shape: BlockShape) -> int:
-    return xxh3_64_intdigest(view[start : start + shape.block_bytes], _seed(key))
-
-
-def _layer_checksum(key: bytes, view: memoryview, start: int, shape: BlockShape, layer: int) -> int:
+def _xxh3_of_layer(key: bytes, view: memoryview, start: int, shape: BlockShape, layer: int) -> int:
     step = shape.layer_bytes
     return xxh3_64_intdigest(view[start + layer * step : start + (layer + 1) * step], _seed(key) ^ layer)
 

@@ -28,6 +28,7 @@ from cache_tiers.blocks import (
 from cache_tiers.directory import ExtentInfo, Pin
 from cache_tiers.media import TierDown, TierLate
 from cache_tiers.messages import Fetch, Fetched, FetchFailed
+from cache_tiers.node import samples
 from cache_tiers.node.state import NodeState
 from cache_tiers.node.transfer import TransferRunner, verified
 
@@ -161,7 +162,8 @@ class NodeReads:
         finally:
             with books.lock:
                 books.directory.unpin(pin)
-        guard.count("hits_blocks", fetch.blocks)
+        if fetch.namespace != samples.NAMESPACE:  # else nobody has asked for them
+            guard.count("hits_blocks", fetch.blocks)
         guard.tier.touch(address)
         return replace(fetched, tier=tier)
 

@@ -28,8 +28,8 @@ from cache_tiers.node.transfer import TransferRunner
 
 logger = logging.getLogger(__name__)
 
-RESERVED = b"\xff"
-"""Each byte of the namespace and of the tenant's tag of samples: no model and no tenant has these."""
+NAMESPACE, TENANT = b"\xff" * KEY_BYTES, b"\xff" * TAG_BYTES
+"""Of samples: no model and no tenant has these."""
 SAMPLE_S_MAX = 60.0
 """What a replica that died in the middle of measuring has left expires then."""
 NOISE_BYTES = 1 << 20
@@ -94,9 +94,9 @@ class NodeSamples:
             data[at : at + NOISE_BYTES] = self._noise[: nbytes - at]
         header = seal(
             data,
-            namespace=RESERVED * KEY_BYTES,
-            tenant=RESERVED * TAG_BYTES,
-            session=RESERVED * TAG_BYTES,
+            namespace=NAMESPACE,
+            tenant=TENANT,
+            session=TENANT,
             shape=ask.shape,
             parent=ROOT,
             first_block=0,

@@ -142,13 +142,14 @@ def native_step(settings: Settings, environ: Mapping[str, str]) -> Result:
         return "ok", f"not used: engine.step is {settings.engine.step}", ""
     if settings.engine.device == "cuda":
         return "ok", "not used: engine.device is cuda", ""
-    from replicas.native import NotNative, find_compiler, variant_here
+    from configs.compiled import NotCompiled, find_compiler
+    from replicas.native import NotNative, variant_here
 
     try:
         variant = variant_here()
         compiler = find_compiler(environ, wait_s=ASK_S)
-    except NotNative as error:
-        libraries = len(list(settings.native_dir.glob("*.so"))) if settings.native_dir.is_dir() else 0
+    except (NotNative, NotCompiled) as error:
+        libraries = len(list(settings.native_dir.glob("step-*.so"))) if settings.native_dir.is_dir() else 0
         if libraries:
             return "ok", f"{error}; {libraries} steps were compiled before and can be used", ""
         state: CheckState = "error" if settings.engine.step == "native" else "warning"

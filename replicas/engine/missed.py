@@ -22,7 +22,7 @@ WORDS: Mapping[str, str] = {
     "lost": "lost by its tier",
     "not written": "its tier could not write it",
     "down": "its tier is down",
-    "tiers off": "the tiers are off",
+    "tiers not used": "the tiers are off, or not used for this request",
     DEARER: "dearer to load than to compute",
     "not stored: price": "not stored: dearer to load than to compute",
 }
@@ -80,17 +80,19 @@ def _why(sequence: Sequence, block: int, fate: Fate | None, block_tokens: int) -
     if sequence.is_cleared or (fate is not None and fate.outcome == "cleared"):
         return _named("cleared")
     if visit is None:
-        return _named("tiers off")
+        return _named("tiers not used")
     found = visit.found
     if found is None:
         return _named(visit.miss or "slow lookup")
     if _has(found, block):
         if restore is None or restore.decision == "none":
             return _named(visit.miss or "gap")
-        planned = max((piece.end for piece in restore.pieces), default=sequence.resident_tokens)
+        if block * block_tokens < visit.planned_from:
+            return _named(visit.miss or "slow lookup")
+        planned = max((piece.end for piece in restore.pieces), default=visit.planned_from)
         if _is_behind_gap(found, -(-planned // block_tokens), block):
             return _named("gap")
-        return _not_loaded(restore, block * block_tokens, visit.miss)
+        return _not_loaded(restore, visit.miss)
     absent = next((run for run in found.absent if run.first <= block < run.first + run.blocks), None)
     if absent is not None:
         return _named(absent.reason)
@@ -104,18 +106,12 @@ def _why(sequence: Sequence, block: int, fate: Fate | None, block_tokens: int) -
     return _named(visit.miss or ("slow lookup" if found.unlisted else NO_RECORD))
 
 
-def _not_loaded(restore: Restore, slot: int, lookup_miss: str) -> tuple[str, str]:
-    """Return why a plan did not bring a slot that the tiers had."""
+def _not_loaded(restore: Restore, lookup_miss: str) -> tuple[str, str]:
+    """Return why a plan did not bring what the tiers had."""
     if restore.decision == "recompute":
         computing, loading = in_digits(1e3 * restore.recompute_price_s), in_digits(1e3 * restore.load_price_s)
         return DEARER, f"dearer to load: computing {computing} ms, loading {loading}"
-    if restore.miss or lookup_miss:
-        return _named(restore.miss or lookup_miss)
-    if restore.decision == "meet":
-        return _named("meet")
-    # In front of what was planned is what was computed before the lookup was answered.
-    is_before = slot < min((piece.start for piece in restore.pieces), default=0)
-    return _named("slow lookup" if is_before else DEARER)
+    return _named(restore.miss or lookup_miss or ("meet" if restore.decision == "meet" else DEARER))
 
 
 def _has(found: LookupResult, block: int) -> bool:

@@ -4,7 +4,6 @@ from replicas.native.build import (
     INT8_FLAGS,
     PAIR_FLAGS,
     build_library,
-    find_compiler,
     pair_variant_here,
     variant_here,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "NativeStep",
     "NotNative",
     "build_library",
-    "find_compiler",
     "numbers_digest",
     "packed_bytes",
     "pair_variant_here",

@@ -1,7 +1,8 @@
-"""`python -m replicas.native`: compiles the native step beforehand, so that no start waits for it."""
+"""`python -m replicas.native`: compiles the native step and checksums, so that no start waits for them."""
 
 import torch
 
+from cache_tiers.blocks import SumsSetup, compile_sums
 from configs.settings import Settings
 from replicas.native.build import NUMBERS, PAIR_FLAGS, build_library, pair_variant_here, variant_here
 from replicas.native.native_step import NotNative
@@ -21,6 +22,8 @@ def main() -> None:
             print(f"the native step for {name} is not compiled, another serves instead: {why}")
             continue
         print(f"the native step for {variant.name}, {name}: {library}")
+    if (sums := compile_sums(SumsSetup.of(Settings()))) is not None:
+        print(f"the checksums of blocks: {sums}")
 
 
 if __name__ == "__main__":

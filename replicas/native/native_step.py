@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from configs.compiled import NotCompiled, load_library
 from replicas.forward import PlainModel, StepInputs
 from replicas.kv import KvPool
 
@@ -24,7 +25,6 @@ class NotNative(Exception):
     """What the native step does not serve: a model, a pool, a machine; the message is a sentence why."""
 
 
-ERROR_CHARS_MAX = 300
 _LAYER_WEIGHTS = (
     *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "mlp_norm"),
     *("gate_up", "down"),
@@ -77,11 +77,9 @@ _OF_EACH_STEP = struct.Struct("@10q")
 
 def _library(path: Path) -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        # Torn, or made for another C library: it would keep every later start from compiling its own.
-        path.unlink(missing_ok=True)
-        raise NotNative(f"its library does not load: {str(error)[:ERROR_CHARS_MAX]}") from error
+        library = load_library(path)
+    except NotCompiled as why:
+        raise NotNative(str(why)) from why
     library.samovar_open.argtypes = [POINTER(_Model), c_int32, POINTER(c_void_p)]
     library.samovar_close.argtypes = [c_void_p]
     library.samovar_run.argtypes = [c_void_p, POINTER(_Step)]

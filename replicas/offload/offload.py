@@ -159,6 +159,7 @@ class Offload:
         bt = self._shape.block_tokens
         missing_blocks = (sequence.reusable - resident_tokens) // bt
         self._doubt.decided(missing_blocks * self._shape.block_bytes)
+        visit.planned_from = resident_tokens
         cuts = cuts_of(sequence, visit.found, bt, resident_tokens // bt)
         if not cuts:
             return

@@ -30,7 +30,8 @@ class OffloadState:
     idle engine admits it from `idle_at_s` on, and computes at most `spare_tokens` of it a step until then.
     `found` may still arrive later: what is not computed by then is loaded. `offered`: keys of the blocks that
     one of the choices has handed over already. `stores_all`: see `GenerateRequest`. `known`: what became of
-    the prompt's full blocks in earlier turns, as far as this replica remembers it.
+    the prompt's full blocks in earlier turns, as far as this replica remembers it. `planned_from`: the token
+    where the last plan of a load began: what is before it was computed, or in the pool.
     """
 
     placement: Placement
@@ -52,6 +53,7 @@ class OffloadState:
     trace: str = ""  # context of the request's span; empty: it is not traced
     stores_all: bool = False
     known: list[Fate | None] = field(default_factory=list)
+    planned_from: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -18,11 +18,13 @@ from cache_tiers.actors.staging import StagingBuffer, open_outbox
 from cache_tiers.actors.tier import actor_name, build_tiers, tier_actor
 from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
+from cache_tiers.blocks.layer_sums import SumsSetup
 from cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss
 from cache_tiers.media.memory import ObjectStoreTier
 from cache_tiers.media.tier import Deadline
 from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, StoreRequest
 from configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
+from configs.settings import Settings
 from tests.support.nodes.node_harness import SESSION, TENANT, Sample, sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +81,7 @@ class Client:
             nvme=NvmeTierSettings(bytes_max=64 * MIB, direct_io=False),
             faults=faults,
         )
-        self.actor = tier_actor(settings, node_id, path)
+        self.actor = tier_actor(settings, node_id, path, sums=SumsSetup.of(Settings()))
         self.lost_calls = 0
 
     def call(self, method: str, *arguments: object) -> Any:

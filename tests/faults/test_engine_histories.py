@@ -244,6 +244,7 @@ class History:
         stats = engine.stats()
         assert (stats.pages_active, stats.loading) == (0, 0)
         assert stats.audits.get("mismatch", 0) == 0
+        assert "no record" not in self.reasons, "of one replica and its node, all is known"
 
 
 @pytest.mark.parametrize("seed", seeds(12))

@@ -1,7 +1,7 @@
-"""`python -m tests.kernels.compiled SM`: compile what is launched on such a GPU, without one.
+"""`python -m tests.kernels.compiled SM WHAT`: compile what is launched on such a GPU, without one.
 
-Prints a line of JSON for each kernel: what Triton's own ptxas and cuobjdump say of it. In a process of its
-own: without Triton's interpreter, and with a driver that only names a GPU.
+`WHAT`: attention or checksums. Prints a line of JSON for each kernel: what Triton's own ptxas and cuobjdump
+say of it. In a process of its own: without Triton's interpreter, and with a driver that only names a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from cache_tiers.blocks.extent import BlockShape
 from replicas.forward.attention import AttentionForm
 from replicas.forward.attention_triton import tile_shapes, write_rows
+from replicas.kv.page_sums import page_sums
 from tests.kernels.paged import PagedCase, Shape
 
 BF16 = torch.bfloat16
@@ -65,16 +67,21 @@ class NamedGpu:
         return 0
 
 
-def resources(cubin: bytes) -> dict[str, int]:
+def dumped(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        command = [knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    said = dumped(cubin, "--dump-resource-usage")
     return {name.lower(): int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
 
 
-def compile_all(capability: int) -> Iterator[dict[str, Any]]:
+def only_compiling(capability: int) -> list[Any]:
+    """Launch nothing from now on; what would be is compiled into the list that is returned."""
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -85,6 +92,19 @@ def compile_all(capability: int) -> Iterator[dict[str, Any]]:
 
     JITFunction.run = only_compile
     driver.set_active(NamedGpu(capability))
+    return compiled
+
+
+def facts(kernel: Any) -> dict[str, Any]:
+    return {
+        "shared": kernel.metadata.shared,
+        "wgmma": "wgmma" in kernel.asm["ptx"],
+        **resources(kernel.asm["cubin"]),
+    }
+
+
+def attention(capability: int) -> Iterator[dict[str, Any]]:
+    compiled = only_compiling(capability)
     seen = set()
     for name, (shape, form) in CASES.items():
         shapes = tile_shapes(capability, shape.head_dim, shape.dtype.itemsize, shape.group)
@@ -101,14 +121,28 @@ def compile_all(capability: int) -> Iterator[dict[str, Any]]:
                 yield {
                     "case": name,
                     "kernel": what,
-                    "shared": kernel.metadata.shared,
-                    "wgmma": "wgmma" in kernel.asm["ptx"],
-                    **resources(kernel.asm["cubin"]),
+                    **facts(kernel),
                 }
         compiled.clear()
 
 
+def checksums(capability: int) -> Iterator[dict[str, Any]]:
+    compiled = only_compiling(capability)
+    for layer_bytes in (65536, 12288, 4104):
+        shape, numbers = BlockShape(2, layer_bytes, 16), torch.zeros(4, dtype=torch.int64)
+        page_sums(torch.zeros((5, shape.block_bytes), dtype=torch.uint8), numbers, numbers, shape)
+        sass = dumped(compiled[-1].asm["cubin"], "--dump-sass")
+        yield {
+            "case": f"layers of {layer_bytes} bytes",
+            "wide_products": sass.count("IMAD.WIDE.U32"),
+            "wide_loads": sass.count("LDG.E.128"),
+            **facts(compiled[-1]),
+        }
+
+
+WHAT: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {"attention": attention, "checksums": checksums}
+
 if __name__ == "__main__":
     assert triton.__version__
-    for found in compile_all(int(sys.argv[1])):
+    for found in WHAT[sys.argv[2]](int(sys.argv[1])):
         print(json.dumps(found), flush=True)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,11 @@ SHARED_MAX = 99 * 1024
 """Of the smaller GPUs of a generation; the largest have 163 KiB (8.0) and 227 KiB (9.0)."""
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_spill_nothing_and_fit(capability: int, tmp_path: Path) -> None:
+def compiled(capability: int, what: str, tmp_path: Path) -> list[dict[str, Any]]:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}  # it compiles, whatever is kept at home
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled", str(capability)],
+        [sys.executable, "-m", "tests.kernels.compiled", str(capability), what],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -29,7 +29,26 @@ def test_kernels_compile_spill_nothing_and_fit(capability: int, tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_checksums_spill_nothing_multiply_32_bits_by_32_and_read_16_bytes_at_a_time(
+    capability: int, tmp_path: Path
+) -> None:
+    """Two products of each of a thread's 16 words; what folds a piece is more."""
+    for kernel in compiled(capability, "checksums", tmp_path):
+        assert (kernel["stack"], kernel["local"]) == (0, 0), f"registers are spilled: {kernel}"
+        assert kernel["reg"] <= 128, kernel
+        assert kernel["shared"] <= SHARED_MAX, kernel
+        assert kernel["wide_products"] >= 2 * 16, kernel
+        if "4104" not in kernel["case"]:  # or a layer begins anywhere
+            assert kernel["wide_loads"] >= 16 // 2, kernel
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_spill_nothing_and_fit(capability: int, tmp_path: Path) -> None:
+    kernels = compiled(capability, "attention", tmp_path)
     for kernel in kernels:
         assert (kernel["stack"], kernel["local"]) == (0, 0), f"registers are spilled: {kernel}"
         assert kernel["shared"] <= SHARED_MAX, kernel

@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cache_tiers.blocks.extent import BlockShape
+from cache_tiers.blocks.layer_sums import layer_sums
 from configs.sections import MIB
 from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import GatherSdpa
@@ -125,6 +127,22 @@ def test_g6_pages_leave_and_come_back_the_same_from_two_threads_at_once() -> Non
     io.begin_in(outs[0], pages[1], io.mark()).wait()
     expected = torch.tensor(pages[0], dtype=torch.bfloat16, device="cuda")
     assert (pool.data[33:65].flatten(1) == expected[:, None]).all()
+
+
+@pytest.mark.parametrize("layer_bytes", [64, 4096, 12288 + 8, 65536])
+def test_g5_checksums_of_pages_are_the_records_own(layer_bytes: int) -> None:
+    """Also behind 2^31 bytes of a pool."""
+    from replicas.kv.page_sums import page_sums
+
+    shape, rng = BlockShape(32, layer_bytes, 16), np.random.default_rng(9)
+    count = 5 + 2**31 // shape.block_bytes if layer_bytes == 65536 else 64
+    pages = torch.empty((count, shape.block_bytes), dtype=torch.uint8, device=CUDA).random_(0, 256)
+    numbers = torch.from_numpy(np.concatenate([rng.permutation(count - 1)[:20], [count - 1]]))
+    keys = [rng.bytes(32) for _ in numbers]
+    seeds = torch.tensor([int.from_bytes(key[:8], "little", signed=True) for key in keys])
+    found = page_sums(pages, numbers.to(CUDA), seeds.to(CUDA), shape).cpu().numpy().view(np.uint64)
+    blocks = pages[numbers.to(CUDA)].cpu().numpy().reshape(-1)
+    assert np.array_equal(found, layer_sums(blocks, keys, shape))
 
 
 def test_tokens_are_sampled_on_the_device_as_on_the_cpu() -> None:

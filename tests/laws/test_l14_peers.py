@@ -18,7 +18,6 @@ from cache_tiers.blocks.record import decode_header, header_bytes
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Tier
-from cache_tiers.pricing.meters import TierMeter, TierPrice
 from cache_tiers.transport.link import LinkLate
 from cache_tiers.transport.peers import LazyLink, PeerLate
 from replicas.messages import GenerateRequest, Route
@@ -47,8 +46,6 @@ def engine_of(
     }
     tiers = tiers or {"cpu": HeapTier(64 * MIB)}
     engine = tiered(model, folder / name, tiers=tiers, node=link, **engine_settings)
-    # A tiny model is computed in less time than a first connection may take.
-    engine.node.peers._meter = TierMeter(TierPrice(1e-6, 1e12), clock=engine.clock)
     engine.node.peers._node_id = name
     engine.node.peers.exports._agent = f"{name}:link"
     engine.placement = Placement(first="cpu", write_behind=())

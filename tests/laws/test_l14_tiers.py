@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Bytes, Placement, TierName
-from cache_tiers.blocks.record import decode_header, header_bytes
+from cache_tiers.blocks.extent import Address, Bytes, Placement, TierName
+from cache_tiers.blocks.record import Record, decode_header, header_bytes
 from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Tier
 from cache_tiers.pricing.meters import PrefillPrice
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, nvme, receipt_of, same, tiered
+from tests.support.nodes.old_records import as_version
 from tests.support.services.rclone import s3_server
 from tests.support.services.service import until
 
@@ -147,6 +150,40 @@ def test_l14_the_real_model_through_every_tier_and_every_move(
     returns({"cpu": HeapTier(256 * MIB), "nvme": disk}, "nvme")
     returns({"s3": s3}, "s3")
     returns({"cpu": HeapTier(256 * MIB), "s3": s3}, "s3")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("tier", ["nvme", "s3"])
+def test_l14_what_an_earlier_release_stored_is_adopted_and_served(
+    tiny_llama: Path,
+    tmp_path: Path,
+    s3: S3Tier,
+    monkeypatch: pytest.MonkeyPatch,
+    tier: TierName,
+    version: int,
+) -> None:
+    """A node that starts over records of an older version of the format finds them and checks them."""
+    made: Tier = s3 if tier == "s3" else nvme(tmp_path / "kv")
+    put = type(made).put
+
+    def put_older(made: Tier, address: Address, record: Record, **options: Any) -> None:
+        put(made, address, Record(as_version(version, record.data)), **options)
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(type(made), "put", put_older)
+        engine = tiered(tiny_llama, tmp_path, tiers={tier: made})
+        engine.placement = placement_of(tier)
+        prompt = first_turn(engine, 41)
+    if isinstance(made, NvmeTier):
+        made.close()
+        made = nvme(tmp_path / "kv")
+    assert {found.header.version for found in made.scan()} == {version}
+    again = tiered(tiny_llama, tmp_path, tiers={tier: made})
+    again.placement = placement_of(tier)
+    until("the tier has been looked through", lambda: holds(again, tier))
+    returned = again.prefill(prompt, logprobs=5)
+    same(returned, truth(tiny_llama, tmp_path, prompt))
+    assert receipt_of(returned[0]).tokens[tier] == 41 + 8 - 1
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])

@@ -18,12 +18,14 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.pricing.meters import PrefillPrice
 from configs.sections import PolicySettings, TierSettings
-from replicas.messages import GenerateRequest, Receipt, Route
+from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
 from replicas.offload.tier_client import TierLink
 from tests.support.clock import Clock
-from tests.support.engines.engines import prompt_of
+from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, receipt_of, tiered
 from tests.support.nodes.node_faults import FAILING, faulty
+
+pytestmark = pytest.mark.guarantee("G13")
 
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
 CHEAP = PrefillPrice(0.0, 1e-9, 0.0)  # ... and never
@@ -220,6 +222,16 @@ def test_a_session_that_comes_from_another_replica_has_a_reason_too(
     # All but the last block, which is often tokenized otherwise in the next prompt.
     assert receipt.missed == {reason: KNOWN - 16}
     assert receipt.miss in (says, reason)
+
+
+def test_without_tiers_the_front_door_is_believed(tiny_llama: Path) -> None:
+    driver = Driver(small_engine(tiny_llama).engine)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    request = GenerateRequest("r", FIRST, sampling, route=Route(home="another", cached_tokens=len(FIRST)))
+    driver.answers[0] = Answer()
+    assert driver.engine.add(0, request) is None
+    driver.drain()
+    assert receipt_of(driver.answers[0]).missed == {"tiers not used": KNOWN - 16}
 
 
 def test_a_replica_remembers_no_more_than_it_may(tiny_llama: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from configs.compiled import find_compiler
 from configs.settings import Settings
 from replicas import native
 from replicas.forward.inputs import StepPacker
@@ -24,7 +25,6 @@ from replicas.native.build import (
     PLAIN,
     Variant,
     build_library,
-    find_compiler,
     pair_variant_here,
     variant_here,
 )

@@ -87,7 +87,7 @@ def test_nothing_of_it_stays_and_nothing_is_evicted_for_it(tmp_path: Path) -> No
     assert [tier.bytes_held() for tier in tiers.values()] == [0, 0]
     stats = access.link.stats()
     assert stats is not None
-    assert {row.evicted_extents for row in stats.tiers} == {0}
+    assert {(row.evicted_extents, row.hits_blocks) for row in stats.tiers} == {(0, 0)}
 
 
 def test_a_tier_without_room_or_with_bad_records_has_no_price() -> None:

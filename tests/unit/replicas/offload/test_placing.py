@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from cache_tiers.media.memory import HeapTier
+from cache_tiers.messages import LoadReport
 from cache_tiers.pricing import PrefillPrice
 from replicas.messages import Receipt
+from replicas.offload.reports import TierReporter
+from replicas.offload.tier_client import TierLink
+from replicas.scheduling.restore import Restore, RestorePiece
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, tiered
 
@@ -74,3 +79,18 @@ def test_the_last_block_of_a_warm_turn_is_loaded_only_where_that_is_sooner(
         assert (receipt.decision, receipt.tokens["cpu"]) == ("load", 3)
     bare = tiered(tiny_llama, tmp_path / "bare", tiers={}, prefix_reuse=False)
     assert engine.run(longer).ids == bare.run(longer).ids
+
+
+def test_a_load_ends_in_its_pages_and_one_that_never_got_there_when_it_had_come() -> None:
+    told: list[LoadReport] = []
+
+    class Link:
+        def report(self, bad: list[object], loads: list[LoadReport]) -> None:
+            told.extend(loads)
+
+    placed = RestorePiece(0, 64, "cpu", 1000, state="placed", arrived_s=11.0, landed_s=13.0)
+    overtaken = RestorePiece(64, 128, "nvme", 500, state="overtaken", arrived_s=12.0)
+    never = RestorePiece(128, 192, "s3", 500, state="failed")
+    restore = Restore([placed, overtaken, never], 16, "load", waits=True, started_s=10.0, hedge_at_s=20.0)
+    TierReporter(cast(TierLink, Link()), InlineExecutor()).loads(restore)
+    assert told == [LoadReport("cpu", 1000, 3.0), LoadReport("nvme", 500, 2.0)]

@@ -1,0 +1,214 @@
+"""Compiles C++ for this machine, once: a shared library in a folder of the user's cache.
+
+The library's name has digests of the sources, the flags and the compiler. What prevents it is one sentence,
+and no reason not to serve: who wants a library has another way without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPILERS = ("c++", "g++", "clang++")
+FAILED_KEEP_S = 600.0
+"""A compiler that has failed is not tried again before: those who waited for it would start too late."""
+LIBRARIES_MAX = 32
+"""Of a name in a folder: of two dtypes, of some compilers and versions, and what tests plant."""
+ERROR_CHARS_MAX = 300
+
+
+class NotCompiled(Exception):
+    """A library that there is not on this machine; the message is a sentence why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C++ compiler: how it is called, and what it says of itself."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySource:
+    """What a library is made of. `name`: how its file begins; `files`: the first one includes the others.
+
+    `same_bits`: it computes the same whatever compiled it: one that is there serves, no compiler is asked.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    flags: tuple[str, ...]
+    same_bits: bool = False
+
+    @property
+    def digest(self) -> str:
+        machine = (platform.machine(),) if self.same_bits else ()  # a home may be that of several
+        return _digest(*self.flags, *(path.read_text() for path in self.files), *machine)
+
+
+def find_compiler(environment: Mapping[str, str], *, wait_s: float) -> Compiler:
+    """Return $CXX, or the first compiler on the PATH. Raises `NotCompiled`."""
+    path, named = environment.get("PATH", os.defpath), environment.get("CXX")
+    if named:
+        commands = [tuple(shlex.split(named))]
+    else:
+        commands = [(found,) for name in COMPILERS if (found := shutil.which(name, path=path))]
+    if not commands:
+        raise NotCompiled(
+            f"there is no C++ compiler on the PATH ({', '.join(COMPILERS)}); install one (Debian: g++)"
+        )
+    command = commands[0]
+    try:
+        said = _run((*command, "--version"), environment, wait_s)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NotCompiled(f"the compiler {shlex.join(command)} does not run: {_in_short(error)}") from error
+    return Compiler(command, said)
+
+
+def compiled_library(
+    source: LibrarySource, folder: Path, *, wait_s: float, environment: Mapping[str, str] = os.environ
+) -> Path:
+    """Return the compiled library, from the folder if it is there. Raises `NotCompiled`.
+
+    `wait_s`: what one call of the compiler may take. Of processes that want it at the same time one
+    compiles, and the others wait for it; if it fails, they fail, too, for `FAILED_KEEP_S`. Where nothing can
+    be compiled any more, a library that was compiled from the same sources before serves.
+    """
+    begin = f"{source.name}-{source.digest}-"
+    try:
+        _prepare(folder)
+        there = _newest_first(folder, begin)
+        if source.same_bits and there:
+            library = there[0]
+        else:
+            try:
+                library = _compiled(source, folder, begin, environment, wait_s)
+            except (NotCompiled, OSError):
+                if not there:
+                    raise
+                library = there[0]
+        _refuse_foreign(library)
+    except OSError as error:
+        raise NotCompiled(f"its library cannot be kept in {folder}: {_in_short(error)}") from error
+    return library
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load a compiled library into this process. Raises `NotCompiled`."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        # Torn, or made for another C library: it would keep every later start from compiling its own.
+        path.unlink(missing_ok=True)
+        raise NotCompiled(f"its library does not load: {str(error)[:ERROR_CHARS_MAX]}") from error
+
+
+def _compiled(
+    source: LibrarySource, folder: Path, begin: str, environment: Mapping[str, str], wait_s: float
+) -> Path:
+    """Return the library that the compiler here makes, which it may have made before."""
+    compiler = find_compiler(environment, wait_s=wait_s)
+    library = folder / f"{begin}{_digest(*compiler.command, compiler.version)}.so"
+    if library.exists():
+        return library
+    with _locked(library.with_suffix(".lock")):
+        if library.exists():
+            return library
+        note = library.with_suffix(".failed")
+        if note.exists() and time.time() - note.stat().st_mtime < FAILED_KEEP_S:
+            raise NotCompiled(note.read_text(encoding="utf-8"))
+        try:
+            _compile((*compiler.command, *source.flags, str(source.files[0])), library, environment, wait_s)
+        except NotCompiled as why:
+            note.write_text(str(why), encoding="utf-8")
+            raise
+        note.unlink(missing_ok=True)
+        for path in _newest_first(folder, f"{source.name}-")[LIBRARIES_MAX:]:
+            path.unlink(missing_ok=True)  # of earlier sources and compilers; who has loaded it keeps it
+    return library
+
+
+def _newest_first(folder: Path, begin: str) -> list[Path]:
+    found = folder.glob(f"{begin}*.so")
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _prepare(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_foreign(folder)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse what others could have written: it is loaded as code. Raises `NotCompiled`."""
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+        raise NotCompiled(f"{path} may be written by others; remove it, or chmod go-w it")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # its holder ends after `wait_s`, or with its process
+        yield
+    path.unlink(missing_ok=True)
+
+
+def _compile(command: tuple[str, ...], library: Path, environment: Mapping[str, str], wait_s: float) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as scratch:
+        draft = Path(scratch) / library.name
+        try:
+            _run((*command, "-o", str(draft)), environment, wait_s)
+        except subprocess.SubprocessError as error:
+            raise NotCompiled(f"{shlex.join(command[:1])} does not compile it: {_in_short(error)}") from error
+        draft.chmod(0o755)  # beforehand by root, perhaps, for whom serves
+        with draft.open("rb") as written:
+            os.fsync(written.fileno())  # a name without its bytes would keep every start from compiling
+        draft.replace(library)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], wait_s: float) -> str:
+    """Run a command to its end; what takes longer than `wait_s` is killed, and its children with it."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, said = process.communicate(timeout=wait_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, said)
+    return out
+
+
+def _in_short(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines()
+        return (lines[0] if lines else f"it ended with status {error.returncode}")[:ERROR_CHARS_MAX]
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"it took longer than {error.timeout:.0f} s (engine.native_build_s_max)"
+    return str(error)[:ERROR_CHARS_MAX]
