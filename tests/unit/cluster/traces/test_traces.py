@@ -354,7 +354,7 @@ def test_the_real_agentic_trace() -> None:
     in_order(turns)
     counts = trace.counts()
     assert (counts.turns, counts.sessions, counts.skipped) == (27_156, 409, 371)
-    assert _reusable(turns) == pytest.approx(0.963, abs=0.01)  # of 444 sessions: those that repeat another's are not in it
+    assert _reusable(turns) == pytest.approx(0.963, abs=0.01)
     tools = sum(turn.stop == "tool_calls" for turn in turns)
     assert 22_500 < tools <= 23_405  # less those of subagents
     assert sum(turn.role == "tool" for turn in turns) > 22_000
