@@ -240,18 +240,19 @@ class Roads:
         if blocks < 2:
             return None
         until_s = self._clock() + ROAD_S_MAX
-        small_s = self._seconds(tier, 1)
+        small_s, price = self._seconds(tier, 1), None
         while small_s is not None:
             whole_s = self._seconds(tier, blocks)
             if whole_s is None:
-                return None
+                break  # what fewer blocks have said holds
+            # Noise may hide the difference; a tenth of the whole bounds the bandwidth this may claim.
+            moving_s = max(whole_s - small_s, whole_s / 10, 1e-9)
+            bytes_per_s = self._extents * (blocks - 1) * self._shape.block_bytes / moving_s
+            price = TierPrice(max(whole_s - blocks * moving_s / (blocks - 1), whole_s / 100), bytes_per_s)
             if whole_s >= ROAD_LONG_S or 4 * blocks > self._blocks_max or self._clock() >= until_s:
-                # Noise may hide the difference; a tenth of the whole bounds the bandwidth this may claim.
-                moving_s = max(whole_s - small_s, whole_s / 10, 1e-9)
-                bytes_per_s = self._extents * (blocks - 1) * self._shape.block_bytes / moving_s
-                return TierPrice(max(whole_s - blocks * moving_s / (blocks - 1), whole_s / 100), bytes_per_s)
-            blocks *= 4  # there is room: else this was the last
-        return None
+                break
+            blocks *= 4
+        return price
 
     def _seconds(self, tier: TierName, blocks: int) -> float | None:
         """Return what loading as many extents of `blocks` as are loaded at a time takes, all together."""
@@ -275,11 +276,14 @@ class Roads:
                 sample.namespace, sample.tenant, sample.extent_id, 0, blocks, tier, deadline_s=2 * ROAD_S_MAX
             )
             expected = Expected(sample.namespace, self._shape, 0, sample.keys, sample.token_counts)
-            loaded = load_extent(self._access.link.fetch, fetch, expected, self._clock)
-            if not isinstance(loaded, LoadedBlocks) or loaded.good < blocks:
-                return False
             first = self._first_page + number * blocks
-            self._io.begin_in(loaded.payload, range(first, first + blocks), read).wait()
+            try:
+                loaded = load_extent(self._access.link.fetch, fetch, expected, self._clock)
+                if not isinstance(loaded, LoadedBlocks) or loaded.good < blocks:
+                    return False
+                self._io.begin_in(loaded.payload, range(first, first + blocks), read).wait()
+            except MemoryError:  # staging memory can run out below our own limit
+                return False
             return True
 
         coming = [

@@ -11,7 +11,7 @@ BURST_EXTENTS = 4
 
 
 class Doubt:
-    """Doubts each "do not" that no real load has proved lately (`TierPrice.is_proved`).
+    """Doubts each "do not" that no real load has proved lately (`TierPrice.proves`).
 
     Without this a price that is too high stays so for good: what is never stored is never loaded, and what is
     never loaded is never measured. Stores, loads and swaps each have one of their own, a token bucket of
@@ -29,7 +29,7 @@ class Doubt:
 
     def tries(self, nbytes: int, price: TierPrice) -> bool:
         """Return whether `nbytes` that `price` forbids are moved all the same; they are counted then."""
-        if price.is_proved or not price.is_up or nbytes > self._bytes:
+        if price.proves(nbytes) or not price.is_up or nbytes > self._bytes:
             return False
         self._bytes -= nbytes
         return True

@@ -21,18 +21,24 @@ class TierPrice:
     """Expected time of a load from a tier: `latency_s + nbytes / bytes_per_s`.
 
     From its plan until its bytes are in the pool's pages: found, fetched, verified, copied.
-    `is_proved`: a real load has said so lately; what an unproved price forbids is tried (`Doubt`).
+    `is_proved`: a real load has said so lately; what an unproved price forbids is tried (`Doubt`). That load
+    says it of up to `proved_bytes`: of bandwidth, small loads say too little to forbid a large one.
     """
 
     latency_s: float
     bytes_per_s: float
     is_up: bool = True
     is_proved: bool = True
+    proved_bytes: float = math.inf
 
     @property
     def is_known(self) -> bool:
         """Whether anything was measured; else a load counts as free, until the first has been."""
         return math.isfinite(self.bytes_per_s)
+
+    def proves(self, nbytes: int) -> bool:
+        """Whether a real load has lately proved what a load of `nbytes` takes."""
+        return self.is_proved and nbytes <= self.proved_bytes
 
     def seconds(self, nbytes: int) -> float:
         return self.latency_s + nbytes / self.bytes_per_s
@@ -240,6 +246,10 @@ EVEN_BYTES = 1 << 20
 were the time of so many bytes. A small one then says little of bandwidth, a large one little of latency."""
 
 
+PROVED_TIMES = 4
+"""A load proves the price of those that are up to so many times as large."""
+
+
 class TierMeter:
     """Learns latency and bandwidth of the road of a load from loads of any sizes.
 
@@ -268,6 +278,8 @@ class TierMeter:
         self._failure_fade_s = failure_fade_s
         self._even_bytes = even_bytes
         self._proved_at_s: float | None = None
+        self._large_at_s = -math.inf  # when a load of `_large_bytes` or more was last observed
+        self._large_bytes = 0
         self._penalty_s = 0.0
         self._penalty_at_s = clock()
         if first is not None:
@@ -289,7 +301,14 @@ class TierMeter:
         if self._parts is None:
             return TierPrice(penalty_s, math.inf, is_up, is_proved=False)
         latency_s, byte_s = self._parts
-        return TierPrice(min(latency_s + penalty_s, SECONDS_MAX), 1.0 / byte_s, is_up, self._is_proved())
+        is_proved = self._is_proved()
+        return TierPrice(
+            min(latency_s + penalty_s, SECONDS_MAX),
+            1.0 / byte_s,
+            is_up,
+            is_proved,
+            PROVED_TIMES * self._large_bytes if is_proved else math.inf,
+        )
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """Record that a load of `nbytes` took `seconds`; ignores invalid values."""
@@ -299,13 +318,15 @@ class TierMeter:
         if self._parts is None:
             byte_s = seconds / (self._even_bytes + nbytes)
             self._believe((self._even_bytes * byte_s, byte_s), nbytes, seconds)
-        elif not self._is_proved() and (cheaper := seconds / self._seconds(nbytes)) < 1.0:
+        elif not self._is_proved(nbytes) and (cheaper := seconds / self._seconds(nbytes)) < 1.0:
             latency_s, byte_s = self._parts
             self._believe((latency_s * cheaper, byte_s * cheaper), nbytes, seconds)
         else:
             learned = self._learner.learn(self._parts, (1.0, float(nbytes)), seconds)
             self._parts = _bounded_transfer(*learned)
         self._proved_at_s = self._clock()
+        if nbytes >= self._large_bytes or self._proved_at_s - self._large_at_s >= self._doubt_s:
+            self._large_at_s, self._large_bytes = self._proved_at_s, nbytes
         self._penalty_s = self._fade_penalty() / 2
 
     def observe_failure(self, seconds: float) -> None:
@@ -336,8 +357,8 @@ class TierMeter:
         assert self._parts is not None, "nothing is known"
         return self._parts[0] + nbytes * self._parts[1]
 
-    def _is_proved(self) -> bool:
-        if self._proved_at_s is None:
+    def _is_proved(self, nbytes: int = 0) -> bool:
+        if self._proved_at_s is None or nbytes > PROVED_TIMES * self._large_bytes:
             return False
         now_s = self._clock()
         self._proved_at_s = min(self._proved_at_s, now_s)  # if the clock jumped back

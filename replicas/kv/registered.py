@@ -265,7 +265,14 @@ class RegisteredMemory:
             if chunk in known.chunks or not known.takes_more:
                 return chunk in known.chunks
             known.pending.add(chunk)
-        is_registered = self._register(known.mapping, chunk, is_populated=is_populated)
+        try:
+            is_registered = self._register(known.mapping, chunk, is_populated=is_populated)
+        except BaseException:  # else all that wait for the chunk would wait for ever
+            with self._changed:
+                known.pending.remove(chunk)
+                known.is_refused = True
+                self._changed.notify_all()
+            raise
         with self._changed:
             known.pending.remove(chunk)
             if is_registered and known.is_refused:  # the mapping went away meanwhile

@@ -158,32 +158,39 @@ class PieceLoads:
 
     def fetch(self, load: PieceLoad, fetch: Fetch, expected: Expected) -> None:
         """Fetch a piece, verify it and copy it, as soon as there is a thread for it."""
-        with self._lock:
-            self._backlog.append((load, fetch, expected))
-        self._start()
+        self._start(0, (load, fetch, expected))
 
     def place(self, load: PieceLoad, loaded: LoadedBlocks) -> None:
         """Begin to copy the good blocks that no step computes."""
         self._place(load, loaded, lambda: None)
 
-    def _start(self) -> None:
-        """Begin what there is room for; one thread does, or calls would nest where all is done at once."""
-        while True:
-            with self._lock:
-                if self._is_starting or not self._backlog or self._under_way >= self._fetch_max:
-                    return
-                self._is_starting = True
-                self._under_way += 1
-                load, fetch, expected = self._backlog.popleft()
+    def _start(self, ended: int, *more: tuple[PieceLoad, Fetch, Expected]) -> None:
+        """Begin what there is room for, now that loads have `ended` and `more` wait.
+
+        One thread does, or calls would nest where all is done at once. Whenever the lock is free, nothing
+        waits for room that there is, unless a thread is about to begin it.
+        """
+        with self._lock:
+            self._under_way -= ended
+            self._backlog += more
+            if self._is_starting:
+                return
+            self._is_starting = True
+        while (coming := self._next()) is not None:
+            load, fetch, expected = coming
             if not begin(self._lane, self._run, load, fetch, expected):
                 self._over(load, FetchFailed("error"), self._fetched)
-            with self._lock:
+
+    def _next(self) -> tuple[PieceLoad, Fetch, Expected] | None:
+        with self._lock:
+            if not self._backlog or self._under_way >= self._fetch_max:
                 self._is_starting = False
+                return None
+            self._under_way += 1
+            return self._backlog.popleft()
 
     def _fetched(self) -> None:
-        with self._lock:
-            self._under_way -= 1
-        self._start()
+        self._start(1)
 
     def _run(self, of: PieceLoad, fetch: Fetch, expected: Expected) -> None:
         result = self._load(of, fetch, expected)

@@ -29,7 +29,7 @@ from replicas.offload.load import Expected, LoadedBlocks, PieceLoad, PieceLoads,
 from replicas.offload.lookups import TierLookups, cuts_of
 from replicas.offload.moves import PageMoves
 from replicas.offload.reports import TierReporter, TurnReporter
-from replicas.offload.store import TurnStore, chain_of, provenance_of
+from replicas.offload.store import TurnStore, chain_of, largest_extent_bytes, provenance_of
 from replicas.offload.swap import SwappedBlocks, SwapSpace, check_swapped, swap_record
 from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools, begin
 from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
@@ -88,7 +88,7 @@ class Offload:
             settings.fetch_max,
             clock,
         )
-        self._doubt = Doubt(settings.extent_bytes_max)
+        self._doubt = Doubt(largest_extent_bytes(settings, shape))
         self._lookups = TierLookups(
             lambda lookup: self.link.lookup(lookup),
             self._learned,

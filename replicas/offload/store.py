@@ -207,6 +207,11 @@ class _Rest:
         return len(self._entries)
 
 
+def largest_extent_bytes(settings: TierSettings, shape: BlockShape) -> int:
+    """Return the bytes of the largest record that a turn is stored as: of one block, where that is larger."""
+    return max(settings.extent_bytes_max, record_bytes(1, shape))
+
+
 class TurnStore:
     """Stores turns of one replica. `outcomes` and `tokens` count runs of blocks by result, and their tokens.
 
@@ -244,7 +249,7 @@ class TurnStore:
         self._outbox.freed = self._freed
         self._job = 0
         self._blocks_max = max(1, settings.extent_bytes_max // shape.block_bytes)
-        self._doubt = Doubt(settings.extent_bytes_max)
+        self._doubt = Doubt(largest_extent_bytes(settings, shape))
 
     @property
     def is_settled(self) -> bool:

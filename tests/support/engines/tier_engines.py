@@ -133,6 +133,7 @@ def make_node(
 def prove(meter: TierMeter) -> None:
     """Play that real loads have said what the meter says, and that nothing changes any more."""
     meter._doubt_s, meter._proved_at_s = math.inf, meter._clock()
+    meter._large_bytes, meter._large_at_s = 1 << 50, meter._proved_at_s
 
 
 class Prefilled(NamedTuple):

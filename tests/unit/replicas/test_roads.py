@@ -109,3 +109,27 @@ def test_a_node_takes_it_over_until_a_load_has_said_more() -> None:
     node._guards["cpu"]._meter._proved_at_s = None
     node.measured({"cpu": TierPrice(0.5, 1e6), "nvme": TierPrice(1.0, 1.0)})
     assert node._guards["cpu"].price() == TierPrice(0.5, pytest.approx(1e6), is_proved=False)
+
+
+def test_where_larger_samples_find_no_room_smaller_ones_are_the_price() -> None:
+    """A quick tier that is small, or nearly full: 64 MiB of samples do not fit."""
+    clock = Clock()
+    tier = Timed(clock, 1e-5, 20e9)
+    roads, access, _ = roads_over({"cpu": tier}, clock)
+    access.link._guards["cpu"].bytes_max = 40 * MIB  # type: ignore[attr-defined]
+    assert roads.measure()["cpu"].bytes_per_s == pytest.approx(20e9, rel=0.1)
+    assert tier.bytes_held() == 0
+
+
+def test_memory_that_runs_out_costs_the_measurement_and_not_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*_: object) -> Ticket:
+        raise MemoryError("16 MiB of pinned memory")
+
+    clock = Clock()
+    tier = Timed(clock, 1e-3, 2e9)
+    roads, _, _ = roads_over({"cpu": tier}, clock)
+    monkeypatch.setattr(SlowCopies, "begin_in", no_memory)
+    assert roads.measure() == {}
+    assert tier.bytes_held() == 0

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
 from cache_tiers.pricing.load_plan import LoadPiece, plan_load
-from cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
+from tests.support.clock import Clock
 
 EXTENT = 1 << 20
 DEAR = TierPrice(0.0, 1e3, is_proved=False)
@@ -84,3 +85,23 @@ def test_what_a_dearer_tier_has_behind_is_tried_as_well() -> None:
         doubt=Doubt(EXTENT),
     )
     assert plan.pieces == (near, far)
+
+
+def test_small_loads_do_not_prove_that_a_large_one_is_dear() -> None:
+    """Else many short chats keep a bandwidth that is 50 times too low: they are loaded, long ones never."""
+    clock, doubt = Clock(), Doubt(16 * EXTENT)
+    meter = TierMeter(TierPrice(1e-4, 1e9), clock=clock)
+    small, large = 368_000, 16 * EXTENT
+    for _ in range(5000):
+        clock.now_s += 0.02
+        meter.observe(small, 1e-4 + small / 50e9)
+    assert not doubt.tries(small, meter.price())
+    assert doubt.tries(large, meter.price())
+    meter.observe(large, 1e-4 + large / 50e9)
+    meter.check_integrity()
+    assert meter.price().bytes_per_s > 25e9
+    assert not doubt.tries(large, meter.price())
+    for _ in range(1200):  # what is large was proved too long ago
+        clock.now_s += 0.02
+        meter.observe(small, 1e-4 + small / 50e9)
+    assert doubt.tries(large, meter.price())

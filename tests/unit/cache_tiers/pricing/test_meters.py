@@ -281,7 +281,7 @@ def test_a_price_that_no_load_confirms_is_unproved_again() -> None:
     assert dear.is_proved
     assert dear.seconds(1 << 20) > 15
     clock.now_s += 20.0
-    assert meter.price() == replace(dear, is_proved=False)
+    assert meter.price() == replace(dear, is_proved=False, proved_bytes=math.inf)
 
 
 def test_f26_a_clock_that_jumps_does_not_hurt_the_meter() -> None:

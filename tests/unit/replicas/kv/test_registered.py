@@ -220,6 +220,21 @@ def test_a_mapping_that_is_refused_is_not_tried_again(why: str) -> None:
     assert memory.reaches(0x1000, 10), "what is registered is of use"
 
 
+def test_a_driver_that_raises_leaves_no_load_waiting() -> None:
+    def broken(start: int, nbytes: int) -> bool:
+        raise RuntimeError("CUDA error: initialization error")
+
+    memory = RegisteredMemory(replace(Driver().calls(), register=broken), CHUNK)
+    with pytest.raises(RuntimeError, match="initialization"):
+        memory.reaches(0x1000, 10)
+    reached: list[bool] = []
+    other = threading.Thread(target=lambda: reached.append(memory.reaches(0x1000, 10)), daemon=True)
+    other.start()
+    other.join(10.0)
+    assert reached == [False]
+    memory.close()
+
+
 def test_a_mapping_that_is_gone_is_unregistered_before_another_is_registered_in_its_place() -> None:
     driver = Driver()
     memory = RegisteredMemory(driver.calls(), CHUNK)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement
+from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Clear, Placement
+from cache_tiers.blocks.record import record_bytes
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.pricing.meters import PrefillPrice
+from cache_tiers.pricing.doubt import BURST_EXTENTS, Doubt
+from cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from configs.sections import TierSettings
+from replicas.offload.store import largest_extent_bytes
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered
 
@@ -91,3 +95,11 @@ def test_other_bytes_in_the_tier_are_seen(tiny_llama: Path, tmp_path: Path) -> N
     assert receipt_of(answer).tokens["cpu"] < len(PREFIX)
     assert sum(engine.built.engine.stats().verify_failures.values()) > 0
     assert answer.ids == truth.ids
+
+
+def test_a_block_larger_than_an_extent_is_tried_against_the_price_as_well() -> None:
+    """Else a price that is too high is never corrected there: a 70B model's blocks of 256 tokens are such."""
+    settings, shape = TierSettings(), BlockShape(layers=80, layer_bytes=1 << 20, block_tokens=256)
+    one = record_bytes(1, shape)
+    assert one > BURST_EXTENTS * settings.extent_bytes_max
+    assert Doubt(largest_extent_bytes(settings, shape)).tries(one, TierPrice(0.0, 1e3, is_proved=False))
