@@ -162,7 +162,7 @@ class NodeReads:
         finally:
             with books.lock:
                 books.directory.unpin(pin)
-        if fetch.namespace != samples.NAMESPACE:  # else no request has asked for them
+        if fetch.namespace != samples.NAMESPACE:  # no request has asked for samples
             guard.count("hits_blocks", fetch.blocks)
         guard.tier.touch(address)
         return replace(fetched, tier=tier)
