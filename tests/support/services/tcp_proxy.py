@@ -33,6 +33,7 @@ class TcpProxy:
         self._delay_s = delay_s
         self._lock = threading.Lock()
         self._cut: Cut | None = None
+        self._is_closed = False
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self.accepted = 0
@@ -50,6 +51,8 @@ class TcpProxy:
 
     def close(self) -> None:
         """End all connections and threads."""
+        with self._lock:  # what is accepted from now on is ended by `_listen`: nothing else would
+            self._is_closed = True
         _end(self._listener)
         self._listener.close()
         self.cut(None)
@@ -70,7 +73,7 @@ class TcpProxy:
                 return
             self.accepted += 1
             with self._lock:
-                if self._cut == "refused":
+                if self._is_closed or self._cut == "refused":
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
                     client.close()
                     continue
