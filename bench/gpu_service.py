@@ -31,7 +31,7 @@ from bench import _report as report
 from bench._gpu_device import Device, dtype_name
 from bench._gpu_model import FIRST_ID, LLAMA_8B, Shape, write_random_model
 from bench._gpu_returns import RETURN_S_MAX
-from bench._gpu_run import GpuRun, Rows, Section, at_least, at_most
+from bench._gpu_run import Bar, GpuRun, Rows, Section, at_least, at_most
 from bench._gpu_service_client import Answer, Ask, Client, percentile_ms
 from bench._peers_processes import Running, until_ready
 from configs.sections import GIB, MIB
@@ -279,8 +279,8 @@ class Visit:
             )
         return answer
 
-    def _add(self, name: str, shape: str, value: float, unit: str, bar: object = None) -> None:
-        self.rows.add(f"{self.server.name}: {name}", shape or "-", value, unit, bar)  # type: ignore[arg-type]
+    def _add(self, name: str, shape: str, value: float, unit: str, bar: Bar | None = None) -> None:
+        self.rows.add(f"{self.server.name}: {name}", shape or "-", value, unit, bar)
 
     def _ids(self, count: int, seed: str) -> list[int]:
         """Return token ids that are not special, the same for every server."""

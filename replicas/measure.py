@@ -12,7 +12,7 @@ import torch
 
 from cache_tiers.blocks import KEY_BYTES, BlockShape, ExtentHeader, TierName, record_bytes
 from cache_tiers.messages import Fetch, SampleRequest
-from cache_tiers.pricing import Sample, TierPrice
+from cache_tiers.pricing import Sample, TierPrice, moving_seconds
 from configs.sections import MIB
 from configs.settings import EngineSettings
 from replicas.engine import bare_sequence
@@ -183,8 +183,7 @@ def measure_copy(
     if not small or not whole:
         return None
     small_s, whole_s = median(small), median(whole)
-    # On a fast machine noise hides the difference; a tenth of the whole bounds the bandwidth this may claim.
-    moving_s = max(whole_s - small_s, whole_s / 10, 1e-9)
+    moving_s = moving_seconds(small_s, whole_s)
     return TierPrice(small_s / 2, 2 * max(1, blocks - 1) * block_bytes / moving_s)
 
 
@@ -245,8 +244,7 @@ class Roads:
             whole_s = self._seconds(tier, blocks)
             if whole_s is None:
                 break  # what fewer blocks have said holds
-            # Noise may hide the difference; a tenth of the whole bounds the bandwidth this may claim.
-            moving_s = max(whole_s - small_s, whole_s / 10, 1e-9)
+            moving_s = moving_seconds(small_s, whole_s)
             bytes_per_s = self._extents * (blocks - 1) * self._shape.block_bytes / moving_s
             price = TierPrice(max(whole_s - blocks * moving_s / (blocks - 1), whole_s / 100), bytes_per_s)
             if whole_s >= ROAD_LONG_S or 4 * blocks > self._blocks_max or self._clock() >= until_s:

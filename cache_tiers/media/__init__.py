@@ -6,11 +6,12 @@
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.files import Syscalls, lock_owner
 from cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
-from cache_tiers.media.measure import measure_tier
+from cache_tiers.media.measure import RESERVED_NAMESPACE, measure_tier, random_record
 from cache_tiers.media.nvme import NvmeTier, measure_direct_io
 from cache_tiers.media.tier import Deadline, Scanned, Tier
 
 __all__ = [
+    "RESERVED_NAMESPACE",
     "Breaker",
     "Deadline",
     "FaultyTier",
@@ -24,4 +25,5 @@ __all__ = [
     "lock_owner",
     "measure_direct_io",
     "measure_tier",
+    "random_record",
 ]

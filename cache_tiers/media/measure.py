@@ -25,11 +25,14 @@ from cache_tiers.blocks import (
 )
 from cache_tiers.blocks import record as codec
 from cache_tiers.media.tier import Deadline, Tier
+from cache_tiers.pricing import moving_seconds
 
 RESERVED_NAMESPACE = b"\xff" * KEY_BYTES
-"""Namespace of the measuring records, used by no model; what a crash leaves of them may be deleted."""
+"""Namespace of records to measure with, used by no model; what a crash leaves of them may be deleted."""
 
 SMALL_BYTES = 4096
+NOISE_BYTES = 1 << 20
+"""Random bytes are drawn once and repeated: drawing takes longer than storing."""
 
 DropCache = Callable[[Address], None]
 
@@ -54,7 +57,7 @@ def measure_tier(
     if nbytes < SMALL_BYTES or repeats < 1:
         raise ValueError(f"nothing to measure with: {nbytes} bytes, {repeats} repeats")
     end_s = clock() + budget_s
-    header, record = _random_record(nbytes)
+    header, record = random_record(BlockShape(layers=1, layer_bytes=nbytes, block_tokens=1), 1)
     try:
         tier.put(header.address, record, deadline=Deadline(budget_s))
         small, whole = _read_times(tier, header.address, record, repeats, clock, end_s, drop_cache)
@@ -65,9 +68,7 @@ def measure_tier(
     if not small or not whole or not was_deleted:
         return None
     latency_s, whole_s = median(small), median(whole)
-    # On a fast medium the difference is lost in noise; a tenth of the whole bounds the claimed bandwidth.
-    moving_s = max(whole_s - latency_s, whole_s / 10, 1e-9)
-    return max(latency_s, 1e-9), (record.nbytes - SMALL_BYTES) / moving_s
+    return max(latency_s, 1e-9), (record.nbytes - SMALL_BYTES) / moving_seconds(latency_s, whole_s)
 
 
 def _read_times(
@@ -99,21 +100,25 @@ def _read_times(
     return small, whole
 
 
-def _random_record(nbytes: int) -> tuple[ExtentHeader, Record]:
-    """Build a record of random bytes (incompressible) under a random key (no clash between nodes)."""
-    data = np.empty(codec.header_bytes(1, 1) + nbytes, dtype=np.uint8)
-    data[-nbytes:] = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
+def random_record(
+    shape: BlockShape, blocks: int, *, tenant: bytes = bytes(TAG_BYTES), ttl_s: float = 0.0
+) -> tuple[ExtentHeader, Record]:
+    """Build a record of random bytes (incompressible) under random keys (no clash between nodes)."""
+    data = np.empty(codec.record_bytes(blocks, shape), dtype=np.uint8)
+    noise = np.random.default_rng().integers(0, 256, NOISE_BYTES, dtype=np.uint8)
+    for at in range(codec.header_bytes(blocks, shape.layers), data.nbytes, NOISE_BYTES):
+        data[at : at + NOISE_BYTES] = noise[: data.nbytes - at]
     header = codec.seal(
         data,
         namespace=RESERVED_NAMESPACE,
-        tenant=bytes(TAG_BYTES),
-        session=bytes(TAG_BYTES),
-        shape=BlockShape(layers=1, layer_bytes=nbytes, block_tokens=1),
+        tenant=tenant,
+        session=tenant,
+        shape=shape,
         parent=ROOT,
         first_block=0,
-        keys=[os.urandom(KEY_BYTES)],
-        token_counts=[1],
-        placement=Placement(min_ttl_s=0.0, ttl_s=0.0),
+        keys=[os.urandom(KEY_BYTES) for _ in range(blocks)],
+        token_counts=[shape.block_tokens] * blocks,
+        placement=Placement(min_ttl_s=0.0, ttl_s=ttl_s),
         created_unix_s=0.0,
     )
     return header, Record(data)

@@ -26,9 +26,8 @@ from cache_tiers.blocks import (
     header_bytes,
 )
 from cache_tiers.directory import ExtentInfo, Pin
-from cache_tiers.media import TierDown, TierLate
+from cache_tiers.media import RESERVED_NAMESPACE, TierDown, TierLate
 from cache_tiers.messages import Fetch, Fetched, FetchFailed
-from cache_tiers.node import samples
 from cache_tiers.node.state import NodeState
 from cache_tiers.node.transfer import TransferRunner, verified
 
@@ -162,7 +161,7 @@ class NodeReads:
         finally:
             with books.lock:
                 books.directory.unpin(pin)
-        if fetch.namespace != samples.NAMESPACE:  # no request has asked for samples
+        if fetch.namespace != RESERVED_NAMESPACE:  # no request has asked for samples
             guard.count("hits_blocks", fetch.blocks)
         guard.tier.touch(address)
         return replace(fetched, tier=tier)

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 
-import numpy as np
-
-from cache_tiers.blocks import (
-    KEY_BYTES,
-    ROOT,
-    TAG_BYTES,
-    Address,
-    BadRecord,
-    ExtentHeader,
-    Placement,
-    Record,
-    TierError,
-    header_bytes,
-    record_bytes,
-    seal,
-)
+from cache_tiers.blocks import TAG_BYTES, Address, BadRecord, ExtentHeader, TierError, record_bytes
+from cache_tiers.media import random_record
 from cache_tiers.messages import SampleRequest
 from cache_tiers.node.state import NodeState
 from cache_tiers.node.transfer import TransferRunner
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE, TENANT = b"\xff" * KEY_BYTES, b"\xff" * TAG_BYTES
-"""Of samples: no model and no tenant has these."""
+TENANT = b"\xff" * TAG_BYTES
+"""Of samples: no tenant has this tag."""
 SAMPLE_S_MAX = 60.0
 """What a replica that died in the middle of measuring has left expires then."""
-NOISE_BYTES = 1 << 20
 
 
 class NodeSamples:
@@ -41,7 +25,6 @@ class NodeSamples:
     def __init__(self, books: NodeState, carrier: TransferRunner) -> None:
         self._books = books
         self._carrier = carrier
-        self._noise = np.random.default_rng().integers(0, 256, NOISE_BYTES, dtype=np.uint8)
 
     def put(self, ask: SampleRequest) -> tuple[ExtentHeader, ...]:
         """Return the headers of `ask.count` records that are in the tier now; none if there is no room.
@@ -60,7 +43,7 @@ class NodeSamples:
         headers = []
         try:
             for _ in range(ask.count):
-                record, header = self._record(ask, nbytes)
+                header, record = random_record(ask.shape, ask.blocks, tenant=TENANT, ttl_s=SAMPLE_S_MAX)
                 with self._books.lock:
                     clear_seq = self._books.directory.clears.seq
                 transfer = self._carrier.reserve(header, nbytes, "replica", ask.tier, clear_seq=clear_seq)
@@ -85,24 +68,3 @@ class NodeSamples:
                 copies = self._books.directory.copies(address)
                 lost = [self._books.directory.lose(address, tier) for tier in copies]
             self._books.drop([eviction for eviction in lost if eviction is not None])
-
-    def _record(self, ask: SampleRequest, nbytes: int) -> tuple[Record, ExtentHeader]:
-        """Build a record of random bytes: zeros would be moved, and on some media kept, faster."""
-        data = np.empty(nbytes, dtype=np.uint8)
-        start = header_bytes(ask.blocks, ask.shape.layers)
-        for at in range(start, nbytes, NOISE_BYTES):
-            data[at : at + NOISE_BYTES] = self._noise[: nbytes - at]
-        header = seal(
-            data,
-            namespace=NAMESPACE,
-            tenant=TENANT,
-            session=TENANT,
-            shape=ask.shape,
-            parent=ROOT,
-            first_block=0,
-            keys=[os.urandom(KEY_BYTES) for _ in range(ask.blocks)],
-            token_counts=[ask.shape.block_tokens] * ask.blocks,
-            placement=Placement(min_ttl_s=0.0, ttl_s=SAMPLE_S_MAX),
-            created_unix_s=0.0,
-        )
-        return Record(data), header

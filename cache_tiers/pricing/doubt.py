@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cache_tiers.pricing.meters import TierPrice
 
 SHARE = 0.01
@@ -26,6 +28,15 @@ class Doubt:
     def decided(self, nbytes: int) -> None:
         """Record that `nbytes` were decided on, whatever was decided."""
         self._bytes = min(self._burst_bytes, self._bytes + SHARE * max(nbytes, 0))
+
+    def leading(self, declined: Iterable[tuple[int, TierPrice]]) -> int:
+        """Return how many of these (bytes, price) are tried: none is of use without those before it."""
+        count = 0
+        for nbytes, price in declined:
+            if not self.tries(nbytes, price):
+                break
+            count += 1
+        return count
 
     def tries(self, nbytes: int, price: TierPrice) -> bool:
         """Return whether `nbytes` that `price` forbids are moved all the same; they are counted then."""

@@ -114,7 +114,8 @@ def plan_load(
     if meet_total_s < total_s:
         decision, total_s, first, end = "meet", meet_total_s, meet_first, met
     declined = usable[0 if decision == "recompute" else end :]
-    if doubt is not None and (tried := sum(1 for _ in _tried(declined, prices, doubt))):
+    tried = 0 if doubt is None else doubt.leading((piece.nbytes, prices[piece.tier]) for piece in declined)
+    if tried:
         first, end = (0, tried) if decision == "recompute" else (first, end + tried)
         decision = "load" if decision == "recompute" else decision
         total_s = max(total_s, loads.seconds(first, end) + rest_s(end))
@@ -145,16 +146,6 @@ def _usable(
         if piece.first_token != end or piece.tokens < 1 or piece.nbytes < 0 or piece.end > prompt_tokens:
             return
         end = piece.end
-        yield piece
-
-
-def _tried(
-    pieces: Sequence[LoadPiece], prices: Mapping[LoadSource, TierPrice], doubt: Doubt
-) -> Iterator[LoadPiece]:
-    """Yield the leading pieces that are loaded although computing them seems cheaper."""
-    for piece in pieces:
-        if not doubt.tries(piece.nbytes, prices[piece.tier]):
-            return
         yield piece
 
 

@@ -241,6 +241,14 @@ def fit_prefill(samples: Sequence[Sample], step_tokens: float = math.inf) -> Pre
     return _bounded(PrefillPrice(c0_s, a_s, b_s, step_tokens))
 
 
+def moving_seconds(small_s: float, whole_s: float) -> float:
+    """Return what the bytes take that the larger of two measured loads moves more.
+
+    On a fast medium noise hides the difference; a tenth of the whole bounds the bandwidth that is claimed.
+    """
+    return max(whole_s - small_s, whole_s / 10, 1e-9)
+
+
 EVEN_BYTES = 1 << 20
 """`even_bytes` of a meter: the first load of a tier of which nothing is known is taken apart as if latency
 were the time of so many bytes. A small one then says little of bandwidth, a large one little of latency."""

@@ -136,10 +136,8 @@ class SimNode:
         if self._is_worth_storing(tier, len(blocks)):
             return blocks
         price = self.links[tier].meter.price()
-        for at in new:
-            if not self._doubt.tries(self.block_bytes, price):
-                return blocks[:at]
-        return blocks
+        tried = self._doubt.leading((self.block_bytes, price) for _ in new)
+        return blocks[: new[tried]] if tried < len(new) else blocks
 
     def _is_worth_storing(self, tier: LoadSource, blocks: int) -> bool:
         """Return whether loading a chain of so many blocks seems cheaper than computing it."""

@@ -551,9 +551,7 @@ class TurnStore:
         prefill = self._meter.price
         if worth_storing(tokens, nbytes, prefill, cheapest):
             return list(runs)
-        tried = 0
-        while tried < len(runs) and self._doubt.tries(new_bytes[tried], cheapest):
-            tried += 1
+        tried = self._doubt.leading((nbytes, cheapest) for nbytes in new_bytes)
         self._became(runs[tried:], "skipped:price", chain, prices_in_words(tokens, nbytes, prefill, cheapest))
         return list(runs[:tried])
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,9 @@ from tests.support.engines.tier_engines import (
     InlineExecutor,
     Prefilled,
     Tiered,
+    bare_turn,
     receipt_of,
+    returning_turn,
     same,
     tiered,
 )
@@ -81,18 +82,12 @@ def lane(executor: object) -> InlineExecutor:
     return executor
 
 
-@cache
 def returning(model: Path) -> tuple[list[int], list[int]]:
-    """A first prompt, and that of the next turn."""
-    first = prompt_of(LENGTH, seed=LENGTH)
-    answer = tiered(model, model, tiers={}, prefix_reuse=False).run(first)
-    return first, [*first, *answer.ids, *prompt_of(NEW, seed=1)]
+    return returning_turn(model, LENGTH, NEW)
 
 
-@cache
 def truth(model: Path) -> Prefilled:
-    bare = tiered(model, model, tiers={}, prefix_reuse=False)
-    return bare.prefill(returning(model)[1], logprobs=5)
+    return bare_turn(model, LENGTH, NEW)
 
 
 def stored(model: Path, engine: Tiered) -> list[int]:

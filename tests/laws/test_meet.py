@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,16 @@ from replicas.offload.tier_client import TierLink
 from replicas.scheduling.preemption import Preemption
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import StepPlan
-from tests.support.engines.engines import prompt_of
-from tests.support.engines.tier_engines import MIB, InlineExecutor, Prefilled, receipt_of, same, tiered
+from tests.support.engines.tier_engines import (
+    MIB,
+    InlineExecutor,
+    Prefilled,
+    bare_turn,
+    receipt_of,
+    returning_turn,
+    same,
+    tiered,
+)
 
 TOKEN_S = 0.002
 ROAD = (0.001, 3e5)  # latency and bytes per second: about as quick as computing
@@ -34,18 +41,12 @@ PIECE_BYTES = 64 * 1024
 STEPS = (16, 64, 300, 16_384)
 
 
-@cache
 def returning(model: Path) -> tuple[list[int], list[int]]:
-    """A first prompt, and that of the next turn."""
-    first = prompt_of(LENGTH, seed=LENGTH)
-    answer = tiered(model, model, tiers={}, prefix_reuse=False).run(first)
-    return first, [*first, *answer.ids, *prompt_of(NEW, seed=1)]
+    return returning_turn(model, LENGTH, NEW)
 
 
-@cache
 def truth(model: Path) -> Prefilled:
-    bare = tiered(model, model, tiers={}, prefix_reuse=False)
-    return bare.prefill(returning(model)[1], logprobs=5)
+    return bare_turn(model, LENGTH, NEW)
 
 
 class Failing:

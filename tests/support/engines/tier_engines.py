@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -35,7 +36,7 @@ from replicas.kv.kv_pool import KvPool
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
 from replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
 from tests.support.clock import Clock
-from tests.support.engines.engines import Answer, Driver, small_engine
+from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_kv, assert_same_logprobs
 from tests.support.engines.simulated_device import SimulatedDevice
 from tests.support.nodes.node_harness import records_of
@@ -265,6 +266,21 @@ def tiered(
     built.engine.scheduler.budget.pace.ran = lambda *_, **__: None  # type: ignore[method-assign]
     driver = Driver(built.engine)
     return Tiered(built, driver, the_node, tiers, lanes, clock, device=devices[0] if devices else None)
+
+
+@cache
+def returning_turn(model: Path, length: int, new_tokens: int) -> tuple[list[int], list[int]]:
+    """A first prompt, and that of the next turn."""
+    first = prompt_of(length, seed=length)
+    answer = tiered(model, model, tiers={}, prefix_reuse=False).run(first)
+    return first, [*first, *answer.ids, *prompt_of(new_tokens, seed=1)]
+
+
+@cache
+def bare_turn(model: Path, length: int, new_tokens: int) -> Prefilled:
+    """The next turn of `returning_turn`, computed without a cache."""
+    bare = tiered(model, model, tiers={}, prefix_reuse=False)
+    return bare.prefill(returning_turn(model, length, new_tokens)[1], logprobs=5)
 
 
 def nvme(folder: Path, bytes_max: int = 256 * MIB) -> NvmeTier:
