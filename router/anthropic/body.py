@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, create_model
 
 from configs.settings import LimitsSettings
-from router.openai import CacheMark, Part, Skipped, StrictModel, Word
+from router.openai import CacheMark, Part, Skipped, StrictModel, Word, passed_fields, unbuilt_fields
 
 
 class ContentBlock(StrictModel):
@@ -84,7 +84,7 @@ class AnthropicMetadata(StrictModel):
 class MessagesBody(StrictModel):
     """The body of POST /v1/messages. Without `max_tokens`, that of /v1/messages/count_tokens.
 
-    The fields after `output_format` are Samovar's, as in a chat request.
+    `bounded_messages_body` adds what it has in common with a chat's.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -96,9 +96,6 @@ class MessagesBody(StrictModel):
     system: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
@@ -108,16 +105,10 @@ class MessagesBody(StrictModel):
     container: Any = None
     output_config: OutputConfig | None = None
     output_format: JsonOutput | None = None
-    seed: int | None = None
-    session_id: str | None = None
-    prompt_cache_key: str | None = None
-    cache_salt: str | None = None
-    cache_profile: str | None = None
-    prompt_cache_retention: str | None = None
 
 
 def bounded_messages_body(limits: LimitsSettings) -> type[MessagesBody]:
-    """Return `MessagesBody` with its lists bounded by `limits`."""
+    """Return `MessagesBody` with its lists bounded by `limits`, and with the fields of a chat."""
     messages = Annotated[
         list[AnthropicMessage], Field(min_length=1, max_length=limits.messages_max, fail_fast=True)
     ]
@@ -126,6 +117,8 @@ def bounded_messages_body(limits: LimitsSettings) -> type[MessagesBody]:
     return create_model(
         "BoundedMessagesBody",
         __base__=MessagesBody,
+        **unbuilt_fields(MessagesBody),
+        **passed_fields(limits, MessagesBody),
         messages=(messages, ...),
         tools=(tools | None, None),
         stop_sequences=(stops | None, None),

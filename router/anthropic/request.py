@@ -31,9 +31,11 @@ from router.openai import (
     RequestParser,
     UnsupportedParameter,
     check_structure,
+    names_here,
     rename,
     shown,
     validated,
+    with_passed,
 )
 
 FIELDS = {
@@ -46,21 +48,6 @@ FIELDS = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 """Fields of a chat request, and what they are called here."""
-SAME = (
-    "model",
-    "max_tokens",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "session_id",
-    "prompt_cache_key",
-    "cache_salt",
-    "cache_profile",
-    "prompt_cache_retention",
-)
-"""Fields that mean the same in a chat request."""
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 OWN_TOOLS = (None, "custom")
 SWITCHES = frozenset({"enable_thinking", "thinking"})
@@ -130,8 +117,8 @@ class MessagesParser:
         if asked.container:
             raise UnsupportedParameter("container", "container is not supported. Leave it out.")
         made = _translated(asked)
-        request = {name: value for name in SAME if (value := getattr(asked, name)) is not None}
-        request |= {"messages": made.messages, "tools": made.tools} | self._wishes(asked, bool(made.tools))
+        request = with_passed(asked, self._wishes(asked, bool(made.tools)), but=("metadata",))
+        request |= {"messages": made.messages, "tools": made.tools}
         if asked.metadata is not None and asked.metadata.user_id is not None:
             request["metadata"] = {"user_id": asked.metadata.user_id}
         if asked.messages[-1].role == "assistant":  # Anthropic's way to begin the answer for the model
@@ -139,7 +126,7 @@ class MessagesParser:
         try:
             chat = self._parser.translated(request)
         except ApiError as error:
-            raise rename(error, FIELDS | made.places) from None
+            raise rename(error, names_here(FIELDS, asked) | made.places) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
         held["ignored_fields"] = (*(asked.model_extra or {}), *made.ignored)
         held["is_length_default"] = True  # it is an upper bound, as in Anthropic's own API

@@ -14,7 +14,7 @@ from router.openai.answers import (
     json_bytes,
 )
 from router.openai.body import check_structure, declared_bytes, read_body
-from router.openai.dialect import ChatDialect, CompletionDialect, Dialect, rename
+from router.openai.dialect import ChatDialect, CompletionDialect, Dialect, names_here, rename, with_passed
 from router.openai.errors import (
     ApiError,
     AuthenticationFailed,
@@ -37,8 +37,10 @@ from router.openai.errors import (
     TooManyRequests,
     Unavailable,
     UnsupportedParameter,
+    error_of,
     retry_after_header,
     shown,
+    validated,
 )
 from router.openai.messages import ChatMessage, Tool, ToolCall, ToolOffer, led
 from router.openai.parse import (
@@ -51,8 +53,6 @@ from router.openai.parse import (
     ParsedRequest,
     ParsedTokenize,
     RequestParser,
-    error_of,
-    validated,
 )
 from router.openai.query import cursor, no_such_cursor, whole_number
 from router.openai.schema import (
@@ -65,6 +65,8 @@ from router.openai.schema import (
     bounded_chat,
     bounded_completion,
     bounded_tokenize,
+    passed_fields,
+    unbuilt_fields,
 )
 from router.openai.volatile_lines import SystemFront, split_front
 
@@ -132,12 +134,16 @@ __all__ = [
     "finish_of",
     "json_bytes",
     "led",
+    "names_here",
     "no_such_cursor",
+    "passed_fields",
     "read_body",
     "rename",
     "retry_after_header",
     "shown",
     "split_front",
+    "unbuilt_fields",
     "validated",
     "whole_number",
+    "with_passed",
 ]

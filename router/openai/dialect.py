@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from router.openai.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape
-from router.openai.errors import ApiError
+from pydantic import BaseModel
+
+from router.openai.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape, Json
+from router.openai.errors import ApiError, InvalidValue
 from router.openai.parse import ParsedChat, ParsedCompletion, ParsedRequest, RequestParser
+from router.openai.schema import NOT_PASSED, ChatBody
 
 
 class Dialect(ABC):
@@ -66,6 +69,26 @@ class CompletionDialect(Dialect):
     def shape(self, head: AnswerHead, request: ParsedRequest, tenant: str, session: bytes) -> AnswerShape:
         """Return the shape of one answer."""
         return CompletionShape(head)
+
+
+def with_passed(asked: BaseModel, said: Json, but: Collection[str] = ()) -> Json:
+    """Return a chat's fields of another API's body: those that it says in its own way, `said`, and the rest.
+
+    `but`: names of a chat's fields that mean something else there. Raises `InvalidValue` for a field that is
+    there both ways.
+    """
+    passed = ChatBody.model_fields.keys() - NOT_PASSED - set(but)
+    given = {name: value for name in sorted(passed) if (value := getattr(asked, name, None)) is not None}
+    for name in given.keys() & said.keys():
+        raise InvalidValue(name, f"{name} is there in two ways, as another field says the same. Give one.")
+    return given | said
+
+
+def names_here(names: Mapping[str, str], asked: BaseModel) -> dict[str, str]:
+    """Return the client's names of a chat's fields, without those that it called as a chat does."""
+    return {
+        place: name for place, name in names.items() if getattr(asked, place.partition(".")[0], None) is None
+    }
 
 
 def rename(error: ApiError, places: Mapping[str, str]) -> ApiError:

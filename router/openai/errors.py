@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from configs.json_text import parse_json
+from router.openai.fields import INSTEAD, UNBUILT_ERROR
 
 ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
 
@@ -306,3 +312,86 @@ class InternalError(ApiError):
 def retry_after_header(retry_after_s: float) -> dict[str, str]:
     """Return `Retry-After` in whole seconds, rounded up, never negative."""
     return {"retry-after": str(max(0, math.ceil(retry_after_s)))}
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Names that pydantic puts into an error's location for a branch of a union, besides those with brackets.
+UNION_TAGS = frozenset(
+    {"str", "int", "float", "none", "constrained-str", "constrained-int", "constrained-float", "NamedTool"}
+)
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+EXPECTED = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of those",
+    "stop": "a string or a list of strings, none of them empty",
+    "content": "a string or a list of parts {'type': 'text', 'text': ...}",
+    "logit_bias": "an object of token ids, each with a number from -100 to 100",
+    "ttl": "a text such as '30m' or a number of seconds",
+}
+
+
+def validated(model: type[Body], body: bytes) -> Body:
+    """Return a body of JSON as `model` has it. Raises `ApiError` naming the field at fault."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as refused:
+        error = error_of(refused)
+        place = _half_character(body) if isinstance(error, InvalidJson) else ""
+        if place:
+            message = (
+                f"{place} holds half a character (a lone surrogate, \\ud800 to \\udfff), which is no text."
+            )
+            raise InvalidValue(place, message) from None
+        raise error from None
+
+
+def _half_character(body: bytes) -> str:
+    """Return where in a body a text, or a key, holds half a character; empty if none does."""
+    try:
+        whole = parse_json(body.decode())
+    except ValueError:
+        return ""
+    left: list[tuple[str, Any]] = [("", whole)]
+    while left:
+        place, value = left.pop()
+        if isinstance(value, str) and HALF_CHARACTER.search(value):
+            return place
+        if isinstance(value, Mapping):
+            if any(HALF_CHARACTER.search(key) for key in value):
+                return place or "the body"
+            left += [(f"{place}.{key}".lstrip("."), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{place}[{number}]", inner) for number, inner in enumerate(value)]
+    return ""
+
+
+def error_of(refused: ValidationError) -> ApiError:
+    """Return the most informative of pydantic's errors: a limit, else the deepest, else the first."""
+    found = refused.errors(include_url=False, include_input=False)
+    if found[0]["type"] == "json_invalid":
+        return InvalidJson(f"{found[0]['ctx']['error']}.")
+    best = max(found, key=lambda error: (error["type"].endswith("too_long"), len(_path(error["loc"]))))
+    path = _path(best["loc"])
+    if not path:
+        return InvalidJson("an object is expected.")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    name = next(part for part in reversed(path) if isinstance(part, str))
+    if best["type"] == UNBUILT_ERROR:
+        instead = INSTEAD.get(name, "Leave it out.")
+        return UnsupportedParameter(param, f"{param} is not supported by this server. {instead}")
+    if best["type"] == "missing":
+        return MissingField(param)
+    if name in EXPECTED and path[-1] == name and best["type"] not in {"too_long", "string_too_long"}:
+        return InvalidValue(param, f"{param} must be {EXPECTED[name]}.", code="invalid_type")
+    rule = broken_rule(best)
+    said = f"{param} {rule}" if rule.startswith(("must ", "may ")) else f"{param}: {rule}"
+    return InvalidValue(param, f"{said}.")
+
+
+def _path(place: Sequence[int | str]) -> list[int | str]:
+    return [
+        part
+        for part in place
+        if isinstance(part, int) or (FIELD_NAME.fullmatch(part) and part not in UNION_TAGS)
+    ]

@@ -18,20 +18,18 @@ from configs.settings import LimitsSettings
 from replicas.messages import SamplingParams
 from router.openai.body import check_structure
 from router.openai.errors import (
-    ApiError,
+    EXPECTED,
     ContextLengthExceeded,
     InvalidJson,
     InvalidValue,
-    MissingField,
     UnsupportedParameter,
-    broken_rule,
+    error_of,
     shown,
+    validated,
 )
 from router.openai.formats import grammar_of
 from router.openai.messages import ChatMessage, ToolOffer, messages_of, offer_of
 from router.openai.schema import (
-    INSTEAD,
-    UNSUPPORTED_FIELDS,
     CacheOptions,
     ChatBody,
     CompactionOptions,
@@ -164,9 +162,10 @@ class ParsedChat(ParsedRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCompletion(ParsedRequest):
-    """Texts, or token ids, to continue: `n` answers to each."""
+    """Texts, or token ids, to continue: `n` answers to each. `add_special_tokens`: to texts."""
 
     prompts: tuple[str | tuple[int, ...], ...]
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,28 +187,17 @@ class ParsedDetokenize:
     token_ids: tuple[int, ...]
 
 
-Body = TypeVar("Body", bound=BaseModel)
 Asked = TypeVar("Asked", ChatBody, CompletionBody)
 
-FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Names that pydantic puts into an error's location for a branch of a union, besides those with brackets.
-UNION_TAGS = frozenset(
-    {"str", "int", "float", "none", "constrained-str", "constrained-int", "constrained-float", "NamedTool"}
-)
 # Token ids in a body that is too long to be parsed. Quotes inside of text are escaped there.
 PROMPT_IDS = re.compile(rb'"prompt"\s*:\s*\[([\d\s,\[\]]*)')
+ALIASES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+"""llama.cpp's names of fields, and ours."""
 TTL = re.compile(r"(\d{1,9})(s|m|h|d)")
 TTL_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 EPHEMERAL = "ephemeral"
 EPHEMERAL_TTL_S = 300.0
 """How long a part marked `cache_control: {type: ephemeral}` without `ttl` is kept, as by Anthropic's API."""
-EXPECTED = {
-    "prompt": "a string, a list of strings, a list of token ids or a list of those",
-    "stop": "a string or a list of strings, none of them empty",
-    "content": "a string or a list of parts {'type': 'text', 'text': ...}",
-    "logit_bias": "an object of token ids, each with a number from -100 to 100",
-    "ttl": "a text such as '30m' or a number of seconds",
-}
 
 
 class RequestParser:
@@ -249,14 +237,18 @@ class RequestParser:
 
     def _chat_of(self, asked: ChatBody) -> ParsedChat:
         asked = self._filled(asked)
-        _refuse_unbuilt_chat(asked)
         ignored = _ignored(asked, "")
         template_kwargs = _template_kwargs(asked.chat_template_kwargs)
         if asked.chat_template_kwargs is not None:
             ignored += _ignored(asked.chat_template_kwargs, "chat_template_kwargs.")
+        if asked.enable_thinking is not None:
+            if template_kwargs.get("enable_thinking", asked.enable_thinking) != asked.enable_thinking:
+                message = "enable_thinking contradicts chat_template_kwargs.enable_thinking. Give one."
+                raise InvalidValue("enable_thinking", message)
+            template_kwargs["enable_thinking"] = asked.enable_thinking
         if asked.reasoning_effort == "none":
             if template_kwargs.get("enable_thinking"):
-                message = "reasoning_effort='none' contradicts chat_template_kwargs.enable_thinking=true."
+                message = "reasoning_effort='none' contradicts enable_thinking=true."
                 raise InvalidValue("reasoning_effort", message)
             template_kwargs["enable_thinking"] = False
         elif asked.reasoning_effort is not None:
@@ -294,8 +286,6 @@ class RequestParser:
             self._refuse_long_ids(body)
             raise
         asked = self._filled(validated(self._completion, body))
-        if asked.suffix:
-            raise UnsupportedParameter("suffix", "suffix is not supported: text cannot be inserted.")
         if asked.best_of is not None:
             n = asked.n or 1
             if asked.best_of > n:
@@ -319,6 +309,7 @@ class RequestParser:
             is_length_default=asked.max_tokens is None,
             ignored_fields=tuple(_ignored(asked, "")),
             extras=replace(_extras(asked), echo=bool(asked.echo)),
+            add_special_tokens=asked.add_special_tokens is not False,
             **self._common(asked),
         )
 
@@ -354,8 +345,9 @@ class RequestParser:
 
     def _filled(self, asked: Asked) -> Asked:
         """Return the body with the model's defaults in the fields that it leaves out."""
-        left_out = {name: value for name, value in self._defaults.items() if getattr(asked, name) is None}
-        return asked.model_copy(update=left_out) if left_out else asked
+        named = _by_own_names(asked)
+        left_out = {name: value for name, value in self._defaults.items() if getattr(named, name) is None}
+        return named.model_copy(update=left_out) if left_out else named
 
     def _refuse_long_ids(self, body: bytes) -> None:
         """Raise `ContextLengthExceeded` if `body` is too large because of a prompt of too many token ids."""
@@ -372,6 +364,8 @@ class RequestParser:
         if metadata_bytes > self._limits.metadata_bytes_max:
             limit = self._limits.metadata_bytes_max
             raise InvalidValue("metadata", f"metadata holds {metadata_bytes} bytes, more than {limit}.")
+        if asked.stream_options is not None and not asked.stream:
+            raise InvalidValue("stream_options", "stream_options needs stream to be true.")
         if asked.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens=0 leaves no prompt. Give a number of tokens, or -1."
             raise InvalidValue("truncate_prompt_tokens", message)
@@ -392,43 +386,25 @@ class RequestParser:
         }
 
 
-def validated(model: type[Body], body: bytes) -> Body:
-    """Return a body of JSON as `model` has it. Raises `ApiError` naming the field at fault."""
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as refused:
-        raise error_of(refused) from None
+def _by_own_names(asked: Asked) -> Asked:
+    """Return a body whose fields have our names, where it came with those of llama.cpp.
 
-
-def error_of(refused: ValidationError) -> ApiError:
-    """Return the most informative of pydantic's errors: a limit, else the deepest, else the first."""
-    found = refused.errors(include_url=False, include_input=False)
-    if found[0]["type"] == "json_invalid":
-        return InvalidJson(f"{found[0]['ctx']['error']}.")
-    best = max(found, key=lambda error: (error["type"].endswith("too_long"), len(_path(error["loc"]))))
-    path = _path(best["loc"])
-    if not path:
-        return InvalidJson("an object is expected.")
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    name = next(part for part in reversed(path) if isinstance(part, str))
-    if name in UNSUPPORTED_FIELDS:
-        instead = INSTEAD.get(name, "Leave it out.")
-        return UnsupportedParameter(param, f"{param} is not supported by this server. {instead}")
-    if best["type"] == "missing":
-        return MissingField(param)
-    if name in EXPECTED and path[-1] == name and best["type"] not in {"too_long", "string_too_long"}:
-        return InvalidValue(param, f"{param} must be {EXPECTED[name]}.", code="invalid_type")
-    rule = broken_rule(best)
-    said = f"{param} {rule}" if rule.startswith(("must ", "may ")) else f"{param}: {rule}"
-    return InvalidValue(param, f"{said}.")
-
-
-def _path(place: Sequence[int | str]) -> list[int | str]:
-    return [
-        part
-        for part in place
-        if isinstance(part, int) or (FIELD_NAME.fullmatch(part) and part not in UNION_TAGS)
-    ]
+    Raises `InvalidValue` if it has both and they differ, `UnsupportedParameter` for a part of a penalty.
+    """
+    update: dict[str, Any] = {}
+    for alias, name in ALIASES.items():
+        value, own = getattr(asked, alias), getattr(asked, name)
+        if value is None:
+            continue
+        if own is not None and own != value:
+            raise InvalidValue(alias, f"{alias} and {name} mean the same and differ. Give one.")
+        update[name] = value
+    named = asked.model_copy(update=update) if update else asked
+    penalty, window = named.repetition_penalty, named.repeat_last_n
+    if penalty not in (None, 1.0) and window not in (None, -1):
+        message = "repeat_last_n is not supported beside a penalty: it covers the whole context. Send -1."
+        raise UnsupportedParameter("repeat_last_n", message)
+    return named
 
 
 def _ignored(asked: BaseModel, prefix: str) -> list[str]:
@@ -473,11 +449,6 @@ def _extras(asked: ChatBody | CompletionBody) -> AnswerExtras:
         token_ids=bool(asked.return_token_ids),
         names_ids=bool(asked.return_tokens_as_token_ids),
     )
-
-
-def _refuse_unbuilt_chat(asked: ChatBody) -> None:
-    if asked.modalities is not None and any(kind != "text" for kind in asked.modalities):
-        raise UnsupportedParameter("modalities", "Only the modality 'text' is supported.")
 
 
 def _refuse_two_forms(chat: ParsedChat) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,11 +23,12 @@ from pydantic import (
     GetJsonSchemaHandler,
     create_model,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from configs.sections import ProfileName
 from configs.settings import LimitsSettings
 from replicas.reply import TOOL_NAME
+from router.openai.fields import UNBUILT, UNBUILT_ERROR
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 COUNT_MAX = 2**31 - 1  # more tokens than any model generates
@@ -76,15 +78,42 @@ class _Skipped:
         return {}
 
 
-class _Absent:
-    """A field that Samovar does not implement: null and empty values pass, all others are an error."""
+@dataclass(frozen=True, eq=False)  # typing would take (0,) and (False,) for one
+class _Unbuilt:
+    """Marks a field that Samovar does not implement.
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        empty_list = core_schema.list_schema(max_length=0)
-        empty_dict = core_schema.dict_schema(max_length=0)
-        empty_text = core_schema.str_schema(max_length=0)
-        return core_schema.union_schema([core_schema.none_schema(), empty_list, empty_dict, empty_text])
+    Null, empty values and the `neutral` ones, which ask for what is done anyway, pass and become None; all
+    others are an error of type `UNBUILT_ERROR`.
+    """
+
+    neutral: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.neutral]}
+
+    def _check(self, value: Any) -> None:
+        if value is None or value in ("", [], {}):
+            return
+        is_truth = isinstance(value, bool)
+        if any(value == one and isinstance(one, bool) == is_truth for one in self.neutral):
+            return
+        raise PydanticCustomError(UNBUILT_ERROR, "is not supported")
+
+
+Absent = Annotated[Any, _Unbuilt()]
+"""A field inside another one that is not implemented."""
+
+
+def unbuilt_fields(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the fields that a body of `model` may not have, for `create_model`: those it does not build."""
+    return {
+        name: (Annotated[Any, _Unbuilt(neutral)], None)
+        for name, neutral in UNBUILT.items()
+        if name not in model.model_fields
+    }
 
 
 class _Strict(BaseModel):
@@ -148,7 +177,7 @@ class Message(_Strict):
     reasoning: Annotated[str | None, _OrNone()] = None
     tool_calls: list[AssistantCall] | None = None
     tool_call_id: str | None = None
-    function_call: _Absent | None = None
+    function_call: Absent = None
     cache_control: CacheMark = None
 
 
@@ -219,10 +248,10 @@ class StructuredOutputs(_Strict):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: _Absent | None = None
+    structural_tag: Absent = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: _Absent | Literal[False] | None = None
+    disable_additional_properties: Annotated[Any, _Unbuilt((False,))] = None
     disable_fallback: bool | None = None
 
 
@@ -267,6 +296,7 @@ class _Body(_Strict):
 
     model: str
     max_tokens: Length | None = None
+    n_predict: Length | None = None
     min_tokens: Annotated[Whole, Field(ge=0, le=COUNT_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -275,6 +305,8 @@ class _Body(_Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repeat_last_n: Annotated[Whole, Field(ge=-1, le=COUNT_MAX)] | None = None
     seed: Annotated[Whole, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -309,12 +341,6 @@ class _Body(_Strict):
     grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    structural_tag: _Absent | None = None
-    bad_words: _Absent | None = None
-    logits_processors: _Absent | None = None
-    use_beam_search: _Absent | Literal[False] | None = None
-    include_stop_str_in_output: _Absent | Literal[False] | None = None
-    skip_special_tokens: _Absent | Literal[True] | None = None
 
 
 class ChatBody(_Body):
@@ -324,21 +350,14 @@ class ChatBody(_Body):
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    modalities: list[Word] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Word | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: Word | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    function_call: Literal["none", "auto"] | None = None
-    functions: _Absent | None = None
-    audio: _Absent | None = None
-    web_search_options: _Absent | None = None
-    chat_template: _Absent | None = None
-    format: _Absent | None = None
-    echo: _Absent | Literal[False] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    enable_thinking: bool | None = None
     knowledge: KnowledgeOptions | None = None
     documents: Annotated[list[Word], Field(max_length=256, fail_fast=True)] | None = None
     compaction: CompactionOptions | None = None
@@ -351,7 +370,7 @@ class CompletionBody(_Body):
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
+    add_special_tokens: bool | None = None
 
 
 class TokenizeBody(_Strict):
@@ -373,34 +392,6 @@ class DetokenizeBody(_Strict):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
-
-
-# Fields refused with `unsupported_parameter` instead of `invalid_value`.
-UNSUPPORTED_FIELDS = frozenset(
-    {
-        "audio",
-        "bad_words",
-        "chat_template",
-        "disable_additional_properties",
-        "echo",
-        "format",
-        "function_call",
-        "functions",
-        "include_stop_str_in_output",
-        "logits_processors",
-        "skip_special_tokens",
-        "structural_tag",
-        "use_beam_search",
-        "web_search_options",
-    }
-)
-
-
-# What to send in place of such a field.
-INSTEAD = {
-    "function_call": "Send tools and tool_choice, and in messages tool_calls, in its place.",
-    "functions": "Send tools, each {'type': 'function', 'function': ...}, in its place.",
-}
 
 
 def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
@@ -443,6 +434,7 @@ def bounded_tokenize(limits: LimitsSettings) -> type[TokenizeBody]:
     return create_model(
         "BoundedTokenizeBody",
         __base__=TokenizeBody,
+        **unbuilt_fields(TokenizeBody),
         messages=(messages | None, None),
         tools=(_bounded_tools(limits), None),
     )
@@ -458,8 +450,26 @@ def bounded_chat(limits: LimitsSettings) -> type[ChatBody]:
         messages=(messages, ...),
         tools=(_bounded_tools(limits), None),
         top_logprobs=(top, None),
+        **unbuilt_fields(ChatBody),
         **_bounded_fields(limits),
     )
+
+
+def passed_fields(limits: LimitsSettings, own: type[BaseModel]) -> dict[str, Any]:
+    """Return the fields of a chat that a body of another API has beside its `own`, for `create_model`.
+
+    They mean the same there, and become the chat's as they are.
+    """
+    chat = bounded_chat(limits)
+    return {
+        name: (field.annotation, field)
+        for name, field in chat.model_fields.items()
+        if name not in own.model_fields and name not in UNBUILT and name not in NOT_PASSED
+    }
+
+
+NOT_PASSED = frozenset({"messages", "tools", "tool_choice", "stream_options"})
+"""Fields of a chat that other APIs say in their own way."""
 
 
 def bounded_completion(limits: LimitsSettings) -> type[CompletionBody]:
@@ -477,5 +487,6 @@ def bounded_completion(limits: LimitsSettings) -> type[CompletionBody]:
         __base__=CompletionBody,
         prompt=(str | texts | ids | many, ...),
         logprobs=(top, None),
+        **unbuilt_fields(CompletionBody),
         **_bounded_fields(limits),
     )

@@ -484,7 +484,7 @@ class PromptBuilder:
         if isinstance(prompt, str):
             if not is_cut:
                 self._refuse_hopeless(prompt, "prompt")
-            ids = self._encode(prompt, add_special_tokens=True)
+            ids = self._encode(prompt, add_special_tokens=request.add_special_tokens)
             if not ids:
                 raise InvalidValue("prompt", "prompt is empty: there is nothing to continue.")
         else:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, create_model
 
 from configs.settings import LimitsSettings
-from router.openai import Skipped, StrictModel, Word
+from router.openai import Skipped, StrictModel, Word, passed_fields, unbuilt_fields
 
 
 class ItemPart(StrictModel):
@@ -83,7 +83,7 @@ class ReasoningConfig(StrictModel):
 
 
 class ResponsesBody(StrictModel):
-    """The body of POST /v1/responses. The fields after `user` are Samovar's, as in a chat request."""
+    """The body of POST /v1/responses; `bounded_responses_body` adds what it has in common with a chat's."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Skipped]
@@ -105,26 +105,21 @@ class ResponsesBody(StrictModel):
     include: list[Word] | None = None
     metadata: dict[str, Any] | None = None
     truncation: Word | None = None
-    background: bool | None = None
-    conversation: Any = None
     prompt: Any = None
     top_logprobs: int | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     user: str | None = None
-    seed: int | None = None
-    session_id: str | None = None
-    cache_salt: str | None = None
-    cache_profile: str | None = None
 
 
 def bounded_responses_body(limits: LimitsSettings) -> type[ResponsesBody]:
-    """Return `ResponsesBody` with its lists bounded by `limits`."""
+    """Return `ResponsesBody` with its lists bounded by `limits`, and with the fields of a chat."""
     items = Annotated[list[InputItem], Field(max_length=limits.messages_max, fail_fast=True)]
     tools = Annotated[list[ResponsesTool], Field(max_length=limits.tools_max, fail_fast=True)]
     return create_model(
         "BoundedResponsesBody",
         __base__=ResponsesBody,
+        **unbuilt_fields(ResponsesBody),
+        **passed_fields(limits, ResponsesBody),
         input=(str | items | None, None),
         tools=(tools | None, None),
     )

@@ -23,9 +23,11 @@ from router.openai import (
     RequestParser,
     UnsupportedParameter,
     check_structure,
+    names_here,
     rename,
     shown,
     validated,
+    with_passed,
 )
 from router.responses.body import (
     InputItem,
@@ -45,22 +47,6 @@ FIELDS = {
     "enable_thinking": "reasoning.effort",
 }
 """Fields of a chat request, and what they are called here."""
-SAME = (
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "user",
-    "seed",
-    "session_id",
-    "cache_salt",
-    "cache_profile",
-)
-"""Fields that mean the same in a chat request."""
 TEXT_PARTS = ("input_text", "output_text", "text")
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -141,14 +127,14 @@ class ResponsesParser:
         if not said.messages:
             raise MissingField("input")
         tools, names, tool_places, ignored = _tools(asked.tools or ())
-        request = {name: value for name in SAME if (value := getattr(asked, name)) is not None}
-        request |= {"messages": [*front, *said.messages], "tools": tools} | self._wishes(asked)
+        request = with_passed(asked, self._wishes(asked))
+        request |= {"messages": [*front, *said.messages], "tools": tools}
         if not tools:
             request.pop("parallel_tool_calls", None)
         try:
             chat = self._parser.translated(request)
         except ApiError as error:
-            raise rename(error, FIELDS | places | tool_places) from None
+            raise rename(error, names_here(FIELDS, asked) | places | tool_places) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
         held["ignored_fields"] = (*(asked.model_extra or {}), *ignored)
         return ParsedResponse(
@@ -232,8 +218,6 @@ def _later(place: str) -> str:
 
 def _refuse_unbuilt(asked: ResponsesBody) -> None:
     unbuilt = {
-        "background": asked.background,
-        "conversation": asked.conversation,
         "prompt": asked.prompt,
         "top_logprobs": asked.top_logprobs,
         "include": LOGPROBS in (asked.include or ()),

@@ -241,8 +241,6 @@ def test_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
         ({"seed": 3.0, "n": 2.0, "min_tokens": 1.0}, {"seed": 3, "n": 2, "min_tokens": 1}),
         ({"prompt_cache_retention": "in-memory"}, {"prompt_cache_retention": "in_memory"}),
         ({"tool_choice": "auto", "function_call": "auto"}, {"tool_choice": "none"}),
-        ({"stream_options": {"include_usage": False}}, {}),
-        ({"stream_options": {"include_usage": True}}, {"stream_options": {"include_usage": True}}),
         ({"top_logprobs": 0, "logprobs": False}, {}),
         ({"metadata": {"a": 1, "b": 2.5, "c": True}}, {"metadata": {"a": "1", "b": "2.5", "c": "true"}}),
         ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}),
