@@ -14,17 +14,25 @@ from configs.settings import LimitsSettings
 from router.openai import CacheMark, Part, Skipped, StrictModel, Word, passed_fields, unbuilt_fields
 
 
+class BlockSource(StrictModel):
+    """The source of a `document`; `data` of one of `type: text` is its text."""
+
+    type: Word | None = None
+    data: str | None = None
+
+
 class ContentBlock(StrictModel):
-    """A block of a message: `text`, `thinking`, `redacted_thinking`, `tool_use` or `tool_result`."""
+    """A block of a message: `text`, `thinking`, `redacted_thinking`, `tool_use`, `tool_result`, or others."""
 
     type: Word
     text: str | None = None
     thinking: str | None = None
-    id: Annotated[str, Field(min_length=1)] | None = None
+    id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: Annotated[str, Field(min_length=1)] | None = None
-    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    source: BlockSource | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | dict[str, Any] | None = None
     is_error: bool | None = None
     cache_control: CacheMark = None
 

@@ -31,7 +31,9 @@ from router.openai import (
     RequestParser,
     UnsupportedParameter,
     check_structure,
+    left_out,
     names_here,
+    place_here,
     rename,
     shown,
     validated,
@@ -128,7 +130,8 @@ class MessagesParser:
         except ApiError as error:
             raise rename(error, names_here(FIELDS, asked) | made.places) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
-        held["ignored_fields"] = (*(asked.model_extra or {}), *made.ignored)
+        altered = (place_here(place, made.places) for place in chat.ignored_fields)
+        held["ignored_fields"] = (*(asked.model_extra or {}), *made.ignored, *altered)
         held["is_length_default"] = True  # it is an upper bound, as in Anthropic's own API
         return ParsedMessages(**held, tokens_asked=asked.max_tokens or 0, is_marked=made.is_marked)
 
@@ -180,6 +183,7 @@ def _form(form: JsonOutput, place: str) -> Json:
 
 
 def _translated(asked: MessagesBody) -> _Translation:
+    last = max((at for at, one in enumerate(asked.messages) if one.role == "user"), default=-1)
     made = _Translation()
     if asked.system:
         now = made.add({"role": "system", "content": _parts(asked.system, made)}, "system")
@@ -195,7 +199,7 @@ def _translated(asked: MessagesBody) -> _Translation:
         elif message.role == "assistant":
             _add_answer(made, message.content, place)
         else:
-            _add_turn(made, message, message.content, place)
+            _add_turn(made, message, message.content, place, is_last=index == last)
     for index, tool in enumerate(asked.tools or ()):
         _add_tool(made, tool, f"tools[{index}]")
     if asked.cache_control is not None or any(tool.cache_control for tool in asked.tools or ()):
@@ -232,8 +236,13 @@ def _add_tool(made: _Translation, tool: AnthropicTool, place: str) -> None:
     made.tools.append({"type": "function", "function": function})
 
 
-def _add_turn(made: _Translation, message: AnthropicMessage, blocks: list[ContentBlock], place: str) -> None:
-    """Add what a user or the system says: a message for each run of texts, one for each tool's result."""
+def _add_turn(
+    made: _Translation, message: AnthropicMessage, blocks: list[ContentBlock], place: str, *, is_last: bool
+) -> None:
+    """Add what a user or the system says: a message for each run of texts, one for each tool's result.
+
+    `is_last`: it is the user's last one, in which nothing is replaced.
+    """
     texts: list[Json] = []
     at = len(made.messages)
     for number, block in enumerate(blocks):
@@ -242,29 +251,37 @@ def _add_turn(made: _Translation, message: AnthropicMessage, blocks: list[Conten
             if texts:
                 made.add({"role": message.role, "content": texts}, place)
                 texts = []
-            if not block.tool_use_id:
-                raise MissingField(f"{where}.tool_use_id")
-            content = [] if block.content is None else _parts(block.content, made)
-            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            content = _parts(block.content, made) if isinstance(block.content, str | list) else []
+            result: Json = {"role": "tool", "content": content}
+            if block.tool_use_id:
+                result["tool_call_id"] = block.tool_use_id
             now = made.add(result, where, block.cache_control)
             made.places[f"{now}.tool_call_id"] = f"{where}.tool_use_id"
         else:
             if not texts:
                 at = len(made.messages)
-            texts.append(_text(made, block, where, f"messages[{at}].content[{len(texts)}]"))
+            now = f"messages[{at}].content[{len(texts)}]"
+            texts.append(_text(made, block, where, now, is_last=is_last))
     if texts or not blocks:
         made.add({"role": message.role, "content": texts}, place)
 
 
-def _text(made: _Translation, block: ContentBlock, where: str, now: str) -> Json:
-    if block.type != "text":
+def _text(made: _Translation, block: ContentBlock, where: str, now: str, *, is_last: bool = False) -> Json:
+    """Return a block as a text; what a history has beside texts becomes a line, and is listed."""
+    said = block.text if block.type == "text" else None
+    if block.type == "document" and block.source is not None and block.source.type == "text":
+        said = block.source.data
+    if said is None and is_last:
+        if block.type == "text":
+            raise MissingField(f"{where}.text")
         raise UnsupportedParameter(
             f"{where}.type", f"{where}.type={shown(block.type)} is not supported in a message of this role."
         )
-    if block.text is None:
-        raise MissingField(f"{where}.text")
+    if said is None:
+        made.ignored.append(where)
+        said = left_out(" ".join(filter(None, (block.type, block.name))))
     made.places[now] = where
-    text: Json = {"type": "text", "text": block.text}
+    text: Json = {"type": "text", "text": said}
     if block.cache_control is not None:
         made.is_marked = True
         text["cache_control"] = {"type": block.cache_control.type, "ttl": block.cache_control.ttl}
@@ -285,15 +302,13 @@ def _add_answer(made: _Translation, blocks: list[ContentBlock], place: str) -> N
         elif block.type == "redacted_thinking":
             continue
         elif block.type == "tool_use":
-            if not block.id or not block.name:
-                raise MissingField(f"{where}.{'name' if block.id else 'id'}")
             now = f"{at}.tool_calls[{len(calls)}]"
             made.places |= {
                 now: where,
                 f"{now}.function": where,
                 f"{now}.function.arguments": f"{where}.input",
             }
-            function = {"name": block.name, "arguments": _arguments(block, where)}
+            function = {"name": block.name or "", "arguments": _arguments(block, where)}
             calls.append({"id": block.id, "type": "function", "function": function})
             marks.append(block.cache_control)
         else:
@@ -307,7 +322,9 @@ def _add_answer(made: _Translation, blocks: list[ContentBlock], place: str) -> N
 
 
 def _arguments(block: ContentBlock, where: str) -> str:
+    if isinstance(block.input, str):  # another server's: what was cut off
+        return block.input
     try:
-        return json.dumps(block.input or {}, ensure_ascii=False, allow_nan=False)
+        return json.dumps({} if block.input is None else block.input, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         raise InvalidValue(f"{where}.input", f"{where}.input holds what JSON does not have.") from None

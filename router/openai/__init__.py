@@ -14,7 +14,15 @@ from router.openai.answers import (
     json_bytes,
 )
 from router.openai.body import check_structure, declared_bytes, read_body
-from router.openai.dialect import ChatDialect, CompletionDialect, Dialect, names_here, rename, with_passed
+from router.openai.dialect import (
+    ChatDialect,
+    CompletionDialect,
+    Dialect,
+    names_here,
+    place_here,
+    rename,
+    with_passed,
+)
 from router.openai.errors import (
     ApiError,
     AuthenticationFailed,
@@ -42,7 +50,7 @@ from router.openai.errors import (
     shown,
     validated,
 )
-from router.openai.messages import ChatMessage, Tool, ToolCall, ToolOffer, led
+from router.openai.messages import ChatMessage, Tool, ToolCall, ToolOffer, led, left_out, readable_arguments
 from router.openai.parse import (
     AnswerExtras,
     CacheWish,
@@ -134,10 +142,13 @@ __all__ = [
     "finish_of",
     "json_bytes",
     "led",
+    "left_out",
     "names_here",
     "no_such_cursor",
     "passed_fields",
+    "place_here",
     "read_body",
+    "readable_arguments",
     "rename",
     "retry_after_header",
     "shown",

@@ -94,14 +94,20 @@ def names_here(names: Mapping[str, str], asked: BaseModel) -> dict[str, str]:
 def rename(error: ApiError, places: Mapping[str, str]) -> ApiError:
     """Give an error about a translated field the name that the client used, in its message too.
 
-    `places`: of translated fields, the client's; the longest that fits counts, with what follows it.
+    `places`: see `place_here`.
     """
     param = error.param
-    if param is None:
-        return error
+    if param is not None and (here := place_here(param, places)) != param:
+        error.param = here
+        error.message = error.message.replace(param, here)
+    return error
+
+
+def place_here(param: str, places: Mapping[str, str]) -> str:
+    """Return the client's name of a translated field.
+
+    `places`: of translated fields, the client's; the longest that fits counts, with what follows it.
+    """
     fitting = (place for place in places if param == place or param.startswith((f"{place}.", f"{place}[")))
     place = max(fitting, key=len, default=None)
-    if place is not None:
-        error.param = places[place] + param[len(place) :]
-        error.message = error.message.replace(param, error.param)
-    return error
+    return param if place is None else places[place] + param[len(place) :]

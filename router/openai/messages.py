@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
 from configs.json_text import parse_json
 from router.openai.errors import InvalidValue, MissingField, UnsupportedParameter, shown
-from router.openai.schema import Message, NamedTool, OfferedTool
+from router.openai.schema import AssistantCall, Message, NamedTool, OfferedTool
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -20,6 +20,7 @@ ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
 
 
@@ -150,93 +151,142 @@ def _check_choice(choice: str | NamedTool | None) -> None:
         raise InvalidValue("tool_choice", message)
 
 
-def messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
-    """Return the messages. `UnsupportedParameter`, `InvalidValue` and `MissingField` name what is wrong."""
-    made: list[ChatMessage] = []
-    called: dict[str, str] = {}  # call id -> the tool's name
-    for index, message in enumerate(messages):
-        one = _message(message, f"messages[{index}]", called)
-        called.update((call.call_id, call.name) for call in one.calls)
-        made.append(one)
-    return tuple(made)
+def messages_of(messages: Sequence[Message]) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
+    """Return the messages, and the places in the request of what the model is not shown as it came.
+
+    A history cannot be changed any more, whoever wrote it: what has no form here becomes a line of text. Only
+    the user's last message is refused for it: it is new, and its sender waits for an answer to it.
+    `UnsupportedParameter`, `InvalidValue` and `MissingField` name what is wrong.
+    """
+    reading = _Reading(max((at for at, one in enumerate(messages) if one.role == "user"), default=-1))
+    return tuple(reading.message(at, one) for at, one in enumerate(messages)), tuple(reading.altered)
 
 
-def _message(message: Message, place: str, called: Mapping[str, str]) -> ChatMessage:
-    if message.role == "function":
-        raise UnsupportedParameter(
-            f"{place}.role",
-            f"{place}.role='function' is not supported. Send role 'tool' with a tool_call_id.",
-        )
-    if message.role not in ROLES:
-        known = ", ".join(ROLES)
-        raise InvalidValue(f"{place}.role", f"{place}.role={shown(message.role)} is none of {known}.")
-    role = ROLES[message.role]
-    texts = _texts(message, place, role)
-    if role == "tool":
-        call_id = message.tool_call_id
-        if not call_id:
-            raise MissingField(f"{place}.tool_call_id")
-        if call_id not in called:
-            raise InvalidValue(
-                f"{place}.tool_call_id",
-                f"{place}.tool_call_id={shown(call_id)} names no call in the tool_calls before it.",
-            )
-        return ChatMessage(role, "".join(texts), call_id=call_id, tool=called[call_id])
-    if role == "assistant":
-        thought = message.reasoning_content or message.reasoning or ""
-        return ChatMessage(role, "".join(texts), reasoning=thought, calls=_calls(message, place))
-    if message.tool_calls:
-        raise InvalidValue(f"{place}.tool_calls", f"{place}.tool_calls is for the role 'assistant' only.")
-    cuts = accumulate(map(len, texts[:-1])) if role == "system" else ()
-    return ChatMessage(role, "".join(texts), tuple(cuts))
+def left_out(kind: str) -> str:
+    """Return the line that stands for a part which the model cannot read."""
+    return f"[{kind}: not shown to this model]"
 
 
-def _texts(message: Message, place: str, role: Role) -> list[str]:
-    """Return the texts of a message's parts; only the assistant may say nothing."""
-    if message.content is None:
-        if role != "assistant":
-            raise MissingField(f"{place}.content")
-        return []
-    if isinstance(message.content, str):
-        return [message.content]
-    texts = []
-    for number, part in enumerate(message.content):
-        param = f"{place}.content[{number}]"
-        if part.type != "text":
-            raise UnsupportedParameter(
-                f"{param}.type", f"{param}.type={shown(part.type)} is not supported; only 'text' parts are."
-            )
-        if part.text is None:
-            raise MissingField(f"{param}.text")
-        texts.append(part.text)
-    return texts
+@dataclass(slots=True)
+class _Reading:
+    """A conversation while its messages are read. `last`: the index of the user's last one.
+
+    `called`: call id -> the tool's name. `open_calls`: ids of calls without a result yet.
+    """
+
+    last: int
+    called: dict[str, str] = field(default_factory=dict)
+    open_calls: list[str] = field(default_factory=list)
+    altered: list[str] = field(default_factory=list)
+
+    def message(self, at: int, message: Message) -> ChatMessage:
+        place = f"messages[{at}]"
+        if message.role not in ROLES:
+            known = ", ".join(ROLES)
+            raise InvalidValue(f"{place}.role", f"{place}.role={shown(message.role)} is none of {known}.")
+        role = ROLES[message.role]
+        texts, thoughts = self._texts(at, message, place, role)
+        if role == "tool":
+            return self._result(message, place, "".join(texts))
+        if role == "assistant":
+            if message.refusal and not any(texts):
+                texts = [message.refusal]
+            thought = message.reasoning_content or message.reasoning or "".join(thoughts)
+            calls = self._calls(message, place)
+            self.called.update((call.call_id, call.name) for call in calls)
+            self.open_calls += [call.call_id for call in calls]
+            return ChatMessage(role, "".join(texts), reasoning=thought, calls=calls)
+        if message.tool_calls:
+            raise InvalidValue(f"{place}.tool_calls", f"{place}.tool_calls is for the role 'assistant' only.")
+        cuts = accumulate(map(len, texts[:-1])) if role == "system" else ()
+        return ChatMessage(role, "".join(texts), tuple(cuts))
+
+    def _texts(self, at: int, message: Message, place: str, role: Role) -> tuple[list[str], list[str]]:
+        """Return the texts of a message's parts, and what was thought in them."""
+        if message.content is None:
+            if at == self.last:
+                raise MissingField(f"{place}.content")
+            return [], []
+        if isinstance(message.content, str):
+            return [message.content], []
+        texts: list[str] = []
+        thoughts: list[str] = []
+        for number, part in enumerate(message.content):
+            param = f"{place}.content[{number}]"
+            text = part.refusal if part.type == "refusal" else part.text
+            if role == "assistant" and part.type in THOUGHTS:
+                thoughts.append(part.thinking or part.text or "")
+            elif part.type in TEXTS and text is not None:
+                texts.append(text)
+            elif at == self.last and part.type not in TEXTS:
+                words = f"{param}.type={shown(part.type)} is not supported; only 'text' parts are."
+                raise UnsupportedParameter(f"{param}.type", words)
+            elif at == self.last:
+                raise MissingField(f"{param}.text")
+            else:
+                self.altered.append(param)
+                texts.append(left_out(part.type))
+        return texts, thoughts
+
+    def _result(self, message: Message, place: str, text: str) -> ChatMessage:
+        """Return a tool's result; of one that names no call, that of the first call without a result."""
+        call_id, name = message.tool_call_id or "", message.name or ""
+        if call_id not in self.called:
+            if message.role == "tool" or call_id:
+                self.altered.append(f"{place}.tool_call_id")
+            fitting = (one for one in self.open_calls if name in ("", self.called[one]))
+            call_id = next(fitting, call_id or f"call_{place}")
+        if call_id in self.open_calls:
+            self.open_calls.remove(call_id)
+        return ChatMessage("tool", text, call_id=call_id, tool=self.called.get(call_id, name))
+
+    def _calls(self, message: Message, place: str) -> tuple[ToolCall, ...]:
+        """Return the calls of a message; ids that are missing or there twice are made up."""
+        calls: dict[str, ToolCall] = {}
+        given = [(f"{place}.tool_calls[{at}]", one) for at, one in enumerate(message.tool_calls or ())]
+        if message.function_call is not None and message.function_call.name:
+            given.append((f"{place}.function_call", AssistantCall(function=message.function_call)))
+        for param, call in given:
+            call_id = call.id or ""
+            if not call_id or call_id in calls:
+                call_id = f"call_{param}"
+                self.altered += [f"{param}.id"] if call.id else []
+            if call.function is not None:
+                name, arguments = call.function.name, self._arguments(call.function.arguments or "", param)
+            else:
+                self.altered.append(param)
+                name = (call.custom and call.custom.name) or call.type or ""
+                arguments = json.dumps({"input": (call.custom and call.custom.input) or ""})
+            calls[call_id] = ToolCall(call_id, name or NAMELESS, arguments)
+        return tuple(calls.values())
+
+    def _arguments(self, text: str, param: str) -> str:
+        readable = readable_arguments(text)
+        if readable != text and text.strip():
+            self.altered.append(f"{param}.function.arguments")
+        return readable
 
 
-def _calls(message: Message, place: str) -> tuple[ToolCall, ...]:
-    calls: dict[str, ToolCall] = {}
-    for number, call in enumerate(message.tool_calls or ()):
-        param = f"{place}.tool_calls[{number}]"
-        if call.type not in (None, "function"):
-            raise UnsupportedParameter(
-                f"{param}.type", f"{param}.type={shown(call.type)} is not supported; only 'function' is."
-            )
-        if call.function is None:
-            raise MissingField(f"{param}.function")
-        if call.id in calls:
-            raise InvalidValue(f"{param}.id", f"{param}.id={shown(call.id)} is there twice.")
-        calls[call.id] = ToolCall(call.id, call.function.name, _arguments(call.function.arguments, param))
-    return tuple(calls.values())
+TEXTS = ("text", "input_text", "output_text", "refusal")
+THOUGHTS = ("thinking", "reasoning", "reasoning_text")
+NAMELESS = "tool"
+"""What a call in a history is shown as that has no name."""
+UNPARSED = "unparsed"
+"""The key under which a template is given arguments that are no JSON object: what was said, as it is."""
 
 
-def _arguments(text: str, param: str) -> str:
-    """Return the arguments of a call; "" means none, as some clients write it."""
-    text = text if text.strip() else "{}"
-    field_name = f"{param}.function.arguments"
+def readable_arguments(text: str) -> str:
+    """Return the arguments of a call as the text of a JSON object, which templates need.
+
+    "" and null mean none. What is no JSON object (cut off by a limit, another provider's) is kept as text.
+    """
+    if not text.strip():
+        return "{}"
     try:
         value = parse_json(text)
         json.dumps(value, ensure_ascii=False).encode()  # half a character, escaped, is no text
     except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidValue(field_name, f"{field_name} must be the text of a JSON object.")
-    return text
+        return json.dumps({UNPARSED: text})
+    if value is None:
+        return "{}"
+    return text if isinstance(value, dict) else json.dumps({UNPARSED: text})

@@ -260,15 +260,16 @@ class RequestParser:
         is_length_default = max_tokens is None and self._chat_tokens is not None
         if max_tokens is None and self._chat_tokens is not None:
             max_tokens = max(self._chat_tokens, asked.min_tokens or 0)
+        messages, altered = messages_of(asked.messages)
         parsed = ParsedChat(
-            messages=messages_of(asked.messages),
+            messages=messages,
             offer=offer_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls),
             template_kwargs=template_kwargs,
             **_end_of_prompt(asked.add_generation_prompt, asked.continue_final_message),
             sampling=_sampling(asked, max_tokens, logprobs, asked.prompt_logprobs),
             generates=max_tokens != 0,
             is_length_default=is_length_default,
-            ignored_fields=tuple(ignored),
+            ignored_fields=(*ignored, *altered),
             extras=_extras(asked),
             knowledge=_knowledge_wish(asked.knowledge),
             documents=tuple(asked.documents or ()),
@@ -323,7 +324,7 @@ class RequestParser:
             chat = ParsedChat(
                 model=asked.model or "",
                 sampling=SamplingParams(),
-                messages=messages_of(asked.messages),
+                messages=messages_of(asked.messages)[0],
                 offer=offer_of(asked.tools, None, None),
                 template_kwargs=_template_kwargs(asked.chat_template_kwargs),
                 **_end_of_prompt(asked.add_generation_prompt, asked.continue_final_message),

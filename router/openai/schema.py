@@ -33,6 +33,7 @@ from router.openai.fields import UNBUILT, UNBUILT_ERROR
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 COUNT_MAX = 2**31 - 1  # more tokens than any model generates
 TOKEN_ID_MAX = 2**32 - 1  # token ids are u32 everywhere in Samovar
+TOOL_NAME_CHARS_MAX = 256  # in a history: other providers allow longer names than are offered here
 WORD_CHARS_MAX = 64  # roles, part types, modes: words of the API, not user text
 
 
@@ -143,10 +144,12 @@ CacheMark = Annotated[CacheControl | None, _OrNone()]
 
 
 class Part(_Strict):
-    """A part of a message's content. Only `type: text` is served."""
+    """A part of a message's content. Texts are served; what else a history has is shown as a line."""
 
-    type: Word
+    type: Word = "text"
     text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
     cache_control: CacheMark = None
 
 
@@ -154,30 +157,40 @@ ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME}$")]
 
 
 class CalledFunction(_Strict):
-    """The function of a tool call in a history; `arguments`: the text of a JSON object."""
+    """The function of a tool call in a history; `arguments`: mostly the text of a JSON object."""
 
-    name: ToolName
-    arguments: str
+    name: Annotated[str, Field(max_length=TOOL_NAME_CHARS_MAX)] = ""
+    arguments: str | None = None
+
+
+class CalledCustom(_Strict):
+    """A call in a history of a tool whose input is text."""
+
+    name: Annotated[str, Field(max_length=TOOL_NAME_CHARS_MAX)] = ""
+    input: str | None = None
 
 
 class AssistantCall(_Strict):
     """A tool call in a history."""
 
-    id: Annotated[str, Field(min_length=1)]
+    id: str | None = None
     type: Word | None = None
     function: CalledFunction | None = None
+    custom: CalledCustom | None = None
 
 
 class Message(_Strict):
-    """One message of a conversation."""
+    """One message of a conversation. `function_call`, `name`: of histories from before there were tools."""
 
     role: Word
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     reasoning_content: Annotated[str | None, _OrNone()] = None
     reasoning: Annotated[str | None, _OrNone()] = None
+    refusal: Annotated[str | None, _OrNone()] = None
     tool_calls: list[AssistantCall] | None = None
     tool_call_id: str | None = None
-    function_call: Absent = None
+    function_call: Annotated[CalledFunction | None, _OrNone()] = None
+    name: Annotated[str | None, _OrNone()] = None
     cache_control: CacheMark = None
 
 

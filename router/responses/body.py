@@ -15,9 +15,9 @@ from router.openai import Skipped, StrictModel, Word, passed_fields, unbuilt_fie
 
 
 class ItemPart(StrictModel):
-    """A part of an item: `input_text`, `output_text`, `refusal`, `summary_text`, `reasoning_text`."""
+    """A part of an item: `input_text`, `output_text`, `refusal`, `summary_text`, `reasoning_text`, ..."""
 
-    type: Word
+    type: Word = ""
     text: str | None = None
     refusal: str | None = None
 
@@ -26,17 +26,23 @@ ItemParts = Annotated[list[ItemPart], Field(fail_fast=True)]
 
 
 class InputItem(StrictModel):
-    """An item of `input`: a message, reasoning, a function's call or its output, or a reference to such."""
+    """An item of `input`: a message, reasoning, a call or its output, a reference, or what others have made.
+
+    `input`, `action`, `operation`: what calls are made with that are no function's.
+    """
 
     type: Word | None = None
     id: str | None = None
     role: Word | None = None
     content: str | ItemParts | None = None
-    call_id: Annotated[str, Field(min_length=1)] | None = None
+    call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: str | ItemParts | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    output: str | ItemParts | dict[str, Any] | None = None
     summary: ItemParts | None = None
     encrypted_content: str | None = None
 

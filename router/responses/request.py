@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -23,7 +24,9 @@ from router.openai import (
     RequestParser,
     UnsupportedParameter,
     check_structure,
+    left_out,
     names_here,
+    place_here,
     rename,
     shown,
     validated,
@@ -71,10 +74,16 @@ class ParsedResponse(ParsedChat):
 
 @dataclass(slots=True)
 class _Conversation:
-    """Chat messages made from items; `places`: of each, where it was in the body."""
+    """Chat messages made from items; `places`: of each, where it was in the body.
+
+    `asked_at`: the place of the user's last message, in which nothing is replaced. `ignored`: places of what
+    the model is not shown as it came.
+    """
 
     messages: list[Json] = field(default_factory=list)
+    asked_at: str = ""
     places: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
     last: str = ""  # type of the item before, while it is the assistant's
 
     def add(self, message: Json, place: str) -> str:
@@ -117,9 +126,11 @@ class ResponsesParser:
         said = _Conversation(messages=self._before(asked, tenant))
         if isinstance(asked.input, str):
             said.add({"role": "user", "content": asked.input}, "input")
-        for index, item in enumerate(asked.input or () if not isinstance(asked.input, str) else ()):
-            place = f"input[{index}]"
-            _add_item(said, self._named(item, tenant, place), place)
+        given = asked.input if isinstance(asked.input, list) else []
+        items = {f"input[{at}]": self._named(item, tenant, f"input[{at}]") for at, item in enumerate(given)}
+        said.asked_at = next((place for place in reversed(items) if items[place].role == "user"), "")
+        for place, item in items.items():
+            _add_item(said, item, place)
         places, front = said.places, []
         if asked.instructions is not None:
             front = [{"role": "system", "content": asked.instructions}]
@@ -136,7 +147,8 @@ class ResponsesParser:
         except ApiError as error:
             raise rename(error, names_here(FIELDS, asked) | places | tool_places) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
-        held["ignored_fields"] = (*(asked.model_extra or {}), *ignored)
+        altered = (place_here(place, places | tool_places) for place in chat.ignored_fields)
+        held["ignored_fields"] = (*(asked.model_extra or {}), *ignored, *said.ignored, *altered)
         return ParsedResponse(
             **held,
             said=said.messages,
@@ -153,7 +165,7 @@ class ResponsesParser:
             return []
         stored = self._store.get(tenant, asked.previous_response_id)
         if stored is None:
-            raise ResponseNotFound(asked.previous_response_id, "previous_response_id")
+            raise PreviousResponseNotFound(asked.previous_response_id)
         messages: list[Json] = parse_json(stored.messages)["messages"]
         return messages
 
@@ -210,6 +222,14 @@ class ResponseNotFound(ApiError):
         self.wanted_id = response_id
 
 
+class PreviousResponseNotFound(ResponseNotFound):
+    """400: the response that is to be continued is not stored; clients then send the whole history."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(response_id, "previous_response_id")
+        self.status, self.code = 400, "previous_response_not_found"
+
+
 def _later(place: str) -> str:
     """Return the place of a message behind one more message."""
     number, _, rest = place.removeprefix("messages[").partition("]")
@@ -237,46 +257,45 @@ def _add_item(said: _Conversation, item: InputItem, place: str) -> None:
         if role not in ("user", "assistant", "system", "developer"):
             known = "user, assistant, system, developer"
             raise InvalidValue(f"{place}.role", f"{place}.role={shown(role)} is none of {known}.")
-        if item.content is None:
+        if item.content is None and place == said.asked_at:
             raise MissingField(f"{place}.content")
+        texts = _texts(said, item.content or "", place, "content")
         if role == "assistant":
             message, _ = said.answer(kind, place)
-            message["content"] += "".join(_texts(item.content, f"{place}.content"))
+            message["content"] += "".join(texts)
             return
         said.last = ""
-        texts = _texts(item.content, f"{place}.content")
-        parts = [{"type": "text", "text": text} for text in texts]
-        said.add({"role": role, "content": parts}, place)
+        said.add({"role": role, "content": [{"type": "text", "text": text} for text in texts]}, place)
     elif kind == "reasoning":
         message, _ = said.answer(kind, place)
         message["reasoning_content"] = message.get("reasoning_content", "") + _thought(item, place)
-    elif kind == "function_call":
-        _add_call(said, item, place)
-    elif kind == "function_call_output":
+    elif kind.endswith("_call_output"):
         said.last = ""
-        if item.call_id is None or item.output is None:
-            raise MissingField(f"{place}.{'call_id' if item.call_id is None else 'output'}")
-        texts = _texts(item.output, f"{place}.output")
-        result = {"role": "tool", "tool_call_id": item.call_id, "content": "".join(texts)}
+        result: Json = {"role": "tool", "content": "".join(_texts(said, item.output or "", place, "output"))}
+        if item.call_id:
+            result["tool_call_id"] = item.call_id
         now = said.add(result, place)
         said.places[f"{now}.tool_call_id"] = f"{place}.call_id"
+    elif kind == "function_call" or (kind.endswith("_call") and item.call_id):
+        _add_call(said, item, place)
     else:
-        raise UnsupportedParameter(
-            f"{place}.type", f"{place}.type={shown(kind)} is not supported. Leave such items out."
-        )
+        said.ignored.append(place)  # a search, a summary under a key of others: nothing that a model can read
 
 
 def _add_call(said: _Conversation, item: InputItem, place: str) -> None:
-    for name in ("call_id", "name"):
-        if not getattr(item, name):
-            raise MissingField(f"{place}.{name}")
+    """Add a call: of a function, or of what another kind of tool was called with."""
     message, at = said.answer("function_call", place)
     calls = message.setdefault("tool_calls", [])
     now = f"{at}.tool_calls[{len(calls)}]"
     said.places |= {now: place, f"{now}.function": place, f"{now}.id": f"{place}.call_id"}
-    name = flat_name(item.namespace, item.name or "")
-    function = {"name": name, "arguments": item.arguments or ""}
-    calls.append({"id": item.call_id, "type": "function", "function": function})
+    arguments = item.arguments or ""
+    if item.input is not None:
+        arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+    elif made_with := item.action or item.operation:
+        arguments = json.dumps(made_with, ensure_ascii=False)
+    name = flat_name(item.namespace, item.name or (item.type or "").removesuffix("_call"))
+    call: Json = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    calls.append(call | ({"id": item.call_id} if item.call_id else {}))
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -284,20 +303,30 @@ def flat_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def _texts(content: str | Sequence[ItemPart], place: str) -> list[str]:
+def _texts(
+    said: _Conversation, content: str | Sequence[ItemPart] | Json, place: str, field: str
+) -> list[str]:
+    """Return the texts of an item; what has none becomes a line, except in the user's last message."""
     if isinstance(content, str):
         return [content]
+    if isinstance(content, Mapping):
+        said.ignored.append(f"{place}.{field}")
+        return [left_out(str(content.get("type", "output")))]
     texts = []
     for number, part in enumerate(content):
-        where = f"{place}[{number}]"
+        where = f"{place}.{field}[{number}]"
         text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*TEXT_PARTS, "refusal"):
+        if part.type in (*TEXT_PARTS, "refusal") and text is not None:
+            texts.append(text)
+        elif place != said.asked_at:
+            said.ignored.append(where)
+            texts.append(left_out(part.type or field))
+        elif part.type in (*TEXT_PARTS, "refusal"):
+            raise MissingField(f"{where}.text")
+        else:
             raise UnsupportedParameter(
                 f"{where}.type", f"{where}.type={shown(part.type)} is not supported; only text parts are."
             )
-        if text is None:
-            raise MissingField(f"{where}.text")
-        texts.append(text)
     return texts
 
 

@@ -185,7 +185,6 @@ def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
         ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
-        ({"messages": [USER, {"role": "function", "content": "x"}]}, "messages[1].role"),
         ({"messages": "hello"}, "messages"),
         ({"stop": ["a", 5]}, "stop[1]"),
         ({"stop": 5}, "stop"),
