@@ -553,8 +553,9 @@ class PrefixSettings(Section):
     )
     tools: Literal["ordered", "as_sent"] = Field(
         "ordered",
-        description="tools that a client sends in another order than in the turn before: ordered = put into "
-        "that order, which keeps the prompt's beginning equal; as_sent = leave them, and lose the prefix",
+        description="tools that a client sends in another order than in the turn before, or as other JSON "
+        "of the same meaning: ordered = written as they were, which keeps the prompt's beginning equal; "
+        "as_sent = leave them, and lose the prefix",
     )
     prompts_max: int = Field(
         8,
@@ -564,5 +565,9 @@ class PrefixSettings(Section):
         "where it left their prefix; 0 = off",
     )
     memory_bytes_max: int = Field(
-        32 * MIB, ge=0, le=TIB, description="digests of such prompts, of all sessions; no text is kept"
+        32 * MIB,
+        ge=0,
+        le=TIB,
+        description="digests of such prompts, of all sessions, and as much again for how their tools and "
+        "calls are written; no other text is kept",
     )

@@ -67,7 +67,7 @@ class PromptDigest:
     """Digests of a prompt: of its prefixes at `marks` (in tokens, ascending) and of its parts.
 
     `prefixes`: of all its prefixes, from none to all tokens; dropped when the prompt is kept. `tools`: of its
-    tools, in their order.
+    tools, in their order, however they are spelled; `tools_text`: as they are written.
     """
 
     tokens: int
@@ -75,6 +75,7 @@ class PromptDigest:
     prefixes: npt.NDArray[np.uint64]
     marks: npt.NDArray[np.uint32]
     tools: tuple[bytes, ...] = ()
+    tools_text: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +87,7 @@ class _KeptPrompt:
     prefixes: npt.NDArray[np.uint64]
     digests: tuple[bytes, ...]
     tools: tuple[bytes, ...] = ()
+    tools_text: bytes = b""
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +228,8 @@ class PrefixMemory:
 
 def _kept(prompt: PromptDigest) -> _KeptPrompt:
     digests = tuple(part.digest for part in prompt.parts)
-    return _KeptPrompt(prompt.tokens, prompt.marks, prompt.prefixes[prompt.marks], digests, prompt.tools)
+    prefixes = prompt.prefixes[prompt.marks]
+    return _KeptPrompt(prompt.tokens, prompt.marks, prefixes, digests, prompt.tools, prompt.tools_text)
 
 
 def _continued(kept: Sequence[_KeptPrompt], prompt: PromptDigest) -> tuple[_KeptPrompt | None, int, int]:
@@ -280,7 +283,7 @@ def _part_left(before: _KeptPrompt, prompt: PromptDigest, shared: int, until: in
     differing = next((place for place, (was, part) in pairs if was != part.digest), None)
     if differing is not None and (differing == 0 or until > parts[differing - 1].end):
         return parts[differing].name
-    if before.tools != prompt.tools:
+    if before.tools_text != prompt.tools_text:
         return TOOLS
     begun = (part for part in parts if part.start <= shared)
     return max(begun, key=lambda part: part.start, default=parts[0]).name  # of several, the first

@@ -16,12 +16,10 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from configs.sections import PrefixSettings
 from configs.settings import Settings
 from replicas.grammar import GrammarCompiler, GrammarRefused
 from replicas.messages import Grammar
@@ -36,7 +34,6 @@ from router.openai import (
     ParsedRequest,
     UnsupportedParameter,
     led,
-    split_front,
 )
 from router.prompt.answer_form import BRACKETED, AnswerForm
 from router.prompt.prefix_memory import (
@@ -48,8 +45,9 @@ from router.prompt.prefix_memory import (
     ids_of,
     reasoning_lost,
 )
-from router.prompt.prompt_parts import TokenSizes, parts_of, tool_digest
+from router.prompt.prompt_parts import TokenSizes, digest_of_texts, parts_of
 from router.prompt.reply_memory import Owner, ReplyMemory, key_of
+from router.prompt.same_prefix import JsonSpellings, as_before, in_order, tool_digest, without_volatile
 from router.prompt.shared_replies import SharedReplies, turns_of
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
 from router.prompt.tool_template import TEMPLATE_FAULTS, inspect_template
@@ -190,6 +188,7 @@ class PromptBuilder:
         self._memory = ReplyMemory(limits.reply_memory_bytes_max)
         self._prefix = settings.router.prefix
         self._prefixes = PrefixMemory(self._prefix.prompts_max, self._prefix.memory_bytes_max)
+        self._spellings = JsonSpellings(self._prefix.memory_bytes_max)
         self._prefix_key = secrets.token_bytes(KEY_BYTES)
         self._sizes = TokenSizes(self._backend.get_vocab(), vocab_tokens)
         self._memory_lock = threading.Lock()  # of both memories
@@ -274,11 +273,15 @@ class PromptBuilder:
             key = None if reply is None else key_of(reply)
             again = text if reply is None else self._again(prompt, text, reply)
             # Without its reasoning it comes back as another text: known by the prompt that it answers.
-            held: dict[str, list[int]] = {} if again is None else {again: ids}
+            held = [] if again is None else [(again, ids, key)]
             if reply is not None and reply.reasoning:
-                held[""] = []
+                held.append(("", [], key))
+            if reply is None and text.strip() != text:  # as some clients send it back
+                trimmed = ChatMessage("assistant", text.strip())
+                if (words := self._again(prompt, text, trimmed)) is not None:
+                    held.append((words, ids, key_of(trimmed)))
             with self._memory_lock:
-                for words, its_ids in held.items():
+                for words, its_ids, key in held:
                     self._memory.remember(
                         salt,
                         prompt.rendered,
@@ -307,6 +310,7 @@ class PromptBuilder:
         def drop() -> int:
             with self._memory_lock:
                 self._prefixes.forget(tenant, sessions)
+                self._spellings.forget(tenant, sessions)
                 return self._memory.forget(tenant, sessions)
 
         return await asyncio.to_thread(drop)  # never 429: must not queue behind prompts
@@ -316,6 +320,7 @@ class PromptBuilder:
         with self._memory_lock:
             self._memory.check_integrity()
             self._prefixes.check_integrity()
+            self._spellings.check_integrity()
         self._threads.check_integrity()
 
     @property
@@ -332,10 +337,13 @@ class PromptBuilder:
         if request.offer is not None and not self.template.reads_tools:
             raise UnsupportedParameter("tools", "tools is not supported: model.tool_parser is 'none'.")
         request, kept_by = without_volatile(_led(request), self._prefix)
-        tools = [tool_digest(tool, self._prefix_key) for tool in request.offer.tools] if request.offer else []
-        if owner is not None and tools and self._prefix.tools == "ordered":
-            request, tools, words = self._ordered(salt, request, tools, owner)
+        if owner is not None and self._prefix.tools == "ordered":
+            request, tools, words = self._as_before(salt, request, owner)
             kept_by += words
+        else:
+            tools = (
+                [tool_digest(one, self._prefix_key) for one in request.offer.tools] if request.offer else []
+            )
         prompt, is_cut = self._chat(salt, request), request.truncate_tokens is not None
         left: PrefixLeft | None = None
         try:
@@ -355,17 +363,18 @@ class PromptBuilder:
             grammar=form.grammar(request.sampling.grammar, self._grammars),
         )
 
-    def _ordered(
-        self, salt: str, request: ParsedChat, tools: list[bytes], owner: Owner
+    def _as_before(
+        self, salt: str, request: ParsedChat, owner: Owner
     ) -> tuple[ParsedChat, list[bytes], tuple[str, ...]]:
-        """Return the request with its tools in the order of the turn before, if that had the same."""
+        """Return the request with tools and calls as the turns before had them, and its tools' digests."""
+        key = self._prefix_key
         with self._memory_lock:
-            before = self._prefixes.tools_like(salt, owner, tools)
-        if before is None or request.offer is None or before == tools:
-            return request, tools, ()
-        of = dict(zip(tools, request.offer.tools, strict=True))
-        offer = replace(request.offer, tools=tuple(of[digest] for digest in before))
-        return replace(request, offer=offer), before, ("ordered tools",)
+            request, is_other = as_before(request, self._spellings, salt, owner, key)
+            tools = [tool_digest(tool, key) for tool in request.offer.tools] if request.offer else []
+            before = self._prefixes.tools_like(salt, owner, tools) if tools else None
+        if before is None or before == tools:
+            return request, tools, ("ordered JSON",) if is_other else ()
+        return in_order(request, tools, before), before, ("ordered tools",)
 
     def _reading(self, request: ParsedChat, rendered: str) -> ReplyReading | None:
         """Return how the answers are read; None if all of them is text."""
@@ -407,7 +416,9 @@ class PromptBuilder:
     ) -> PrefixLeft | None:
         ids = ids_of(prompt.token_ids)
         parts = parts_of(request.messages, prompt.rendered or "", ids, self._sizes, self._prefix_key)
-        digest = replace(digest_of(ids, parts, self._prefix_key), tools=tuple(tools))
+        offered = request.offer.tools if request.offer else ()
+        written = digest_of_texts([tool.text for tool in offered], self._prefix_key)
+        digest = replace(digest_of(ids, parts, self._prefix_key), tools=tuple(tools), tools_text=written)
         with self._memory_lock:
             if forgets != self._memory.forgets(owner.tenant):
                 return None  # a clear came after the request: nothing of it may be kept
@@ -544,22 +555,6 @@ class PromptBuilder:
         if ids and ids[-1] in self._eos_token_ids:
             ids.pop()  # the template adds the end of a turn itself
         return ids if self._backend.decode(ids, skip_special_tokens=False) == text else None
-
-
-def without_volatile(request: ParsedChat, settings: PrefixSettings) -> tuple[ParsedChat, tuple[str, ...]]:
-    """Return the request with known volatile lines out of its prefix, and what was done, in words."""
-    first = request.messages[0]
-    if settings.volatile == "keep" or first.role != "system":
-        return request, ()
-    front = split_front(first, settings.volatile_lines)
-    if not front.names:
-        return request, ()
-    messages = [ChatMessage("system", front.rest), *request.messages[1:]]
-    if settings.volatile == "behind":
-        last = sum(1 for _ in takewhile(lambda message: message.role == "system", messages)) - 1
-        messages[last] = ChatMessage("system", "\n".join([messages[last].content, *front.lines]))
-    done = "dropped" if settings.volatile == "drop" else "moved"
-    return replace(request, messages=tuple(messages)), tuple(f"{done} {name}" for name in front.names)
 
 
 def _led(request: ParsedChat) -> ParsedChat:

@@ -7,7 +7,6 @@ in another prompt. Pure.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,7 +14,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from router.openai import ChatMessage, Tool
+from router.openai import ChatMessage
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -129,7 +128,9 @@ def _digest(key: bytes, messages: Iterable[ChatMessage]) -> bytes:
     return digest.digest()
 
 
-def tool_digest(tool: Tool, key: bytes) -> bytes:
-    """Return a tool's keyed digest, the same for any order of the keys in its JSON."""
-    text = json.dumps(tool.spec, sort_keys=True).encode()
-    return hashlib.blake2b(text, key=key, digest_size=DIGEST_BYTES).digest()
+def digest_of_texts(texts: Iterable[str], key: bytes) -> bytes:
+    """Return the keyed digest of texts in their order."""
+    digest = hashlib.blake2b(key=key, digest_size=DIGEST_BYTES)
+    for text in texts:
+        digest.update(f"{len(text)}\0{text}".encode("utf-8", "surrogatepass"))
+    return digest.digest()

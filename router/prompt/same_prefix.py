@@ -1,0 +1,179 @@
+"""Keeps a prompt's beginning as it was the turn before: volatile lines, tools' order, JSON's spelling. Pure.
+
+Clients build their JSON anew for each request: the same tool comes with its keys in another order, `required`
+and `enum` as sets, 1 as 1.0, other escapes. It is then written as the session's first request wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import takewhile
+from typing import Any
+
+from configs.json_text import parse_json
+from configs.sections import PrefixSettings
+from router.openai import ChatMessage, ParsedChat, Tool, ToolCall, split_front
+from router.prompt.prompt_parts import DIGEST_BYTES
+from router.prompt.reply_memory import Owner
+
+SETS = frozenset({"required", "enum", "type"})
+"""Keys of a JSON Schema whose lists are sets."""
+ROW_OVERHEAD_BYTES = 600
+TEXT_OVERHEAD_BYTES = 150
+ARGUMENTS_CHARS_MIN = 8
+"""Shorter arguments of calls have at most one key: they are as they came."""
+
+_Row = tuple[str, bytes]
+"""(salt, session's tag)"""
+
+
+def canonical_json(value: Any, *, is_schema: bool = False, is_set: bool = False) -> str:
+    """Return one text for all spellings of a JSON value; of a schema also where lists are sets."""
+    if isinstance(value, dict):
+        texts = (
+            (key, canonical_json(value[key], is_schema=is_schema, is_set=is_schema and key in SETS))
+            for key in sorted(value)
+        )
+        return f"{{{','.join(f'{json.dumps(key)}:{text}' for key, text in texts)}}}"
+    if isinstance(value, list):
+        parts = [canonical_json(one, is_schema=is_schema) for one in value]
+        return f"[{','.join(sorted(parts) if is_set else parts)}]"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value)
+
+
+def tool_digest(tool: Tool, key: bytes) -> bytes:
+    """Return a tool's keyed digest, the same for every spelling of its JSON."""
+    text = canonical_json(tool.spec, is_schema=True).encode()
+    return blake2b(text, key=key, digest_size=DIGEST_BYTES).digest()
+
+
+class JsonSpellings:
+    """LRU memory of how sessions' requests first wrote their tools and calls, compressed; in `bytes_max`.
+
+    Salt and owner as in `ReplyMemory`. Not thread-safe.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes_used = 0
+        self._rows: OrderedDict[_Row, tuple[Owner, dict[bytes, bytes]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def spell(self, salt: str, owner: Owner, texts: Sequence[tuple[bytes, str]]) -> list[str]:
+        """Return each text as the session wrote it first, given its digest; remember those that are new."""
+        row = salt, owner.session
+        _, held = self._rows.setdefault(row, (owner, {}))
+        self._rows.move_to_end(row)
+        self._bytes_used += ROW_OVERHEAD_BYTES if not held else 0
+        spelled = []
+        for digest, text in texts:
+            before = held.get(digest)
+            if before is None:
+                held[digest] = before = zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
+                self._bytes_used += len(before) + TEXT_OVERHEAD_BYTES
+                spelled.append(text)
+            else:
+                spelled.append(zlib.decompress(before).decode("utf-8", "surrogatepass"))
+        if not held:
+            self._drop(row)
+        while self._bytes_used > self._bytes_max:
+            self._drop(next(iter(self._rows)))
+        return spelled
+
+    def forget(self, tenant: str | None = None, sessions: Collection[bytes] | None = None) -> None:
+        """Drop the sessions of `tenant`, only these of it, or (None) all."""
+        for row in [row for row, (owner, _) in self._rows.items() if owner.is_of(tenant, sessions)]:
+            self._drop(row)
+
+    def _drop(self, row: _Row) -> None:
+        _, held = self._rows.pop(row)
+        self._bytes_used -= _cost(held)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the state is inconsistent."""
+        assert self._bytes_used == sum(_cost(held) for _, held in self._rows.values())
+        assert self._bytes_used <= self._bytes_max or not self._rows
+        assert all(owner.session == row[1] for row, (owner, _) in self._rows.items())
+
+
+def _cost(held: dict[bytes, bytes]) -> int:
+    return ROW_OVERHEAD_BYTES + sum(len(text) + TEXT_OVERHEAD_BYTES for text in held.values())
+
+
+def as_before(
+    request: ParsedChat, spellings: JsonSpellings, salt: str, owner: Owner, key: bytes
+) -> tuple[ParsedChat, bool]:
+    """Return the request with its tools and calls written as the session wrote them; whether any differs."""
+    tools = request.offer.tools if request.offer else ()
+    calls = [
+        call
+        for message in request.messages
+        for call in message.calls
+        if len(call.arguments) >= ARGUMENTS_CHARS_MIN
+    ]
+    if not tools and not calls:
+        return request, False
+    given = [(tool_digest(tool, key), tool.text) for tool in tools]
+    given += [(_call_digest(call, key), call.arguments) for call in calls]
+    spelled = spellings.spell(salt, owner, given)
+    if all(text == now for (_, text), now in zip(given, spelled, strict=True)):
+        return request, False
+    offer = request.offer
+    if offer is not None:
+        pairs = zip(tools, spelled, strict=False)
+        offer = replace(offer, tools=tuple(_spelled(tool, text) for tool, text in pairs))
+    of = dict(zip((call.arguments for call in calls), spelled[len(tools) :], strict=True))
+    messages = tuple(
+        replace(
+            one,
+            calls=tuple(
+                replace(call, arguments=of.get(call.arguments, call.arguments)) for call in one.calls
+            ),
+        )
+        for one in request.messages
+    )
+    return replace(request, offer=offer, messages=messages), True
+
+
+def _call_digest(call: ToolCall, key: bytes) -> bytes:
+    try:
+        text = canonical_json(parse_json(call.arguments))
+    except RecursionError:  # deeper than Python follows: it counts as it came
+        text = call.arguments
+    return blake2b(text.encode(), key=key, digest_size=DIGEST_BYTES).digest()
+
+
+def _spelled(tool: Tool, text: str) -> Tool:
+    return tool if text == tool.text else replace(tool, text=text, spec=parse_json(text))
+
+
+def in_order(request: ParsedChat, tools: Sequence[bytes], before: Sequence[bytes]) -> ParsedChat:
+    """Return the request with its tools, of these digests, in the order that they had before."""
+    assert request.offer is not None
+    of = dict(zip(tools, request.offer.tools, strict=True))
+    return replace(request, offer=replace(request.offer, tools=tuple(of[digest] for digest in before)))
+
+
+def without_volatile(request: ParsedChat, settings: PrefixSettings) -> tuple[ParsedChat, tuple[str, ...]]:
+    """Return the request with known volatile lines out of its prefix, and what was done, in words."""
+    first = request.messages[0]
+    if settings.volatile == "keep" or first.role != "system":
+        return request, ()
+    front = split_front(first, settings.volatile_lines)
+    if not front.names:
+        return request, ()
+    messages = [ChatMessage("system", front.rest), *request.messages[1:]]
+    if settings.volatile == "behind":
+        last = sum(1 for _ in takewhile(lambda message: message.role == "system", messages)) - 1
+        messages[last] = ChatMessage("system", "\n".join([messages[last].content, *front.lines]))
+    done = "dropped" if settings.volatile == "drop" else "moved"
+    return replace(request, messages=tuple(messages)), tuple(f"{done} {name}" for name in front.names)
