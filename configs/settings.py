@@ -399,6 +399,7 @@ SESSION_IDS = (
     "session-id",
     "thread-id",
     "metadata.user_id",
+    "any-session-header",
     "user",
     "x-user-id",
 )
@@ -487,7 +488,9 @@ class RouterSettings(Section):
         SESSION_IDS,
         max_length=16,
         description="where a request's session id is read, the first that is there: names of headers, "
-        "session_id, prompt_cache_key and user of the body, metadata.NAME (of JSON text its session_id)",
+        "session_id, prompt_cache_key and user of the body, metadata.NAME (of JSON text its session_id), "
+        "any-session-header (the first header whose name ends with session, conversation, thread, chat or "
+        "affinity, with or without -id or -key)",
     )
     prefix: PrefixSettings = PrefixSettings()
 

@@ -25,6 +25,8 @@ from configs.settings import AuthSettings, LimitsSettings
 from router.openai import AuthenticationFailed, Forbidden, InvalidValue, TooManyRequests
 
 OPEN_PATH = "/health"
+GREETING_PATH = "/api/hello"
+"""Claude Code asks it at its start, without its key, to see whether there is a server."""
 PAGE_PATH, PAGE_FILES = "/", "/page/"
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 LOCAL_TENANT = "local"
@@ -42,8 +44,8 @@ class Caller:
 
 
 def is_open(scope: Scope) -> bool:
-    """Return whether a request is for the open health path."""
-    return scope["path"] == OPEN_PATH and scope["method"] in OPEN_METHODS
+    """Return whether a request is for a path that needs no key and tells nothing: health, the greeting."""
+    return scope["path"] in (OPEN_PATH, GREETING_PATH) and scope["method"] in OPEN_METHODS
 
 
 def is_page(scope: Scope) -> bool:

@@ -36,6 +36,7 @@ from replicas.model import ModelSpec, ensure_model, inspect_model, leave_torch_o
 from router.anthropic import MessagesDialect, MessagesParser, messages_error, models_page
 from router.auth import (
     ADMIN,
+    GREETING_PATH,
     PAGE_PATH,
     Authenticator,
     Caller,
@@ -279,6 +280,7 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         Route("/health", simple.health),
         Route("/metrics", simple.metrics),
         Route("/version", simple.version),
+        Route(GREETING_PATH, simple.hello),
         Route(OPENAPI_ROUTE, simple.openapi),
     ]
     if settings.server.page:
@@ -329,8 +331,14 @@ class _SimpleRoutes:
 
     async def model(self, request: Request) -> Response:
         asked = request.path_params["model_id"]
+        if not asked:  # /v1/models/
+            return await self.models(request)
         self._service.refuse_other_model(asked)
         return JSONResponse(self._card(asked))
+
+    async def hello(self, request: Request) -> Response:
+        """Handle GET and HEAD /api/hello."""
+        return Response(b"", 200)
 
     async def health(self, request: Request) -> Response:
         readiness = self._service.readiness

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from configs.settings import LimitsSettings
 from router.anthropic import bounded_messages_body
+from router.auth import GREETING_PATH
 from router.http.middleware import (
     HINT_ROUTE,
     KNOWLEDGE_ROUTE,
@@ -171,6 +172,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/metrics"): _service(
         summary="Return the metrics, for Prometheus", answer=CONTENT_TYPE, access="admin"
+    ),
+    ("GET", GREETING_PATH): _service(
+        summary="Say that there is a server", answer="text/plain", access="open"
     ),
     ("GET", "/version"): _service(summary="Return Samovar's version", answer=answers.VersionJson),
     ("GET", OPENAPI_ROUTE): _service(summary="Return this document", answer=dict),

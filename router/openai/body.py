@@ -9,12 +9,14 @@ from starlette.types import Receive
 
 from configs.settings import LimitsSettings
 from router.openai.errors import (
+    ApiError,
     BodyTooLarge,
     ClientClosedRequest,
     InvalidJson,
     InvalidValue,
     RequestTimeout,
     UnsupportedMediaType,
+    shown,
 )
 
 # Generous allowance for one message (keys, words and a dozen parts), and for the rest of the body.
@@ -46,6 +48,10 @@ async def read_body(receive: Receive, headers: Headers, limits: LimitsSettings) 
         raise BodyTooLarge(limits.body_bytes_max)
     if declared != 0 and not is_json_type(headers.get("content-type", "")):
         raise UnsupportedMediaType(headers["content-type"])
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if declared != 0 and encoding not in ("", "identity"):
+        message = f"A body in Content-Encoding {shown(encoding)} is not read. Send it as it is."
+        raise ApiError(415, message, param="content-encoding", code="unsupported_encoding")
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_read_s):

@@ -252,7 +252,7 @@ class _Reading:
                 call_id = f"call_{param}"
                 self.altered += [f"{param}.id"] if call.id else []
             if call.function is not None:
-                name, arguments = call.function.name, self._arguments(call.function.arguments or "", param)
+                name, arguments = call.function.name, self._arguments(call.function.arguments, param)
             else:
                 self.altered.append(param)
                 name = (call.custom and call.custom.name) or call.type or ""
@@ -260,7 +260,8 @@ class _Reading:
             calls[call_id] = ToolCall(call_id, name or NAMELESS, arguments)
         return tuple(calls.values())
 
-    def _arguments(self, text: str, param: str) -> str:
+    def _arguments(self, given: str | Mapping[str, Any] | None, param: str) -> str:
+        text = json.dumps(given, ensure_ascii=False) if isinstance(given, Mapping) else given or ""
         readable = readable_arguments(text)
         if readable != text and text.strip():
             self.altered.append(f"{param}.function.arguments")

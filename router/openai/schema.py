@@ -160,7 +160,7 @@ class CalledFunction(_Strict):
     """The function of a tool call in a history; `arguments`: mostly the text of a JSON object."""
 
     name: Annotated[str, Field(max_length=TOOL_NAME_CHARS_MAX)] = ""
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
 
 
 class CalledCustom(_Strict):

@@ -8,6 +8,7 @@ get the same key. The key is an HMAC under the server's secret and the tenant: r
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import get_args
@@ -69,9 +70,17 @@ def _id_at(name: str, headers: Mapping[str, str], request: Request) -> str | Non
         return value
     if name.startswith(METADATA):
         return _id_in_metadata(name, request.metadata.get(name.removeprefix(METADATA)))
+    if name == ANY_SESSION_HEADER:
+        named = sorted(header for header in headers if SESSION_HEADER.fullmatch(header))
+        return next((headers[header] for header in named if headers[header]), None)
     return headers.get(name)
 
 
+ANY_SESSION_HEADER = "any-session-header"
+SESSION_HEADER = re.compile(
+    r"(?:.*[-_])?(?:session|conversation|thread|chat|affinity)(?:[-_]?(?:id|key|affinity))?"
+)
+"""Names of headers that differ between conversations and stay within one, by what clients call them."""
 USER_ID = "metadata.user_id"
 
 

@@ -45,6 +45,7 @@ SENT: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({}, {"session-id": "id/é ?"}),
     ({}, {"thread-id": "id/é ?"}),
     ({"metadata": {"user_id": '{"device_id": "d", "session_id": "id/é ?"}'}}, {}),
+    ({}, {"x-affinity": "id/é ?"}),
     ({"user": "id/é ?"}, {}),
     ({}, {"x-user-id": "id/é ?"}),
 ]

@@ -131,7 +131,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"functions": [{"name": "f"}]}, "functions", NO),
     ({"function_call": {"name": "f"}}, "function_call", NO),
-    ({"modalities": ["text", "audio"]}, "modalities", "text"),
+    ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
     ({"audio": {"voice": "x"}}, "audio", NO),
     ({"web_search_options": {"user_location": None}}, "web_search_options", NO),
     ({"documents": [{"text": "x"}]}, "documents[0]", "text"),

@@ -78,6 +78,7 @@ def test_ids_are_unique_and_only_health_and_the_page_need_no_key() -> None:
     assert len({one["operationId"] for one in operations}) == len(operations) == len(OPERATIONS)
     assert [one["operationId"] for one in operations if one.get("security") == []] == [
         "get_health",
+        "get_api_hello",
         "get_root",
         "get_page_name",
     ]

@@ -13,7 +13,7 @@ from router.prompt import prompt as prompt_module
 from tests.support.router import client_shapes as shapes
 from tests.support.router.client_shapes import SHAPES, SYSTEM, SentRequest, Shape
 from tests.support.router.fake_replica import say
-from tests.support.router.router_harness import TOKENIZER, House, chat, make_settings
+from tests.support.router.router_harness import KEY, TOKENIZER, House, chat, make_settings
 
 CHAT = "/v1/chat/completions"
 SAID = ("How many files are there?", "Hello", "And how many lines?", "Hello", "Thanks.")
@@ -238,7 +238,7 @@ async def test_ids_are_read_where_the_settings_say_and_deleted_from_everywhere()
         assert (await client.delete("/v1/sessions/c")).status_code == 200
     cleared = house.replicas.clears[0][1] or ()
     assert {session_of(call.session) for call in house.replicas.calls} <= set(cleared)
-    assert len(cleared) == len(set(cleared)) == 11 + 2
+    assert len(cleared) == len(set(cleared)) == 12 + 2
 
 
 @pytest.mark.parametrize(
@@ -266,3 +266,48 @@ async def test_f34_a_bad_id_in_metadata_is_a_400(inner: str) -> None:
         body = chat(metadata={"user_id": f'{{"session_id": "{inner}"}}'})
         answer = await client.post(CHAT, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata.user_id")
+
+
+@pytest.mark.parametrize(
+    "header", ["x-affinity", "session_id", "x-acme-conversation-id", "Chat-Id", "x-thread", "my_session_key"]
+)
+async def test_a_header_whose_name_says_so_names_a_conversation(header: str) -> None:
+    house = House()
+    async with house.client() as client:
+        for value, text in (("one", "hi"), ("one", "ho"), ("two", "hi")):
+            await ask(client, SentRequest({header: value, "x-user-id": "ada"}, chat(text)))
+        one, again, other = house.replicas.session_keys
+        assert one == again != other
+        await ask(client, SentRequest({header: "one", "x-session-id": "mine"}, chat("hi")))
+        assert house.replicas.session_keys[-1] not in (one, other), "a name of the list goes first"
+
+
+@pytest.mark.parametrize("header", ["x-session-token", "x-chatter", "mysession", "x-threads", "user-agent"])
+async def test_other_headers_name_none(header: str) -> None:
+    house = House()
+    async with house.client() as client:
+        for value in ("one", "two"):
+            await ask(client, SentRequest({header: value}, chat("hi")))
+    assert len(set(house.replicas.session_keys)) == 1
+
+
+async def test_claude_codes_greeting_needs_no_key_and_a_list_of_models_may_end_with_a_slash() -> None:
+    house = House(settings=make_settings(keys={"alpha": KEY}))
+    async with house.client() as client:
+        for method in ("HEAD", "GET"):
+            greeted = await client.request(method, "/api/hello")
+            assert (greeted.status_code, greeted.content) == (200, b"")
+        assert (await client.get("/v1/models")).status_code == 401
+        key = {"authorization": f"Bearer {KEY}"}
+        listed = [(await client.get(path, headers=key)).json() for path in ("/v1/models", "/v1/models/")]
+        assert listed[0] == listed[1]
+
+
+async def test_a_compressed_body_is_refused_by_its_encoding() -> None:
+    async with House().client() as client:
+        for encoding, status in (("gzip", 415), ("br, gzip", 415), ("identity", 200), ("", 200)):
+            headers = {"content-type": "application/json", "content-encoding": encoding}
+            response = await client.post("/v1/chat/completions", headers=headers, json=chat("hi"))
+            assert response.status_code == status
+            if status == 415:
+                assert response.json()["error"]["param"] == "content-encoding"

@@ -93,6 +93,11 @@ def test_no_arguments_are_none(arguments: str | None) -> None:
 
 
 def test_arguments_that_can_be_read_are_as_they_came() -> None:
+    as_object = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+    assert chat(as_object).messages[1].calls[0].arguments == '{"a": 1}'
     for text in ('{"a": 1}', '{ "a":1.10}', '{"a": "a", "a": "b"}'):
         assert readable_arguments(text) == text
 
