@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,13 +46,13 @@ from replicas.messages import (
     ReplicaInfo,
     TierSign,
 )
+from replicas.turns import TenantThreads
 
 if TYPE_CHECKING:
     from replicas.answers import KeptAnswers, KeptLog, SweepTimer
     from replicas.build import BuiltEngine
     from replicas.engine import Engine, EventStream
     from replicas.links import EventSender
-    from replicas.sampling import Sampler
     from replicas.scheduling import Sequence
     from replicas.start_notes import StartNotes
     from replicas.tracing import AnswerSpans
@@ -207,6 +208,7 @@ class Replica:
         self._links = Links(settings.cluster.links, settings.router.heartbeat_s)
         self._inlet: Inlet | None = open_inlet(settings.cluster.links, 0.0)
         self._places = places(settings.engine)
+        self._compiles = TenantThreads("compile", settings.grammar.threads, places=settings.engine.queue_max)
         self._door_loads = DoorLoads(replica_id)
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -250,7 +252,10 @@ class Replica:
             return
         self._loop = asyncio.get_running_loop()
         if request.sampling.grammar is not None:
-            refused = await asyncio.to_thread(_precompile, self._sampler, request)
+            compile_it = partial(self._sampler.refusal_of, request.sampling.grammar)
+            refused = await self._compiles.run(
+                request.tenant.hex(), compile_it, must_run=True
+            )  # see `Places`
             if refused is not None:
                 yield [refused]
                 return
@@ -516,6 +521,7 @@ class Replica:
             await asyncio.wrap_future(self._thread.call(_close_copies))
         if self._inlet is not None:
             self._inlet.close()
+        self._compiles.close()
         await asyncio.to_thread(self._runner.close)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
@@ -567,17 +573,6 @@ def places(engine: EngineSettings) -> Places:
 
 def _call_later(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
     return asyncio.get_running_loop().call_later(delay_s, call)
-
-
-def _precompile(sampler: Sampler, request: GenerateRequest) -> Refused | None:
-    """Compile a request's grammar, which the engine's thread then finds ready; return why it cannot be."""
-    from replicas.grammar import GrammarRefused
-
-    try:
-        sampler.open_grammar(request.sampling.grammar)
-    except GrammarRefused as refused:
-        return refused.event
-    return None
 
 
 def _begin_handover(engine: Engine) -> int:

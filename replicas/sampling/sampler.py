@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
-from replicas.messages import Grammar
+from replicas.messages import Grammar, Refused
 from replicas.model import is_device_lost, is_memory_short
 from replicas.sampling.draws import TEMPERATURE_MIN, Draw, Sampled, draw_tokens, greedy_of
 from replicas.scheduling import Sequence
@@ -57,6 +57,14 @@ class Sampler:
         if self.grammars is None:
             raise GrammarRefused(grammar.field, "this replica compiles no grammars")
         return self.grammars.open(grammar)
+
+    def refusal_of(self, grammar: Grammar | None) -> Refused | None:
+        """Compile a grammar, which the engine's thread then finds ready; return why it cannot be served."""
+        try:
+            self.open_grammar(grammar)
+        except GrammarRefused as refused:
+            return refused.event
+        return None
 
     def ends_turn(self, token_id: int, sequence: Sequence) -> bool:
         """Return whether this token, just sampled, ends the answer."""

@@ -3,7 +3,7 @@
 Every step first gives one token to each running decode, so that a long prompt stalls no stream, and fills the
 rest of the budget (`step.py`: tokens, and time beside decodes) with prefill chunks, short prompts first
 (`prompt_order.py`). Waiting sequences are admitted while there are places, pages and budget, tenants taking
-turns (`fair_queue.py`; `tenants.py` while prompts are computed). If a running sequence needs a page and none
+turns (`replicas/turns`; `tenants.py` while prompts are computed). If a running sequence needs a page and none
 is available, a later sequence of the tenant with the largest share is preempted; a running sequence is also
 preempted when a tenant with a smaller share waits (`tenants.py`).
 
@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 from cache_tiers.blocks import TAG_BYTES
 from replicas.drafting import Drafter
-from replicas.fair_queue import FairQueue
 from replicas.kv import PagePool, PrefixEntry, session_owner
 from replicas.scheduling.preemption import Preemption, PreemptionPolicy
 from replicas.scheduling.prompt_order import PromptOrder
@@ -32,6 +31,7 @@ from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
 from replicas.scheduling.step import StepPlan as StepPlan
 from replicas.scheduling.tenants import DecodeRests, PrefillTurns, TenantShares
+from replicas.turns import FairQueue
 
 JOINED_TOKENS = 256
 """How much a prompt must have in common with a running one, beyond what is published, to wait for it."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from replicas.turns import FairQueue
 from router.compaction.memory import Owner
 
 logger = logging.getLogger(__name__)
+
+TURN_S = 1.0
+"""What a turn of a tenant is worth."""
 
 JobOutcome = Literal["done", "nothing", "unlikely", "too_dear", "cancelled", "failed", "dropped"]
 Work = Callable[[], Awaitable[JobOutcome]]
@@ -25,47 +30,67 @@ class _IdleJob:
 
 
 class IdleQueue:
-    """Which work is next: one job a session, the session that ended last comes last. Pure.
+    """Which work is next: tenants take turns, by the seconds that their work takes. Pure.
 
-    A job that was stopped goes behind the others, and is given up after `tries_max` attempts.
+    Of a tenant one job a session, the session that ended last comes last. A job that was stopped goes behind
+    the tenant's others, and is given up after `tries_max` attempts. Where there are too many, the oldest of
+    the tenant that has the most goes.
     """
 
     def __init__(self, jobs_max: int, tries_max: int) -> None:
         self._jobs_max = jobs_max
         self._tries_max = tries_max
-        self._jobs: OrderedDict[Owner, _IdleJob] = OrderedDict()
+        self._jobs: dict[Owner, _IdleJob] = {}
+        self._turns: FairQueue[str, Owner] = FairQueue(TURN_S)
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def offer(self, owner: Owner, work: Work) -> int:
         """Add the work of a session, in place of what it has; return how many were dropped for it."""
-        self._jobs.pop(owner, None)
-        self._jobs[owner] = _IdleJob(work)
+        self._put(owner, _IdleJob(work))
         dropped = 0
         while len(self._jobs) > self._jobs_max:
-            self._jobs.popitem(last=False)
+            (most, _), *_ = Counter(tenant for tenant, _ in self._jobs).most_common(1)
+            self._remove(next(self._turns.of(most)))
             dropped += 1
         return dropped
 
     def take(self) -> tuple[Owner, _IdleJob]:
         """Return the next work, and count the attempt."""
-        owner, job = self._jobs.popitem(last=False)
+        owner = self._turns.pick()
+        assert owner is not None, "nothing is left to do"
+        self._turns.take(owner)
+        job = self._jobs.pop(owner)
         job.tries += 1
         return owner, job
+
+    def spent(self, tenant: str, seconds: float) -> None:
+        """Charge a tenant for what its work took."""
+        self._turns.charge(tenant, seconds)
 
     def stopped(self, owner: Owner, job: _IdleJob) -> bool:
         """Put work back that was stopped, unless its session has newer; return whether it is tried again."""
         if owner in self._jobs or job.tries >= self._tries_max:
             return False
-        self._jobs[owner] = job
+        self._put(owner, job)
         return True
 
     def drop(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         """Drop the work of these sessions of a tenant, or of all (None)."""
         for owner in [one for one in self._jobs if one[0] == tenant]:
             if sessions is None or owner[1] in sessions:
-                del self._jobs[owner]
+                self._remove(owner)
+
+    def _put(self, owner: Owner, job: _IdleJob) -> None:
+        if owner in self._jobs:
+            self._remove(owner)
+        self._jobs[owner] = job
+        self._turns.put(owner[0], owner, 0.0)
+
+    def _remove(self, owner: Owner) -> None:
+        del self._jobs[owner]
+        self._turns.remove(owner)
 
 
 class IdleWork:
@@ -152,7 +177,9 @@ class IdleWork:
             if not self.queue or not self._quiet.is_set():
                 continue
             owner, job = self.queue.take()
+            began_s = time.monotonic()
             outcome = await self._one(owner, job)
+            self.queue.spent(owner[0], time.monotonic() - began_s)
             if outcome == "cancelled" and self.queue.stopped(owner, job):
                 continue
             self._over(outcome)

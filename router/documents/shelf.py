@@ -40,6 +40,7 @@ from router.documents.placement import (
 from router.documents.prefill import Prefill, PrefillBusy, document_session
 from router.documents.store import DocumentStore
 from router.documents.text import chunks_of, text_of
+from router.documents.turns import DocumentTurns
 from router.knowledge import (
     Change,
     Content,
@@ -52,7 +53,15 @@ from router.knowledge import (
     QuotaExceeded,
     StoreBusy,
 )
-from router.openai import ApiError, InvalidValue, ParsedChat, Unavailable, no_such_cursor, shown
+from router.openai import (
+    ApiError,
+    InvalidValue,
+    ParsedChat,
+    TooManyRequests,
+    Unavailable,
+    no_such_cursor,
+    shown,
+)
 from router.routing import ReplicaFailed, ReplicaLost
 
 Result = TypeVar("Result")
@@ -71,6 +80,11 @@ CLEARED_AT_ONCE = 64
 ERASED_AT_ONCE = 256
 """Chunks of one write."""
 CHUNK_BYTES_PER_CHAR = 4
+WORKERS = 2
+"""Documents that an ingress works on at once, each of another tenant: so a PDF that takes all its time holds
+one of them. Each may have a reader of `documents.pdf_bytes_max` beside it, so there are no more."""
+PROCESSING_MAX = 256
+"""A tenant's documents that wait to be read: what is behind them would wait for hours."""
 
 
 class ForgetBlocks(Protocol):
@@ -94,6 +108,7 @@ class PlacedDocuments:
     """The documents in one prompt, for the receipt. `measure` first, then `told`."""
 
     documents: Sequence[Whole]
+    tenant: str
     nodes: tuple[str, ...] = ()  # where their blocks were computed, and can be asked for
     places: tuple[int, int] | None = None  # first token, tokens
 
@@ -142,9 +157,9 @@ class DocumentShelf:
         self._counted: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._noted: OrderedDict[tuple[str, str, bytes], None] = OrderedDict()
         self._called = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._current: tuple[str, str] | None = None
-        self._stage: asyncio.Task[None] | None = None
+        self._workers: list[asyncio.Task[None]] = []
+        self._turns = DocumentTurns()
+        self._stages: dict[tuple[str, str], asyncio.Task[None]] = {}  # tenant, document -> what is done to it
 
     # -- what clients ask ------------------------------------------------------------------
 
@@ -154,6 +169,9 @@ class DocumentShelf:
         """Take in a document; it is worked on from now on. `source`: called in a thread."""
 
         def work() -> Document:
+            if self.store.processing(tenant) >= PROCESSING_MAX:
+                message = f"{PROCESSING_MAX} documents wait to be read. Send this one when some are ready."
+                raise TooManyRequests(message, IDLE_S, code="documents_processing")
             sent = source()
             made = Document(
                 id=new_document_id(),
@@ -167,13 +185,13 @@ class DocumentShelf:
             )
             return self.store.add(made, sent, self._quota)
 
-        added = await self._run(work)
+        added = await self._run(tenant, work)
         self._called.set()
         return added
 
     async def get(self, tenant: str, document: str) -> Document:
         """Return a document, also one that is being deleted."""
-        return await self._run(partial(self.store.get, tenant, document))
+        return await self._run(tenant, partial(self.store.get, tenant, document))
 
     async def all(self, tenant: str, limit: int, after: str) -> list[Document]:
         """Return a page of a tenant's documents, by id. Raises `InvalidValue` for an unknown `after`."""
@@ -186,7 +204,7 @@ class DocumentShelf:
                     raise no_such_cursor(after) from None
             return self.store.all(tenant, limit, after)
 
-        return await self._run(work)
+        return await self._run(tenant, work)
 
     async def prefill(self, tenant: str, document: str, wanted: Wanted) -> Document:
         """Have a document's KV computed and stored again: after a clear, or for another model."""
@@ -196,9 +214,9 @@ class DocumentShelf:
         state: Prefilled = "none" if wanted == "never" else "waiting"
         fields = {"prefill": wanted, "prefilled": state, "prefill_reason": "", "prefilled_tokens": 0}
         change = partial(self.store.change, tenant, document, **fields)
-        changed = await self._run(change)
+        changed = await self._run(tenant, change)
         if await self._stop_stage(tenant, document):  # it served the wish before, and may have written since
-            changed = await self._run(change)
+            changed = await self._run(tenant, change)
         self._called.set()
         return changed
 
@@ -216,16 +234,17 @@ class DocumentShelf:
                 self.store.erased()  # who repeats a deletion that could not do that wants just that
                 raise
 
-        found = await self._run(mark)
+        found = await self._run(tenant, mark, must_run=True)
         await self._stop_stage(tenant, document)
         return await self._erase(found)
 
     async def _stop_stage(self, tenant: str, document: str) -> bool:
         """End what is done to a document here; return whether anything was."""
-        if self._current != (tenant, document) or self._stage is None:
+        stage = self._stages.get((tenant, document))
+        if stage is None:
             return False
-        self._stage.cancel()
-        await asyncio.gather(self._stage, return_exceptions=True)
+        stage.cancel()
+        await asyncio.gather(stage, return_exceptions=True)
         return True
 
     # -- chats -----------------------------------------------------------------------------
@@ -251,7 +270,7 @@ class DocumentShelf:
                 raise
         await self._note(tenant, [one.id for one in wholes], session)
         placed = in_order(wholes)
-        told = PlacedDocuments(placed, tuple(node for one in placed if (node := node_of[one.id])))
+        told = PlacedDocuments(placed, tenant, tuple(node for one in placed if (node := node_of[one.id])))
         if not await self._prefill.has_system():
             # In no message: knowledge is searched for what the user said, and old messages may be left out.
             return replace(request, lead=text_of_documents(placed)), told
@@ -271,7 +290,7 @@ class DocumentShelf:
             def counted() -> tuple[int, int]:
                 return count(rendered[:start]), count(rendered[start:end])
 
-            self._counted[key] = await self._base.run(counted)
+            self._counted[key] = await self._base.run(placed.tenant, counted)
             while len(self._counted) > COUNTED_MAX:
                 self._counted.popitem(last=False)
         placed.places = self._counted[key]
@@ -295,7 +314,7 @@ class DocumentShelf:
             text = self.store.text(tenant, document)
             return fenced_document(document, found.title, text or "", self._text.marks)
 
-        whole = await self._run(read)
+        whole = await self._run(tenant, read)
         if (tenant, document) not in self._wholes:
             self._wholes[tenant, document] = whole
             self._whole_bytes += len(whole.fence)
@@ -310,7 +329,9 @@ class DocumentShelf:
         if not new:
             return
         try:
-            await self._run(partial(self.store.note_uses, tenant, new, session, self.settings.sessions_max))
+            await self._run(
+                tenant, partial(self.store.note_uses, tenant, new, session, self.settings.sessions_max)
+            )
         except ApiError:
             for one in documents:
                 self._forget(tenant, one)
@@ -330,15 +351,15 @@ class DocumentShelf:
 
     def start(self) -> None:
         """Go on with what was left to do, on the running event loop."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._work_forever())
+        while len(self._workers) < WORKERS:
+            self._workers.append(asyncio.create_task(self._work_forever()))
 
     async def stop(self) -> None:
         """Stop; what is under way is left to the next ingress."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        self._workers.clear()
 
     def close(self) -> None:
         """Give back leases and close the file."""
@@ -362,20 +383,30 @@ class DocumentShelf:
 
     async def work(self) -> bool:
         """Do what is left to do of one document; False if there is none."""
-        found = await self._base.run(partial(self.store.claim, self._owner))
-        if found is None:
+        tenant = self._turns.begin(await self._base.run("", self.store.waiting, must_run=True))
+        if tenant is None:
             return False
-        self._current = (found.tenant, found.id)
-        self._stage = asyncio.create_task(self._one(found))
+        began_s = time.monotonic()
         try:
-            await asyncio.wait([self._stage])
+            claim = partial(self.store.claim, self._owner, tenant)
+            found = await self._base.run(tenant, claim, must_run=True)
+            if found is not None:  # else another ingress has it
+                await self._staged(found)
+            return True
+        finally:
+            self._turns.over(tenant, time.monotonic() - began_s)
+
+    async def _staged(self, document: Document) -> None:
+        key = document.tenant, document.id
+        stage = self._stages[key] = asyncio.create_task(self._one(document))
+        try:
+            await asyncio.wait([stage])
         except asyncio.CancelledError:
-            self._stage.cancel()
-            await asyncio.gather(self._stage, return_exceptions=True)
+            stage.cancel()
+            await asyncio.gather(stage, return_exceptions=True)
             raise
         finally:
-            self._current = None
-        return True
+            del self._stages[key]
 
     async def _one(self, document: Document) -> None:
         tenant, one = document.tenant, document.id
@@ -405,7 +436,9 @@ class DocumentShelf:
         finally:
             later = later or document.state == "deleting"  # what is left of it is not tried without a pause
             with suppress(KnowledgeError, ApiError):
-                await asyncio.shield(self._base.run(partial(self.store.put_back, document, later=later)))
+                await asyncio.shield(
+                    self._base.run(tenant, partial(self.store.put_back, document, later=later), must_run=True)
+                )
 
     async def _clear_late(self, tenant: str, one: str) -> None:
         """Clear what a step may have stored after another ingress had deleted the document."""
@@ -425,20 +458,20 @@ class DocumentShelf:
             fields: dict[str, Any] = {"state": "failed", "reason": reason}
             if found.state == "ready":
                 fields = {"prefilled": "failed", "prefill_reason": reason}
-            await self._run(partial(self.store.change, tenant, one, **fields))
+            await self._run(tenant, partial(self.store.change, tenant, one, **fields))
 
     async def _read(self, document: Document) -> Document:
         """Read a document's text and have its chunks found. Raises `DocumentFailed`."""
         tenant, one, settings = document.tenant, document.id, self.settings
-        text = await self._run(partial(self.store.text, tenant, one))
+        text = await self._run(tenant, partial(self.store.text, tenant, one))
         if text is None:
-            source = await self._run(partial(self.store.source, tenant, one)) or b""
+            source = await self._run(tenant, partial(self.store.source, tenant, one)) or b""
             raw, pages = await read_pdf(source, settings) if document.format == "pdf" else (source, 0)
-            text = await self._base.run(partial(_text, raw, settings.chars_max))
-            await self._base.run(partial(self.store.put_text, tenant, one, text, self._quota))
-            await self._run(partial(self.store.change, tenant, one, pages=pages))
-        chunks = await self._base.run(partial(self._chunks, document, text))
-        changed: Document = await self._base.run(partial(self._write_chunks, document, chunks))
+            text = await self._long(tenant, partial(_text, raw, settings.chars_max))
+            await self._long(tenant, partial(self.store.put_text, tenant, one, text, self._quota))
+            await self._run(tenant, partial(self.store.change, tenant, one, pages=pages))
+        chunks = await self._long(tenant, partial(self._chunks, document, text))
+        changed: Document = await self._long(tenant, partial(self._write_chunks, document, chunks))
         return changed
 
     def _chunks(self, document: Document, text: str) -> list[tuple[str, str]]:
@@ -500,7 +533,7 @@ class DocumentShelf:
                     "model": self._prefill.model,
                     "node": step.node,
                 }
-                await self._run(partial(self.store.change, tenant, one, **fields))
+                await self._run(tenant, partial(self.store.change, tenant, one, **fields))
 
     async def _erase(self, document: Document) -> int:
         tenant, one = document.tenant, document.id
@@ -511,21 +544,25 @@ class DocumentShelf:
             self._erase_entries(tenant, entries)
             return entries
 
-        erased = await self._base.run(chunks)
+        erased = await self._long(tenant, chunks)
         if self.clears is None or self.forgets is None:
             raise Unavailable("The server is not ready to delete. Try again.", IDLE_S)
         await self.forgets(tenant, erased)
-        users = await self._run(partial(self.store.sessions_of, tenant, one))
+        users = await self._run(tenant, partial(self.store.sessions_of, tenant, one))
         if len(users) > self.settings.sessions_max:
             await self.clears(tenant, None)  # not all users are known
         else:
             own = (document_session(self._secret, tenant, one), *users)
             for at in range(0, len(own), CLEARED_AT_ONCE):
                 await self.clears(tenant, own[at : at + CLEARED_AT_ONCE])
-        await self._run(partial(self.store.erase, tenant, one))
+        await self._run(tenant, partial(self.store.erase, tenant, one))
         return len(erased)
 
-    async def _run(self, work: Callable[[], Result]) -> Result:
+    async def _long(self, tenant: str, work: Callable[[], Result]) -> Result:
+        """Do a part of what is done to a document: there are few of them at once, so none is refused."""
+        return await self._base.run(tenant, work, is_long=True, must_run=True)
+
+    async def _run(self, tenant: str, work: Callable[[], Result], *, must_run: bool = False) -> Result:
         """Run a call of the store in a thread; what it does not find is a document, not an entry."""
 
         def told() -> Result:
@@ -536,7 +573,7 @@ class DocumentShelf:
                     404, "There is no such document.", param="id", code="document_not_found"
                 ) from None
 
-        return await self._base.run(told)
+        return await self._base.run(tenant, told, must_run=must_run)
 
 
 def _text(raw: str | bytes, chars_max: int) -> str:

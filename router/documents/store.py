@@ -31,6 +31,7 @@ ALTER TABLE documents ADD COLUMN node TEXT NOT NULL DEFAULT '';
 """
 SCHEMAS = (SCHEMA, WITH_NODE)
 OPEN = "(state IN ('processing', 'deleting') OR prefilled IN ('waiting', 'running'))"
+FREE = "(lease = '' OR lease_until_s < ?)"
 COLUMNS = (
     "id", "tenant", "title", "format", "state", "prefill", "source_bytes", "created_s", "seq", "reason",
     "text_bytes", "pages", "entries", "prefilled", "prefill_reason", "prefill_s", "tokens",
@@ -152,22 +153,31 @@ class DocumentStore:
         if done.rowcount == 0:
             raise EntryNotFound(UNKNOWN)
 
-    def claim(self, owner: str) -> Document | None:
-        """Lease the next document with open work that no ingress works on, the longest waiting first."""
-        now_s = self._clock()
-        free = "(lease = '' OR lease_until_s < ?)"
-        # Mostly there is none, and no lock is needed to see that.
+    def waiting(self) -> list[str]:
+        """Return the tenants with open work that no ingress works on, the longest waiting first."""
         with self._tables.reading("") as db, self._tables.everyone(db):
-            waits = db.execute(
-                f"SELECT 1 FROM documents WHERE {OPEN} AND {free} LIMIT 1", (now_s,)
-            ).fetchone()
-        if waits is None:
-            return None
-        with self._tables.writing("") as db, self._tables.everyone(db):
+            rows = db.execute(
+                f"SELECT tenant FROM documents WHERE {OPEN} AND {FREE} GROUP BY tenant ORDER BY min(seq)",
+                (self._clock(),),
+            ).fetchall()
+        return [row[0] for row in rows]
+
+    def processing(self, tenant: str) -> int:
+        """Return how many of a tenant's documents are not read yet."""
+        with self._tables.reading(tenant) as db:
+            ((count,),) = db.execute(
+                "SELECT count(*) FROM documents WHERE tenant = ? AND state = 'processing'", (tenant,)
+            ).fetchall()
+        return int(count)
+
+    def claim(self, owner: str, tenant: str) -> Document | None:
+        """Lease a tenant's next document with open work that no ingress works on, the oldest first."""
+        now_s = self._clock()
+        with self._tables.writing(tenant) as db:
             row = db.execute(
-                f"SELECT {LISTED} FROM documents WHERE {OPEN} AND {free} ORDER BY seq LIMIT 1"
+                f"SELECT {LISTED} FROM documents WHERE {OPEN} AND {FREE} AND tenant = ? ORDER BY seq LIMIT 1"
                 f"{self._tables.skip_locked}",
-                (now_s,),
+                (now_s, tenant),
             ).fetchone()
             if row is None:
                 return None

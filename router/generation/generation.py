@@ -474,7 +474,8 @@ class GenerationEndpoint:
         """Build bytes of the answer: in a thread where log-probabilities of a whole prompt make it long."""
         if exchange.request.sampling.prompt_logprobs is None:
             return build()
-        return await asyncio.to_thread(build)
+        nbytes = sum(len(prompt.token_ids) for prompt in exchange.answer.prompts)
+        return await self._service.prompts.work(build, nbytes, exchange.tenant, must_run=True)
 
     def _event(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> bytes:
         return self._encoded(exchange, self._chunks(exchange, deltas))

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from configs.settings import Settings
+from replicas.turns import TenantThreads
 from router.auth import tenant_of
 from router.generation import IngressServices
 from router.http.middleware import KNOWLEDGE_ROUTE
@@ -101,7 +102,14 @@ def open_knowledge(settings: Settings, prompts: PromptBuilder, context_tokens_ma
         mode = settings.compaction.mode_for(tenant, wish is not None, None if wish is None else wish.mode)
         return mode is not None
 
-    return KnowledgeBase(store, embedder, text, own, settings.limits.retry_after_s, memory, makes_room)
+    turns = TenantThreads(
+        "knowledge",
+        own.threads,
+        places=own.waiting_max,
+        tenant_share=settings.share_of_tenant(settings.limits.tenant_share),
+        weights=settings.limits.tenant_weights,
+    )
+    return KnowledgeBase(store, embedder, text, own, settings.limits.retry_after_s, memory, makes_room, turns)
 
 
 def knowledge_routes(service: IngressServices) -> list[Route]:
@@ -233,7 +241,7 @@ class KnowledgeRoutes:
             made = self._base.revert(tenant, entry, body.version, origin, gate.approval)
             return {**_card(made), **gate.report}
 
-        return JSONResponse(await self._run(tenant, work))
+        return JSONResponse(await self._run(tenant, work, is_long=True))
 
     async def revert_all(self, request: Request) -> Response:
         """Handle POST /v1/knowledge/revert: all entries are again as a tag names them."""
@@ -245,7 +253,7 @@ class KnowledgeRoutes:
             made = self._base.revert_to(tenant, body.tag, origin_of(tenant, body.why), gate.approval)
             return {"object": "list", "data": [_card(one) for one in made], **gate.report}
 
-        return JSONResponse(await self._run(tenant, work))
+        return JSONResponse(await self._run(tenant, work, is_long=True))
 
     async def load(self, request: Request) -> Response:
         """Handle POST /v1/knowledge/import: many entries, all or none."""
@@ -257,7 +265,7 @@ class KnowledgeRoutes:
             made = self._base.write(tenant, imported(body, self._settings, tenant), gate.approval)
             return {"object": "list", "data": [_card(one) for one in made], **gate.report}
 
-        return JSONResponse(await self._run(tenant, work), status_code=201)
+        return JSONResponse(await self._run(tenant, work, is_long=True), status_code=201)
 
     async def search(self, request: Request) -> Response:
         """Handle POST /v1/knowledge/search: entries with their scores, the best first."""
@@ -277,7 +285,7 @@ class KnowledgeRoutes:
         """Handle POST /v1/knowledge/test: run questions; checks of answers are left to the client."""
         tenant, body = await self._body(request, TestBody)
         questions = questions_of(body.questions, self._settings)
-        found = await self._run(tenant, partial(asked, self._base, tenant, questions))
+        found = await self._run(tenant, partial(asked, self._base, tenant, questions), is_long=True)
         passed = sum(not one.failures for one in found)
         return JSONResponse(
             {
@@ -316,9 +324,9 @@ class KnowledgeRoutes:
         await forget_entries(self._service, tenant, None)
         return JSONResponse({"object": "knowledge", "deleted": True, "entries": count})
 
-    async def _run(self, tenant: str, work: Callable[[], Result]) -> Result:
+    async def _run(self, tenant: str, work: Callable[[], Result], *, is_long: bool = False) -> Result:
         with self._service.reads.lease(tenant):
-            return await self._base.run(work)
+            return await self._base.run(tenant, work, is_long=is_long)
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
         tenant, limits = tenant_of(request.scope), self._service.settings.limits

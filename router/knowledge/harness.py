@@ -23,7 +23,7 @@ class Check:
 
     `contains`, `excludes`: a text. `regex`: a pattern that is found. `exact`: all of it, but for blanks
     around it. `retrieves`: the id or title of an entry that is among those retrieved. `json_schema`: it
-    is JSON of that schema.
+    is JSON of that schema; of the context, the text of one entry is: all of it stands in a fence.
     """
 
     of: Subject = "context"
@@ -51,10 +51,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a question retrieved: ids and titles of the entries, and their text as one."""
+    """What a question retrieved: ids and titles of the entries, their text as one, and each text alone."""
 
     entries: tuple[tuple[str, str], ...]
     text: str
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,9 @@ def broken(check: Check, text: str, found: Found | None = None) -> str | None:
         if not any(check.retrieves in (entry, title) for entry, title in entries):
             return f"retrieves {check.retrieves!r}: it is not among the {len(entries)} entries"
     if check.json_schema is not None:
-        return _broken_schema(check.json_schema, text)
+        texts = (text,) if found is None else found.texts
+        faults = [_broken_schema(check.json_schema, one) for one in texts]
+        return None if None in faults else next(iter(faults), "json_schema: there is no entry")
     return None
 
 

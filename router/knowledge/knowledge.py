@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 from configs.optional_sections import KnowledgeSettings
+from replicas.turns import PlacesTaken, TenantThreads
 from router.knowledge.embedder import Embedder
 from router.knowledge.entries import (
     KINDS,
@@ -70,6 +70,8 @@ RECENT_FRONTS = 8
 COUNTED_MAX = 20_000
 """Versions whose tokens are remembered."""
 EMBEDDED_AT_ONCE = 256
+QUESTIONS_SHARE = 0.5
+"""Of a thread, that the questions of a tenant may take in the long run."""
 
 
 class TurnMemory(Protocol):
@@ -93,7 +95,8 @@ class KnowledgeBase:
 
     They raise `KnowledgeError`, and `ApiError` for what a client asks wrongly. `embedder`: None: entries are
     found by words and names only. `memory`: keeps answered turns; None: they are not kept. `makes_room`:
-    whether old turns leave the prompt of a tenant's chat where it would not fit.
+    whether old turns leave the prompt of a tenant's chat where it would not fit. `turns`: its threads, in
+    which tenants take turns.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class KnowledgeBase:
         retry_after_s: float = 1.0,
         memory: TurnMemory | None = None,
         makes_room: Callable[[ParsedChat, str], bool] = lambda request, tenant: False,
+        turns: TenantThreads | None = None,
     ) -> None:
         self.store = store
         self._memory = memory
@@ -114,25 +118,27 @@ class KnowledgeBase:
         self._embedder = embedder
         self._text = text
         self._retry_after_s = retry_after_s
-        self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="knowledge")
-        self._waiting = 0
+        self.turns = turns or TenantThreads("knowledge", settings.threads, places=settings.waiting_max)
+        self.question_time = QuestionTime(settings.questions_s)
         self._lock = Lock()
         self._counted: OrderedDict[EntryRef, int] = OrderedDict()
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in one of the knowledge base's threads. Raises `TooManyRequests` if too many wait."""
-        if self._waiting >= self.settings.waiting_max:
-            message = (
-                f"{self._waiting} calls wait for the knowledge base (knowledge.waiting_max). Try again later."
-            )
-            raise TooManyRequests(message, self._retry_after_s, code="queue_full")
-        self._waiting += 1
+    async def run(
+        self, tenant: str, work: Callable[[], Result], *, is_long: bool = False, must_run: bool = False
+    ) -> Result:
+        """Run `work` for a tenant in one of the knowledge base's threads.
+
+        `is_long`: it may take longer than a search does. Raises `TooManyRequests` if too much waits, unless
+        it `must_run`: deletions, and what has a bound of its own.
+        """
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await self.turns.run(tenant, work, is_long=is_long, must_run=must_run)
+        except PlacesTaken as taken:
+            limits = "knowledge.waiting_max" + (", limits.tenant_share" if taken.is_of_tenant else "")
+            message = f"Too many calls wait for the knowledge base ({limits}). Try again later."
+            raise TooManyRequests(message, self._retry_after_s, code="queue_full") from None
         except KnowledgeError as error:
             raise self._told(error) from None
-        finally:
-            self._waiting -= 1
 
     def _told(self, error: KnowledgeError) -> ApiError:
         """Return a refusal of the store as an error of the API."""
@@ -155,7 +161,7 @@ class KnowledgeBase:
 
     def close(self) -> None:
         """Stop the threads and close the store."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self.turns.close(wait=True)
         self.store.close()
 
     def has(self, tenant: str, entries: Collection[str]) -> bool:
@@ -319,7 +325,9 @@ class KnowledgeBase:
                 return request, None
             wish = KnowledgeWish()
         try:
-            return await self.run(partial(self._place, request, tenant, session, wish, _kinds_of(wish)))
+            return await self.run(
+                tenant, partial(self._place, request, tenant, session, wish, _kinds_of(wish))
+            )
         except Unavailable:
             if request.knowledge is not None:
                 raise
@@ -327,7 +335,7 @@ class KnowledgeBase:
 
     async def forget(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         """Forget what the turns of these sessions got, or of all (None)."""
-        await self.run(partial(self.store.forget_sessions, tenant, sessions))
+        await self.run(tenant, partial(self.store.forget_sessions, tenant, sessions), must_run=True)
 
     async def answered(
         self, context: PlacedContext, said: ChatMessage, is_deleted: Callable[[], bool]
@@ -337,7 +345,8 @@ class KnowledgeBase:
         `is_deleted`: whether the turn's session was deleted meanwhile: then nothing is kept.
         """
         try:
-            context.turn_id = await self.run(partial(self._answered, context.asked, said, is_deleted))
+            work = partial(self._answered, context.asked, said, is_deleted)
+            context.turn_id = await self.run(context.asked.tenant, work)
         except ApiError as error:  # the answer is the client's all the same
             logger.warning("a turn is not kept, so that there is no feedback on it: %s", error)
 
@@ -361,7 +370,7 @@ class KnowledgeBase:
 
     async def measure(self, context: PlacedContext, rendered: str | None) -> None:
         """Count the tokens of a context in its prompt."""
-        await self.run(partial(context.measure, rendered))
+        await self.run(context.asked.tenant, partial(context.measure, rendered))
 
     def _place(
         self, request: ParsedChat, tenant: str, session: bytes, wish: KnowledgeWish, kinds: Sequence[Kind]
@@ -479,6 +488,29 @@ class KnowledgeBase:
             if len(self._counted) > COUNTED_MAX:
                 self._counted.popitem(last=False)
         return count
+
+
+class QuestionTime:
+    """How long the questions of each tenant may still take, all its requests together. Thread-safe.
+
+    A tenant has twice `most_s`, as a change asks its questions twice, and gets half a second back each
+    second: so its questions take half of a thread, however many requests it sends.
+    """
+
+    def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._full_s = 2 * most_s
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}  # tenant -> seconds, and when that was
+        self._lock = Lock()
+
+    def spend(self, tenant: str, seconds: float) -> float:
+        """Take from a tenant's time; return how long it is until it has some, 0 if it has."""
+        with self._lock:
+            now_s = self._clock()
+            left_s, at_s = self._left.get(tenant, (self._full_s, now_s))
+            left_s = min(left_s + QUESTIONS_SHARE * (now_s - at_s), self._full_s) - seconds
+            self._left[tenant] = left_s, now_s
+        return max(0.0, -left_s / QUESTIONS_SHARE)
 
 
 class _Deleted(Exception):

@@ -60,7 +60,8 @@ class FeedbackRoutes:
     async def feedback(self, request: Request) -> Response:
         """Handle POST /v1/feedback: what became of an answer."""
         tenant, body = await self._body(request, FeedbackBody)
-        return JSONResponse(await self._run(tenant, partial(self._loop.feedback, tenant, body)), 201)
+        work = partial(self._loop.feedback, tenant, body)
+        return JSONResponse(await self._run(tenant, work, is_long=True), 201)  # it may ask questions
 
     async def log(self, request: Request) -> Response:
         """Handle GET /v1/feedback?verdict=&limit=&after=: what was said, the newest first."""
@@ -82,7 +83,7 @@ class FeedbackRoutes:
         """Handle POST /v1/knowledge/candidates/{id}/confirm: make it an entry."""
         tenant, body = await self._body(request, ConfirmBody)
         work = partial(self._loop.confirm, tenant, request.path_params["candidate"], body)
-        return JSONResponse(await self._run(tenant, work))
+        return JSONResponse(await self._run(tenant, work, is_long=True))
 
     async def reject(self, request: Request) -> Response:
         """Handle POST /v1/knowledge/candidates/{id}/reject."""
@@ -120,9 +121,9 @@ class FeedbackRoutes:
         found = await self._run(tenant, partial(read, limit + 1, cursor(params)))
         return JSONResponse({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
 
-    async def _run(self, tenant: str, work: Callable[[], Result]) -> Result:
+    async def _run(self, tenant: str, work: Callable[[], Result], *, is_long: bool = False) -> Result:
         with self._service.reads.lease(tenant):
-            return await self._base.run(work)
+            return await self._base.run(tenant, work, is_long=is_long)
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
         limits = self._service.settings.limits

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.knowledge import Approval, Comparison, Found, KnowledgeBase, Question, Verdict, fenced, verdicts
-from router.openai import ApiError, InvalidValue, shown
+from router.openai import ApiError, InvalidValue, TooManyRequests, shown
 
 BROKEN_SHOWN = 3
 
@@ -43,19 +43,34 @@ class Gate:
 
 
 def asked(base: KnowledgeBase, tenant: str, questions: Sequence[Question]) -> list[Verdict]:
-    """Return the outcome of questions over what a first question of a conversation would get."""
+    """Return the outcome of questions over what a first question of a conversation would get.
+
+    Only the time that they run counts, not that of others in between.
+    """
 
     def retrieve(question: str) -> Found:
         found = base.excerpt(tenant, question)
         entries = tuple((one.ref.entry, one.version.content.title) for one in found)
-        return Found(entries, fenced([one.version for one in found], ()))
+        texts = tuple(one.version.content.text for one in found)
+        return Found(entries, fenced([one.version for one in found], ()), texts)
 
-    most_s = base.settings.questions_s
-    until_s = time.monotonic() + most_s
+    most_s, spent_s = base.settings.questions_s, 0.0
+    since_s = time.monotonic()
 
     def go_on() -> None:
-        if time.monotonic() > until_s:
+        nonlocal spent_s, since_s
+        took_s = time.monotonic() - since_s
+        spent_s += took_s
+        wait_s = base.question_time.spend(tenant, took_s)
+        if spent_s > most_s:
             message = f"questions take longer than {most_s:g} s (knowledge.questions_s). Send fewer."
             raise InvalidValue("questions", message)
+        if wait_s:
+            message = "questions of this API key have taken too long lately (knowledge.questions_s)."
+            raise TooManyRequests(f"{message} Try again later.", wait_s, code="questions_busy")
+        base.turns.pass_on()  # each search and each check has a turn of its own
+        since_s = time.monotonic()
 
-    return verdicts(questions, retrieve, go_on)
+    found = verdicts(questions, retrieve, go_on)
+    go_on()
+    return found

@@ -221,13 +221,14 @@ class PromptBuilder:
         works = [(partial(self._plain, prompt, request), len(prompt)) for prompt in request.prompts]
         return await self._threads.run(tenant, works)
 
-    async def work(self, work: Callable[[], Result], nbytes: int, tenant: str = "") -> Result:
+    async def work(
+        self, work: Callable[[], Result], nbytes: int, tenant: str = "", must_run: bool = False
+    ) -> Result:
         """Run `work` on `nbytes` of text in a tokenizer thread, in its tenant's turn.
 
-        Raises 429 if too many wait.
+        Raises 429 if too many wait, unless it `must_run`.
         """
-        (result,) = await self._threads.run(tenant, [(work, nbytes)])
-        return result
+        return await self._threads.one(tenant, work, nbytes, must_run=must_run)
 
     async def check_grammar(self, grammar: Grammar, tenant: str = "") -> None:
         """Raise `InvalidValue`, with field and reason, if a grammar cannot be served.
@@ -235,7 +236,8 @@ class PromptBuilder:
         It is compiled in a tokenizer thread, in its tenant's turn: 429 as `work`.
         """
         try:
-            await self.work(partial(self._grammars.check, grammar), len(grammar.text), tenant)
+            check = partial(self._grammars.check, grammar)
+            await self._threads.one(tenant, check, len(grammar.text), is_long=True)
         except GrammarRefused as refused:
             raise InvalidValue(refused.field, f"{refused}.", code="invalid_grammar") from None
 

@@ -24,7 +24,7 @@ TEXTS = {
     "urn that keeps water hot, with a tap below and a place for the teapot above. It was heated with coal, "
     "pine cones or wood; today with electricity.\n",
     "prose": (ROOT / "SECURITY.md").read_text(),
-    "code": (ROOT / "replicas" / "fair_queue.py").read_text(),
+    "code": (ROOT / "replicas" / "turns" / "fair_queue.py").read_text(),
 }
 KL_MAX = 0.012
 """To the float32 model; transformers' modules in bfloat16 have 0.0015, weights in int8 had 0.005 at most."""

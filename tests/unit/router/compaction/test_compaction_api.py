@@ -546,7 +546,7 @@ async def test_a_summary_that_is_stored_as_its_session_is_deleted_is_not_left(tm
         guest = Guest(client, made)
         while not deleted:
             await guest.talks(1, len(guest.messages), rests=True, compaction={"mode": "summarise"})
-        await until(lambda: bool(done) and not made.prompts._threads._open)
+        await until(lambda: bool(done) and made.prompts._threads.is_idle)
         assert set(deleted) == {200}
         await until(lambda: b"Rosebud" not in bytes_in(tmp_path))
 

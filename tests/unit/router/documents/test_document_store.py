@@ -123,8 +123,11 @@ def test_each_document_is_worked_on_by_one_ingress_until_its_lease_ends(shop: Sh
 
     def claims(number: int) -> list[int]:
         store, got = (shop.store, other)[number % 2], []
-        while (found := store.claim(f"owner-{number}")) is not None:
-            got.append(found.seq)
+        while tenants := store.waiting():
+            found = [store.claim(f"owner-{number}", one) for one in tenants]
+            if not any(found):
+                break
+            got += [one.seq for one in found if one is not None]
         return got
 
     with ThreadPoolExecutor(4) as pool:
@@ -134,18 +137,20 @@ def test_each_document_is_worked_on_by_one_ingress_until_its_lease_ends(shop: Sh
     assert sorted(claimed) == [one.seq for one in made], "each once"
     assert not shop.store.renew("tea", made[1].id, "nobody")
     shop.now_s += 31
-    found = other.claim("late")
+    assert other.waiting() == ["coffee", "tea"], "the longest waiting first"
+    found = other.claim("late", "coffee")
     assert found is not None
     assert found.seq == made[0].seq, "the longest waiting first"
     assert other.renew("coffee", found.id, "late")
     other.put_back(found, later=False)
-    assert other.claim("next") == found
+    assert other.claim("next", "coffee") == found
     other.put_back(found, later=True)
-    next_one = other.claim("next")
+    assert other.waiting() == ["tea", "coffee"]
+    next_one = other.claim("next", "coffee")
     assert next_one is not None
-    assert next_one.seq == made[1].seq
+    assert next_one.seq == made[2].seq
     other.release("next")
-    assert shop.store.claim("again") == next_one
+    assert shop.store.claim("again", "coffee") == next_one
 
 
 def test_a_session_that_is_about_to_hold_a_document_is_known_before_it_goes(shop: Shop) -> None:

@@ -321,7 +321,9 @@ async def test_what_a_stopped_ingress_left_is_gone_on_with(tmp_path: Path) -> No
     first = house(tmp_path)
     async with opened(first) as client:
         answer = await client.post(ROUTE, json={"text": TEXT, "title": "Manual"})
-        assert await shelf_of(first)._base.run(lambda: shelf_of(first).store.claim("a crashed one"))
+        assert await shelf_of(first)._base.run(
+            "", lambda: shelf_of(first).store.claim("a crashed one", "local")
+        )
     second = house(tmp_path, lease_s=1.0)
     now_s = [0.0]
     shelf_of(second).store._clock = lambda: now_s[0]
@@ -347,7 +349,7 @@ async def test_chunks_of_an_attempt_before_are_not_there_twice(tmp_path: Path) -
             return kept(*given, **fields)
 
         shelf.store.change = crash  # type: ignore[method-assign]
-        document = await shelf._base.run(lambda: shelf.store.claim("me"))
+        document = await shelf._base.run("", lambda: shelf.store.claim("me", "local"))
         assert document is not None
         with pytest.raises(KeyboardInterrupt):
             shelf._write_chunks(document, [("", "one"), ("", "two")])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from replicas.fair_queue import FairQueue
+from replicas.turns import FairQueue
 
 QUANTUM = 100.0
 

@@ -3,8 +3,8 @@
 Each tenant has a FIFO line. On its turn a tenant gets `quantum` times its weight of credit and is served
 while the credit covers the cost of its first item. So tenants that always have items waiting are served in
 proportion to their weights, whatever the cost and number of their items; a single tenant has a plain FIFO
-queue. Used for sequences that wait for a replica (cost in tokens) and for prompts that wait for the tokenizer
-(cost in bytes).
+queue. Used for sequences that wait for a replica (cost in tokens), for prompts that wait for the tokenizer
+(cost in bytes), and for work whose cost is known when it is done (seconds: see `charge`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Generic, TypeVar
+
+OWED_ROUNDS = 100.0
+"""Turns that a tenant may be behind at most: what costs more than them is not paid for in full."""
 
 Item = TypeVar("Item", bound=Hashable)
 Tenant = TypeVar("Tenant", bound=Hashable)
@@ -49,6 +52,7 @@ class FairQueue(Generic[Tenant, Item]):
         self._weights = dict(weights or {})
         self._lines: OrderedDict[Tenant, _Line[Item]] = OrderedDict()  # in the order of their turns
         self._tenant_of: dict[Item, Tenant] = {}
+        self._owed: dict[Tenant, float] = {}  # by tenants without a waiting item, while others have some
 
     def __len__(self) -> int:
         return len(self._tenant_of)
@@ -115,6 +119,18 @@ class FairQueue(Generic[Tenant, Item]):
         line = self._lines[self._tenant_of[item]]
         line.credit -= self._remove(item)
 
+    def charge(self, tenant: Tenant, cost: float) -> None:
+        """Charge a tenant for what a served item has turned out to cost: others' turns come before its next.
+
+        What it owes is forgotten when nobody waits: then nobody has waited for it.
+        """
+        line = self._lines.get(tenant)
+        if line is not None:
+            line.credit = max(line.credit - cost, -OWED_ROUNDS * line.share)
+        elif self._lines:
+            most = OWED_ROUNDS * self._quantum * self._weights.get(tenant, 1.0)
+            self._owed[tenant] = min(self._owed.get(tenant, 0.0) + cost, most)
+
     def remove(self, item: Item) -> None:
         """Remove an item that was not served. Raises `KeyError` if it does not wait."""
         line = self._lines[self._tenant_of[item]]
@@ -127,19 +143,25 @@ class FairQueue(Generic[Tenant, Item]):
         cost = line.costs.pop(item)
         if not line.costs:
             del self._lines[tenant]  # and its credit: a tenant with no items saves none up
+            if line.credit < 0:
+                self._owed[tenant] = -line.credit
+        if not self._lines:
+            self._owed.clear()
         return cost
 
     def _line(self, tenant: Tenant) -> _Line[Item]:
         if tenant not in self._lines:
             self._lines[tenant] = _Line(self._quantum * self._weights.get(tenant, 1.0))
+            self._lines[tenant].credit = -self._owed.pop(tenant, 0.0)
         return self._lines[tenant]
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         listed = {item: tenant for tenant, line in self._lines.items() for item in line.costs}
         assert listed == self._tenant_of, "an item waits in no line, or in another's"
+        assert not self._owed.keys() & self._lines.keys(), "what a tenant owes is not in its line"
         for line in self._lines.values():
             assert line.costs, "an empty line is remembered"
-            assert line.credit >= 0, "a tenant was served on credit that it did not have"
+            assert line.credit >= -OWED_ROUNDS * line.share, "a tenant owes more than is ever charged"
             most = max(line.costs.values()) + line.share
             assert line.credit <= most or math.isclose(line.credit, most), "a tenant saves credit up"

@@ -1,0 +1,9 @@
+"""Turns of tenants: who is next where work of several waits, and the threads in which it is done.
+
+Nothing here brings torch: front doors use it, too.
+"""
+
+from replicas.turns.fair_queue import FairQueue
+from replicas.turns.tenant_threads import PlacesTaken, TenantThreads
+
+__all__ = ["FairQueue", "PlacesTaken", "TenantThreads"]
