@@ -107,7 +107,8 @@ class Route:
 class ReplyTo:
     """Where a process listens for streams that are meant for it (`links/inlet.py`).
 
-    `secret`: a connection must begin with it. Only Ray carries it, which knows its clients.
+    `secret`: both ends of a connection prove that they know it (`links/handshake.py`). Only Ray carries it,
+    and requests to who has proved itself.
     """
 
     host: str

@@ -74,15 +74,15 @@ def run_shown(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+        bufsize=0,  # Python ends with an error while a thread reads from a buffer
         start_new_session=True,
     )
 
     def read() -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            show(line.rstrip("\r\n"))
+            for part in line.decode(errors="replace").splitlines() or [""]:
+                show(part)
 
     reader = threading.Thread(target=read, name="output", daemon=True)
     reader.start()
@@ -96,7 +96,7 @@ def run_shown(
     return code
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process group if it still runs: after a timeout or Ctrl-C."""
     if process.poll() is not None:
         return

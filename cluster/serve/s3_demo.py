@@ -40,7 +40,7 @@ class S3Demo:
         self._port = port
         self._key_id = secrets.token_hex(10)
         self._secret = secrets.token_hex(20)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._endpoint = ""
         self._has_address = threading.Event()
         self._log: deque[str] = deque(maxlen=LOG_LINES)
@@ -79,8 +79,7 @@ class S3Demo:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
+            bufsize=0,  # Python ends with an error while a thread reads from a buffer
             umask=0o077,
             start_new_session=True,  # Ctrl-C goes to us only: the server is stopped after the tiers
         )
@@ -131,7 +130,8 @@ class S3Demo:
         assert self._process is not None
         assert self._process.stderr is not None
         with self._process.stderr as lines:
-            for line in lines:
+            for said in lines:
+                line = said.decode(errors="replace")
                 self._log.append(line.rstrip())
                 found = _ADDRESS.search(line)
                 if found and not self._endpoint:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
 import secrets
@@ -14,30 +13,20 @@ from typing import Any, cast
 
 from configs.cluster import LinkSettings
 from replicas.links.calls import Calls, LinkCall
+from replicas.links.handshake import PROOF_WAIT_S, Handshake
 from replicas.links.mailbox import Mailbox
-from replicas.links.wire import (
-    CALL,
-    SECRET_BYTES,
-    SECRET_CHARS,
-    LinkLost,
-    Pace,
-    Parser,
-    notice_loss,
-    packed,
-)
+from replicas.links.wire import CALL, SECRET_BYTES, LinkLost, Pace, Parser, notice_loss, packed
 from replicas.messages import ReplyTo
 
 logger = logging.getLogger(__name__)
 
-SECRET_WAIT_S = 5.0
-
 
 class _Incoming(asyncio.Protocol):
-    """One connection: first its secret, then batches."""
+    """One connection: first both ends prove themselves, then batches come."""
 
     def __init__(self, inlet: Inlet) -> None:
         self._inlet = inlet
-        self._secret = b""
+        self._handshake = inlet.handshake()
         self._parser: Parser | None = None
         self._streams: set[str] = set()
         self._calls: dict[str, tuple[asyncio.Task[None], Mailbox]] = {}
@@ -47,25 +36,25 @@ class _Incoming(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         self._inlet.watch(transport)
         self._inlet.meet(self)
-        asyncio.get_running_loop().call_later(SECRET_WAIT_S, self._has_secret_or_ends)
+        self.transport.write(self._handshake.begin())
+        asyncio.get_running_loop().call_later(PROOF_WAIT_S, self._is_proven_or_ends)
 
     def data_received(self, data: bytes) -> None:
         assert self.transport is not None
         if self._parser is None:
-            missing = SECRET_CHARS - len(self._secret)
-            self._secret += data[:missing]
-            data = data[missing:]
-            if len(self._secret) < SECRET_CHARS:
-                return
-            if not self._inlet.knows(self._secret):
-                logger.warning("a connection without the secret is closed")
+            try:
+                said, data = self._handshake.take(data)
+            except LinkLost as stranger:
+                logger.warning("a connection is closed: %s", stranger)
                 self.transport.abort()
+                return
+            if not self._handshake.is_proven:
                 return
             if not self._inlet.admit(self):
                 self.transport.abort()
                 return
             self._parser = self._inlet.parser()
-            self.transport.write(packed([]))  # the welcome
+            self.transport.write(said)  # our proof, which is also the welcome
         try:
             for batch in self._parser.feed(data):
                 for ticket, payload, *word in batch:
@@ -110,7 +99,7 @@ class _Incoming(asyncio.Protocol):
     def forget(self, ticket: str) -> None:
         self._streams.discard(ticket)
 
-    def _has_secret_or_ends(self) -> None:
+    def _is_proven_or_ends(self) -> None:
         if self._parser is None and self.transport is not None:
             self.transport.abort()
 
@@ -138,7 +127,7 @@ class Inlet:
         self._boxes: dict[str, Mailbox] = {}
         self._from: dict[str, _Incoming] = {}
         self._links: set[_Incoming] = set()
-        self._strangers: dict[_Incoming, None] = {}  # have not said the secret; the oldest first
+        self._strangers: dict[_Incoming, None] = {}  # have not proved themselves; the oldest first
         self._unwoken: set[Mailbox] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_waking = False
@@ -184,9 +173,9 @@ class Inlet:
     # -- of the connections ------------------------------------------------------------
 
     def meet(self, stranger: _Incoming) -> None:
-        """Note a connection that has not said the secret; the oldest such makes room.
+        """Note a connection whose caller has not proved itself; the oldest such makes room.
 
-        They take no place of those that know it: any local user can open connections.
+        They take no place of those that have: any local user can open connections.
         """
         if len(self._strangers) >= self.settings.links_max:
             oldest = next(iter(self._strangers))
@@ -196,7 +185,7 @@ class Inlet:
         self._strangers[stranger] = None
 
     def admit(self, link: _Incoming) -> bool:
-        """Whether one more connection may be there; it has said the secret."""
+        """Whether one more connection may be there; its caller has proved itself."""
         self._strangers.pop(link, None)
         if len(self._links) >= self.settings.links_max:
             logger.warning("a link is refused: there are %d (cluster.links.links_max)", len(self._links))
@@ -204,8 +193,8 @@ class Inlet:
         self._links.add(link)
         return True
 
-    def knows(self, secret: bytes) -> bool:
-        return hmac.compare_digest(secret, self._secret.encode())
+    def handshake(self) -> Handshake:
+        return Handshake("listener", self._secret)
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
         notice_loss(transport, self.settings.keepalive_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from configs.cluster import LinkSettings
+from replicas.links.handshake import PROOF_WAIT_S, Handshake
 from replicas.links.wire import CALL, LEAVE, Batch, LinkLost, Parser, notice_loss, packed
 from replicas.messages import ReplyTo
 
@@ -21,7 +22,7 @@ BATCH_BYTES = 1 << 16
 
 
 class Link(asyncio.Protocol):
-    """A connection to a process that listens.
+    """A connection to a process that listens. Nothing is sent to it before it has proved itself.
 
     What is sent in one turn of the event loop goes out in one write. `heartbeat_s`: how often an open stream
     that says nothing is said to live.
@@ -29,7 +30,7 @@ class Link(asyncio.Protocol):
 
     def __init__(self, settings: LinkSettings, secret: str, heartbeat_s: float) -> None:
         self._settings = settings
-        self._secret = secret
+        self._handshake = Handshake("caller", secret)
         self._heartbeat_s = heartbeat_s
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
@@ -46,12 +47,15 @@ class Link(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection stands, as far as is known."""
-        return self._transport is not None and not self._transport.is_closing()
+        """Whether the other end has proved itself, and the connection stands, as far as is known."""
+        is_up = self._transport is not None and not self._transport.is_closing()
+        return is_up and self._handshake.is_proven
 
-    async def is_welcome(self, wait_s: float) -> bool:
-        """Return whether the other end takes this connection; one that does not say so is busy."""
-        await asyncio.wait({self._answered}, timeout=wait_s)
+    async def is_welcome(self) -> bool:
+        """Return whether the other end is who it is to be, and takes this connection. Else it is cut."""
+        await asyncio.wait({self._answered}, timeout=PROOF_WAIT_S)
+        if not self.is_open:
+            self.cut()
         return self.is_open
 
     def open(self, ticket: str, on_lost: Callable[[], None]) -> None:
@@ -107,7 +111,6 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         notice_loss(transport, self._settings.keepalive_s)
-        self._transport.write(self._secret.encode())
 
     def pause_writing(self) -> None:
         if self._full is None:
@@ -119,9 +122,9 @@ class Link(asyncio.Protocol):
             full.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        if not self._answered.done():
-            self._answered.set_result(None)
         try:
+            if not self._handshake.is_proven:
+                data = self._proven_by(data)
             for batch in self._parser.feed(data):
                 for ticket, said, *word in batch:
                     if word:
@@ -146,6 +149,15 @@ class Link(asyncio.Protocol):
             on_lost()
 
     # -- ours --------------------------------------------------------------------------
+
+    def _proven_by(self, data: bytes) -> bytes:
+        """Take in the other end's part of the handshake; return what came behind it. Raises `LinkLost`."""
+        said, rest = self._handshake.take(data)
+        if said and self._transport is not None:
+            self._transport.write(said)
+        if self._handshake.is_proven:
+            self._answered.set_result(None)
+        return rest
 
     def _answered_by(self, ticket: str, said: Any) -> None:
         """Take in what the other end says of a stream or call."""
@@ -205,20 +217,28 @@ class Links:
         self._heartbeat_s = heartbeat_s
         self._links: dict[ReplyTo, Link] = {}
         self._unreached: dict[ReplyTo, float] = {}
-        self._connecting: dict[ReplyTo, asyncio.Task[Link | None]] = {}
+        self._connecting: dict[
+            ReplyTo, tuple[asyncio.Task[Link | None], float]
+        ] = {}  # until when it is awaited
 
     async def reach(self, to: ReplyTo | None) -> Link | None:
-        """Return the link to an address, None if it cannot be reached: then Serve carries the stream."""
+        """Return the link to an address, None if it cannot be reached: then Serve carries the stream.
+
+        A process that is too busy to prove itself within `connect_s` gets what comes later.
+        """
         if to is None:
             return None
         link = self._links.get(to)
         if link is not None and link.is_open:
             return link
-        connecting = self._connecting.get(to)
-        if connecting is None:
-            connecting = self._connecting[to] = asyncio.create_task(self._connect(to))
+        now_s = asyncio.get_running_loop().time()
+        if to not in self._connecting:
+            connecting = asyncio.create_task(self._connect(to))
             connecting.add_done_callback(lambda _: self._connecting.pop(to, None))
-        return await asyncio.shield(connecting)  # others wait for it, too
+            self._connecting[to] = connecting, now_s + self._settings.connect_s
+        connecting, until_s = self._connecting[to]  # others wait for it, too
+        await asyncio.wait({connecting}, timeout=max(0.0, until_s - now_s))
+        return connecting.result() if connecting.done() else None
 
     async def _connect(self, to: ReplyTo) -> Link | None:
         loop = asyncio.get_running_loop()
@@ -236,8 +256,12 @@ class Links:
             logger.warning("%s:%d is not reached (%s): Serve carries its streams", to.host, to.port, error)
             self._unreached[to] = now_s + UNREACHED_S
             return None
-        if not await link.is_welcome(self._settings.connect_s):
-            logger.warning("%s:%d takes no more links: Serve carries its streams", to.host, to.port)
+        if not await link.is_welcome():
+            logger.warning(
+                "%s:%d takes no more links, or is another process by now: Serve carries its streams",
+                to.host,
+                to.port,
+            )
             self._unreached[to] = now_s + UNREACHED_S
             return None
         self._links[to] = link

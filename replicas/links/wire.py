@@ -1,10 +1,10 @@
 """What goes over a link: MessagePack, plain data only. Pure.
 
-First the secret, as long as it always is: nothing is parsed before it. Then batches: lists of
+First both ends prove themselves (`handshake.py`): nothing is parsed before. Then batches: lists of
 `[ticket, payload]`. The ticket names a stream; a payload of None opens it, and says later that it lives.
 `[ticket, payload, CALL]` begins a call, `[ticket, payload]` is more of it, and `[ticket, None, LEAVE]` says
-that its caller has left. Backwards go an empty batch, the welcome, and batches of `[ticket, whether to go
-on]`, or `[ticket, why a call is refused]`.
+that its caller has left. Backwards go batches of `[ticket, whether to go on]`, or `[ticket, why a call is
+refused]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import msgpack
 
 PROBES, UNTAKEN = 3, 12
 SECRET_BYTES = 32
-SECRET_CHARS = 2 * SECRET_BYTES
 TICKET_CHARS_MAX = 64
 CALL, LEAVE = 1, 2
 

@@ -18,6 +18,9 @@ from configs.json_text import parse_json
 from replicas.messages import ModelRefused
 
 Task = Literal["config", "convert"]
+ENTRY = "import sys; from replicas.model.apart import main; main(*sys.argv[1:])"
+"""Not `-m`: this package imports this module, so that it would be there twice, and Python warns of that."""
+END_S = 60.0
 HOME = Path(__file__).resolve().parents[2]
 QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
 
@@ -33,17 +36,20 @@ def run_apart(task: Task, *args: str) -> str:
     Paths in `args` must be absolute. What it writes to stderr is shown. Raises `ModelRefused` or `OSError` as
     the task does, and `RuntimeError` if it ended without an answer.
     """
-    command = [sys.executable, "-m", "replicas.model.apart", task, *args]
+    command = [sys.executable, "-c", ENTRY, task, *args]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=HOME, env=QUIET | os.environ, stdin=pipe, stdout=pipe) as child:
         assert child.stdout is not None
         try:
             told = child.stdout.read()
+            child.wait(END_S)  # with its input open: it would take the end of that for ours
+        except subprocess.TimeoutExpired:
+            pass  # it has answered; leaving the block closes its input, which ends it
         except BaseException:
             child.kill()
             raise
     if not told:
-        raise RuntimeError(f"`{' '.join(command)}` ended with {child.returncode}, without an answer")
+        raise RuntimeError(f"`{' '.join([task, *args])}` ended with {child.returncode}, without an answer")
     answer = parse_json(told)
     if (refused := answer.get("refused")) is not None:
         raise ModelRefused(*refused)
@@ -67,8 +73,10 @@ def _do(task: str, args: list[str]) -> str:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()  # its end: the process that asked has ended
-    os._exit(1)
+    # Not by `sys.stdin`: Python ends with an error while a thread reads there.
+    while os.read(0, 1):
+        pass
+    os._exit(1)  # its end: the process that asked has ended
 
 
 def main(task: str, *args: str) -> None:
@@ -84,7 +92,3 @@ def main(task: str, *args: str) -> None:
         except OSError as error:
             answer = {"failed": [error.errno, error.strerror or str(error)]}
         answers.write(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

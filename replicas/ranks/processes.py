@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 
-from replicas.ranks.worker import RankStart, serve_rank, start_of
+from replicas.ranks.worker import RankStart
 
+ENTRY = "import sys; from replicas.ranks import serve_rank, start_of; serve_rank(start_of(sys.argv[1]))"
+"""Not `-m`: this package imports this module, so that it would be there twice, and Python warns of that."""
 _END_S = 10.0
 """A rank ends by itself when rank 0 closes the channels; after this it is killed."""
 
@@ -19,7 +21,7 @@ class RankSubprocess:
     """A rank in a process of its own, a `RankProcess`."""
 
     def __init__(self, start: RankStart) -> None:
-        command = [sys.executable, "-m", __name__, start.as_json()]
+        command = [sys.executable, "-c", ENTRY, start.as_json()]
         self._rank = start.rank
         env = os.environ | _its_gpu(start.rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env)
@@ -42,7 +44,3 @@ def _its_gpu(rank: int, visible: str | None) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": str(rank)}
     gpus = [name for name in visible.split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": gpus[rank] if rank < len(gpus) else ""}
-
-
-if __name__ == "__main__":
-    serve_rank(start_of(sys.argv[1]))

@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 
 from configs.cluster import LinkSettings
 from replicas.links import EventSender, Inlet, Link, LinkLost, Links, Mailbox, Pace, events_of, pack_event
-from replicas.links.wire import SECRET_CHARS, Parser, packed
+from replicas.links.handshake import NUMBER_BYTES
+from replicas.links.wire import Parser, packed
 from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, ReplyTo, TokenLogprob
 from tests.support.clock import Clock
+from tests.support.link_ends import admit
 from tests.support.router.router_harness import until
 
+SECRET = "0" * 64
 SETTINGS = LinkSettings(stream_bytes_max=1024)
 TOKEN = TokenLogprob(3, "\ud83d", b"\xf0\x9f", -0.25, (TokenLogprob(4, "é", b"\xc3\xa9", -1.5),), 1)
 EVENTS: list[Event] = [
@@ -177,14 +180,14 @@ async def test_a_writer_waits_while_the_connection_takes_no_more() -> None:
     lost, gate = asyncio.Event(), asyncio.Event()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(packed([]))
+        await admit(reader, writer, SECRET)
         await gate.wait()
         while await reader.read(1 << 20):
             pass
         writer.close()
 
     server = await asyncio.start_server(hold, "127.0.0.1", 0, limit=1024)
-    to = ReplyTo("127.0.0.1", server.sockets[0].getsockname()[1], "0" * SECRET_CHARS)
+    to = ReplyTo("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
     link = await Links(LinkSettings(unread_bytes_max=1 << 20), 60.0).reach(to)
     assert link is not None
     link.open("t", lost.set)
@@ -269,11 +272,12 @@ async def test_a_reader_that_never_reads_costs_the_link_not_the_memory() -> None
     lost, gate = asyncio.Event(), asyncio.Event()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await admit(reader, writer, SECRET)
         await gate.wait()
         writer.close()
 
     server = await asyncio.start_server(hold, "127.0.0.1", 0, limit=1024)
-    to = ReplyTo("127.0.0.1", server.sockets[0].getsockname()[1], "0" * SECRET_CHARS)
+    to = ReplyTo("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
     settings = SETTINGS.model_copy(update={"unread_bytes_max": 1 << 20})
     link = await Links(settings, 60.0).reach(to)
     assert link is not None
@@ -287,14 +291,15 @@ async def test_a_reader_that_never_reads_costs_the_link_not_the_memory() -> None
 
 
 @pytest.mark.guarantee("F33")
-async def test_nothing_is_read_from_a_connection_without_the_secret() -> None:
+async def test_nothing_is_read_from_a_connection_without_a_proof() -> None:
     async with linked() as (inlet, _):
         box = inlet.expect("t")
         to = await inlet.address()
         assert to.secret not in repr(to)
-        for secret in ("0" * SECRET_CHARS, to.secret[:-1] + ("1" if to.secret[-1] == "0" else "0")):
+        for stranger in (to.secret.encode(), b"0" * NUMBER_BYTES * 2, b""):
             reader, writer = await asyncio.open_connection(to.host, to.port)
-            writer.write(secret.encode() + packed([["t", "forged"]]))
+            writer.write(stranger + packed([["t", "forged"]]) * 9)
+            await reader.readexactly(NUMBER_BYTES)
             with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
                 await asyncio.wait_for(reader.readexactly(1), 10)
             writer.close()
@@ -302,13 +307,14 @@ async def test_nothing_is_read_from_a_connection_without_the_secret() -> None:
 
 
 @pytest.mark.guarantee("F33")
-async def test_who_does_not_say_the_secret_takes_no_place_of_those_that_do() -> None:
+async def test_who_does_not_prove_itself_takes_no_place_of_those_that_do() -> None:
     settings = SETTINGS.model_copy(update={"links_max": 2})
     inlet = Inlet("127.0.0.1", settings, 0.0)
     to = await inlet.address()
     strangers = [await asyncio.open_connection(to.host, to.port) for _ in range(4)]
     await until(lambda: len(inlet._strangers) == 2)
     for reader, _ in strangers[:2]:  # the oldest made room
+        await reader.readexactly(NUMBER_BYTES)
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await asyncio.wait_for(reader.readexactly(1), 10)
     box = inlet.expect("t")
@@ -329,7 +335,7 @@ async def test_a_process_that_takes_no_more_links_is_not_reached_so_that_serve_c
         links = Links(settings, 60.0)
         assert await links.reach(to) is None
         assert to in links._unreached
-        assert await Links(settings, 60.0).reach(replace(to, secret="0" * SECRET_CHARS)) is None
+        assert await Links(settings, 60.0).reach(replace(to, secret=SECRET)) is None
         assert first.is_open
 
 
@@ -405,7 +411,7 @@ async def test_an_address_that_keeps_silent_holds_up_no_other() -> None:
 
     silent = await asyncio.start_server(hold, "127.0.0.1", 0)
     inlet, links = Inlet("127.0.0.1", settings, 0.0), Links(settings, 60.0)
-    to = ReplyTo("127.0.0.1", silent.sockets[0].getsockname()[1], "0" * SECRET_CHARS)
+    to = ReplyTo("127.0.0.1", silent.sockets[0].getsockname()[1], SECRET)
     waiting = [asyncio.create_task(links.reach(to)) for _ in range(2)]
     await asyncio.sleep(0)
     async with asyncio.timeout(20):

@@ -17,7 +17,8 @@ import pytest
 
 from configs.settings import Settings
 from replicas.messages import ModelRefused
-from replicas.model import inspect_model
+from replicas.model import apart, inspect_model
+from replicas.model.apart import ENTRY
 from router.http.app import open_prompts
 from router.openai import RequestParser
 from tests.house import ROOT
@@ -163,6 +164,32 @@ print(json.dumps(told))
 
 
 def test_a_helper_process_ends_with_the_one_that_asked(tiny_llama: Path) -> None:
-    command = [sys.executable, "-m", "replicas.model.apart", "config", str(tiny_llama)]
+    command = [sys.executable, "-c", ENTRY, "config", str(tiny_llama)]
     done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_a_helper_process_prints_nothing_of_its_own(tiny_llama: Path) -> None:
+    """No warning that a module is there twice, and no thread that Python finds in a buffer when it ends."""
+    code = "import sys\nfrom replicas.model.apart import run_apart\nprint(run_apart('config', sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tiny_llama)]
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)
+    assert done.stderr == ""
+
+
+def test_a_helper_process_has_ended_by_itself_when_its_answer_is_used(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int | None] = []
+
+    class Watched(subprocess.Popen[bytes]):
+        def __exit__(self, *raised: object) -> None:
+            ended.append(self.returncode)  # before its input is closed
+            super().__exit__(*raised)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(apart.subprocess, "Popen", Watched)
+    assert apart.run_apart("config", str(tiny_llama))
+    assert ended == [0]
