@@ -7,7 +7,6 @@ at start with the key, the value and the bound. Values come from `loader.py`.
 from __future__ import annotations
 
 import ipaddress
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,9 +25,13 @@ from configs.sections import (
     SplitSettings,
     TierSettings,
 )
+from configs.session_ids import SESSION_IDS, IdPlace
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
+PRIORITY_MAX = 100
+"""The largest number, up or down, that a request's priority may have."""
+Priority = Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 Secret = Annotated[SecretStr, Field(min_length=16, max_length=256)]
 
 SHARE_BESIDE_OTHERS = 0.5
@@ -311,6 +314,11 @@ class LimitsSettings(Section):
     tenant_weights: dict[TenantName, Weight] = Field(
         default_factory=dict, description="tenant -> its weight in fair scheduling, if not 1"
     )
+    tenant_priorities: dict[TenantName, Priority] = Field(
+        default_factory=dict,
+        description="tenant -> the smallest number that its requests' priority may have (smaller = sooner, "
+        "among the tenant's own); 0 for those that are not named, any without API keys",
+    )
     tenant_share: float | None = Field(
         None,
         gt=0,
@@ -383,50 +391,6 @@ class AuthSettings(Section):
                 "blocks. Give the administrator a separate key"
             )
         return self
-
-
-BODY_IDS = ("session_id", "prompt_cache_key", "user")
-"""Fields of a request's body that may name its conversation; `METADATA` + key is a field of `metadata`."""
-METADATA = "metadata."
-CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "cookie"})
-SESSION_IDS = (
-    "x-session-id",
-    "x-session-affinity",
-    "session_id",
-    "prompt_cache_key",
-    "x-openwebui-chat-id",
-    "x-claude-code-session-id",
-    "session-id",
-    "thread-id",
-    "metadata.user_id",
-    "any-session-header",
-    "user",
-    "x-user-id",
-)
-HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-
-
-def _place_of_id(name: str) -> str:
-    """Return a place of session ids as it is compared: headers in lower case."""
-    is_in_metadata = name.startswith(METADATA)
-    if name in BODY_IDS or (is_in_metadata and len(METADATA) < len(name) <= 128):
-        return name
-    header = name.lower()
-    if header in CREDENTIALS:
-        raise ValueError(
-            f"{header} holds a credential: all conversations of a client would be one session. Name a "
-            "header that differs between conversations"
-        )
-    if is_in_metadata or not HEADER_NAME.fullmatch(header):
-        fields = ", ".join(BODY_IDS)
-        raise ValueError(
-            f"{name[:64]!r} is no place of a session id. Give the name of a header, a field of the body "
-            f"({fields}) or metadata.NAME"
-        )
-    return header
-
-
-IdPlace = Annotated[str, AfterValidator(_place_of_id)]
 
 
 class RouterSettings(Section):
@@ -543,6 +507,10 @@ class Settings(OptionalSections):
     def has_tenants(self) -> bool:
         """Whether there are several tenants, which share the resources."""
         return len(self.auth.api_keys) > 1
+
+    def best_priority(self, tenant: str) -> int:
+        """Return the smallest number that the priority of a tenant's requests may have."""
+        return self.limits.tenant_priorities.get(tenant, 0 if self.has_tenants else -PRIORITY_MAX)
 
     def share_of_tenant(self, given: float | None) -> float:
         """Return a tenant's share for the setting `given`: a single tenant may use all by default."""

@@ -147,7 +147,7 @@ def _uncomputed(engine: Engine, sequence: Sequence) -> tuple[int, int]:
     pool = engine.scheduler.pool
     known = sequence.prompt_tokens - 1
     found_blocks = 0
-    if engine.scheduler.prefix_reuse:
+    if engine.scheduler.tables.prefix_reuse:
         keys = sequence.keys_of(known // pool.block_tokens, pool.block_tokens)
         found_blocks = len(pool.match(keys, sequence.tokens))
     visit = sequence.visit

@@ -178,7 +178,8 @@ class GenerateRequest:
     an answer that another replica began. `trace`: context of the request's span; empty: it is not traced.
     `reply_to`: where the events are awaited; None: they are what the call returns, as they are where that
     cannot be reached. `keep`: the answer is kept for a while, and may be read again; None: it ends with its
-    reader. `stores_all`: its blocks are stored even where computing them again is cheaper.
+    reader. `stores_all`: its blocks are stored even where computing them again is cheaper. `priority`:
+    smaller = sooner, among the tenant's own.
     """
 
     request_id: str
@@ -198,6 +199,7 @@ class GenerateRequest:
     reply_to: ReplyTo | None = None
     keep: Keep | None = None
     stores_all: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,16 +43,30 @@ def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler
         return Refused("too_long", f"n={request.n} exceeds the {scheduler.sequences_max} running sequences")
     if request.resume is not None and (why := _bad_resume(request, request.resume, limits, scheduler)):
         return Refused("invalid", why)
-    waiting = sum(sequence.forks for sequence in scheduler.waiting)
-    if waiting + request.n - scheduler.free_places > limits.queue_max:
+    return _no_place(request, limits, scheduler)
+
+
+def _no_place(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
+    """Return why a request cannot wait, or None.
+
+    What yields to it takes none of its places, so that a flood of one rank refuses no better one; but no
+    queue is ever longer than twice its limit.
+    """
+    own = list(scheduler.waiting.of(request.tenant))
+    yielding = sum(one.forks for one in own if one.yields_to(request.priority))
+    waiting = sum(one.forks for one in scheduler.waiting)
+    more = request.n - scheduler.free_places
+
+    def is_full(count: int, limit: int) -> bool:
+        return count - yielding + more > limit or count + more > 2 * limit
+
+    if is_full(waiting, limits.queue_max):
         return Refused("queue_full", f"{waiting} sequences are waiting already", limits.retry_after_s)
-    if limits.tenant_queue_max is None:
-        return None
-    own = sum(sequence.forks for sequence in scheduler.waiting.of(request.tenant))
-    if own + request.n - scheduler.free_places > limits.tenant_queue_max:
+    held = sum(one.forks for one in own)
+    if limits.tenant_queue_max is not None and is_full(held, limits.tenant_queue_max):
         message = (
-            f"{own} sequences of this API key are waiting already, and it may have {limits.tenant_queue_max} "
-            "of the queue's places (limits.tenant_share)"
+            f"{held} sequences of this API key are waiting already, and it may have "
+            f"{limits.tenant_queue_max} of the queue's places (limits.tenant_share)"
         )
         return Refused("queue_full", message, limits.retry_after_s)
     return None

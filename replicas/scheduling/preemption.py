@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from cache_tiers.pricing import BURST_EXTENTS, Doubt, PrefillPrice, TierPrice, swap_or_drop
+from replicas.scheduling.answer_lengths import AnswerLengths
 from replicas.scheduling.sequence import Sequence
 
 
@@ -17,23 +18,40 @@ class Preemption:
     how: Literal["drop", "swap"]
 
 
-class PreemptionPolicy(Protocol):
+class PreemptionPolicy:
     """Decides which sequence is preempted and what happens to its blocks.
 
-    `drop` frees the victim's pages and computes them again later; `swap` copies the blocks out and back in:
-    `swap_or_drop` computes which is cheaper.
+    The victim is of the worst rank; among those, where prices are known, what is cheapest to bring back for
+    what it would hold on (`held`); else, and of equals, the newest: it loses least service and delays no
+    earlier one. `drop` frees its pages and computes them again later; `swap` copies the blocks out and in.
     """
+
+    def __init__(self) -> None:
+        self.lengths = AnswerLengths()
 
     def choose(self, candidates: Listing[Sequence]) -> Preemption:
         """Choose one of `candidates` (running, oldest first, never empty) to give up its pages."""
-        ...
+        yielding = [one for one in candidates if not one.is_due] or candidates
+        worst = max(one.rank for one in yielding)
+        victim = min(reversed([one for one in yielding if one.rank == worst]), key=self.price)
+        return Preemption(victim, self.how(victim))
+
+    def price(self, sequence: Sequence) -> float:
+        """Return what preempting a sequence costs for what it frees; 0: it is not known."""
+        return 0.0
+
+    def how(self, victim: Sequence) -> Literal["drop", "swap"]:
+        """Return what becomes of a victim's blocks."""
+        return "drop"
+
+    def held(self, sequence: Sequence) -> float:
+        """Return how much a sequence would still hold: pages times expected steps."""
+        steps = self.lengths.left(sequence.output_tokens, sequence.tokens_left)
+        return max(1, len(sequence.pages)) * steps * sequence.forks
 
 
-class DropNewest:
-    """Preempts the newest sequence: it loses least service and delays no earlier one."""
-
-    def choose(self, candidates: Listing[Sequence]) -> Preemption:
-        return Preemption(candidates[-1], "drop")
+class DropNewest(PreemptionPolicy):
+    """Preempts the newest sequence of the worst rank, whose blocks are computed again."""
 
 
 class SwapPrices(Protocol):
@@ -47,34 +65,45 @@ class SwapPrices(Protocol):
     def bytes_max(self) -> int: ...
 
 
-class NewestByPrice:
-    """Preempts the newest sequence, by swap or drop, whichever is cheaper."""
+class ByPrice(PreemptionPolicy):
+    """Preempts what is cheapest to bring back for what it holds, by swap or drop, whichever is cheaper."""
 
     def __init__(
         self, prefill: Callable[[], PrefillPrice], swap: SwapPrices, block_bytes: int, block_tokens: int
     ) -> None:
+        super().__init__()
         self._prefill = prefill
         self._swap = swap
         self._doubt = Doubt(swap.bytes_max // BURST_EXTENTS)
         self._block_bytes = block_bytes
         self._block_tokens = block_tokens
 
-    def choose(self, candidates: Listing[Sequence]) -> Preemption:
-        victim = candidates[-1]
-        nbytes = -(-victim.computed // self._block_tokens) * self._block_bytes
-        copy = self._swap.price()
+    def price(self, sequence: Sequence) -> float:
+        """Return the seconds to bring a sequence back, for each page and step that it would hold on."""
+        copy, seconds = self._swap.price(), self._prefill().seconds(sequence.computed, 0)
+        if copy.is_up:
+            seconds = min(seconds, 2 * copy.seconds(self._nbytes(sequence)))
+        return seconds / self.held(sequence)
+
+    def how(self, victim: Sequence) -> Literal["drop", "swap"]:
+        """Return what is cheaper, or a swap, to learn what that takes."""
+        nbytes, copy = self._nbytes(victim), self._swap.price()
         self._doubt.decided(nbytes)
         how = swap_or_drop(victim.computed, nbytes, copy, self._prefill())
         if how == "drop" and nbytes and self._doubt.tries(nbytes, copy):
-            how = "swap"
-        return Preemption(victim, how)
+            return "swap"
+        return how
+
+    def _nbytes(self, sequence: Sequence) -> int:
+        return -(-sequence.computed // self._block_tokens) * self._block_bytes
 
 
-class SwapNewest:
-    """Preempts the newest sequence and always swaps its blocks out if there is room."""
+class SwapNewest(PreemptionPolicy):
+    """Preempts the newest sequence of the worst rank; always swaps its blocks out if there is room."""
 
-    def choose(self, candidates: Listing[Sequence]) -> Preemption:
-        return Preemption(candidates[-1], "swap")
+    def how(self, victim: Sequence) -> Literal["drop", "swap"]:
+        """Return that they are swapped."""
+        return "swap"
 
 
 def preemption_policy(
@@ -85,4 +114,4 @@ def preemption_policy(
         return DropNewest()
     if name == "swap":
         return SwapNewest()
-    return NewestByPrice(prefill, swap, block_bytes, block_tokens)
+    return ByPrice(prefill, swap, block_bytes, block_tokens)

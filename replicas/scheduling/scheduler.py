@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal
 
 from cache_tiers.blocks import TAG_BYTES
 from replicas.drafting import Drafter
-from replicas.kv import PagePool, PrefixEntry, session_owner
+from replicas.kv import PagePool, session_owner
+from replicas.scheduling.page_tables import PageTables
 from replicas.scheduling.preemption import Preemption, PreemptionPolicy
 from replicas.scheduling.prompt_order import PromptOrder
 from replicas.scheduling.sequence import Restorer, Sequence
@@ -30,7 +32,7 @@ from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
 from replicas.scheduling.step import StepPlan as StepPlan
-from replicas.scheduling.tenants import DecodeRests, PrefillTurns, TenantShares
+from replicas.scheduling.tenants import DecodeRests, PrefillTurns, TenantShares, foremost, outranked
 from replicas.turns import FairQueue
 
 JOINED_TOKENS = 256
@@ -70,7 +72,7 @@ class Scheduler:
         self.step_tokens_max = step_tokens_max
         self.sequences_max = sequences_max
         self.policy = policy
-        self.prefix_reuse = prefix_reuse
+        self.tables = PageTables(pool, prefix_reuse=prefix_reuse)
         self.restorer = restorer
         self.budget = budget or StepBudget(step_tokens_max)
         self.quantum_tokens = quantum_tokens
@@ -84,7 +86,6 @@ class Scheduler:
         self._copied: list[int] = []  # pages that the planned step copies from, and no sequence has now
         self.preemptions = 0
         self.swaps = 0
-        self.cow_copies = 0
 
     @property
     def has_work(self) -> bool:
@@ -118,10 +119,13 @@ class Scheduler:
 
         Of its answer, which may end early, at most `quantum_tokens` count.
         """
-        sequence.known_tokens = len(self._resident(sequence)) * self.pool.block_tokens
-        answer = min(sequence.sampling.max_tokens - sequence.output_tokens, self.quantum_tokens)
-        cost = len(sequence.tokens) - sequence.known_tokens + answer * sequence.forks
-        self.waiting.put(sequence.tenant, sequence, cost)
+        sequence.known_tokens = len(self.tables.resident(sequence)) * self.pool.block_tokens
+        cost = len(sequence.tokens) - sequence.known_tokens + self._answer(sequence)
+        self.waiting.put(sequence.tenant, sequence, cost, sequence.rank)
+
+    def _answer(self, sequence: Sequence) -> int:
+        """Return what a sequence's answers count for, in tokens."""
+        return min(sequence.tokens_left, self.quantum_tokens) * sequence.forks
 
     # -- one step --------------------------------------------------------------------------
 
@@ -139,10 +143,9 @@ class Scheduler:
             self._rests.ran((), ())
             self._held_up = set()
             return plan
-        resting = self._rests.choose(self._shares(), {one.tenant for one in decodes}, groups)
+        rested = self._rests.choose(self._shares(), decodes, groups, self._ranks())
         groups += [stuck] if stuck else []
-        rested = [one for one in decodes if one.tenant in resting]
-        self._plan_decodes(plan, [one for one in decodes if one.tenant not in resting])
+        self._plan_decodes(plan, [one for one in decodes if one not in rested])
         self._add_drafts(plan)
         room = self.budget.open([chunk.start for chunk in plan.chunks for _ in range(chunk.rows)])
         held_up = set(stuck)  # a tenant admitted ahead of these may not exceed their share
@@ -153,12 +156,12 @@ class Scheduler:
             self._admit(plan, room, held_up, set().union(*groups) - group)
             if any(chunk.samples for chunk in plan.prompts):
                 break  # a first token comes with this step: other tenants' prompts must not lengthen it
-        if resting and not plan.prompts:  # the prompts that they rested for found no pages
+        if rested and not plan.prompts:  # the prompts that they rested for found no pages
             self._plan_decodes(plan, rested)
         self._own_drafts(plan)
         for chunk in plan.prompts:
             self._turns.computed(chunk.sequence.tenant, chunk.count)
-        self._rests.ran(resting, plan.prompts)
+        self._rests.ran(rested, plan.prompts)
         self._held_up = held_up | stuck
         return plan
 
@@ -180,6 +183,16 @@ class Scheduler:
         active = prefilling | self.waiting.tenants(may_enter)
         return active, self.waiting.tenants(self._is_ready) - active
 
+    def _ranks(self) -> dict[bytes, int]:
+        """Return the best rank among each tenant's prompts that are computed, or could be."""
+        prompts = [one for one in self.running if not (one.is_decode or one.holds)]
+        for tenant in self.waiting.tenants(self._is_ready):
+            prompts += islice(filter(self._is_ready, self.waiting.of(tenant)), 1)
+        ranks: dict[bytes, int] = {}
+        for one in prompts:
+            ranks[one.tenant] = min(one.rank, ranks.get(one.tenant, one.rank))
+        return ranks
+
     def _plan_decodes(self, plan: StepPlan, decodes: Iterable[Sequence]) -> None:
         for sequence in decodes:
             if sequence not in plan.preempted and self._make_room(sequence, 1, plan):
@@ -196,10 +209,10 @@ class Scheduler:
     def _own_drafts(self, plan: StepPlan) -> None:
         """Own the pages of guesses, of those that the rest of the step has left; else leave them out."""
         for place, chunk in enumerate(plan.chunks):
-            if chunk.draft and self._pages_to_own(chunk.sequence, chunk.rows) > self.pool.available:
+            if chunk.draft and self.tables.to_own(chunk.sequence, chunk.rows) > self.pool.available:
                 plan.chunks[place] = replace(chunk, draft=())
             elif chunk.draft:
-                self._own_pages(chunk.sequence, chunk.rows, plan)
+                self.tables.own(chunk.sequence, chunk.rows, plan)
 
     def _plan_prompts(
         self, plan: StepPlan, room: StepRoom, group: Collection[bytes], held_up: set[bytes]
@@ -208,15 +221,20 @@ class Scheduler:
         left = [one for one in self.running if _is_prefill_of(group, one)]
         tried: set[bytes] = set()
         while left:
+            ahead = foremost(left)
             if not room.is_full:
-                than = left[self._order.first(left)]
+                than = ahead[self._order.first(ahead)]
                 shorter = self._admit_before(than, plan, room, group, held_up, tried)
                 left = [one for one in left if one not in plan.preempted]
                 if shorter is not None:
                     left = sorted([*left, shorter], key=lambda one: one.arrival)
                     continue
+                ahead = foremost(left)
             if left:
-                self._plan_prompt(left.pop(self._order.first(left)), plan, room, left)
+                following = ahead[self._order.first(ahead)]
+                left.remove(following)
+                if not _would_lengthen(following, plan):
+                    self._plan_prompt(following, plan, room, left)
                 left = [one for one in left if one not in plan.preempted]
 
     def _plan_prompt(
@@ -237,17 +255,21 @@ class Scheduler:
 
         Until there are enough it owns none: what a plan copies must be computed with in the same step.
         """
-        while self._pages_to_own(sequence, count) > self.pool.available:
+        while self.tables.to_own(sequence, count) > self.pool.available:
             if self._pages_leaving():
                 plan.is_short = True
                 return False
             position = self.running.index(sequence)
-            later = [one for one in self.running[position:] if one not in plan.admitted]
-            choice = self.policy.choose(self._shares().of_largest_tenant(later))
+            givers = [
+                one
+                for place, one in enumerate(self.running)
+                if one not in plan.admitted and _gives(one, sequence, is_later=place > position)
+            ]
+            choice = self.policy.choose(self._shares().of_largest_tenant(givers))
             self._preempt(choice, plan)
             if choice.victim is sequence:
                 return False
-        self._own_pages(sequence, count, plan)
+        self.tables.own(sequence, count, plan)
         return True
 
     def _pages_leaving(self) -> int:
@@ -256,29 +278,6 @@ class Scheduler:
 
     def _shares(self) -> TenantShares:
         return TenantShares(self.running, self.sequences_max, self.pool.usable, self.weights)
-
-    def _written_blocks(self, sequence: Sequence, count: int) -> range:
-        block_tokens = self.pool.block_tokens
-        first = sequence.computed // block_tokens
-        return range(first, (sequence.computed + count - 1) // block_tokens + 1)
-
-    def _pages_to_own(self, sequence: Sequence, count: int) -> int:
-        pages = sequence.pages
-        written = self._written_blocks(sequence, count)
-        return sum(block >= len(pages) or self.pool.refs(pages[block]) > 1 for block in written)
-
-    def _own_pages(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
-        for block in self._written_blocks(sequence, count):
-            if block == len(sequence.pages):
-                sequence.pages.append(self.pool.allocate())
-                continue
-            page = sequence.pages[block]
-            if self.pool.refs(page) > 1:  # shared with a sibling: copy on write
-                own = self.pool.allocate()
-                plan.copies.append((page, own))
-                self.pool.release([page])
-                sequence.pages[block] = own
-                self.cow_copies += 1
 
     def _preempt(self, choice: Preemption, plan: StepPlan) -> None:
         victim = choice.victim
@@ -290,7 +289,7 @@ class Scheduler:
         self._keep_copied(victim, plan)
         self._release(victim)
         victim.forget_computed()
-        self.waiting.put_first(victim.tenant, victim)
+        self.waiting.put_first(victim.tenant, victim, victim.rank, len(victim.tokens) + self._answer(victim))
         plan.preempted.append(victim)
         self.preemptions += 1
 
@@ -324,6 +323,9 @@ class Scheduler:
             sequence = self.waiting.pick(self._is_ready, held_up.union(others))
             if sequence is None:
                 break
+            if _would_lengthen(sequence, plan):
+                others = {*others, sequence.tenant}
+                continue
             if not self._may_pass(sequence, held_up) or not self._try_admit(sequence, plan, room, held_up):
                 held_up.add(sequence.tenant)
                 if not self._shares().of(sequence.tenant):
@@ -350,7 +352,12 @@ class Scheduler:
         able: set[Sequence] = set()
         for tenant in group:
             line = self.waiting.of(tenant)
-            able |= self._order.may_go_before(line, prompts, than, self.pool.block_tokens)
+            before = self._order.may_go_before(line, prompts, than, self.pool.block_tokens)
+            if tenant == than.tenant:
+                before = {one for one in before if not one.yields_to(than.rank)}
+                ready = filter(self._is_ready, self.waiting.of(tenant))
+                before.update(one for one in islice(ready, 1) if than.yields_to(one.rank))
+            able |= before
         while able and not plan.preempted and not plan.is_short:
             sequence = self.waiting.pick(lambda one: one in able and self._is_ready(one), held_up | tried)
             if sequence is None:
@@ -376,7 +383,9 @@ class Scheduler:
             return False
         block_tokens = self.pool.block_tokens
         last = ahead.published_blocks + -(-JOINED_TOKENS // block_tokens)
-        if not self.prefix_reuse or last * block_tokens > min(sequence.reusable, len(ahead.tokens) - 1):
+        if not self.tables.prefix_reuse or last * block_tokens > min(
+            sequence.reusable, len(ahead.tokens) - 1
+        ):
             return False
         return sequence.keys_of(last, block_tokens)[-1] == ahead.keys_of(last, block_tokens)[-1]
 
@@ -389,39 +398,32 @@ class Scheduler:
         places_short = max(0, sequence.forks - self.free_places)
         if not places_short and self._reserve_prompt(sequence, room):
             return True
-        pages_short = self._pages_short(sequence) - self._pages_leaving()
+        pages_short = self.tables.short(sequence) - self._pages_leaving()
         if places_short <= 0 and pages_short <= 0:
             return False  # there is room for it as soon as others' blocks have been copied out
-        gone = self._shares().victims_for(
-            sequence,
-            self.pool.pages_for(len(sequence.tokens)),
-            (places_short, pages_short),
-            [other for other in self.running if other not in plan.admitted],
-            lambda victim: sum(self.pool.refs(page) == 1 for page in victim.pages),
-        )
+        short = places_short, pages_short
+        others = [other for other in self.running if other not in plan.admitted]
+
+        def freed(victim: Sequence) -> int:
+            return sum(self.pool.refs(page) == 1 for page in victim.pages)
+
+        def choose(candidates: Listing[Sequence]) -> Sequence:
+            return self.policy.choose(candidates).victim
+
+        gone = outranked(sequence.tenant, sequence.rank, short, others, freed, choose)
+        if not gone:
+            pages = self.pool.pages_for(len(sequence.tokens))
+            gone = self._shares().victims_for(sequence, pages, short, others, freed) or []
         if not gone:
             return False
         for victim in gone:
             self._preempt(self.policy.choose([victim]), plan)
-        held_up.update(victim.tenant for victim in gone)
+        held_up.update(victim.tenant for victim in gone if victim.tenant != sequence.tenant)
         return self._reserve_prompt(sequence, room)
-
-    def _resident(self, sequence: Sequence) -> list[PrefixEntry]:
-        """Return a sequence's blocks that are in the pool and need not be computed."""
-        if not self.prefix_reuse:
-            return []
-        blocks_max = sequence.reusable // self.pool.block_tokens
-        return self.pool.match(sequence.keys_of(blocks_max, self.pool.block_tokens), sequence.tokens)
-
-    def _pages_short(self, sequence: Sequence) -> int:
-        """Return how many pages are missing for the sequence's prompt."""
-        hits = self._resident(sequence)
-        revived = sum(self.pool.refs(entry.page) == 0 for entry in hits)  # no longer evictable then
-        return self.pool.pages_for(len(sequence.tokens)) - len(hits) + revived - self.pool.available
 
     def _reserve_prompt(self, sequence: Sequence, room: StepRoom) -> bool:
         """Share the cached prefix and own pages for the rest, or change nothing and return False."""
-        hits = self._resident(sequence)
+        hits = self.tables.resident(sequence)
         for entry in hits:
             self.pool.acquire(entry.page)
         missing = self.pool.pages_for(len(sequence.tokens)) - len(hits)
@@ -443,6 +445,7 @@ class Scheduler:
         return True
 
     def _enter(self, sequence: Sequence, plan: StepPlan) -> None:
+        sequence.is_due = sequence.is_due or self.waiting.is_due(sequence)
         self.waiting.take(sequence)
         self._insert_running(sequence)
         plan.admitted.append(sequence)
@@ -495,30 +498,7 @@ class Scheduler:
     def advance(self, sequence: Sequence, computed: int) -> None:
         """Mark slots below `computed` as valid, and the run loaded from a tier right behind them."""
         sequence.computed = computed if sequence.restore is None else sequence.restore.jump(computed)
-        self._publish(sequence)
-
-    def _publish(self, sequence: Sequence) -> None:
-        if not self.prefix_reuse or sequence.is_cleared:
-            return
-        block_tokens = self.pool.block_tokens
-        while (
-            not sequence.chain_broken and (sequence.published_blocks + 1) * block_tokens <= sequence.computed
-        ):
-            block = sequence.published_blocks
-            ids = sequence.tokens[block * block_tokens : (block + 1) * block_tokens]
-            key = sequence.keys_of(block + 1, block_tokens)[block]
-            page = sequence.pages[block]
-            published = self.pool.publish(key, sequence.chain_entry, ids, page)
-            if published is None:
-                sequence.chain_broken = True
-                return
-            if published.duplicate:  # the same block was computed concurrently: share that page
-                self.pool.acquire(published.entry.page)
-                self.pool.release([page])
-                sequence.pages[block] = published.entry.page
-            self.pool.own(published.entry.page, sequence.owner)
-            sequence.chain_entry = published.entry.number
-            sequence.published_blocks = block + 1
+        self.tables.publish(sequence)
 
     def fork(self, sequence: Sequence) -> list[Sequence]:
         """Create the other choices of a sequence whose prompt is computed; they share its pages."""
@@ -535,6 +515,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Remove a finished sequence, whatever the reason; its pages become free or cached."""
         if sequence in self.running:
+            self.policy.lengths.ended(sequence.output_tokens)
             self._release(sequence)
             sequence.pages = []
         else:
@@ -566,7 +547,7 @@ class Scheduler:
             "pages_active": self.pool.active,
             "preemptions": self.preemptions,
             "swaps": self.swaps,
-            "cow_copies": self.cow_copies,
+            "cow_copies": self.tables.cow_copies,
             "evictions": self.pool.evictions,
         }
 
@@ -597,3 +578,18 @@ class Scheduler:
 
 def _is_prefill_of(tenants: Collection[bytes], sequence: Sequence) -> bool:
     return sequence.tenant in tenants and not (sequence.is_decode or sequence.holds)
+
+
+def _gives(one: Sequence, sequence: Sequence, *, is_later: bool) -> bool:
+    """Return whether a running sequence may lose its pages to another: later ones, and those that yield."""
+    if one.tenant != sequence.tenant or one is sequence:
+        return is_later or one is sequence
+    return one.yields_to(sequence.rank) or (is_later and not sequence.yields_to(one.rank))
+
+
+def _would_lengthen(one: Sequence, plan: StepPlan) -> bool:
+    """Return whether a step brings the first token of what a prompt yields to: it comes in a later step."""
+    return any(
+        chunk.samples and chunk.sequence.tenant == one.tenant and one.yields_to(chunk.sequence.rank)
+        for chunk in plan.prompts
+    )

@@ -71,6 +71,8 @@ class Sequence:
     is_cleared: bool = False  # forgotten while it ran: none of its blocks are kept
     index: int = 0  # which of the request's choices
     forks: int = 1  # choices that exist once the prompt is computed
+    rank: int = 0  # smaller = sooner, among its tenant's
+    is_due: bool = False  # better ranks have had their share before it: it yields to none of them any more
     grammar: GrammarState | None = None  # what its answer must look like; has accepted the sampled tokens
     # First slot whose logits are wanted for a log-probability of the prompt and not computed; None: none.
     score_from: int | None = None
@@ -163,6 +165,10 @@ class Sequence:
     def is_decode(self) -> bool:
         return self.pending == 1 and self.computed > 0
 
+    def yields_to(self, rank: int) -> bool:
+        """Whether it gives way to its tenant's sequences of this rank."""
+        return rank < self.rank and not self.is_due
+
     def fork(self, index: int) -> Sequence:
         """Return a sibling with the same computed tokens; the caller adds the references to its pages."""
         return Sequence(
@@ -176,6 +182,8 @@ class Sequence:
             owner=self.owner,
             is_cleared=self.is_cleared,
             index=index,
+            rank=self.rank,
+            is_due=self.is_due,
             grammar=None if self.grammar is None else self.grammar.copy(),
             computed=self.computed,
             pages=list(self.pages),

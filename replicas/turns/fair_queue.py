@@ -1,10 +1,12 @@
 """Fair queue of several tenants: deficit round robin (Shreedhar and Varghese, 1996). Pure.
 
-Each tenant has a FIFO line. On its turn a tenant gets `quantum` times its weight of credit and is served
-while the credit covers the cost of its first item. So tenants that always have items waiting are served in
-proportion to their weights, whatever the cost and number of their items; a single tenant has a plain FIFO
-queue. Used for sequences that wait for a replica (cost in tokens), for prompts that wait for the tokenizer
-(cost in bytes), and for work whose cost is known when it is done (seconds: see `charge`).
+Each tenant has a line: by rank, the lowest number first, and within a rank FIFO. On its turn a tenant gets
+`quantum` times its weight of credit and is served while the credit covers the cost of its first item. So
+tenants that always have items waiting are served in proportion to their weights, whatever the cost and number
+of their items; a single tenant has a plain FIFO queue. Ranks order a tenant's own items and are nothing to
+others. An item of a worse rank is due after better ones were served `RANK_SHARE` times its size: nothing
+waits for ever. Used for sequences that wait for a replica (cost in tokens), for prompts that wait for the
+tokenizer (cost in bytes), and for work whose cost is known when it is done (seconds: see `charge`).
 """
 
 from __future__ import annotations
@@ -21,22 +23,87 @@ Item = TypeVar("Item", bound=Hashable)
 Tenant = TypeVar("Tenant", bound=Hashable)
 
 
+RANK_SHARE = 32.0
+"""How much of better ranks goes before an item of a worse one, in its own size."""
+
+
+class _Lane(Generic[Item]):
+    """One rank of a tenant's line. `costs`: waiting items, in order. `owed`: what better ranks owe it."""
+
+    __slots__ = ("costs", "owed")
+
+    def __init__(self) -> None:
+        self.costs: OrderedDict[Item, float] = OrderedDict()
+        self.owed = 0.0
+
+
 class _Line(Generic[Item]):
     """One tenant's line.
 
-    `costs`: waiting items, in order. `has_turn`: `credit` already includes this turn's share.
+    `lanes`: by rank, the best first. `sizes`: of items whose cost is paid. `has_turn`: `credit` already
+    includes this turn's share.
     """
 
-    __slots__ = ("costs", "credit", "has_turn", "share")
+    __slots__ = ("credit", "has_turn", "lanes", "share", "sizes")
 
     def __init__(self, share: float) -> None:
-        self.costs: OrderedDict[Item, float] = OrderedDict()
+        self.lanes: dict[int, _Lane[Item]] = {}
+        self.sizes: dict[Item, float] = {}
         self.credit = 0.0
         self.has_turn = False
         self.share = share
 
-    def first(self, is_ready: Callable[[Item], bool] | None) -> Item | None:
-        return next((item for item in self.costs if is_ready is None or is_ready(item)), None)
+    def __iter__(self) -> Iterator[Item]:
+        return (item for lane in self.lanes.values() for item in lane.costs)
+
+    def lane(self, rank: int) -> _Lane[Item]:
+        if rank not in self.lanes:
+            self.lanes[rank] = _Lane()
+            self.lanes = dict(sorted(self.lanes.items()))
+        return self.lanes[rank]
+
+    def rank_of(self, item: Item) -> int:
+        return next(rank for rank, lane in self.lanes.items() if item in lane.costs)
+
+    def size(self, item: Item, cost: float) -> float:
+        return self.sizes.get(item, cost)
+
+    def first(self, is_ready: Callable[[Item], bool] | None) -> tuple[Item, float] | None:
+        """Return the next item and its cost: of a rank that is due, else of the best rank."""
+        best: tuple[Item, float] | None = None
+        for lane in self.lanes.values():
+            if best is not None and not lane.owed:
+                continue
+            for item, cost in lane.costs.items():
+                if is_ready is None or is_ready(item):
+                    if best is None:
+                        best = item, cost
+                    elif lane.owed >= self.size(item, cost):
+                        return item, cost
+                    break
+        return best
+
+    def is_due(self, item: Item) -> bool:
+        """Whether an item is due before better ranks."""
+        lane = self.lanes[self.rank_of(item)]
+        return 0 < self.size(item, lane.costs[item]) <= lane.owed
+
+    def served(self, item: Item) -> None:
+        """Count a served item, before it is removed: worse ranks have waited for it."""
+        rank = self.rank_of(item)
+        size = self.size(item, self.lanes[rank].costs[item])
+        self.lanes[rank].owed = max(0.0, self.lanes[rank].owed - size)
+        for other, lane in self.lanes.items():
+            if other > rank:
+                lane.owed += size / RANK_SHARE
+
+    def remove(self, item: Item) -> float:
+        rank = self.rank_of(item)
+        cost = self.lanes[rank].costs.pop(item)
+        self.sizes.pop(item, None)
+        if not self.lanes[rank].costs:
+            del self.lanes[rank]
+        return cost
 
 
 class FairQueue(Generic[Tenant, Item]):
@@ -63,26 +130,36 @@ class FairQueue(Generic[Tenant, Item]):
     def __iter__(self) -> Iterator[Item]:
         """Iterate over all waiting items, tenant by tenant."""
         for line in self._lines.values():
-            yield from line.costs
+            yield from line
 
     def of(self, tenant: Tenant) -> Iterator[Item]:
         """Iterate over one tenant's waiting items, in order."""
         line = self._lines.get(tenant)
-        return iter(()) if line is None else iter(line.costs)
+        return iter(()) if line is None else iter(line)
 
     def tenants(self, is_ready: Callable[[Item], bool] | None = None) -> set[Tenant]:
         """Return the tenants that have a waiting item that is ready."""
         return {tenant for tenant, line in self._lines.items() if line.first(is_ready) is not None}
 
-    def put(self, tenant: Tenant, item: Item, cost: float) -> None:
-        """Append an item to its tenant's line."""
-        self._line(tenant).costs[item] = cost
+    def put(self, tenant: Tenant, item: Item, cost: float, rank: int = 0) -> None:
+        """Append an item to its rank of its tenant's line."""
+        self._line(tenant).lane(rank).costs[item] = cost
         self._tenant_of[item] = tenant
 
-    def put_first(self, tenant: Tenant, item: Item) -> None:
-        """Return an item to the front of its line, at no cost: its tenant has already paid for it."""
-        self.put(tenant, item, 0.0)
-        self._lines[tenant].costs.move_to_end(item, last=False)
+    def put_first(self, tenant: Tenant, item: Item, rank: int = 0, size: float = 0.0) -> None:
+        """Return an item to the front of its rank, at no cost: its tenant has already paid for it.
+
+        `size`: what it will take again, which better ranks of its tenant need not wait for.
+        """
+        self.put(tenant, item, 0.0, rank)
+        line = self._lines[tenant]
+        line.lane(rank).costs.move_to_end(item, last=False)
+        if size:
+            line.sizes[item] = size
+
+    def is_due(self, item: Item) -> bool:
+        """Whether an item goes before better ranks of its tenant: they have had their share."""
+        return self._lines[self._tenant_of[item]].is_due(item)
 
     def pick(
         self, is_ready: Callable[[Item], bool] | None = None, passed: Collection[Tenant] = ()
@@ -94,7 +171,7 @@ class FairQueue(Generic[Tenant, Item]):
         loses credit by it.
         """
         ready = {
-            tenant: (line, first, line.costs[first])
+            tenant: (line, *first)
             for tenant, line in self._lines.items()
             if tenant not in passed and (first := line.first(is_ready)) is not None
         }
@@ -117,6 +194,7 @@ class FairQueue(Generic[Tenant, Item]):
     def take(self, item: Item) -> None:
         """Remove a served item and charge its cost to its tenant's credit."""
         line = self._lines[self._tenant_of[item]]
+        line.served(item)
         line.credit -= self._remove(item)
 
     def charge(self, tenant: Tenant, cost: float) -> None:
@@ -140,8 +218,8 @@ class FairQueue(Generic[Tenant, Item]):
     def _remove(self, item: Item) -> float:
         tenant = self._tenant_of.pop(item)
         line = self._lines[tenant]
-        cost = line.costs.pop(item)
-        if not line.costs:
+        cost = line.remove(item)
+        if not line.lanes:
             del self._lines[tenant]  # and its credit: a tenant with no items saves none up
             if line.credit < 0:
                 self._owed[tenant] = -line.credit
@@ -157,11 +235,14 @@ class FairQueue(Generic[Tenant, Item]):
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
-        listed = {item: tenant for tenant, line in self._lines.items() for item in line.costs}
+        listed = {item: tenant for tenant, line in self._lines.items() for item in line}
         assert listed == self._tenant_of, "an item waits in no line, or in another's"
         assert not self._owed.keys() & self._lines.keys(), "what a tenant owes is not in its line"
         for line in self._lines.values():
-            assert line.costs, "an empty line is remembered"
+            assert line.lanes, "an empty line is remembered"
+            assert list(line.lanes) == sorted(line.lanes), "ranks are out of order"
+            assert all(lane.costs for lane in line.lanes.values()), "an empty rank is remembered"
+            assert line.sizes.keys() <= set(line), "the size of an item that is gone"
             assert line.credit >= -OWED_ROUNDS * line.share, "a tenant owes more than is ever charged"
-            most = max(line.costs.values()) + line.share
+            most = max(cost for lane in line.lanes.values() for cost in lane.costs.values()) + line.share
             assert line.credit <= most or math.isclose(line.credit, most), "a tenant saves credit up"

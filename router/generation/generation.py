@@ -36,7 +36,7 @@ from router.generation.context import (
     with_documents,
 )
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
-from router.generation.needs import need_at_least, need_of
+from router.generation.needs import need_at_least, need_of, within_right
 from router.generation.recorder import ServedTurn
 from router.generation.response_sender import ResponseSender, cancel_on_disconnect
 from router.generation.resumption import (
@@ -210,6 +210,7 @@ class GenerationEndpoint:
         service.refuse_other_model(request.model)
         headers = Headers(scope=scope)
         name, request = self._names.name(request, headers, tenant)
+        request = within_right(request, service.settings.best_priority(tenant))
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
         biased = (token_id for token_id, _ in request.sampling.logit_bias)
         service.prompts.vocabulary.refuse_unknown(biased, "logit_bias")
@@ -371,6 +372,7 @@ class GenerationEndpoint:
                     reading=prompt.reading if prompt.reading and prompt.reading.tools else None,
                     trace=exchange.span.trace,
                     keep=None if named is None else named.keep,
+                    priority=request.priority,
                 )
             )
         return asks

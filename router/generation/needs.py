@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from replicas.messages import GenerateRequest
 from router.auth import Need
 from router.openai import ParsedChat, ParsedCompletion
+
+Asked = TypeVar("Asked", ParsedChat, ParsedCompletion)
 
 
 def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
@@ -35,3 +39,10 @@ def need_of(asks: Sequence[GenerateRequest]) -> Need:
         sum(len(ask.prompt_token_ids) + ask.n * ask.sampling.max_tokens for ask in asks),
         "n" if asks[0].n > 1 else "prompt",
     )
+
+
+def within_right(request: Asked, best: int) -> Asked:
+    """Return a request with a priority that its tenant may have, at best `best`; told if it had another."""
+    if request.priority >= best:
+        return request
+    return replace(request, priority=best, ignored_fields=(*request.ignored_fields, "priority"))

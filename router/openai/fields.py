@@ -41,7 +41,6 @@ UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "logprob_start_len": (),
     "logprob_token_ids": (),
-    "priority": (0,),
     "prompt_logprobs": (),
     "repetition_detection": (False,),
     "return_prompt_text": (False,),
@@ -128,7 +127,6 @@ HARMLESS = frozenset(
         "moderation",
         "prediction",
         "safety_identifier",
-        "service_tier",
         "store",
         "verbosity",
         # vLLM, SGLang: names for logs, how media are read, how answers are cut into chunks, whose replica

@@ -119,7 +119,8 @@ class ParsedRequest:
 
     `generates`: False for `max_tokens: 0`: the prompt is computed, and nothing follows it.
     `is_length_default`: `sampling.max_tokens` is the route's own, and is lowered to what is left.
-    `truncate_tokens`: only the prompt's last tokens are used; -1: as many as fit.
+    `truncate_tokens`: only the prompt's last tokens are used; -1: as many as fit. `priority`: smaller =
+    sooner, among its tenant's.
     """
 
     model: str
@@ -128,6 +129,7 @@ class ParsedRequest:
     generates: bool = True
     is_length_default: bool = False
     truncate_tokens: int | None = None
+    priority: int = 0
     extras: AnswerExtras = field(default_factory=AnswerExtras)
     stream: bool = False
     include_usage: bool = False
@@ -191,6 +193,8 @@ Asked = TypeVar("Asked", ChatBody, CompletionBody)
 
 # Token ids in a body that is too long to be parsed. Quotes inside of text are escaped there.
 PROMPT_IDS = re.compile(rb'"prompt"\s*:\s*\[([\d\s,\[\]]*)')
+SERVICE_TIERS: dict[str | None, int] = {"priority": -10, "flex": 10}
+"""OpenAI's tiers that are another priority; all others are 0."""
 ALIASES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """llama.cpp's names of fields, and ours."""
 TTL = re.compile(r"(\d{1,9})(s|m|h|d)")
@@ -372,12 +376,13 @@ class RequestParser:
             raise InvalidValue("truncate_prompt_tokens", message)
         if asked.stream and asked.prompt_logprobs is not None:
             raise InvalidValue("prompt_logprobs", "prompt_logprobs is not available when stream is true.")
-        options = asked.stream_options
+        options, tier = asked.stream_options, SERVICE_TIERS.get(asked.service_tier, 0)
         include_usage = bool(options and options.include_usage)
         return {
             "model": asked.model,
             "n": 1 if asked.n is None else asked.n,
             "truncate_tokens": asked.truncate_prompt_tokens,
+            "priority": tier if asked.priority is None else asked.priority,
             "stream": bool(asked.stream),
             "include_usage": include_usage,
             "continuous_usage": include_usage and bool(options and options.continuous_usage_stats),

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from configs.sections import ProfileName
-from configs.settings import LimitsSettings
+from configs.settings import PRIORITY_MAX, LimitsSettings
 from replicas.reply import TOOL_NAME
 from router.openai.fields import UNBUILT, UNBUILT_ERROR
 
@@ -326,6 +326,8 @@ class _Body(_Strict):
     stop_token_ids: list[TokenId] | None = None
     allowed_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[Whole, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None
+    service_tier: Word | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

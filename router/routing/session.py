@@ -17,7 +17,7 @@ from cache_tiers.blocks import TAG_BYTES, Placement, TierName, session_of
 from cache_tiers.forecast import Role
 from configs.json_text import parse_json
 from configs.sections import VOLATILE_LINES, ProfileName, ProfileSettings, TierSettings
-from configs.settings import BODY_IDS, METADATA, SESSION_IDS
+from configs.session_ids import BODY_IDS, METADATA, SESSION_IDS
 from replicas.messages import TurnContext
 from router.openai import (
     CacheWish,

@@ -83,6 +83,7 @@ SPECIAL: dict[str, object] = {
     "tiers.tenant_shares": {"team": 0.5},
     "limits.tenant_share": 0.25,
     "limits.tenant_weights": {"team": 2.0},
+    "limits.tenant_priorities": {"team": -5},
     "knowledge.always_of": ("team",),
     "knowledge.loop.auto_of": ("team",),
     "knowledge.loop.confirming_tools": {"run_tests": "^ok"},

@@ -271,9 +271,25 @@ def test_completions_have_openais_length_by_default() -> None:
 
 
 def test_unknown_fields_are_listed_and_not_built() -> None:
-    parsed = parse(store=True, service_tier="x", chat_template_kwargs={"x": 1, "enable_thinking": False})
-    assert parsed.ignored_fields == ("store", "service_tier", "chat_template_kwargs.x")
+    parsed = parse(store=True, verbosity="x", chat_template_kwargs={"x": 1, "enable_thinking": False})
+    assert parsed.ignored_fields == ("store", "verbosity", "chat_template_kwargs.x")
     assert parsed.template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "priority"),
+    [
+        ({}, 0),
+        ({"priority": 5}, 5),
+        ({"priority": -3, "service_tier": "flex"}, -3),
+        ({"service_tier": "priority"}, -10),
+        ({"service_tier": "flex"}, 10),
+        ({"service_tier": "auto"}, 0),
+        ({"service_tier": "scale"}, 0),
+    ],
+)
+def test_priority_and_service_tier(fields: dict[str, Any], priority: int) -> None:
+    assert parse(**fields).priority == priority
 
 
 def test_text_that_looks_like_structure_is_text() -> None:

@@ -1,0 +1,332 @@
+"""Priority among a tenant's own requests: sooner, by places and pages of others, and none starves."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_tiers.blocks import TAG_BYTES
+from cache_tiers.pricing import PrefillPrice, TierPrice
+from replicas.engine.limits import EngineLimits, refusal
+from replicas.kv.page_pool import PagePool
+from replicas.messages import GenerateRequest, SamplingParams
+from replicas.scheduling.answer_lengths import AnswerLengths
+from replicas.scheduling.preemption import ByPrice, DropNewest, PreemptionPolicy
+from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.sequence import Sequence
+from replicas.turns.fair_queue import RANK_SHARE, FairQueue
+from tests.support.amounts import examples
+
+BLOCK = 16
+ALICE, BOB = (bytes([number]) * TAG_BYTES for number in (1, 2))
+
+
+STEP_TOKENS = 36
+"""What a step costs beside its tokens, in tokens: as of the default model on one core."""
+
+
+class Replica:
+    """A scheduler whose model answers with zeros; its clock counts what its steps cost, in tokens."""
+
+    def __init__(
+        self,
+        *,
+        places: int = 8,
+        pages: int = 200,
+        step_tokens: int = 64,
+        policy: PreemptionPolicy | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(
+            PagePool(pages + 1, BLOCK),
+            step_tokens_max=step_tokens,
+            sequences_max=places,
+            policy=policy or DropNewest(),
+        )
+        self.arrivals = 0
+        self.now = 0
+        self.came: dict[Sequence, int] = {}
+        self.first: dict[int, list[int]] = defaultdict(list)  # rank -> tokens computed until a first token
+        self.ended: Counter[int] = Counter()
+        self.preempted: list[Sequence] = []
+
+    def send(self, rank: int, *, prompt: int = 40, answer: int = 20, tenant: bytes = ALICE) -> Sequence:
+        self.arrivals += 1
+        sequence = Sequence(
+            request_id=str(self.arrivals),
+            arrival=self.arrivals,
+            namespace=2 * tenant,
+            tokens=array("I", [self.arrivals, *range(prompt - 1)]),
+            prompt_tokens=prompt,
+            sampling=SamplingParams(max_tokens=answer),
+            seed=0,
+            owner=tenant + bytes(TAG_BYTES),
+            rank=rank,
+        )
+        self.came[sequence] = self.now
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.preempted += plan.preempted
+        self.scheduler.commit(plan)
+        self.now += plan.tokens + (STEP_TOKENS if plan.tokens else 0)
+        for chunk in plan.chunks:
+            one = chunk.sequence
+            if chunk.samples:
+                if not one.output_tokens:
+                    self.first[one.rank].append(self.now - self.came[one])
+                one.tokens.append(0)
+                if one.output_tokens == one.sampling.max_tokens:
+                    self.scheduler.finish(one)
+                    self.ended[one.rank] += 1
+        self.scheduler.check_integrity()
+
+    def run(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+
+
+def test_better_ranks_are_admitted_first_and_take_places_of_worse_ones() -> None:
+    replica = Replica(places=2)
+    low = [replica.send(5) for _ in range(4)]
+    for _ in range(3):
+        replica.step()
+    assert set(replica.scheduler.running) == set(low[:2])
+    high = [replica.send(0) for _ in range(2)]
+    for _ in range(3):
+        replica.step()
+    assert set(replica.scheduler.running) == set(high)
+    assert set(replica.preempted) == set(low[:2])
+    replica.run()
+    assert replica.ended == {0: 2, 5: 4}
+
+
+def test_a_better_rank_takes_pages_of_worse_ones_and_never_the_other_way() -> None:
+    replica = Replica(places=8, pages=16)
+    low = [replica.send(5, prompt=60, answer=60) for _ in range(2)]
+    for _ in range(4):
+        replica.step()
+    high = replica.send(0, prompt=100, answer=60)
+    while replica.scheduler.has_work:
+        replica.step()
+        assert high not in replica.preempted
+    assert set(replica.preempted) & set(low)
+    assert replica.ended == {0: 1, 5: 2}
+
+
+def test_a_waiting_prompt_goes_before_a_long_one_of_a_worse_rank() -> None:
+    replica = Replica(pages=400)
+    long = replica.send(5, prompt=2000, answer=1)
+    for _ in range(3):
+        replica.step()
+    high = replica.send(0, prompt=300, answer=1)
+    replica.send(5, prompt=20, answer=1)
+    replica.run()
+    assert replica.first[0][0] <= 600, "the long one's chunks went on before it"
+    assert long.computed or replica.ended[5] == 2
+    assert high.rank == 0
+
+
+def test_decodes_of_a_worse_rank_rest_while_a_better_prompt_is_computed() -> None:
+    replica = Replica(places=16, step_tokens=32)
+    low = [replica.send(3, prompt=16, answer=400) for _ in range(8)]
+    while not all(one.is_decode for one in low):
+        replica.step()
+    before = [one.output_tokens for one in low]
+    replica.send(0, prompt=200, answer=1)
+    while not replica.first[0]:
+        replica.step()
+    assert replica.first[0][0] <= 7 * (32 + STEP_TOKENS), "32 tokens a step, all of them the prompt's"
+    assert [one.output_tokens for one in low] == before
+    replica.run()
+
+
+def test_ranks_are_nothing_to_other_tenants() -> None:
+    def ttft(rank: int) -> list[int]:
+        replica = Replica(places=4)
+        for _ in range(30):
+            replica.send(0, tenant=BOB)
+            replica.send(rank, tenant=ALICE)
+        order = []
+        while replica.scheduler.has_work:
+            replica.step()
+            order.append(len(replica.first[0]))
+        return order if rank == 0 else [sum(map(len, replica.first.values()))]
+
+    alone = Replica(places=4)
+    for _ in range(30):
+        alone.send(0, tenant=BOB)
+        alone.send(-50, tenant=ALICE)
+    bobs = [sequence for sequence in alone.came if sequence.tenant == BOB]
+    while any(not one.output_tokens for one in bobs[:15]):
+        alone.step()
+    served = sum(one.output_tokens > 0 for one in alone.came if one.tenant == ALICE)
+    assert served <= 15 + 4, "a better rank does not take another tenant's turns"
+    assert ttft(0)[-1] == 60
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=examples(60), deadline=None)
+def test_no_rank_starves(seed: int) -> None:
+    """While better ranks keep all places busy for ever, what waits ends after a bounded amount of work."""
+    rng = random.Random(seed)
+    replica = Replica(places=rng.choice((2, 4)), pages=rng.choice((24, 80)))
+    low = [replica.send(9, prompt=rng.randrange(20, 200), answer=rng.randrange(1, 40)) for _ in range(3)]
+    size = sum(one.prompt_tokens + one.sampling.max_tokens for one in low)
+    for _ in range(40_000):
+        while len(replica.scheduler.waiting) < 6:
+            replica.send(rng.choice((0, 1)), prompt=rng.randrange(5, 100), answer=rng.randrange(1, 40))
+        replica.step()
+        if replica.ended[9] == 3:
+            break
+    assert replica.ended[9] == 3
+    assert replica.now <= 6 * RANK_SHARE * (size + 400), "the bound holds"
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=examples(40), deadline=None)
+def test_all_of_one_rank_is_as_without_ranks(seed: int) -> None:
+    def order(rank: int) -> list[tuple[int, int]]:
+        rng, replica = random.Random(seed), Replica(places=4, pages=40)
+        for _ in range(20):
+            replica.send(
+                rank,
+                prompt=rng.randrange(5, 200),
+                answer=rng.randrange(1, 60),
+                tenant=rng.choice((ALICE, BOB)),
+            )
+            for _ in range(rng.randrange(4)):
+                replica.step()
+        replica.run()
+        return [(one, replica.now) for one in replica.first[rank]]
+
+    assert order(0) == order(7) == order(-3)
+
+
+def test_two_classes_at_twice_the_load() -> None:
+    """The high class waits nearly as if it were alone, and the low one ends."""
+
+    def served(*, has_low: bool) -> Replica:
+        rng, replica = random.Random(5), Replica(places=8, pages=400, step_tokens=64)
+        following = 0.0
+        while replica.now < 300_000:
+            while following <= replica.now:  # half of what the replica can do, at random
+                replica.send(0, prompt=80, answer=20)
+                following += rng.expovariate(1 / 900)
+            while has_low and len(replica.scheduler.waiting) < 12:
+                replica.send(5, prompt=rng.randrange(40, 120), answer=40)
+            replica.step()
+            if not replica.scheduler.has_work:
+                replica.now += STEP_TOKENS
+        replica.run()
+        return replica
+
+    alone, beside = served(has_low=False), served(has_low=True)
+    assert beside.ended[5] > 20
+
+    def p95(replica: Replica) -> int:
+        return sorted(replica.first[0])[int(0.95 * len(replica.first[0]))]
+
+    assert p95(beside) <= 1.3 * p95(alone), (p95(beside), p95(alone))
+
+
+def test_lengths_of_answers() -> None:
+    lengths = AnswerLengths()
+    assert lengths.left(0, 10) == 10, "never more than it may have"
+    for _ in range(5000):
+        lengths.ended(20)
+    assert 10 < lengths.left(0, 1000) < 40
+    assert lengths.left(15, 1000) < lengths.left(0, 1000)
+    assert lengths.left(600, 2000) == pytest.approx(600), "longer than any: as long again, if it may"
+    for _ in range(5000):
+        lengths.ended(4000)
+    assert lengths.left(100, 10_000) > 2000
+    assert all(lengths.left(have, 5) >= 1 for have in range(100))
+
+
+class Swap:
+    bytes_max = 1 << 30
+
+    def price(self) -> TierPrice:
+        return TierPrice(0.001, 1e9)
+
+
+def running(arrival: int, computed: int, output: int, answer: int, rank: int = 0, pages: int = 4) -> Sequence:
+    prompt = computed - output + 1
+    return Sequence(
+        request_id=str(arrival),
+        arrival=arrival,
+        namespace=bytes(32),
+        tokens=array("I", range(computed + 1)),
+        prompt_tokens=prompt,
+        sampling=SamplingParams(max_tokens=answer),
+        seed=0,
+        rank=rank,
+        computed=computed,
+        pages=list(range(pages)),
+    )
+
+
+def test_the_victim_is_of_the_worst_rank_then_what_is_cheapest_for_what_it_holds() -> None:
+    policy = ByPrice(lambda: PrefillPrice(0.0, 1e-3, 0.0), Swap(), 10**9, BLOCK)
+    short, long = running(1, 100, 0, 400), running(2, 1000, 0, 400)
+    assert policy.choose([short, long]).victim is short, "the newer is dearer to compute again"
+    ending, begun = running(1, 100, 399, 400), running(2, 120, 1, 400)
+    assert policy.choose([begun, ending]).victim is begun, "the other will give its pages back by itself"
+    worse = running(3, 5000, 0, 400, rank=2)
+    assert policy.choose([short, long, worse]).victim is worse
+    due = running(4, 10, 0, 400, rank=9)
+    due.is_due = True
+    assert policy.choose([short, due]).victim is short
+    same = [running(number, 100, 0, 400) for number in range(3)]
+    assert policy.choose(same).victim is same[-1], "of equals the newest"
+
+
+def test_a_full_queue_of_a_worse_rank_refuses_no_better_one() -> None:
+    replica = Replica(places=1)
+    limits = EngineLimits(
+        vocab=10_000, context_tokens_max=1000, queue_max=4, retry_after_s=1.0, tenant_queue_max=2
+    )
+
+    def asked(rank: int) -> str | None:
+        request = GenerateRequest("r", [1] * 10, SamplingParams(max_tokens=5), tenant=ALICE, priority=rank)
+        refused = refusal(request, limits, replica.scheduler)
+        return None if refused is None else refused.reason
+
+    replica.send(0)
+    replica.step()
+    for _ in range(2):
+        assert asked(5) is None
+        replica.send(5)
+    assert asked(5) == "queue_full"
+    for _ in range(2):
+        assert asked(0) is None
+        replica.send(0)
+    assert asked(0) == "queue_full"
+    assert asked(-1) == "queue_full", "twice the limit is the most"
+
+
+def test_the_queue_alone_keeps_ranks_in_order_and_owes_none_for_ever() -> None:
+    queue: FairQueue[str, str] = FairQueue(100.0)
+    queue.put("a", "low", 10.0, 5)
+    served = []
+    for number in range(100):
+        queue.put("a", f"high {number}", 10.0, 0)
+        item = queue.pick()
+        assert item is not None
+        is_due = queue.is_due(item)
+        queue.take(item)
+        queue.check_integrity()
+        served.append(item)
+        if item == "low":
+            assert is_due
+            break
+    assert served.index("low") == RANK_SHARE
+    queue.put_first("a", "back", 5, size=50.0)
+    assert queue.pick() == f"high {RANK_SHARE:.0f}"
