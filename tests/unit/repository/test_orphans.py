@@ -22,6 +22,7 @@ START_S = 120.0
 OTHERWISE = {
     "tests/support/orphans.py": "it ends the others",
     "tests/infra/netlab/host.py": "its machines are namespaces that end with their first process",
+    "tests/infra/netlab/lab.py": "the same",
     "tests/infra/mirror.py": "its environment is made from ours by its caller",
 }
 RUN = """
