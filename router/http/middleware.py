@@ -62,8 +62,8 @@ class LocalHosts:
             if origin not in self._origins and not _is_own(origin, hosts[0]):
                 raise Forbidden(
                     f"The Origin {shown(origin)} is not that of the Host {shown(hosts[0])}, and this "
-                    "endpoint has no API keys. If the page is yours, put its origin into server.cors_origins, or "
-                    "set auth.api_keys."
+                    "endpoint has no API keys. If the page is yours, put its origin into "
+                    "server.cors_origins, or set auth.api_keys."
                 )
 
     def _is_ours(self, authority: str) -> bool:

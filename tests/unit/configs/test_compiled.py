@@ -200,7 +200,7 @@ def test_what_takes_a_librarys_place_after_the_check_is_not_loaded(
 
     library.touch()
     checked = library.stat()
-    monkeypatch.setattr(compiled.ctypes, "CDLL", swapped)
+    monkeypatch.setattr("configs.compiled.ctypes.CDLL", swapped)
     load_library(library)
     assert loaded == [(checked.st_dev, checked.st_ino)]
     with pytest.raises(NotCompiled, match="cannot be opened"):
