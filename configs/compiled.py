@@ -13,13 +13,17 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from configs.imports import is_ours, is_private
 
 COMPILERS = ("c++", "g++", "clang++")
 FAILED_KEEP_S = 600.0
@@ -100,20 +104,62 @@ def compiled_library(
                 if not there:
                     raise
                 library = there[0]
-        _refuse_foreign(library)
     except OSError as error:
         raise NotCompiled(f"its library cannot be kept in {folder}: {_in_short(error)}") from error
     return library
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Load a compiled library into this process. Raises `NotCompiled`."""
+    """Load a compiled library into this process. Raises `NotCompiled`.
+
+    The file that is checked is the one that is loaded: it is opened once, whatever is put in its place.
+    """
     try:
-        return ctypes.CDLL(str(path))
+        if not is_private(path.parent):
+            raise NotCompiled(_FOREIGN.format(path.parent))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotCompiled(f"its library cannot be opened: {_in_short(error)}") from error
+    try:
+        return _LOADED.load(descriptor)
+    except NotCompiled as why:
+        raise NotCompiled(f"{path} {why}") from why
     except OSError as error:
         # Torn, or made for another C library: it would keep every later start from compiling its own.
         path.unlink(missing_ok=True)
         raise NotCompiled(f"its library does not load: {str(error)[:ERROR_CHARS_MAX]}") from error
+
+
+class _Libraries:
+    """The libraries of this process, by file.
+
+    Each stays open: the loader knows it by the name of its descriptor, which must never be another file's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loaded: dict[tuple[int, int], ctypes.CDLL] = {}
+
+    def load(self, descriptor: int) -> ctypes.CDLL:
+        """Load an open file, or close it if it is loaded. Raises `OSError`, and `NotCompiled` if foreign."""
+        found, keeps = os.fstat(descriptor), False
+        try:
+            if not stat.S_ISREG(found.st_mode) or not is_ours(found):
+                raise NotCompiled(_FOREIGN.format("it"))
+            with self._lock:
+                library = self._loaded.get((found.st_dev, found.st_ino))
+                if library is None:
+                    library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+                    self._loaded[found.st_dev, found.st_ino] = library
+                    keeps = True
+                return library
+        finally:
+            if not keeps:
+                os.close(descriptor)
+
+
+_LOADED = _Libraries()
+_FOREIGN = "{} may be written by others, or a folder above it; remove it, or chmod go-w them"
 
 
 def _compiled(
@@ -152,14 +198,8 @@ def _digest(*parts: str) -> str:
 
 def _prepare(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _refuse_foreign(folder)
-
-
-def _refuse_foreign(path: Path) -> None:
-    """Refuse what others could have written: it is loaded as code. Raises `NotCompiled`."""
-    found = path.stat()
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
-        raise NotCompiled(f"{path} may be written by others; remove it, or chmod go-w it")
+    if not is_private(folder):
+        raise NotCompiled(_FOREIGN.format(folder))
 
 
 @contextmanager

@@ -52,11 +52,12 @@ def keep_bytecode(home: Path, environment: MutableMapping[str, str]) -> Path | N
         return None
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_foreign(home) or not _is_out_of_reach(home := home.resolve()):
+        if not is_private(home):
             return None
+        home = home.resolve()
         folder = home / _installation()
         folder.mkdir(mode=0o700, exist_ok=True)
-        if _is_foreign(folder):
+        if not is_private(folder):
             return None
         folder.touch()
         _forget_old(home)
@@ -100,25 +101,26 @@ def _installation() -> str:
     return f"{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
 
 
-def _is_foreign(folder: Path) -> bool:
-    """Return whether others could have written there: bytecode is run. A link is another's word, too."""
-    found = folder.lstat()
-    return not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or bool(found.st_mode & 0o022)
+def is_private(folder: Path) -> bool:
+    """Return whether what is in a folder may be run as code: only root and this user can have put it there.
 
-
-def _is_out_of_reach(home: Path) -> bool:
-    """Return whether other users cannot rename `home`, or a folder above it, and put another in its place.
-
-    `home` has no links in it.
+    Others can neither write to it nor rename it, or a folder above it, and put another in its place. A link
+    is another's word, too. Raises `OSError`.
     """
-    for above in home.parents:
-        found = above.stat()
-        if found.st_uid not in (0, os.geteuid()):
-            return False
-        # In a folder with the sticky bit others rename and delete only what is their own.
-        if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-            return False
-    return True
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        return False
+    place = folder.resolve()
+    return is_ours(place.stat()) and all(_is_out_of_reach(above.stat()) for above in place.parents)
+
+
+def is_ours(found: os.stat_result) -> bool:
+    """Return whether only root and this user can have written to a file or folder."""
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
+
+
+def _is_out_of_reach(above: os.stat_result) -> bool:
+    """Return whether others can rename nothing of ours there; with the sticky bit only what is theirs."""
+    return is_ours(above) or (above.st_uid in (0, os.geteuid()) and bool(above.st_mode & stat.S_ISVTX))
 
 
 def _forget_old(home: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # torch, and what needs it, is imported where it is used: the process that hands tests to workers needs none.
 
-pytest_plugins = ["tests.prove"]  # it knows the marker `guarantee`
+pytest_plugins = ["tests.prove", "tests.support.orphans"]  # the marker `guarantee`; what a run leaves behind
 
 # The gate tries the same examples every time, and a busy machine fails none of them; `make prove` draws new
 # ones, and prints how to try a failing one again.

@@ -160,9 +160,10 @@ class Model {
         if (!within(step.tables, step.table_words, step.pages)) throw Problem{"a page is none of the pool's"};
         for (long i = 0; i < step.segments; i++) {
             const int32_t* span = step.spans + 4 * i;
-            long blocks = (span[2] + step.block_tokens - 1) / step.block_tokens;
-            if (span[0] < 0 || span[1] < 1 || span[0] + span[1] > step.rows || span[1] > span[2] || span[3] < 0 ||
-                span[3] + blocks > step.table_words)
+            long row = span[0], count = span[1], tokens = span[2], table = span[3];  // sums of int32 may overflow
+            long blocks = (tokens + step.block_tokens - 1) / step.block_tokens;
+            if (row < 0 || count < 1 || row + count > step.rows || count > tokens || table < 0 ||
+                table + blocks > step.table_words)
                 throw Problem{"a span is none of the step's"};
         }
         if (step.is_part()) check_wanted(step);

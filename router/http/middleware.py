@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 AUTHORITY = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/@\s]+))(?::\d{0,5})?")
-ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(.*)")  # browsers send scheme, host and port, or `null`
+ORIGIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)")  # browsers send scheme, host and port, or `null`
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class LocalHosts:
@@ -34,8 +35,9 @@ class LocalHosts:
 
     Such an endpoint listens on loopback, but a browser on that machine also runs foreign pages: a page may
     post to 127.0.0.1, or point its own name at our address (DNS rebinding) and read the answers. Both show
-    in the headers that the browser itself writes, `Host` and `Origin`. Allowed: `localhost`, every loopback
-    address, and the names in `allowed` (`server.allowed_hosts`); pages of `origins` (`server.cors_origins`).
+    in the headers that the browser itself writes, `Host` and `Origin`. Allowed hosts: `localhost`, every
+    loopback address, and the names in `allowed` (`server.allowed_hosts`). Allowed pages: those that come from
+    this very host and port, as another port may be another user's, and `origins` (`server.cors_origins`).
     """
 
     def __init__(self, allowed: Iterable[str], origins: Iterable[str] = ()) -> None:
@@ -51,13 +53,18 @@ class LocalHosts:
         if len(hosts) != 1:
             raise Forbidden(f"One Host header is needed; this request has {len(hosts)}.")
         if not self._is_ours(hosts[0]):
-            raise Forbidden(_message("Host", hosts[0]))
+            raise Forbidden(
+                f"The Host {shown(hosts[0])} is neither localhost nor a loopback address, and this endpoint "
+                "has no API keys. If it is yours, put its name into server.allowed_hosts, or set "
+                "auth.api_keys."
+            )
         for origin in headers.getlist("origin"):
-            if origin in self._origins:
-                continue
-            match = ORIGIN.fullmatch(origin)
-            if match is None or not self._is_ours(match[1]):
-                raise Forbidden(_message("Origin", origin))
+            if origin not in self._origins and not _is_own(origin, hosts[0]):
+                raise Forbidden(
+                    f"The Origin {shown(origin)} is not that of the Host {shown(hosts[0])}, and this "
+                    "endpoint has no API keys. If the page is yours, put its origin into "
+                    "server.cors_origins, or set auth.api_keys."
+                )
 
     def _is_ours(self, authority: str) -> bool:
         """Return whether `authority`, a host with or without a port, is allowed."""
@@ -73,11 +80,13 @@ class LocalHosts:
             return False  # a name: it may resolve to anything
 
 
-def _message(header: str, value: str) -> str:
-    return (
-        f"The {header} {shown(value)} is neither localhost nor a loopback address, and this endpoint has no "
-        "API keys. If it is yours, put its name into server.allowed_hosts, or set auth.api_keys."
-    )
+def _is_own(origin: str, host: str) -> bool:
+    """Return whether a page's origin is the host, with its port, that its request goes to."""
+    match = ORIGIN.fullmatch(origin)
+    if match is None:
+        return False
+    default = DEFAULT_PORTS.get(match[1].lower(), "")
+    return match[2].lower().removesuffix(default) == host.lower().removesuffix(default)
 
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

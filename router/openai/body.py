@@ -46,8 +46,8 @@ async def read_body(receive: Receive, headers: Headers, limits: LimitsSettings) 
     declared = declared_bytes(headers)
     if declared is not None and declared > limits.body_bytes_max:
         raise BodyTooLarge(limits.body_bytes_max)
-    if declared != 0 and not is_json_type(headers.get("content-type", "")):
-        raise UnsupportedMediaType(headers["content-type"])
+    if declared != 0 and not is_json_type(headers.get("content-type", ""), is_of_page="origin" in headers):
+        raise UnsupportedMediaType(headers.get("content-type", ""))
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if declared != 0 and encoding not in ("", "identity"):
         message = f"A body in Content-Encoding {shown(encoding)} is not read. Send it as it is."
@@ -68,10 +68,16 @@ async def read_body(receive: Receive, headers: Headers, limits: LimitsSettings) 
         raise RequestTimeout("Sending the request body", limits.body_read_s) from None
 
 
-def is_json_type(content_type: str) -> bool:
-    """Return whether a Content-Type header names JSON; no header is taken for it."""
+def is_json_type(content_type: str, *, is_of_page: bool = False) -> bool:
+    """Return whether a Content-Type header names JSON; no header is taken for it.
+
+    `is_of_page`: it must say so. A browser asks us first whether a foreign page may send JSON, but not what
+    has no type.
+    """
     kind = content_type.partition(";")[0].strip().lower()
-    return not kind or kind in {"application/json", "text/json"} or kind.endswith("+json")
+    return (
+        (not kind and not is_of_page) or kind in {"application/json", "text/json"} or kind.endswith("+json")
+    )
 
 
 def check_structure(body: bytes, limits: LimitsSettings, prompt_ids_max: int = 0) -> None:

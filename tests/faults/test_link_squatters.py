@@ -177,7 +177,7 @@ async def test_f33_on_a_dead_front_doors_port_for_answers(doomed: Doomed) -> Non
 
     async def generate(request: GenerateRequest) -> AsyncGenerator[list[Event], None]:
         ran.append(request)
-        yield [Delta(0, PROMPT)]
+        yield [Delta(0, PROMPT, (1,))]
 
     assert await links.reach(doomed.to) is not None
     await die(doomed, links)

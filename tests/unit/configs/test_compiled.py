@@ -135,11 +135,90 @@ def test_what_others_could_have_written_is_not_loaded(tmp_path: Path, compilers:
         mode = path.stat().st_mode
         path.chmod(mode | 0o020)
         with pytest.raises(NotCompiled, match="may be written by others"):
-            compilers.build(tmp_path / "native")
+            load_library(compilers.build(tmp_path / "native"))
+        with pytest.raises(NotCompiled, match="may be written by others"):
+            load_library(library)
         path.chmod(mode)
     (tmp_path / "file").touch()
     with pytest.raises(NotCompiled, match="cannot be kept in"):
         compilers.build(tmp_path / "file")
+
+
+@pytest.mark.parametrize("above", [0, 1], ids=["parent", "grandparent"])
+def test_nothing_is_kept_or_loaded_where_others_may_put_a_folder_in_its_place(
+    tmp_path: Path, compilers: Compilers, above: int
+) -> None:
+    compilers.add("c++")
+    folder = tmp_path / "shared" / "cache" / "native"
+    library = compilers.build(folder)
+    open_to_all = folder.parents[above]
+    open_to_all.chmod(0o777)
+    for refused in (lambda: compilers.build(folder), lambda: load_library(library)):
+        with pytest.raises(NotCompiled, match="may be written by others, or a folder above it"):
+            refused()
+    open_to_all.chmod(0o1777)  # as /tmp: others cannot rename what is not theirs
+    assert compilers.build(folder) == library
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_nothing_is_loaded_below_another_users_folder(tmp_path: Path, compilers: Compilers) -> None:
+    compilers.add("c++")
+    library = compilers.build(tmp_path / "theirs" / "native")
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    with pytest.raises(NotCompiled, match="may be written by others"):
+        load_library(library)
+
+
+def test_a_link_is_not_loaded(tmp_path: Path, compilers: Compilers) -> None:
+    compilers.add("c++")
+    library = compilers.build(tmp_path / "native")
+    library.rename(tmp_path / "elsewhere.so")
+    library.symlink_to(tmp_path / "elsewhere.so")
+    with pytest.raises(NotCompiled, match="cannot be opened"):
+        load_library(library)
+    (tmp_path / "link").symlink_to(tmp_path / "native")
+    with pytest.raises(NotCompiled, match="may be written by others"):
+        compilers.build(tmp_path / "link")
+
+
+def test_what_takes_a_librarys_place_after_the_check_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that was checked is loaded, by its descriptor; a link that came since is not followed."""
+    folder = tmp_path / "native"
+    folder.mkdir(mode=0o700)
+    library, planted = folder / "tea.so", tmp_path / "planted.so"
+    planted.touch()
+    loaded: list[tuple[int, int]] = []
+
+    def swapped(name: str) -> object:
+        library.unlink()
+        library.symlink_to(planted)
+        found = os.stat(name)
+        loaded.append((found.st_dev, found.st_ino))
+        return object()
+
+    library.touch()
+    checked = library.stat()
+    monkeypatch.setattr("configs.compiled.ctypes.CDLL", swapped)
+    load_library(library)
+    assert loaded == [(checked.st_dev, checked.st_ino)]
+    with pytest.raises(NotCompiled, match="cannot be opened"):
+        load_library(library)
+
+
+def test_a_file_is_loaded_once_and_two_files_are_two_libraries(tmp_path: Path) -> None:
+    made = []
+    for number in (1, 2):
+        source = tmp_path / f"tea{number}.cpp"
+        source.write_text(f'extern "C" int tea() {{ return {number}; }}')
+        library = LibrarySource(f"tea{number}", (source,), ("-shared", "-fPIC"))
+        made.append(compiled_library(library, tmp_path / "native", wait_s=60))
+    before = len(os.listdir("/proc/self/fd"))
+    found = [load_library(path) for path in (*made, *made)]
+    assert [library.tea() for library in found] == [1, 2, 1, 2]
+    assert found[0] is found[2]
+    assert len(os.listdir("/proc/self/fd")) == before + 2
 
 
 def test_a_compiler_that_does_not_run_is_a_sentence(tmp_path: Path) -> None:

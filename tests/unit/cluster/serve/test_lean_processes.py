@@ -190,6 +190,6 @@ def test_a_helper_process_has_ended_by_itself_when_its_answer_is_used(
             ended.append(self.returncode)  # before its input is closed
             super().__exit__(*raised)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(apart.subprocess, "Popen", Watched)
+    monkeypatch.setattr(subprocess, "Popen", Watched)
     assert apart.run_apart("config", str(tiny_llama))
     assert ended == [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -90,11 +91,70 @@ async def test_there_must_be_one_host(hosts: list[bytes], status: int) -> None:
     assert sent[0]["status"] == 200
 
 
+BESIDE = [
+    "http://localhost:3000",  # a development server, or another user's
+    "http://127.0.0.1:8000",
+    "http://localhost",
+    "http://localhost:80",
+    "http://localhost:80000",
+    "http://localhost:8000:8000",
+    "http://localhost.:8000",
+    "http://[::1]:8000",
+]
+
+
+@pytest.mark.parametrize("origin", BESIDE)
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", None])
+async def test_pages_of_other_ports_and_names_of_this_machine_are_403(origin: str, kind: str | None) -> None:
+    """Any user of the machine may serve them, and a browser sends what has no type without asking."""
+    house = House()
+    headers = {"host": "localhost:8000", "origin": origin} | ({"content-type": kind} if kind else {})
+    async with house.client() as client:
+        for path in (CHAT, "/v1/knowledge", "/reset_prefix_cache"):
+            response = await client.post(path, content=json.dumps(chat()), headers=headers)
+            assert (response.status_code, error_of(response)["code"]) == (403, "forbidden")
+            assert "server.cors_origins" in error_of(response)["message"]
+        assert (await client.delete("/v1/cache", headers=headers)).status_code == 403
+    assert house.replicas.calls == []
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("LocalHost:8000", "http://localhost:8000"),
+        ("[::1]:8000", "http://[::1]:8000"),
+        ("localhost", "http://localhost"),
+        ("localhost:80", "http://localhost"),
+        ("localhost:443", "https://localhost"),
+        ("localhost", "https://localhost:443"),
+    ],
+)
+async def test_our_own_page_may_write_where_it_says_json(host: str, origin: str) -> None:
+    house = House()
+    async with house.client(host=host, origin=origin) as client:
+        assert (await client.post(CHAT, json=chat())).status_code == 200
+        untyped = await client.post(CHAT, content=json.dumps(chat()))
+        assert (untyped.status_code, error_of(untyped)["code"]) == (415, "unsupported_media_type")
+        assert "application/json" in error_of(untyped)["message"]
+    async with house.client(host=host) as client:  # no page: curl without a type
+        assert (await client.post(CHAT, content=json.dumps(chat()))).status_code == 200
+
+
+async def test_a_page_that_is_allowed_by_the_setting_may_write() -> None:
+    house = House(settings=make_settings(cors_origins=("http://localhost:3000",)))
+    async with house.client(host="localhost:8000", origin="http://localhost:3000") as client:
+        assert (await client.post(CHAT, json=chat())).status_code == 200
+        assert (await client.post(CHAT, content=json.dumps(chat()))).status_code == 415
+    async with house.client(host="localhost:8000", origin="http://localhost:3001") as client:
+        assert (await client.post(CHAT, json=chat())).status_code == 403
+
+
 async def test_allowed_hosts_are_answered_on_any_port() -> None:
     house = House(settings=make_settings(allowed_hosts=("Chat.Example", "192.168.1.4")))
     async with house.client() as client:
         for host in ("chat.example", "CHAT.example:443", "192.168.1.4:80", "localhost"):
-            headers = {"host": host, "origin": "https://chat.example"}
+            headers = {"host": host, "origin": f"https://{host}"}
             assert (await client.get("/v1/models", headers=headers)).status_code == 200, host
         for host in ("a.chat.example", "example"):
             assert (await client.get("/v1/models", headers={"host": host})).status_code == 403, host

@@ -78,7 +78,9 @@ async def test_a_preflight_carries_no_key_and_gets_nothing() -> None:
     async with House().client() as client:  # without keys foreign pages are refused, as ever
         foreign = await client.options(CHAT, headers={**PREFLIGHT, "origin": "http://evil.example"})
         assert foreign.status_code == 403
-        assert (await client.options(CHAT, headers=PREFLIGHT)).status_code == 204
+        assert (await client.options(CHAT, headers=PREFLIGHT)).status_code == 403, "another port's page"
+        own = {**PREFLIGHT, "origin": str(client.base_url)}
+        assert (await client.options(CHAT, headers=own)).status_code == 204
 
 
 # Content types -------------------------------------------------------------------------------
