@@ -68,7 +68,7 @@ REASONS = {
     "router/http/app.py _SimpleRoutes.metrics": "the administrator's",
     "router/http/app.py _SimpleRoutes.openapi": "made once",
     "router/http/app.py build_api.lifespan": END,
-    "router/http/operator_routes.py SessionRoutes.all": "a page of sessions; limits.reads_per_key bounds them",
+    "router/http/operator_routes.py SessionRoutes.all": "a page of sessions; reads_per_key bounds them",
     "router/prompt/prompt.py PromptBuilder.forget": DELETES,
     "cluster/diagnosis/check.py run_check": COMMAND,
     "cluster/launch/up.py run_shown": COMMAND,

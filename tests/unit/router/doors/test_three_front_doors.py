@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from replicas.messages import GenerateRequest
-from router.http.operator_routes import forget_here
+from router.doors import ToldDoors
+from router.http.places import forget_entries_here, forget_here
 from tests.support.amounts import examples
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.fake_directory import FakeLink
@@ -51,15 +52,15 @@ class Street:
         """Another begins in its place."""
         self.houses[number] = self._house()
 
-    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> tuple[int, int]:
-        counts = [await forget_here(house.service, tenant, sessions) for house in self.houses]
-        return sum(counts), self.silent
+    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> ToldDoors:
+        told = [await forget_here(house.service, tenant, sessions) for house in self.houses]
+        return ToldDoors(
+            sum(replies for replies, _ in told), self.silent, sum(not whole for _, whole in told)
+        )
 
     async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
-        for house in self.houses:
-            if house.service.compaction is not None:
-                await house.service.compaction.forget_entries(tenant, entries)
-        return self.silent
+        told = [await forget_entries_here(house.service, tenant, entries) for house in self.houses]
+        return self.silent + told.count(False)
 
     async def discard(self, tenant: str, response_id: str) -> int:
         for house in self.houses:
