@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -71,7 +72,7 @@ class _Owed:
     what: Erasure
     places: tuple[str, ...]
     pause_s: float = FIRST_PAUSE_S
-    due_s: float = 0.0  # of the loop's clock
+    due_s: float = 0.0  # of the loop's clock; infinite while it is asked for the first time
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class Clears:
         self._retry_after_s = retry_after_s
         self._owed: dict[Erasure, _Owed] = {}
         self._called = asyncio.Event()
+        self._saving = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -118,6 +120,10 @@ class Clears:
         return done.cleared
 
     async def _erase(self, wanted: Sequence[Erasure]) -> list[Cleared]:
+        for what in wanted:  # before the first of them: this process may be killed
+            if what not in self._owed and len(self._owed) < OWED_MAX:
+                self._owed[what] = _Owed(what, tuple(self.places[what.kind]), due_s=math.inf)
+        await self._save()
         rounds = [(what, await self._round(what, self.places[what.kind])) for what in wanted]
         await self._told(rounds)
         return [done.cleared for _, done in rounds]
@@ -200,9 +206,9 @@ class Clears:
         clock = asyncio.get_running_loop().time
         while True:
             self._called.clear()
-            due_s = min((one.due_s for one in self._owed.values()), default=None)
+            due_s = min((one.due_s for one in self._owed.values()), default=math.inf)
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(due_s):
+                async with asyncio.timeout_at(None if due_s == math.inf else due_s):
                     await self._called.wait()
             for what in [what for what, one in self._owed.items() if one.due_s <= clock()]:
                 await self.go_on_with(what)
@@ -232,7 +238,11 @@ class Clears:
     async def _save(self) -> bool:
         if self._file is None:
             return False
-        items = [
+        async with self._saving:
+            return await asyncio.to_thread(self._file.save, self._items())
+
+    def _items(self) -> list[dict[str, Any]]:
+        return [
             {
                 "kind": what.kind,
                 "tenant": what.tenant,
@@ -242,7 +252,6 @@ class Clears:
             }
             for what, one in self._owed.items()
         ]
-        return await asyncio.to_thread(self._file.save, items)
 
 
 def _owed_of(item: Any) -> _Owed | None:

@@ -234,6 +234,30 @@ async def test_what_is_left_goes_on_after_a_restart(tmp_path: Path) -> None:
     await third.stop()
 
 
+@pytest.mark.guarantee("G12")
+async def test_a_kill_in_the_middle_of_a_deletion_is_gone_on_with(tmp_path: Path) -> None:
+    """It is written down before the first place is asked."""
+    first, _ = clears_in(tmp_path, "one", "two")
+    hangs = asyncio.Event()
+
+    async def hang(what: Erasure) -> Cleared:
+        hangs.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    first.places["sessions"]["one"] = hang
+    await first.start()
+    asked = asyncio.create_task(first.erase(Erasure("sessions", "tenant", None)))
+    await hangs.wait()
+    await first.stop()  # as the end of a process does, it gives back the file
+    second, places = clears_in(tmp_path, "one", "two")
+    await second.start()
+    await until(lambda: not second.owed and places.asked == ["one", "two"])
+    await second.stop()
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
 async def test_what_goes_on_keeps_the_time_of_the_wish(tmp_path: Path) -> None:
     first, places = clears_in(tmp_path, "one")
     await first.start()
