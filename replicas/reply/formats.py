@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from configs.json_text import parse_json
+from replicas.reply.patterns import timed
 
 if TYPE_CHECKING:  # else imported where it is used: messages.py is read by commands that must start at once
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
@@ -171,6 +172,9 @@ def declared_format(response_template: Mapping[str, Any]) -> ReplyFormat:
     template = dict(response_template)
     _compiled(template)
     fields = template["fields"]
+    nested = [field.get("content_args", {}).get("value_parser") for field in fields.values()]
+    if '"tag_pattern"' in json.dumps(nested):
+        raise ValueError("a pattern within a pattern: nothing bounds its time")
     thoughts = {name: field for name, field in fields.items() if name in THOUGHTS and _opens(field)}
     calls = {name: field for name, field in fields.items() if name == CALLS and _opens(field)}
     made = ReplyFormat(
@@ -216,7 +220,7 @@ def sniffed_format(template: str, rendered_call: str, tool: str) -> ReplyFormat:
 def _compiled(template: Mapping[str, Any]) -> ResponseTemplate:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    return load_response_template(dict(template))
+    return timed(load_response_template(dict(template)))
 
 
 @lru_cache(maxsize=64)

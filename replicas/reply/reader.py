@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from configs.json_text import parse_json
 from replicas.reply.formats import CALLS, DEEPSEEK, THOUGHTS, ReplyFormat
+from replicas.reply.patterns import without_tags
 
 BLANK_CHARS_MAX = 256
 """White space in one run that is held back; more of it is text."""
@@ -244,10 +245,8 @@ def _values(raw: str, reading: ReplyReading) -> list[Any]:
         return [{"name": call["name"], "arguments": parse_json(call["arguments"])} for call in found]
     from transformers.utils.chat_parsing import parse_response
 
-    if region.content == "xml-inline":
-        rest = re.sub(region.content_args["tag_pattern"], "", body, flags=re.DOTALL)
-        if rest.strip():
-            raise ValueError("text between the parameters")
+    if region.content == "xml-inline" and without_tags(region.content_args["tag_pattern"], body).strip():
+        raise ValueError("text between the parameters")
     tools = parse_json(reading.parameters) if reading.parameters else None
     return list(_flat(parse_response(raw, form.call_fields(), prefix="", tools=tools).get(CALLS, [])))
 

@@ -9,7 +9,7 @@ from router.documents.pdf import read_pdf
 from router.documents.placement import Whole, end_of_documents, fenced_document, in_order, place_documents
 from router.documents.prefill import Front, Prefill, PrefillBusy, document_session, pinned
 from router.documents.routes import document_routes, open_documents
-from router.documents.shelf import DocumentShelf, ForgetBlocks, PlacedDocuments
+from router.documents.shelf import DocumentShelf, PlacedDocuments
 from router.documents.store import DocumentStore
 from router.documents.text import chunks_of, text_of
 
@@ -19,7 +19,6 @@ __all__ = [
     "DocumentFailed",
     "DocumentShelf",
     "DocumentStore",
-    "ForgetBlocks",
     "Front",
     "PlacedDocuments",
     "Prefill",

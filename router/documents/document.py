@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Format = Literal["text", "markdown", "pdf"]
 State = Literal["processing", "ready", "failed", "deleting"]
@@ -95,3 +96,19 @@ class DocumentFailed(Exception):
 def new_document_id() -> str:
     """Return a random id of a document."""
     return ID_PREFIX + secrets.token_hex(10)
+
+
+class ForgetBlocks(Protocol):
+    """Forgets blocks everywhere."""
+
+    async def __call__(self, tenant: str, sessions: tuple[bytes, ...] | None) -> None:
+        """Clear these sessions of a tenant, or all (None). Raises `ApiError` if not all is cleared."""
+        ...
+
+
+class ForgetEntries(Protocol):
+    """Erases everywhere what was made of entries of knowledge."""
+
+    async def __call__(self, tenant: str, entries: Sequence[str] | None) -> None:
+        """Erase what was made of these entries, or of any (None). Raises `ApiError` if not all is erased."""
+        ...

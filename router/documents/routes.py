@@ -16,9 +16,11 @@ from starlette.routing import Route
 from configs.settings import Settings
 from router.auth import ConcurrencyLimit, tenant_of
 from router.documents.body import DocumentBody, PrefillBody, source_of, title_of
+from router.documents.document import ForgetBlocks, ForgetEntries
 from router.documents.prefill import Front, Prefill
-from router.documents.shelf import DocumentShelf, ForgetBlocks, ForgetEntries
+from router.documents.shelf import DocumentShelf
 from router.documents.store import FILE_NAME, SCHEMAS, DocumentStore
+from router.erasure import Cleared, Erasure
 from router.generation import IngressServices
 from router.knowledge import KnowledgeBase, PromptText
 from router.openai import check_structure, cursor, read_body, validated, whole_number
@@ -59,8 +61,14 @@ def document_routes(service: IngressServices, clears: ForgetBlocks, forgets: For
     `clears`: forgets blocks everywhere, `forgets`: what was made of entries.
     """
     assert isinstance(service.documents, DocumentShelf)
-    service.documents.clears, service.documents.forgets = clears, forgets
-    return DocumentRoutes(service, service.documents).routes()
+    shelf = service.documents
+    shelf.clears, shelf.forgets = clears, forgets
+
+    async def erase(what: Erasure) -> Cleared:
+        return Cleared(chunks=sum([await shelf.delete(what.tenant, one) for one in what.names or ()]))
+
+    service.clears.places["document"] |= {"the document": erase}
+    return DocumentRoutes(service, shelf).routes()
 
 
 class DocumentRoutes:
@@ -70,6 +78,7 @@ class DocumentRoutes:
         self._limits = service.settings.limits
         self._reads: ConcurrencyLimit = service.reads
         self._work: ConcurrencyLimit = service.concurrency
+        self._clears = service.clears
         self._shelf = shelf
 
     def routes(self) -> list[Route]:
@@ -117,8 +126,9 @@ class DocumentRoutes:
         """Handle DELETE /v1/documents/{id}: erase it, its chunks, and the blocks that hold it."""
         tenant, document = tenant_of(request.scope), request.path_params["document"]
         with self._work.lease(tenant):
-            chunks = await self._shelf.delete(tenant, document)
-        told: dict[str, Any] = {"id": document, "object": "document", "deleted": True, "chunks": chunks}
+            (cleared,) = await self._clears.erase(Erasure("document", tenant, (document,)))
+        told: dict[str, Any] = {"id": document, "object": "document", "deleted": True}
+        told["chunks"] = cleared["chunks"]
         return JSONResponse(told)
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:

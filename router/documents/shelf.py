@@ -12,16 +12,18 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from configs.optional_sections import DocumentsSettings
 from router.documents.document import (
     Document,
     DocumentFailed,
+    ForgetBlocks,
+    ForgetEntries,
     Format,
     Prefilled,
     Quota,
@@ -85,22 +87,6 @@ WORKERS = 2
 one of them. Each may have a reader of `documents.pdf_bytes_max` beside it, so there are no more."""
 PROCESSING_MAX = 256
 """A tenant's documents that wait to be read: what is behind them would wait for hours."""
-
-
-class ForgetBlocks(Protocol):
-    """Forgets blocks everywhere."""
-
-    async def __call__(self, tenant: str, sessions: tuple[bytes, ...] | None) -> None:
-        """Clear these sessions of a tenant, or all (None). Raises `ApiError` if not all is cleared."""
-        ...
-
-
-class ForgetEntries(Protocol):
-    """Erases everywhere what was made of entries of knowledge."""
-
-    async def __call__(self, tenant: str, entries: Sequence[str] | None) -> None:
-        """Erase what was made of these entries, or of any (None). Raises `ApiError` if not all is erased."""
-        ...
 
 
 @dataclass(slots=True)
@@ -536,27 +522,38 @@ class DocumentShelf:
                 await self._run(tenant, partial(self.store.change, tenant, one, **fields))
 
     async def _erase(self, document: Document) -> int:
+        """Erase all that was made of a document, each whatever became of the others; itself at last.
+
+        Raises what failed first: the document stays "deleting", and is gone on with.
+        """
         tenant, one = document.tenant, document.id
         self._forget(tenant, one)
-
-        def chunks() -> list[str]:
-            entries = self._entries_of(document)
-            self._erase_entries(tenant, entries)
-            return entries
-
-        erased = await self._long(tenant, chunks)
         if self.clears is None or self.forgets is None:
             raise Unavailable("The server is not ready to delete. Try again.", IDLE_S)
-        await self.forgets(tenant, erased)
-        users = await self._run(tenant, partial(self.store.sessions_of, tenant, one))
+        entries = await self._long(tenant, partial(self._entries_of, document))
+        users = await self._run(tenant, partial(self.store.sessions_of, tenant, one), must_run=True)
+        work: list[Callable[[], Awaitable[None]]] = [
+            partial(self._long, tenant, partial(self._erase_entries, tenant, entries)),
+            partial(self.forgets, tenant, entries),
+        ]
         if len(users) > self.settings.sessions_max:
-            await self.clears(tenant, None)  # not all users are known
+            work.append(partial(self.clears, tenant, None))  # not all users are known
         else:
             own = (document_session(self._secret, tenant, one), *users)
-            for at in range(0, len(own), CLEARED_AT_ONCE):
-                await self.clears(tenant, own[at : at + CLEARED_AT_ONCE])
-        await self._run(tenant, partial(self.store.erase, tenant, one))
-        return len(erased)
+            work += [
+                partial(self.clears, tenant, own[at : at + CLEARED_AT_ONCE])
+                for at in range(0, len(own), CLEARED_AT_ONCE)
+            ]
+        faults = []
+        for part in work:
+            try:
+                await part()
+            except Exception as fault:  # noqa: BLE001 - raised when the others are done
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+        await self._run(tenant, partial(self.store.erase, tenant, one), must_run=True)
+        return len(entries)
 
     async def _long(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Do a part of what is done to a document: there are few of them at once, so none is refused."""

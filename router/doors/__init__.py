@@ -8,7 +8,7 @@ from router.doors.door_metrics import merged
 from router.doors.kept_bodies import KeptBodies
 from router.doors.kept_responses import KeptResponses
 from router.doors.known_sessions import KnownSessions, SessionTurn
-from router.doors.peers import DoorPeers
+from router.doors.peers import DoorPeers, ToldDoors
 from router.doors.tenant_shares import DoorShares
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "KeptResponses",
     "KnownSessions",
     "SessionTurn",
+    "ToldDoors",
     "door_count",
     "merged",
 ]

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ToldDoors:
+    """How many replies were forgotten; how many front doors did not answer, and how many go on forgetting."""
+
+    replies: int
+    silent: int = 0
+    unfinished: int = 0
 
 
 class DoorPeers(Protocol):
     """All front doors of the service."""
 
-    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> tuple[int, int]:
-        """Forget a tenant's replies and responses; return how many replies, and how many did not answer."""
+    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> ToldDoors:
+        """Forget a tenant's replies, responses and summaries."""
 
     async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
         """Erase what was made of these entries of knowledge, or of any; return how many did not answer."""

@@ -9,6 +9,8 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
+from router.doors.peers import ToldDoors
+
 logger = logging.getLogger(__name__)
 
 
@@ -19,10 +21,11 @@ class RayPeers:
         self._handle = handle
         self._timeout_s = timeout_s
 
-    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> tuple[int, int]:
+    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> ToldDoors:
         told = await self._ask("forget_here", tenant, None if sessions is None else tuple(sessions))
-        counts = [count for count in told if isinstance(count, int)]
-        return sum(counts), max(1, len(told)) - len(counts)
+        heard = [one for one in told if isinstance(one, tuple)]
+        silent = max(1, len(told)) - len(heard)
+        return ToldDoors(sum(replies for replies, _ in heard), silent, sum(not whole for _, whole in heard))
 
     async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
         told = await self._ask("forget_entries_here", tenant, None if entries is None else tuple(entries))

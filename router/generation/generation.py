@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cache_tiers.blocks import Placement, tenant_tag
 from configs.telemetry import Span
@@ -110,6 +110,7 @@ class _Exchange:
     left_tokens: int = 0  # of the prompts: what their lineages' last turns left in the cache
     tokens_told: int = 0  # of a stream: in the last `usage`
     is_started: bool = False
+    head: Message | None = None  # not sent before the event is seen that the client says it has
     is_noted: bool = False  # the session directory has its home replica
     named: NamedAnswer | None = None  # what the client can ask for again
     ids: EventIds | None = None  # of a stream's events, if it is named
@@ -306,7 +307,7 @@ class GenerationEndpoint:
             peers=() if documents is None else documents.nodes,
             shape=self._dialect.shape(head, request, tenant, session_tag(session)),
             named=named,
-            ids=None if named is None else EventIds(named.name),
+            ids=None if named is None else EventIds(named.name, named.is_over),
         )
 
     def _calls(self, exchange: _Exchange, lease: RequestLease) -> list[Stream]:
@@ -420,6 +421,7 @@ class GenerationEndpoint:
             last = shape.closing(usage, receipt, tells_usage=exchange.request.include_usage)
         else:
             last = exchange.ids.closing(shape, usage, receipt, exchange.request.include_usage)
+            exchange.ids.refuse_unsent()
         await self._service.responses.tell()
         await self._write(exchange, last, more=False)
 
@@ -476,8 +478,7 @@ class GenerationEndpoint:
         """Build bytes of the answer: in a thread where log-probabilities of a whole prompt make it long."""
         if exchange.request.sampling.prompt_logprobs is None:
             return build()
-        nbytes = sum(len(prompt.token_ids) for prompt in exchange.answer.prompts)
-        return await self._service.prompts.work(build, nbytes, exchange.tenant, must_run=True)
+        return await self._service.prompts.work(build, 1, exchange.tenant, must_run=True)
 
     def _event(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> bytes:
         return self._encoded(exchange, self._chunks(exchange, deltas))
@@ -558,7 +559,7 @@ class GenerationEndpoint:
             self._service.compaction.over(exchange.asked, exchange.answer.home(), reply)
 
     async def _send_head(self, exchange: _Exchange) -> None:
-        if exchange.is_started:
+        if exchange.is_started or exchange.head is not None:
             return
         await self._start(exchange, "text/event-stream; charset=utf-8", None)
         opening = exchange.shape.opening(exchange.answer.prompt_parts, exchange.request.n)
@@ -567,20 +568,25 @@ class GenerationEndpoint:
 
     async def _start(self, exchange: _Exchange, content_type: str, content_bytes: int | None) -> None:
         headers = {"content-type": content_type, "cache-control": "no-cache"}
-        if content_bytes is not None:
-            headers["content-length"] = str(content_bytes)
-        else:
-            headers["x-accel-buffering"] = "no"  # else nginx buffers the stream
+        length = None if content_bytes is None else {"content-length": str(content_bytes)}
+        headers |= length or {"x-accel-buffering": "no"}  # else nginx buffers the stream
         if exchange.is_replayed:
             headers[REPLAYED_HEADER] = "true"
         headers.update(answer_headers(exchange.answer, exchange.request))
         headers["x-ingress"] = self._service.shares.name
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        exchange.is_started = True
-        await exchange.send({"type": "http.response.start", "status": 200, "headers": raw})
+        exchange.head = {"type": "http.response.start", "status": 200, "headers": raw}
+        if exchange.ids is None or not exchange.ids.is_unproven:
+            await self._send_started(exchange)
+
+    async def _send_started(self, exchange: _Exchange) -> None:
+        if (head := exchange.head) is not None:
+            exchange.head, exchange.is_started = None, True
+            await exchange.send(head)
 
     async def _write(self, exchange: _Exchange, body: bytes, *, more: bool = True) -> None:
         if body or not more:
+            await self._send_started(exchange)
             await exchange.send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:

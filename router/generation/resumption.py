@@ -77,6 +77,7 @@ class NamedAnswer:
     """An answer with a name: one to be made, or one that a replica keeps.
 
     `replica_id`: of that replica. `prompt`: the token ids that it answers. `seed`: of a sampled answer.
+    `is_over`: it has all its events.
     """
 
     name: AnswerName
@@ -85,6 +86,7 @@ class NamedAnswer:
     seed: int
     replica_id: str = ""
     prompt: tuple[int, ...] = ()
+    is_over: bool = False
 
     @property
     def is_replayed(self) -> bool:
@@ -120,15 +122,19 @@ def answer_name(secret: bytes, tenant: str, headers: Headers, chars_max: int) ->
         return None if ref is None else AnswerName(ref, None, KEY_HEADER)
     found = EVENT_ID.fullmatch(events[0])
     if found is None:
-        message = (
-            f"{EVENT_HEADER} is not the id of an event that this service has sent. Send the request without "
-            "it, for a whole answer."
-        )
-        raise InvalidValue(EVENT_HEADER, message)
+        raise _never_sent()
     named = bytes.fromhex(found[1])
     if ref is not None and ref != named:
         raise InvalidValue(EVENT_HEADER, f"{EVENT_HEADER} is not of the answer of this {KEY_HEADER}.")
     return AnswerName(named, int(found[2]), EVENT_HEADER)
+
+
+def _never_sent() -> InvalidValue:
+    message = (
+        f"{EVENT_HEADER} is not the id of an event that this service has sent. Send the request without it, "
+        "for a whole answer."
+    )
+    return InvalidValue(EVENT_HEADER, message)
 
 
 def body_digest(body: bytes, route: str, session: str) -> bytes:
@@ -178,7 +184,9 @@ class NamedAnswers:
             keep = replace(keep, created=kept.created, is_attaching=True)
             prompt = array("I")
             prompt.frombytes(kept.prompt)
-            return replace(answer, keep=keep, replica_id=kept.replica_id, prompt=tuple(prompt))
+            return replace(
+                answer, keep=keep, replica_id=kept.replica_id, prompt=tuple(prompt), is_over=kept.is_over
+            )
         if name.after is None:
             return answer
         if not were_all_asked:
@@ -188,9 +196,13 @@ class NamedAnswers:
 
 
 class EventIds:
-    """Numbers the events of one stream, and leaves out those that its client has. Pure."""
+    """Numbers the events of one stream, and leaves out those that its client has. Pure.
 
-    def __init__(self, name: AnswerName) -> None:
+    `is_over`: the answer has all its events.
+    """
+
+    def __init__(self, name: AnswerName, is_over: bool = False) -> None:
+        self._is_over = is_over
         self._ref = name.ref.hex()
         self._after = name.after or 0
         self._number = 0
@@ -204,6 +216,16 @@ class EventIds:
         tells_usage = tells_usage and self._is_new()
         end = shape.closing(usage, receipt, tells_usage=tells_usage)
         return self._line() + end if tells_usage else end
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether the answer is over, and the event that the client names has not come yet."""
+        return self._is_over and self._number < self._after
+
+    def refuse_unsent(self) -> None:
+        """Raise `InvalidValue` at the end of an answer that had no such event."""
+        if self._number < self._after:
+            raise _never_sent()
 
     def _is_new(self) -> bool:
         self._number += 1

@@ -10,6 +10,7 @@ from configs.settings import Settings
 from configs.telemetry import Tracer
 from router.auth import ConcurrencyLimit
 from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
+from router.erasure import Clears
 from router.generation.context import ContextSource, DocumentSource, WindowKeeper
 from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder
@@ -28,8 +29,8 @@ class IngressServices:
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
     `knowledge`, `documents`: where chats get context from, `compaction`: what makes them fit, if that is
-    switched on. `shares`, `known`, `responses`: what is shared with the other ingresses, `peers`; None: there
-    are none.
+    switched on. `clears`: what all deletions go through. `shares`, `known`, `responses`: what is shared with
+    the other ingresses, `peers`; None: there are none.
     """
 
     settings: Settings
@@ -47,6 +48,7 @@ class IngressServices:
     shares: DoorShares
     known: KnownSessions
     responses: KeptResponses
+    clears: Clears
     peers: DoorPeers | None = None
     recorder: IngressRecorder | None = None
     usage: UsageBook = field(default_factory=UsageBook)

@@ -54,6 +54,7 @@ from router.doors import (
     merged,
     ray_peers,
 )
+from router.erasure import Clears, OwedFile
 from router.front_calls import RequestTaker, are_proxies_guarded
 from router.generation import (
     GenerationEndpoint,
@@ -71,7 +72,8 @@ from router.http.middleware import (
     LocalHosts,
 )
 from router.http.operations import OPENAPI_ROUTE, methods_of, openapi_document
-from router.http.operator_routes import CacheRoutes, SessionRoutes, forget_entries, forget_here
+from router.http.operator_routes import CacheRoutes, SessionRoutes
+from router.http.places import add_places, forget_entries_here, forget_here, forget_made, forget_sessions
 from router.http.response_routes import ResponseRoutes
 from router.http.tokenizer_routes import TokenizerRoutes
 from router.live import LiveHub, LiveRoutes, PageFiles
@@ -93,6 +95,8 @@ from router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_cl
 DISTRIBUTION = "samovar"
 KEPT_FILE = "replies.sqlite"
 """Beside the nvme tier's records."""
+CLEARS = "clears"
+"""In `model.cache_dir`: what is still to be deleted."""
 TENANTS_MAX = 4096
 """Tenants whose tags are remembered: a tag is an HMAC."""
 MESSAGES_PATH = "/v1/messages"
@@ -173,7 +177,7 @@ def build_service(
             ),
             **({} if knowledge is None else {"has_entries": knowledge.has}),
         )
-    return IngressServices(
+    service = IngressServices(
         settings=settings,
         client=client,
         prompts=prompts,
@@ -204,7 +208,12 @@ def build_service(
         knowledge=knowledge,
         documents=documents,
         compaction=compaction,
+        clears=Clears(
+            OwedFile(settings.model.cache_dir.expanduser() / CLEARS), settings.limits.retry_after_s
+        ),
     )
+    add_places(service)
+    return service
 
 
 def build_api(service: IngressServices, taker: RequestTaker | None = None) -> FastAPI:
@@ -219,6 +228,7 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         service.directory.start()  # first: a new directory knows of all front doors when the replicas are up
         await service.readiness.start()
         await service.shares.settled(until_s)
+        await service.clears.start()
         if service.documents is not None:
             service.documents.start()
         yield
@@ -227,6 +237,7 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         await hub.stop()  # its streams have no end
         if taker is not None:
             await taker.finish(limits.request_timeout_s)
+        await service.clears.stop()
         if service.documents is not None:
             await service.documents.stop()
         if service.compaction is not None:
@@ -296,7 +307,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
     if service.documents is not None:
         from router.documents import document_routes
 
-        routes += document_routes(service, cache.forget, partial(forget_entries, service))
+        clears = service.clears
+        routes += document_routes(service, partial(forget_sessions, clears), partial(forget_made, clears))
     app.router.routes.extend(routes)
     app.state.live = hub
     app.add_exception_handler(HTTPException, _http_exception)
@@ -547,15 +559,13 @@ class Ingress:
         """
         self._service.readiness.wanted = config["replicas"]
 
-    async def forget_here(self, tenant: str, sessions: tuple[bytes, ...] | None) -> int:
-        """Forget a tenant's replies and responses, as another ingress was asked; return how many replies."""
+    async def forget_here(self, tenant: str, sessions: tuple[bytes, ...] | None) -> tuple[int, bool]:
+        """Forget what is here of a tenant, as another ingress was asked; return replies, and if it is all."""
         return await forget_here(self._service, tenant, sessions)
 
     async def forget_entries_here(self, tenant: str, entries: tuple[str, ...] | None) -> bool:
         """Erase what was made of these entries of knowledge, or of any, as another ingress was asked."""
-        if self._service.compaction is not None:
-            await self._service.compaction.forget_entries(tenant, entries)
-        return True
+        return await forget_entries_here(self._service, tenant, entries)
 
     def discard_here(self, tenant: str, response_id: str) -> bool:
         """Delete a stored response, as another ingress was asked; return whether it was here."""

@@ -17,9 +17,9 @@ from starlette.routing import Route
 from configs.settings import Settings
 from replicas.turns import TenantThreads
 from router.auth import tenant_of
+from router.erasure import Cleared, Erasure
 from router.generation import IngressServices
 from router.http.middleware import KNOWLEDGE_ROUTE
-from router.http.operator_routes import forget_entries
 from router.knowledge import (
     KINDS,
     Candidate,
@@ -116,6 +116,13 @@ def knowledge_routes(service: IngressServices) -> list[Route]:
     """Return the routes of an ingress whose knowledge base is open."""
     base = service.knowledge
     assert isinstance(base, KnowledgeBase)
+
+    async def erase(what: Erasure) -> Cleared:
+        before_s = what.at_s if what.is_late else None
+        return Cleared(entries=await base.erase(what.tenant, what.names, before_s))
+
+    places = service.clears.places
+    places["entries"] |= {"the knowledge base": erase, **places["made"]}
     own = KnowledgeRoutes(service, base).routes()
     # First: /v1/knowledge/candidates would be taken for an entry.
     return [*feedback_routes(service, base), *own] if base.settings.loop.enabled else own
@@ -311,18 +318,20 @@ class KnowledgeRoutes:
     async def delete(self, request: Request) -> Response:
         """Handle DELETE /v1/knowledge/{id}: erase an entry with its history."""
         tenant, entry = tenant_of(request.scope), request.path_params["entry"]
-        count = await self._run(tenant, partial(self._base.store.erase, tenant, entry))
-        await forget_entries(self._service, tenant, [entry])  # also of what was erased before
-        if not count:
+        if not await self._erased(tenant, (entry,)):  # what was made of it goes, also if it was erased before
             raise ApiError(404, f"there is no entry {shown(entry)}.", param="id", code="entry_not_found")
         return JSONResponse({"id": entry, "object": "knowledge.entry", "deleted": True})
 
     async def delete_all(self, request: Request) -> Response:
         """Handle DELETE /v1/knowledge: erase everything of the caller."""
         tenant = tenant_of(request.scope)
-        count = await self._run(tenant, partial(self._base.store.erase, tenant, None))
-        await forget_entries(self._service, tenant, None)
+        count = await self._erased(tenant, None)
         return JSONResponse({"object": "knowledge", "deleted": True, "entries": count})
+
+    async def _erased(self, tenant: str, entries: tuple[str, ...] | None) -> int:
+        with self._service.reads.lease(tenant):
+            (cleared,) = await self._service.clears.erase(Erasure("entries", tenant, entries))
+        return cleared["entries"]
 
     async def _run(self, tenant: str, work: Callable[[], Result], *, is_long: bool = False) -> Result:
         with self._service.reads.lease(tenant):

@@ -18,13 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Clear, root_tokens, session_of, tenant_tag
+from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, root_tokens, session_of, tenant_tag
 from cache_tiers.forecast import HintEvent
-from cache_tiers.messages import Cleared
 from cache_tiers.session_table import (
     Move,
     SessionRow,
-    SessionsCleared,
     SessionState,
     SessionView,
     latest,
@@ -32,11 +30,12 @@ from cache_tiers.session_table import (
 from configs.settings import TenantName
 from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
 from router.diagnosis import settings_told
+from router.erasure import Cleared
 from router.generation import IngressServices
+from router.http.places import of_sessions
 from router.openai import (
     MissingField,
     SessionNotFound,
-    Unavailable,
     check_structure,
     error_of,
     read_body,
@@ -44,7 +43,6 @@ from router.openai import (
 )
 from router.routing import (
     SESSION_PREFIX,
-    ClearCounts,
     DirectoryLost,
     check_id,
     session_name,
@@ -370,117 +368,12 @@ class CacheRoutes:
             raise SessionNotFound()
         return owners
 
-    async def forget(self, tenant: str, sessions: tuple[bytes, ...] | None) -> None:
-        """Clear these sessions of a tenant, or all (None); raises 503 if that did not reach everything."""
-        await self._cleared([tenant], sessions)
-
     async def _cleared(self, tenants: Sequence[str], sessions: tuple[bytes, ...] | None) -> Response:
-        service = self._service
-        counts: ClearCounts | None = None
-        replies, silent_nodes, silent_doors = 0, 0, 0
-        for tenant in tenants:
-            tag = tenant_tag(service.secret, tenant)
-            clears = [
-                service.directory.forget(tag, one) for one in ([None] if sessions is None else sessions)
-            ]
-            forgotten, silent = await self._forgotten(tenant, sessions, tuple(clears))
-            replies, silent_doors = replies + forgotten, silent_doors + silent
-            reached = await service.client.clear(tag, sessions)
-            counts = reached if counts is None else counts + reached
-            elsewhere, silent = await self._cleared_elsewhere(tag, sessions)
-            counts, silent_nodes = counts.with_nodes(elsewhere), silent_nodes + silent
-        if service.knowledge is not None:  # last: if it fails, the caches are cleared all the same
-            for tenant in tenants:
-                await service.knowledge.forget(tenant, sessions)
-        assert counts is not None, "a clear without a tenant"
-        self._refuse_incomplete(counts, silent_nodes, silent_doors)
-        cleared = {
-            "replies": replies,
-            "pages": counts.pages,
-            "extents": counts.extents,
-            "bytes": counts.nbytes,
-        }
-        return JSONResponse({"object": "cache.cleared", "cleared": cleared, "replicas": counts.replicas})
-
-    async def _forgotten(
-        self, tenant: str, sessions: tuple[bytes, ...] | None, clears: tuple[SessionsCleared, ...]
-    ) -> tuple[int, int]:
-        """Forget replies and responses, here, in the directory, and then at all other ingresses.
-
-        Returns how many replies ingresses have forgotten, and how many of those did not answer.
-        """
-        service, silent = self._service, 0
-        replies = await forget_here(service, tenant, sessions)
-        link = service.directory.link
-        if link is not None:
-            try:
-                await link.forget(clears)
-            except DirectoryLost as lost:
-                logger.warning("a clear did not reach the session directory: %s", lost)
-                silent += 1
-        if service.peers is not None:
-            elsewhere, unheard = await service.peers.forget(tenant, sessions)
-            replies, silent = replies + elsewhere, silent + unheard
-        return replies, silent
-
-    async def _cleared_elsewhere(
-        self, tenant: bytes, sessions: tuple[bytes, ...] | None
-    ) -> tuple[list[Cleared], int]:
-        """Clear nodes without replicas too; return what was cleared and how many did not answer."""
-        link = self._service.directory.link
-        if link is None or not self._service.settings.tiers.enabled:
-            return [], 0
-        clear = Clear(tenant) if sessions is None else Clear(tenant, sessions[0], sessions[1:])
-        done: list[Cleared | None] = []
-        try:
-            done += (await link.clear(clear)).values()
-        except DirectoryLost as lost:
-            logger.warning("a clear did not reach the nodes without replicas: %s", lost)
-            done.append(None)
-        return [one for one in done if one is not None], sum(one is None for one in done)
-
-    def _refuse_incomplete(self, counts: ClearCounts, silent_nodes: int, silent_doors: int) -> None:
-        wanted = max(self._service.readiness.wanted, counts.replicas + counts.silent)
-        problems = []
-        if counts.replicas < wanted:
-            problems.append(f"{wanted - counts.replicas} of {wanted} replicas did not answer")
-        if silent_doors:
-            problems.append("replies that ingresses keep for each other are not all forgotten")
-        if silent_nodes:
-            problems.append("the tiers of some nodes did not answer")
-        if counts.unreachable:
-            tiers = ", ".join(counts.unreachable)
-            problems.append(f"the tiers {tiers} did not answer; they delete their data as soon as they do")
-        if problems:
-            message = (
-                f"Not everything is cleared: {'; '.join(problems)}. Repeat the request until it succeeds."
-            )
-            raise Unavailable(message, self._service.settings.limits.retry_after_s, code="clear_incomplete")
-
-
-async def forget_here(service: IngressServices, tenant: str, sessions: Sequence[bytes] | None) -> int:
-    """Forget what this ingress itself knows of a tenant, or of these sessions of it; return how many replies.
-
-    A tenant that is no longer configured has no replies here.
-    """
-    service.responses.forget(tenant, sessions)
-    replies = await service.prompts.forget(tenant, sessions)
-    if service.compaction is not None:  # behind: it asks the counter of the prompts whether it is too late
-        await service.compaction.forget(tenant, sessions)
-    return replies
-
-
-async def forget_entries(service: IngressServices, tenant: str, entries: Sequence[str] | None) -> None:
-    """Erase, at all ingresses, what was made of entries that were erased, or of any (None).
-
-    Raises 503 if that did not reach everything.
-    """
-    if service.compaction is None:
-        return
-    await service.compaction.forget_entries(tenant, entries)
-    if service.peers is not None and await service.peers.forget_entries(tenant, entries):
-        message = "Summaries that other ingresses made of it are not all erased. Repeat the request."
-        raise Unavailable(message, service.settings.limits.retry_after_s, code="clear_incomplete")
+        done = await self._service.clears.erase(*(of_sessions(tenant, sessions) for tenant in tenants))
+        counts = sum(done, Cleared())
+        cleared = {name: counts[name] for name in ("replies", "pages", "extents", "bytes")}
+        replicas = min(one["replicas"] for one in done)
+        return JSONResponse({"object": "cache.cleared", "cleared": cleared, "replicas": replicas})
 
 
 def _plain(value: Any) -> Any:

@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from router.auth import tenant_of
+from router.erasure import Erasure
 from router.generation import IngressServices
-from router.openai import Unavailable
 from router.responses import ResponseNotFound
 
 
@@ -31,12 +31,7 @@ class ResponseRoutes:
     async def delete(self, request: Request) -> Response:
         """Handle DELETE /v1/responses/{id}. Its blocks stay until the session is deleted."""
         response_id, tenant = request.path_params["response_id"], tenant_of(request.scope)
-        was_there = await self._service.responses.discard(tenant, response_id)
-        peers = self._service.peers
-        if peers is not None and await peers.discard(tenant, response_id):
-            message = "The response is not deleted everywhere: a front door did not answer. Repeat it."
-            retry_s = self._service.settings.limits.retry_after_s
-            raise Unavailable(message, retry_s, code="clear_incomplete")
-        if not was_there:
+        (cleared,) = await self._service.clears.erase(Erasure("response", tenant, (response_id,)))
+        if not cleared["responses"]:
             raise ResponseNotFound(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})

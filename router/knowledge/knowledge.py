@@ -333,6 +333,24 @@ class KnowledgeBase:
                 raise
             return request, None  # it did not ask; `_told` has logged it
 
+    async def erase(self, tenant: str, entries: Sequence[str] | None, before_s: float | None = None) -> int:
+        """Erase entries with their history, or all of a tenant (None); return how many there were.
+
+        `before_s`: Unix time; of all, those that were changed since then stay.
+        """
+
+        def work() -> int:
+            if entries is None and before_s is not None:
+                heads = self.store.heads(tenant)
+                old = [one.ref.entry for one in heads if one.at_s <= before_s]
+                if len(old) < len(heads):
+                    return self.store.erase_all(tenant, old)
+            return (
+                self.store.erase(tenant, None) if entries is None else self.store.erase_all(tenant, entries)
+            )
+
+        return await self.run(tenant, work, is_long=True, must_run=True)
+
     async def forget(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         """Forget what the turns of these sessions got, or of all (None)."""
         await self.run(tenant, partial(self.store.forget_sessions, tenant, sessions), must_run=True)

@@ -49,8 +49,9 @@ from router.prompt.prompt_parts import TokenSizes, digest_of_texts, parts_of
 from router.prompt.reply_memory import Owner, ReplyMemory, key_of
 from router.prompt.same_prefix import JsonSpellings, as_before, in_order, tool_digest, without_volatile
 from router.prompt.shared_replies import SharedReplies, turns_of
+from router.prompt.template_limits import TemplateLimit
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
-from router.prompt.tool_template import TEMPLATE_FAULTS, inspect_template
+from router.prompt.tool_template import TEMPLATE_FAULTS, inspect_template, refused_model, rendered
 from router.prompt.vocabulary import ServedVocabulary
 
 logger = logging.getLogger(__name__)
@@ -463,10 +464,11 @@ class PromptBuilder:
         hello = [{"role": "user", "content": "Hello"}]
         try:
             closed, opened = (
-                str(self._tokenizer.apply_chat_template(hello, tokenize=False, add_generation_prompt=is_open))
-                for is_open in (False, True)
+                rendered(self._tokenizer, hello, add_generation_prompt=is_open) for is_open in (False, True)
             )
-        except (TemplateError, TypeError, ValueError):
+        except TemplateLimit as limit:
+            raise refused_model(limit) from None
+        except TEMPLATE_FAULTS:
             logger.info("the chat template does not say where an answer begins", exc_info=True)
             return ""
         return opened.removeprefix(closed) if opened.startswith(closed) else ""
@@ -480,9 +482,8 @@ class PromptBuilder:
         if request.continues:
             kwargs["continue_final_message"] = True
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=request.begins_turn, **kwargs
-            )
+            begins = request.begins_turn
+            return rendered(self._tokenizer, conversation, add_generation_prompt=begins, **kwargs)
         except TemplateError as refused:
             message = f"The model's chat template refuses these messages: {refused}"
             raise InvalidValue("messages", message, code="chat_template_error") from None
@@ -490,7 +491,6 @@ class PromptBuilder:
             logger.warning("the model's chat template failed on a request's messages", exc_info=True)
             message = f"The model's chat template fails on these messages ({type(failed).__name__})."
             raise InvalidValue("messages", message, code="chat_template_error") from None
-        return str(rendered)
 
     def _plain(self, prompt: str | tuple[int, ...], request: ParsedCompletion) -> Prompt:
         is_cut = request.truncate_tokens is not None

@@ -21,8 +21,10 @@ from jinja2 import TemplateError
 
 from configs.json_text import parse_json
 from configs.settings import ModelSettings
+from replicas.messages import ModelRefused
 from replicas.reply import ReplyFormat, declared_format, format_named, sniffed_format
 from router.openai import ChatMessage, ParsedChat, ToolCall, ToolOffer, UnsupportedParameter
+from router.prompt.template_limits import TemplateLimit, within_limits
 
 logger = logging.getLogger(__name__)
 
@@ -201,12 +203,34 @@ def _render(tokenizer: Template, conversation: list[Json]) -> str | None:
     if not tokenizer.chat_template:
         return None
     try:
-        rendered = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=False, tools=[PROBE_TOOL]
-        )
+        return rendered(tokenizer, conversation, add_generation_prompt=False, tools=[PROBE_TOOL])
+    except TemplateLimit as limit:
+        raise refused_model(limit) from None
     except TEMPLATE_FAULTS:
         return None
-    return str(rendered)
+
+
+def rendered(
+    tokenizer: Template, conversation: list[Json], *, add_generation_prompt: bool, **variables: Any
+) -> str:
+    """Return what the template makes of a conversation, within limits. Raises `TEMPLATE_FAULTS`."""
+
+    def render() -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
+        )
+
+    return within_limits(render)
+
+
+def refused_model(limit: TemplateLimit) -> ModelRefused:
+    """Return why a model is not served whose template does not end."""
+    return ModelRefused(
+        f"the model's chat template does not render a short conversation: {limit}",
+        "Do not serve it unless you know who made it; a good template renders in a millisecond",
+    )
 
 
 def _generic(messages: Sequence[ChatMessage], offer: ToolOffer | None) -> Iterator[Json]:

@@ -23,6 +23,7 @@ from replicas.links import DoorLoads, Links
 from replicas.messages import Event, GenerateRequest
 from replicas.offload import TierLink
 from replicas.tracing import TracedLink
+from replicas.turns import TenantThreads
 from tests.support.engines.tier_engines import Tiered, tiered
 from tests.support.router.router_harness import House
 
@@ -57,6 +58,7 @@ class _Replica(Replica):
         self._untold = {}
         self._kept_logs = {}
         self._door_loads = DoorLoads("here")
+        self._compiles = TenantThreads("compile", 1, places=8)
         self._links = Links(self._settings.cluster.links, self._settings.router.heartbeat_s)
         self._places = places(self._settings.engine)
         self._keys = iter(range(1, 1000))  # type: ignore[assignment]

@@ -20,6 +20,7 @@ from replicas.deployment import Replica, _call_later, places
 from replicas.engine import EngineThread
 from replicas.links import DoorLoads, Inlet, Links
 from replicas.messages import Event, GenerateRequest, KeptAnswer
+from replicas.turns import TenantThreads
 from router.routing import ReplicaLost
 from router.routing.kept_search import KeptSearch
 from router.routing.linked_call import LinkedCall
@@ -68,6 +69,7 @@ class TinyReplica(Replica):
         self._streams, self._untold, self._kept_logs, self._kept_spans = {}, {}, {}, {}
         self._links = Links(LINKS, 60.0)
         self._door_loads = DoorLoads(name)
+        self._compiles = TenantThreads("compile", 1, places=8)
         self._places = places(self._settings.engine)
         self._inlet = Inlet(LOOPBACK, LINKS, 0.0)
         self._keys = itertools.count()
@@ -81,6 +83,7 @@ class TinyReplica(Replica):
 
     def stop(self) -> None:
         self._thread.stop(30)
+        self._compiles.close()
         self._sweeps.stop()
         if self._inlet is not None:
             self._inlet.close()

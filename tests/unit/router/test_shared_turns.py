@@ -200,7 +200,7 @@ async def test_a_pdf_that_takes_all_its_time_leaves_a_worker_to_others(
         await until(lambda: reading == [b"slow"])
         named = await send("cXVpY2s=", BOB)  # quick
         async with asyncio.timeout(60):
-            while (await client.get(f"/v1/documents/{named}", headers=BOB)).json()["state"] != "ready":
+            while (await client.get(f"/v1/documents/{named}", headers=BOB)).json()["state"] != "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert reading == [b"slow", b"quick"], "no second document of a tenant at once"
         gate.set()

@@ -46,6 +46,29 @@ def test_a_share_is_rounded_down_in_every_part() -> None:
     assert not Use(0, 0, 10).fits(Use(2, 9, 9))
 
 
+@pytest.mark.parametrize("part", ["requests", "sequences", "tokens"])
+def test_each_part_is_added_up_for_itself(part: str) -> None:
+    """Parts that are not in proportion: each alone may be what is at its limit."""
+    low = {"requests": 1, "sequences": 2, "tokens": 4}
+    limit = Use(50, 70, 110)
+    quotas = settled(Clock(), "abc")
+    most = getattr(limit, part)
+    quotas.report("b", {TENANT: Use(**{**low, part: most - 20})}, 0, 3)
+    quotas.report("c", {TENANT: Use(**{**low, part: 13})}, 0, 3)
+    assert not quotas.ask("a", 1, TENANT, Use(**{**low, part: 8}), limit)
+    assert quotas.ask("a", 2, TENANT, Use(**{**low, part: 7}), limit)
+    quotas.check_integrity()
+
+
+def test_parts_of_a_use_are_free_of_each_other() -> None:
+    rng = random.Random(9)
+    for _ in range(200):
+        one, other = ([rng.randrange(1000) for _ in range(3)] for _ in range(2))
+        assert Use(*one) + Use(*other) == Use(*(a + b for a, b in zip(one, other, strict=True)))
+        assert Use(*one).most(Use(*other)) == Use(*map(max, one, other))
+        assert Use(*one).fits(Use(*other)) == all(a <= b for a, b in zip(one, other, strict=True))
+
+
 def test_one_is_allowed_what_the_others_leave() -> None:
     clock = Clock()
     quotas = settled(clock, "abc")

@@ -596,7 +596,7 @@ async def test_a_broken_file_of_summaries_stops_nobody(tmp_path: Path) -> None:
         await guest.talks(20, compaction={"mode": "summarise"})
         assert guest.receipts[-1]["compaction"]["mode"] == "retrieve"
         gone = await client.delete("/v1/sessions/s")
-        assert (gone.status_code, error_of(gone)["code"]) == (503, "compaction_unavailable")
+        assert (gone.status_code, error_of(gone)["code"]) == (503, "clear_incomplete")
 
 
 async def test_with_a_knowledge_base_entries_stay_in_the_system_prompt(tmp_path: Path) -> None:

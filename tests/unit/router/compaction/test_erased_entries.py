@@ -147,7 +147,7 @@ async def test_a_store_that_fails_is_told_and_the_deletion_can_be_repeated(
                     connection.execute("PRAGMA busy_timeout=0")
                 refused = await client.delete(f"/v1/knowledge/{entry}")
                 held.execute("ROLLBACK")
-        assert (refused.status_code, error_of(refused)["code"]) == (503, "compaction_unavailable")
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "clear_incomplete")
         assert SECRET.encode() in bytes_in(tmp_path)
         again = await client.delete(f"/v1/knowledge/{entry}")
         assert again.status_code == 404, "the entry itself was erased"

@@ -18,6 +18,7 @@ from cache_tiers.blocks import session_of, tenant_tag
 from replicas.messages import Failed, GenerateRequest
 from router.documents import DocumentShelf, document_session, place_documents
 from router.documents.store import FILE_NAME
+from router.knowledge import KnowledgeBase, KnowledgeError
 from router.routing import SessionDirectory
 from tests.support.router.knowledge_desks import PostgresDesk
 from tests.support.router.router_harness import (
@@ -422,7 +423,8 @@ async def test_a_deletion_that_fails_in_an_unknown_way_is_not_tried_without_a_pa
             raise RuntimeError("planted")
 
         shelf.clears = broken
-        assert (await client.delete(f"{ROUTE}/{card['id']}")).status_code == 500
+        refused = await client.delete(f"{ROUTE}/{card['id']}")
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "clear_incomplete")
         for _ in range(4):
             await shelf.work()
         assert tries == 2, "one call, and one look in the background"
@@ -527,3 +529,28 @@ async def test_the_openapi_document_has_the_routes(tmp_path: Path) -> None:
             f"{ROUTE}/{{document}}",
             f"{ROUTE}/{{document}}/prefill",
         }
+
+
+async def test_each_part_of_a_document_is_erased_whatever_becomes_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = house(tmp_path)
+    async with opened(made) as client:
+        card = await added(made, client)
+        base = made.service.knowledge
+        assert isinstance(base, KnowledgeBase)
+        with monkeypatch.context() as broken:
+
+            def full(tenant: str, entries: Any) -> int:
+                raise KnowledgeError("the disk is full")
+
+            broken.setattr(base.store, "erase_all", full)
+            refused = await client.delete(f"{ROUTE}/{card['id']}")
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "clear_incomplete")
+        assert len(made.replicas.clears) == 1, "its blocks are cleared"
+        assert (await client.get(f"{ROUTE}/{card['id']}")).json()["state"] == "deleting"
+        (what,) = made.service.clears.owed
+        await made.service.clears.go_on_with(what)
+        assert not made.service.clears.owed
+        assert (await client.get(f"{ROUTE}/{card['id']}")).status_code == 404
+        assert not base.store.heads("local")

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from configs.json_text import parse_json
-from router.documents import DocumentBody, document, fenced_document, placement, shelf
+from configs.optional_sections import DocumentsSettings
+from router.documents import DocumentBody, DocumentFailed, document, fenced_document, pdf, placement, shelf
 from router.documents import body as bodies
 from router.documents.placement import BEGIN, END
 from router.knowledge import KnowledgeBase
@@ -94,6 +95,33 @@ async def test_a_broken_pdf_fails_with_a_reason_and_a_good_one_does_not(tmp_path
         cards = {one["state"]: one for one in (await client.get(ROUTE)).json()["data"]}
         assert "no readable PDF" in cards["failed"]["reason"]
         assert (cards["ready"]["pages"], cards["ready"]["chunks"]) == (1, 1)
+
+
+HUNGRY = """
+import sys
+sys.path.insert(0, {folder!r})
+import pdf_reader
+def text_of_pdf(data, pages_max, chars_max):
+    return {{"text": str(len(bytearray(int(sys.argv[1]) // {share}))), "pages": 1}}
+pdf_reader.text_of_pdf = text_of_pdf
+pdf_reader.main(*map(int, sys.argv[1:5]))
+"""
+
+
+async def test_a_reader_of_a_pdf_has_the_memory_that_it_may_have_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that takes a quarter of `documents.pdf_bytes_max` at once, and one that takes all."""
+    program = tmp_path / "reader.py"
+    monkeypatch.setattr(pdf, "PROGRAM", program)
+    settings = DocumentsSettings(pdf_bytes_max=256 << 20)
+    for share in (4, 1):
+        program.write_text(HUNGRY.format(folder=str(Path(pdf.__file__).parent), share=share))
+        if share == 1:
+            with pytest.raises(DocumentFailed, match="pdf_bytes_max"):
+                await pdf.read_pdf(b"", settings)
+        else:
+            assert await pdf.read_pdf(b"", settings) == (str(64 << 20), 1)
 
 
 def injection(rng: random.Random) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from cache_tiers.doors import Item
 from replicas.messages import GenerateRequest
-from router.http.operator_routes import forget_here
+from router.doors import ToldDoors
+from router.http.places import forget_entries_here, forget_here
 from tests.support.amounts import examples
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.fake_directory import FakeLink
@@ -51,15 +55,15 @@ class Street:
         """Another begins in its place."""
         self.houses[number] = self._house()
 
-    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> tuple[int, int]:
-        counts = [await forget_here(house.service, tenant, sessions) for house in self.houses]
-        return sum(counts), self.silent
+    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> ToldDoors:
+        told = [await forget_here(house.service, tenant, sessions) for house in self.houses]
+        return ToldDoors(
+            sum(replies for replies, _ in told), self.silent, sum(not whole for _, whole in told)
+        )
 
     async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
-        for house in self.houses:
-            if house.service.compaction is not None:
-                await house.service.compaction.forget_entries(tenant, entries)
-        return self.silent
+        told = [await forget_entries_here(house.service, tenant, entries) for house in self.houses]
+        return self.silent + told.count(False)
 
     async def discard(self, tenant: str, response_id: str) -> int:
         for house in self.houses:
@@ -196,6 +200,52 @@ async def test_a_stored_response_is_found_at_any_and_deleted_at_all() -> None:
     for house in street.houses:
         async with house.client(**AUTH) as client:
             assert (await client.get(f"/v1/responses/{made['id']}")).status_code == 404
+
+
+@pytest.mark.guarantee("G12")
+@pytest.mark.parametrize("at", [0, 40, -1])
+async def test_a_stored_response_whose_bytes_have_changed_is_not_used(at: int) -> None:
+    """In the digest, in the body, at its end."""
+    street = Street()
+    made = (await street.post(0, "/v1/responses", {"input": "hi"})).json()
+    kept = street.link.kept
+
+    async def changed(*asked: Any) -> Item | None:
+        item = await kept(*asked)
+        if item is None:
+            return None
+        body = bytearray(item.body)
+        body[at] ^= 1
+        return replace(item, body=bytes(body))
+
+    street.link.kept = changed  # type: ignore[method-assign]
+    async with street.houses[1].client(**AUTH) as client:
+        assert (await client.get(f"/v1/responses/{made['id']}")).status_code == 404
+        street.link.kept = kept  # type: ignore[method-assign]
+        assert (await client.get(f"/v1/responses/{made['id']}")).json() == made
+
+
+@pytest.mark.guarantee("G12")
+async def test_a_response_that_is_fetched_while_its_tenant_clears_is_not_stored_again() -> None:
+    street = Street()
+    made = (await street.post(0, "/v1/responses", {"input": "hi"})).json()
+    kept, fetched, cleared = street.link.kept, asyncio.Event(), asyncio.Event()
+
+    async def slow(*asked: Any) -> Item | None:
+        item = await kept(*asked)
+        fetched.set()
+        await cleared.wait()
+        return item
+
+    street.link.kept = slow  # type: ignore[method-assign]
+    async with street.houses[1].client(**AUTH) as client, street.houses[2].client(**AUTH) as other:
+        reading = asyncio.create_task(client.get(f"/v1/responses/{made['id']}"))
+        await fetched.wait()
+        assert (await other.delete("/v1/cache")).status_code == 200
+        cleared.set()
+        assert (await reading).status_code == 404
+        street.link.kept = kept  # type: ignore[method-assign]
+        assert (await client.get(f"/v1/responses/{made['id']}")).status_code == 404
 
 
 async def test_it_is_not_said_that_nothing_is_stored_while_nobody_knows() -> None:

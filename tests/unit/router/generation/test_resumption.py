@@ -434,6 +434,35 @@ async def test_what_is_not_the_same_request_is_refused(tiny_llama: Path) -> None
             assert replica.generated == TOKENS  # only the first was computed
 
 
+async def test_an_event_that_never_was_is_refused(tiny_llama: Path) -> None:
+    """Of an answer that is over: 400, and no stream. Of one that goes on: its stream ends with that error."""
+    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+        events = await whole(url, asking())
+        ref, last = str(events[-1][0] or events[-2][0]).split("-")
+        async with httpx.AsyncClient(base_url=url) as client:
+            for number in (int(last) + 1, 999_999_999):
+                response = await client.post(
+                    CHAT, json=asking(), headers={"Last-Event-ID": f"{ref}-{number}"}
+                )
+                assert (response.status_code, error_of(response)["param"]) == (400, "last-event-id")
+            response = await client.post(CHAT, json=asking(), headers={"Last-Event-ID": f"{ref}-{last}"})
+            assert response.status_code == 200, "the last one was"
+            assert response.text.endswith("data: [DONE]\n\n")
+            replica.allow(3)
+            other = {"Idempotency-Key": "goes on"}
+            task = asyncio.create_task(client.post(CHAT, json=asking(max_tokens=9), headers=other))
+            await until(lambda: len(replica._kept) == 2)
+            ref = next(log.keep.ref.hex() for log in replica._kept._logs.values() if not log.is_over)
+            late = asyncio.create_task(
+                client.post(CHAT, json=asking(max_tokens=9), headers={"Last-Event-ID": f"{ref}-99999"})
+            )
+            await asyncio.sleep(0)
+            replica.allow(FREE)
+            assert (await task).status_code == 200
+            told = await late
+            assert "is not the id of an event" in told.text, told.text
+
+
 async def test_a_replica_that_cannot_be_asked_may_have_it(tiny_llama: Path) -> None:
     async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
         house.replicas.all_asked = False

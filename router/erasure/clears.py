@@ -1,0 +1,267 @@
+"""Deletes in every place that may hold what is deleted, and goes on with what is left.
+
+A deletion is a list of places that ends, not a chain that breaks: a place that fails (a full disk, a busy
+file, a front door that does not answer) keeps no other from being asked. What is left is named in one error,
+written down, and tried again in the background, also after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from router.erasure.owed import OwedFile
+from router.openai import ApiError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+ErasureKind = Literal["sessions", "entries", "made", "response", "document"]
+
+OWED_MAX = 4096
+"""Deletions that are gone on with: more are refused with the wish to repeat them."""
+FIRST_PAUSE_S = 2.0
+PAUSE_S_MAX = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """What is to be deleted of a tenant.
+
+    `names`: tags of sessions in hexadecimal digits, ids of entries, of a response or a document; None: all.
+    "made": what was made of entries, not they themselves. `at_s`: Unix time of the wish. `is_late`: it is
+    gone on with, so that what came since may be there, too.
+    """
+
+    kind: ErasureKind
+    tenant: str
+    names: tuple[str, ...] | None
+    at_s: float = field(default_factory=time.time, compare=False)
+    is_late: bool = field(default=False, compare=False)
+
+    @property
+    def tags(self) -> tuple[bytes, ...] | None:
+        """The names of sessions as tags."""
+        return None if self.names is None else tuple(bytes.fromhex(one) for one in self.names)
+
+
+Cleared = Counter[str]
+"""What was deleted, by its kind."""
+Erase = Callable[[Erasure], Awaitable[Cleared]]
+"""Deletes in one place. Whatever it raises means that something is left there: `Left` says what, and how much
+was deleted; an `ApiError` with status 404 means that there was nothing."""
+
+
+class Left(Exception):
+    """A place is not clear. `is_known_there`: it goes on by itself, and need not be asked again."""
+
+    def __init__(self, reason: str, cleared: Cleared | None = None, *, is_known_there: bool = False) -> None:
+        super().__init__(reason)
+        self.cleared = Cleared() if cleared is None else cleared
+        self.is_known_there = is_known_there
+
+
+@dataclass(slots=True)
+class _Owed:
+    what: Erasure
+    places: tuple[str, ...]
+    pause_s: float = FIRST_PAUSE_S
+    due_s: float = 0.0  # of the loop's clock; infinite while it is asked for the first time
+
+
+@dataclass(slots=True)
+class _Round:
+    asked: tuple[str, ...]
+    cleared: Cleared = field(default_factory=Cleared)
+    left: dict[str, str] = field(default_factory=dict)  # place -> reason
+    owed: list[str] = field(default_factory=list)  # of them, those that are to be asked again
+    nothing: ApiError | None = None
+
+
+class Clears:
+    """Deletes, at one front door. Use it from one event loop.
+
+    `places`: for each kind, the places by name, in the order in which they are asked.
+    """
+
+    def __init__(self, file: OwedFile | None, retry_after_s: float) -> None:
+        self.places: dict[ErasureKind, dict[str, Erase]] = {kind: {} for kind in get_args(ErasureKind)}
+        self._file = file
+        self._retry_after_s = retry_after_s
+        self._owed: dict[Erasure, _Owed] = {}
+        self._called = asyncio.Event()
+        self._saving = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def owed(self) -> Mapping[Erasure, tuple[str, ...]]:
+        """What is still to be deleted, and where."""
+        return {what: one.places for what, one in self._owed.items()}
+
+    async def erase(self, *wanted: Erasure) -> list[Cleared]:
+        """Delete everywhere; return what was deleted of each.
+
+        Raises `Unavailable` (`clear_incomplete`) that names all that is left, after everything was tried; a
+        404 only if nothing is.
+        """
+        task = asyncio.ensure_future(self._erase(wanted))
+        return await asyncio.shield(task)  # a client that goes ends no deletion
+
+    async def erase_here(self, what: Erasure, places: Iterable[str]) -> Cleared:
+        """Delete in these places only, as another front door was asked. Raises as `erase` does."""
+        done = await self._round(what, [one for one in places if one in self.places[what.kind]])
+        await self._told([(what, done)])
+        return done.cleared
+
+    async def _erase(self, wanted: Sequence[Erasure]) -> list[Cleared]:
+        for what in wanted:  # before the first of them: this process may be killed
+            if what not in self._owed and len(self._owed) < OWED_MAX:
+                self._owed[what] = _Owed(what, tuple(self.places[what.kind]), due_s=math.inf)
+        await self._save()
+        rounds = [(what, await self._round(what, self.places[what.kind])) for what in wanted]
+        await self._told(rounds)
+        return [done.cleared for _, done in rounds]
+
+    async def _round(self, what: Erasure, places: Iterable[str]) -> _Round:
+        """Ask each place, whatever the others answer."""
+        done = _Round(tuple(places))
+        for name in done.asked:
+            try:
+                done.cleared += await self.places[what.kind][name](what)
+            except Left as left:
+                done.cleared += left.cleared
+                done.left[name] = str(left)
+                if not left.is_known_there:
+                    done.owed.append(name)
+            except ApiError as refused:
+                if refused.status == 404:
+                    done.nothing = refused
+                    continue
+                done.left[name] = f"{name}: {refused.message.rstrip('.')}"
+                done.owed.append(name)
+            except Exception as error:  # no fault of one place may keep the others
+                logger.exception("a deletion failed in one place: %s", name)
+                done.left[name] = f"{name}: an internal error ({type(error).__name__})"
+                done.owed.append(name)
+        return done
+
+    async def _told(self, rounds: Sequence[tuple[Erasure, _Round]]) -> None:
+        """Write down what is left, and raise it."""
+        before, is_noted = dict(self._owed), True
+        for what, done in rounds:
+            owed = self._owed.pop(what, None)
+            others = () if owed is None else (one for one in owed.places if one not in done.asked)
+            places = (*done.owed, *others)
+            if places and len(self._owed) < OWED_MAX:
+                due_s = asyncio.get_running_loop().time() + FIRST_PAUSE_S
+                self._owed[what] = _Owed(what, places, due_s=due_s)
+            elif places:
+                is_noted = False
+        if self._owed != before:
+            is_noted &= await self._save()
+            self._called.set()
+        reasons = dict.fromkeys(reason for _, done in rounds for reason in done.left.values())
+        if reasons:
+            ending = "It goes on by itself, also after a restart; repeat the request to see if it is done."
+            if not is_noted:
+                ending = "What is left could not be written down. Repeat the request until it succeeds."
+            message = f"Not everything is cleared: {'; '.join(reasons)}. {ending}"
+            raise Unavailable(message, self._retry_after_s, code="clear_incomplete")
+        for _, done in rounds:
+            if done.nothing is not None:
+                raise done.nothing
+
+    # -- in the background -----------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Go on with what an earlier process has left to do, and with what will be left."""
+        if self._task is not None:
+            return
+        if self._file is not None:
+            try:
+                found = await asyncio.to_thread(self._file.open)
+            except OSError as error:
+                logger.error("deletions that are left will be forgotten at a restart: %s", error)
+                found = []
+            for one in filter(None, map(_owed_of, found)):
+                self._owed.setdefault(one.what, one)
+        self._task = asyncio.create_task(self._go_on())
+
+    async def stop(self) -> None:
+        """Stop; what is left is the next process's."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._file is not None:
+            self._file.close()
+
+    async def _go_on(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            self._called.clear()
+            due_s = min((one.due_s for one in self._owed.values()), default=math.inf)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(None if due_s == math.inf else due_s):
+                    await self._called.wait()
+            for what in [what for what, one in self._owed.items() if one.due_s <= clock()]:
+                await self.go_on_with(what)
+
+    async def go_on_with(self, what: Erasure) -> None:
+        """Ask the places again that are left of a deletion."""
+        one = self._owed.get(what)
+        if one is None:
+            return
+        late = replace(what, is_late=True)
+        done = await self._round(late, [name for name in one.places if name in self.places[what.kind]])
+        if self._owed.get(what) is not one:  # it was repeated meanwhile
+            return
+        if not done.owed:
+            del self._owed[what]
+            logger.info("a deletion that was left is done: %s", ", ".join(one.places))
+        else:
+            now_s = asyncio.get_running_loop().time()
+            self._owed[what] = replace(
+                one,
+                places=tuple(done.owed),
+                pause_s=min(2 * one.pause_s, PAUSE_S_MAX),
+                due_s=now_s + one.pause_s,
+            )
+        await self._save()
+
+    async def _save(self) -> bool:
+        if self._file is None:
+            return False
+        async with self._saving:
+            return await asyncio.to_thread(self._file.save, self._items())
+
+    def _items(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "kind": what.kind,
+                "tenant": what.tenant,
+                "names": what.names,
+                "at_s": what.at_s,
+                "places": one.places,
+            }
+            for what, one in self._owed.items()
+        ]
+
+
+def _owed_of(item: Any) -> _Owed | None:
+    """Return what a file says; None if this version cannot read it."""
+    try:
+        names = item["names"]
+        what = Erasure(
+            item["kind"], item["tenant"], None if names is None else tuple(names), float(item["at_s"])
+        )
+        return _Owed(what, tuple(item["places"])) if what.kind in get_args(ErasureKind) else None
+    except (KeyError, TypeError, ValueError):
+        logger.error("a deletion that was left cannot be read: repeat it")
+        return None
