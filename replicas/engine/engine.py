@@ -532,9 +532,9 @@ class Engine:
         key = self._of_sequence[sequence]
         told = self._rules.append(self._open[key], sequence, sampled.token_id)
         self._counts["generated_tokens"] += 1
-        logprobs = self.token_text.logprobs(sampled) if told.is_word else ()
         if told.reason is not None:
             self._finish(key, sequence, told.reason)
+        logprobs = self.token_text.logprobs(sampled)  # of the end token, too: as many as there are ids
         return key, Delta(sequence.index, told.text, (sampled.token_id,), logprobs, told.reason)
 
     def _finish(self, key: int, sequence: Sequence, reason: FinishReason) -> None:

@@ -108,11 +108,10 @@ class OpenRequest:
 
 
 class TokenOutput(NamedTuple):
-    """What one token adds: `text` to send; `is_word`: the token is part of the answer, not only its end."""
+    """What one token adds: `text` to send, and why the answer ends with it, if it does."""
 
     text: str
     reason: FinishReason | None
-    is_word: bool
 
 
 class OutputProcessor:
@@ -142,15 +141,15 @@ class OutputProcessor:
         if grammar is not None:
             grammar.accept(token_id)
         if self._sampler.ends_turn(token_id, sequence):
-            return TokenOutput(text_out.flush(), "stop", is_word=False)
+            return TokenOutput(text_out.flush(), "stop")
         text, stopped = text_out.push(token_id, may_stop=sequence.output_tokens >= params.min_tokens)
         if stopped:
-            return TokenOutput(text, "stop", is_word=True)
+            return TokenOutput(text, "stop")
         if grammar is not None and grammar.is_complete:
-            return TokenOutput(text + text_out.flush(), "stop", is_word=True)
+            return TokenOutput(text + text_out.flush(), "stop")
         if self._is_full(sequence):
-            return TokenOutput(text + text_out.flush(), "length", is_word=True)
-        return TokenOutput(text, None, is_word=True)
+            return TokenOutput(text + text_out.flush(), "length")
+        return TokenOutput(text, None)
 
     def resume(self, opened: OpenRequest) -> Refused | None:
         """Restore the state in which another replica left an answer, if any; refuse if not possible."""

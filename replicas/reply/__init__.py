@@ -1,5 +1,6 @@
 """An answer's text as a message: what is thought, what is said, and which tools are called."""
 
+from replicas.reply.calls import TOOL_NAME, Piece, finite
 from replicas.reply.formats import (
     FORMATS,
     CallFrame,
@@ -9,9 +10,7 @@ from replicas.reply.formats import (
     sniffed_format,
 )
 from replicas.reply.reader import (
-    TOOL_NAME,
     Call,
-    Piece,
     Reply,
     ReplyReader,
     ReplyReading,
@@ -31,6 +30,7 @@ __all__ = [
     "ReplyReading",
     "called_tool",
     "declared_format",
+    "finite",
     "format_named",
     "read_reply",
     "sniffed_format",

@@ -24,9 +24,10 @@ THOUGHTS: Final = (REASONING, "thinking", "reasoning")
 """Names under which declared templates have the reasoning."""
 
 Field = dict[str, Any]
-Style = Literal["declared", "json", "mistral", "deepseek"]
-"""How the text of a region is read: by the field's own parser, as JSON (one call, a list of calls, or several
-one after the other), or as the models of that name write it."""
+Style = Literal["declared", "json", "mistral", "deepseek", "named", "gemma", "xml"]
+"""How calls are read: as JSON (one call, a list of calls, or several one after the other), as JSON arguments
+behind a name, as the models of that name write them, or (`declared`) by the field's own parser when all of a
+call is there."""
 
 
 DEEPSEEK: Final = {
@@ -35,22 +36,17 @@ DEEPSEEK: Final = {
 }
 """Its tokens around calls, which are written with full-width bars."""
 
-_FUNCTION: Final = {"type": "function", "function": "{content}"}
 _NAMED: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _CALLS: Final[Mapping[str, Field]] = {
     # Qwen 2 to 3, Hermes, Granite 4, and what models without tools of their own are asked for.
-    "hermes": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "transform": _FUNCTION},
+    "hermes": {"open": "<tool_call>", "close": "</tool_call>"},
     # Llama 3: the whole answer is the call.
     "llama3_json": {"open_pattern": r"\A\s{0,64}(?:(?:<\|python_tag\|>\s{0,8})|(?=\{))"},
-    "mistral": {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])"},
+    "mistral": {"open": "[TOOL_CALLS]"},
     # Qwen 3 Coder, Qwen 3.5.
     "qwen3_xml": {
         "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,256})>",
-        "close_pattern": r"</function>\s{0,8}</tool_call>",
-        "content": "xml-inline",
-        "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
-        },
+        "close_pattern": r"</parameter>\s{0,8}</function>\s{0,8}</tool_call>",
         "transform": _NAMED,
     },
     "deepseek_v3": {"open": DEEPSEEK["calls▁begin"], "close": DEEPSEEK["calls▁end"]},
@@ -67,6 +63,8 @@ _STYLES: Final[Mapping[str, Style]] = {
     "llama3_json": "json",
     "mistral": "mistral",
     "deepseek_v3": "deepseek",
+    "gemma4": "gemma",
+    "qwen3_xml": "xml",
 }
 
 
@@ -132,8 +130,22 @@ class ReplyFormat:
     frame: CallFrame | None = None
 
     def template(self, *, reads_calls: bool) -> ResponseTemplate:
-        """Return the compiled template that splits an answer into regions, their text untouched."""
-        return _split_template(self.calls if reads_calls else "", self.reasoning)
+        """Return the compiled template that splits an answer into regions, their text untouched.
+
+        A region of calls that are read as they come has no end here: where they end is found by reading them.
+        """
+        return _split_template(self.calls if reads_calls else "", self.reasoning, self.style == "declared")
+
+    @property
+    def close(self) -> str:
+        """The mark that closes a call, or several; empty: there is none, or it is a pattern."""
+        close = parse_json(self.calls)[CALLS].get("close") if self.calls else None
+        return close if isinstance(close, str) else ""
+
+    @property
+    def needs_types(self) -> bool:
+        """Whether a call's values are read by what its tool says of them."""
+        return self.style in ("declared", "xml")
 
     def call_fields(self) -> ResponseTemplate:
         """Return the compiled template whose call fields parse a region's text."""
@@ -178,10 +190,30 @@ def declared_format(response_template: Mapping[str, Any]) -> ReplyFormat:
     thoughts = {name: field for name, field in fields.items() if name in THOUGHTS and _opens(field)}
     calls = {name: field for name, field in fields.items() if name == CALLS and _opens(field)}
     made = ReplyFormat(
-        "declared", json.dumps(calls) if calls else "", json.dumps(thoughts) if thoughts else ""
+        "declared",
+        json.dumps(calls) if calls else "",
+        json.dumps(thoughts) if thoughts else "",
+        _style_of(calls[CALLS]) if calls else "declared",
     )
     made.template(reads_calls=True)
     return made
+
+
+def _style_of(field: Field) -> Style:
+    """Return how calls of a declared field are read: as they come, if they are JSON in a known shape."""
+    transform, args = field.get("transform"), field.get("content_args") or {}
+    is_marked = isinstance(field.get("close", ""), str) and "close_pattern" not in field
+    if field.get("content") != "json" or not is_marked or field.get("transform_each"):
+        return "declared"
+    inner = transform.get("function", transform) if isinstance(transform, dict) else transform
+    if not args and inner in (None, "{content}"):
+        return "json"
+    if inner != {"name": "{name}", "arguments": "{content}"} or "(?P<name>" not in field.get(
+        "open_pattern", ""
+    ):
+        return "declared"
+    is_gemma = args == _CALLS["gemma4"]["content_args"]
+    return "named" if not args else "gemma" if is_gemma else "declared"
 
 
 def _opens(field: Field) -> bool:
@@ -229,11 +261,11 @@ def _loaded(fields: str) -> ResponseTemplate:
 
 
 @lru_cache(maxsize=64)
-def _split_template(calls: str, reasoning: str) -> ResponseTemplate:
+def _split_template(calls: str, reasoning: str, ends_calls: bool) -> ResponseTemplate:
     """Return a template whose regions keep their text. `\\A`: it is given what the answer begins with."""
     fields: dict[str, Field] = {CONTENT: _plain({})}
     for name, field in [*_fields(calls), *_fields(reasoning)]:
-        fields[name] = _plain(field) | {"repeats": True}
+        fields[name] = _plain(field, has_end=ends_calls or name != CALLS) | {"repeats": True}
     return _compiled({"start_anchor_pattern": r"\A", "fields": fields})
 
 
@@ -241,9 +273,9 @@ def _fields(text: str) -> list[tuple[str, Field]]:
     return list(parse_json(text).items()) if text else []
 
 
-def _plain(field: Field) -> Field:
+def _plain(field: Field, *, has_end: bool = True) -> Field:
     """Return a field of the same delimiters, whose text is kept as it is."""
-    delimiters = ("open", "open_pattern", "close", "close_pattern")
+    delimiters = ("open", "open_pattern", *(("close", "close_pattern") if has_end else ()))
     made = {key: value for key, value in field.items() if key in delimiters}
     # What the delimiters capture needs a transform, or the template is refused; `reader.py` does not use it.
     return made | {"content": "text", "content_args": {"strip": False}, "transform": {"text": "{content}"}}

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from configs.json_text import parse_json
+from pydantic_core import from_json
+
 from replicas.messages import Delta, FinishReason
-from replicas.reply import Piece, Reply
+from replicas.reply import Call, Piece, Reply, finite
 from router.anthropic.errors import error_json
 from router.anthropic.request import ParsedMessages
 from router.openai import (
@@ -26,7 +27,7 @@ from router.openai import (
 )
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-OPENED = {
+OPENED: Mapping[str, Json] = {
     "content": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
 }
@@ -74,25 +75,33 @@ class MessagesShape(ChatShape):
         return events
 
     def _piece_events(self, piece: Piece) -> list[Json]:
-        if piece.call is not None:
-            number = self._blocks + (self._block is not None)
-            call_id = self._head.call_id(0, self._calls)
-            opened = {"type": "tool_use", "id": call_id, "name": piece.call.name, "input": {}}
-            part = {"type": "input_json_delta", "partial_json": piece.call.arguments}
-            events = [*self._closed(), _start(number, opened), _delta(number, part), _stop(number)]
-            self._blocks += 1
-            self._calls += 1
-            return events
+        if piece.kind == "called":
+            return self._closed()
+        kind = "call" if piece.kind == "arguments" else piece.kind
         events = []
-        if self._block != piece.kind:
+        if self._block != kind or piece.kind == "call":
             events += self._closed()
-            self._block = piece.kind
-            events.append(_start(self._blocks, OPENED[piece.kind]))
-        if piece.kind == "content":
+            self._block = kind
+            events.append(_start(self._blocks, self._opened(piece)))
+        if piece.kind == "arguments":
+            events.append(_delta(self._blocks, {"type": "input_json_delta", "partial_json": piece.text}))
+        elif piece.kind == "content":
             events.append(_delta(self._blocks, {"type": "text_delta", "text": piece.text}))
-        else:
+        elif piece.kind == "reasoning":
             events.append(_delta(self._blocks, {"type": "thinking_delta", "thinking": piece.text}))
         return events
+
+    def _opened(self, piece: Piece) -> Json:
+        """Return the block that a piece opens."""
+        if piece.kind != "call":
+            return OPENED[piece.kind]
+        self._calls += 1
+        return {
+            "type": "tool_use",
+            "id": self._head.call_id(0, self._calls - 1),
+            "name": piece.text,
+            "input": {},
+        }
 
     def _closed(self) -> list[Json]:
         """Close the open block, if there is one."""
@@ -145,9 +154,8 @@ class MessagesShape(ChatShape):
         if reply.content:
             blocks.append({"type": "text", "text": reply.content})
         for number, call in enumerate(reply.calls):
-            arguments = parse_json(call.arguments)
             call_id = self._head.call_id(choice.index, number)
-            blocks.append({"type": "tool_use", "id": call_id, "name": call.name, "input": arguments})
+            blocks.append({"type": "tool_use", "id": call_id, "name": call.name, "input": input_of(call)})
         ending = self._ending(choice.finish_reason or "stop", reply, choice.token_ids)
         return self._message(blocks, ending, self._usage(usage)) | {"receipt": receipt}
 
@@ -188,6 +196,18 @@ class MessagesShape(ChatShape):
             sequence = stopped_by(self._request.sampling.stop, token_ids, self._decode)
             told = "end_turn" if sequence is None else "stop_sequence"
         return {"stop_reason": told, "stop_sequence": sequence}
+
+
+def input_of(call: Call) -> Json:
+    """Return a call's arguments as an object: of one that was cut what there is, as their client reads it.
+
+    What is no JSON stands under the name by which Anthropic's documents tell a model of it.
+    """
+    try:
+        found = finite(from_json(call.arguments or "{}", allow_partial=not call.is_whole))
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": call.arguments}
 
 
 def stopped_by(

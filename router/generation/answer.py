@@ -281,7 +281,7 @@ class Answer:
     def calls_tool(self, prompt_index: int = 0) -> bool:
         """Whether a prompt's first answer ended with a tool call, so that the tool's result will follow."""
         choice = self.choices[prompt_index * self._n]
-        return choice.finish_reason == "stop" and bool(choice.reply.calls)
+        return choice.finish_reason == "stop" and choice.reply.ends_in_calls
 
     def usage(self) -> Usage:
         """Return the totals so far."""

@@ -108,7 +108,7 @@ class _Exchange:
     prompts_shown: set[int] = field(default_factory=set)  # of a stream, by number
     tokens_sent: int = 0  # of a stream: in deltas so far
     left_tokens: int = 0  # of the prompts: what their lineages' last turns left in the cache
-    tokens_told: int = 0  # of a stream: in the last `usage`
+    written_s: float = 0.0  # of a stream: when bytes were last sent (loop time)
     is_started: bool = False
     head: Message | None = None  # not sent before the event is seen that the client says it has
     is_noted: bool = False  # the session directory has its home replica
@@ -405,9 +405,11 @@ class GenerationEndpoint:
 
     async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:
         silence_s = self._service.settings.server.sse_keepalive_s
-        answer = exchange.answer
+        answer, now_s = exchange.answer, asyncio.get_running_loop().time
+        exchange.written_s = now_s()
         while not answer.is_over:
-            came = await self._next(exchange, pump, silence_s)
+            # Of bytes, not of tokens: those may be held back until it is known what they are.
+            came = await self._next(exchange, pump, max(0.0, exchange.written_s + silence_s - now_s()))
             if came is None:
                 await self._send_head(exchange)
                 await self._write(exchange, PING_BEHIND_IDS if exchange.ids else exchange.shape.ping())
@@ -509,16 +511,14 @@ class GenerationEndpoint:
     def _with_usage(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add `usage` as OpenAI does: with `include_usage` in every chunk, null before the last.
 
-        With `continuous_usage_stats` as well, the first chunk that carries new tokens counts them.
+        With `continuous_usage_stats` as well, every chunk counts what was sent up to it.
         """
         if not exchange.request.include_usage:
             return chunks
-        told = [{**chunk, "usage": None} for chunk in chunks]
-        if told and exchange.request.continuous_usage and exchange.tokens_sent > exchange.tokens_told:
-            exchange.tokens_told = exchange.tokens_sent
-            usage = replace(exchange.answer.usage(), completion_tokens=exchange.tokens_sent)
-            told[0]["usage"] = usage.json()
-        return told
+        usage = None
+        if exchange.request.continuous_usage:
+            usage = replace(exchange.answer.usage(), completion_tokens=exchange.tokens_sent).json()
+        return [{**chunk, "usage": usage} for chunk in chunks]
 
     async def _learn(self, exchange: _Exchange) -> None:
         """Tell the source of a prompt's context the first answer to it, before the receipt is sent."""
@@ -588,6 +588,7 @@ class GenerationEndpoint:
         if body or not more:
             await self._send_started(exchange)
             await exchange.send({"type": "http.response.body", "body": body, "more_body": more})
+            exchange.written_s = asyncio.get_running_loop().time()
 
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:
         """End a failed request with an error response, or with the last event of its stream."""

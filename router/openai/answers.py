@@ -5,6 +5,7 @@ Pure: takes deltas and totals, returns dicts. The end of the module encodes a st
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -245,11 +246,11 @@ class ChatShape(AnswerShape):
         if self._head.reading is None:
             return AnswerShape.chunks(self, index, delta)
         pieces, reply = self.read(index, delta)
-        calls = len(reply.calls) - sum(piece.call is not None for piece in pieces)
+        number = len(reply.calls) - sum(piece.kind == "call" for piece in pieces) - 1
         said: list[Json] = []
         for piece in pieces:
-            said += self._said(index, piece, calls)
-            calls += piece.call is not None
+            number += piece.kind == "call"
+            said += self._said(index, piece, number)
         logprobs = None
         if self._head.wants_logprobs and delta.logprobs:
             logprobs = self._logprobs(index, delta.logprobs)
@@ -281,7 +282,7 @@ class ChatShape(AnswerShape):
     def sent(self, choice: Choice) -> ChatMessage | None:
         """Return a choice as the message that a client sends back; None if that is its text alone."""
         reply = choice.reply
-        if reply.content == choice.text or reply.is_cut:
+        if reply.content == choice.text or reply.is_cut or any(call.value is None for call in reply.calls):
             return None
         calls = tuple(
             ToolCall(self._head.call_id(choice.index, number), call.name, call.arguments)
@@ -289,13 +290,15 @@ class ChatShape(AnswerShape):
         )
         return ChatMessage("assistant", reply.content, reasoning=reply.reasoning, calls=calls)
 
-    def _said(self, index: int, piece: Piece, calls: int) -> list[Json]:
-        """Return the deltas of a piece: of a call first its id and name, then its arguments."""
-        if piece.call is None:
-            return [{"content": piece.text}] if piece.kind == "content" else [_thought(piece.text)]
-        opened = {"index": calls, **self._call(index, calls, Call(piece.call.name, ""))}
-        arguments = {"index": calls, "function": {"arguments": piece.call.arguments}}
-        return [{"tool_calls": [opened]}, {"tool_calls": [arguments]}]
+    def _said(self, index: int, piece: Piece, number: int) -> list[Json]:
+        """Return the delta of a piece: of a call first its id and name, then its arguments as they come."""
+        if piece.kind == "call":
+            return [{"tool_calls": [{"index": number, **self._call(index, number, Call(piece.text, ""))}]}]
+        if piece.kind == "arguments":
+            return [{"tool_calls": [{"index": number, "function": {"arguments": piece.text}}]}]
+        if piece.kind == "called":
+            return []
+        return [{"content": piece.text}] if piece.kind == "content" else [_thought(piece.text)]
 
     def _call(self, choice: int, number: int, call: Call) -> Json:
         function = {"name": call.name, "arguments": call.arguments}
@@ -335,7 +338,10 @@ class ChatShape(AnswerShape):
 
     def _whole_choice(self, choice: Choice, prompt: ShownPrompt) -> Json:
         reply = choice.reply
-        said = reply.content if reply.content or not (reply.calls or reply.reasoning) else None
+        is_other = (
+            reply.calls or reply.reasoning or (choice.reading is not None and choice.reading.is_promised)
+        )
+        said = reply.content if reply.content or not is_other else None
         message: Json = {"role": "assistant", "content": said, "refusal": None}
         if reply.reasoning:
             message |= _thought(reply.reasoning)
@@ -357,7 +363,7 @@ class ChatShape(AnswerShape):
 
 def finish_of(reason: FinishReason, reply: Reply) -> FinishReason | Literal["tool_calls"]:
     """Return why an answer ended, as clients are told."""
-    return "tool_calls" if reason == "stop" and reply.calls else reason
+    return "tool_calls" if reason == "stop" and reply.ends_in_calls else reason
 
 
 def _thought(text: str) -> Json:
@@ -373,7 +379,7 @@ class CompletionShape(AnswerShape):
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)
-        self._offset_chars: dict[int, int] = {}
+        self._offsets: dict[int, _TextOffsets] = {}
 
     def _piece(self, index: int, text: str | None, logprobs: Json | None, finish_reason: str | None) -> Json:
         return {"index": index, "text": text or "", "logprobs": logprobs, "finish_reason": finish_reason}
@@ -399,10 +405,7 @@ class CompletionShape(AnswerShape):
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json:
         """Return parallel lists; `text_offset` counts characters from the beginning of the text."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset_chars.get(index, 0))
-            self._offset_chars[index] = offsets[-1] + len(token.token)
+        offsets = self._offsets.setdefault(index, _TextOffsets())
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -410,7 +413,7 @@ class CompletionShape(AnswerShape):
                 {self._name(other): _finite(other.logprob) for other in (*token.top, token)}
                 for token in tokens
             ],
-            "text_offset": offsets,
+            "text_offset": [offsets.add(token.token_bytes) for token in tokens],
         }
 
     def _whole_choice(self, choice: Choice, prompt: ShownPrompt) -> Json:
@@ -421,6 +424,19 @@ class CompletionShape(AnswerShape):
         if logprobs is not None and echoed is not None:
             logprobs = {name: [*echoed[name], *values] for name, values in logprobs.items()}
         return self._piece(choice.index, text, logprobs, choice.finish_reason) | self._shown_prompt(prompt)
+
+
+class _TextOffsets:
+    """Counts the characters of a text by the bytes of its tokens: a character may be split over several."""
+
+    def __init__(self) -> None:
+        self._chars = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: bytes) -> int:
+        """Return how many whole characters stand in front of a token, and count those that it ends."""
+        before, self._chars = self._chars, self._chars + len(self._decoder.decode(token))
+        return before
 
 
 def _by_id(token: TokenLogprob) -> Json | None:

@@ -391,12 +391,14 @@ class PromptBuilder:
         else:
             opening = rendered[at + len(self._answer_header) :]
         tools = offer.tools if offer is not None and can_call else ()
+        names = (tool.name for tool in tools if offer is not None and offer.only in (None, tool.name))
         return ReplyReading(
             form,
             opening,
-            tuple(tool.name for tool in tools),
-            f"[{','.join(tool.text for tool in tools)}]" if tools and form.style == "declared" else "",
+            tuple(names),
+            f"[{','.join(tool.text for tool in tools)}]" if tools and form.needs_types else "",
             offer is None or offer.is_parallel,
+            is_promised=offer is not None and offer.must_call,
         )
 
     def _shown(self, request: ParsedChat) -> tuple[int, ...]:

@@ -66,21 +66,18 @@ class ResponsesShape(ChatShape):
         return events
 
     def _piece_events(self, piece: Piece) -> list[Json]:
-        if piece.call is not None:
+        if piece.kind == "called":
+            return self._closed(is_whole=True)
+        if piece.kind == "call":
             events = self._closed()
-            item = self._call_item(piece.call, self._calls)
+            self._open = self._call_item(Call(piece.text, ""), self._calls) | {"status": "in_progress"}
             self._calls += 1
-            at: Json = {"item_id": item["id"], "output_index": len(self._items)}
-            begun = {**item, "arguments": "", "status": "in_progress"}
-            text = piece.call.arguments
-            events += [
-                self._event("response.output_item.added", output_index=len(self._items), item=begun),
-                self._event("response.function_call_arguments.delta", **at, delta=text),
-                self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=text),
-                self._event("response.output_item.done", output_index=len(self._items), item=item),
-            ]
-            self._items.append(item)
-            return events
+            place = {"output_index": len(self._items), "item": dict(self._open)}
+            return [*events, self._event("response.output_item.added", **place)]
+        if piece.kind == "arguments" and self._open is not None:
+            self._open["arguments"] += piece.text
+            told = {**self._place(), "delta": piece.text}
+            return [self._event("response.function_call_arguments.delta", **told)]
         events = []
         kind = "message" if piece.kind == "content" else "reasoning"
         if self._open is None or self._open["type"] != kind:
@@ -100,10 +97,20 @@ class ResponsesShape(ChatShape):
         events.append(self._event(name, **self._place(), **_logprobs(kind), delta=piece.text))
         return events
 
-    def _closed(self) -> list[Json]:
-        """Close the open item, if there is one."""
+    def _closed(self, *, is_whole: bool = False) -> list[Json]:
+        """Close the open item, if there is one; `is_whole`: a call that is not cut."""
         if self._open is None:
             return []
+        if self._open["type"] == "function_call":
+            item, place = self._open | {"status": _status(is_whole)}, self._place()
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            self._open = None
+            events = [
+                self._event("response.function_call_arguments.done", **place, **told),
+                self._event("response.output_item.done", output_index=len(self._items), item=item),
+            ]
+            self._items.append(item)
+            return events
         kind, text = self._open["type"], self._open["content"][0]["text"]
         is_cut = kind == "message" and self._reason == "length"
         item = self._text_item(kind, text, len(self._items), "incomplete" if is_cut else "completed")
@@ -119,7 +126,8 @@ class ResponsesShape(ChatShape):
 
     def _place(self) -> Json:
         assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self._items), "content_index": 0}
+        place = {"item_id": self._open["id"], "output_index": len(self._items)}
+        return place if self._open["type"] == "function_call" else place | {"content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._events += 1
@@ -144,7 +152,7 @@ class ResponsesShape(ChatShape):
             "call_id": self._head.call_id(0, number),
             "name": name,
             "arguments": call.arguments,
-            "status": "completed",
+            "status": _status(call.is_whole),
         }
         return item if namespace is None else item | {"namespace": namespace}
 
@@ -242,6 +250,10 @@ class ResponsesShape(ChatShape):
             **echo,
             "usage": None,
         }
+
+
+def _status(is_whole: bool) -> str:
+    return "completed" if is_whole else "incomplete"
 
 
 def _logprobs(kind: str) -> Json:

@@ -257,6 +257,16 @@ class TestLogprobs:
         joined = b"".join(item.token_bytes for item in logprobs).decode("utf-8", errors="replace")
         assert joined.startswith(answer.text.rstrip("\ufffd"))
 
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_there_are_as_many_as_ids_with_the_end_token_or_without(self, driver: Driver, ends: bool) -> None:
+        allowed = (EOS_ID,) if ends else ()
+        answer = driver.run(
+            prompt_of(10), max_tokens=4, logprobs=0, allowed_token_ids=allowed, ignore_eos=not ends
+        )
+        assert answer.finish == {0: "stop" if ends else "length"}
+        logprobs = [item for delta in answer.deltas for item in delta.logprobs]
+        assert [item.token_id for item in logprobs] == answer.ids
+
     def test_logprobs_do_not_depend_on_temperature(self, driver: Driver) -> None:
         cold = driver.run(prompt_of(10), max_tokens=1, logprobs=5)
         hot = driver.run(prompt_of(10), max_tokens=1, logprobs=5, temperature=5.0, seed=1)

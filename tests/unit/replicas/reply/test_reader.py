@@ -62,8 +62,43 @@ def reading(name: str, **fields: Any) -> ReplyReading:
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', Reply(calls=[Call("f", "{}")])),
         (
             "hermes",
-            '<tool_call>{"name": "f", "arguments": {"a": [1e999, -1e999]}}</tool_call>',
+            '<tool_call>{"arguments": {"a": [1e999, -1e999]}, "name": "f"}</tool_call>',
             Reply(calls=[Call("f", '{"a": [1.7976931348623157e+308, -1.7976931348623157e+308]}')]),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a":  1.10, "b": 1E+2}}</tool_call>',
+            Reply(calls=[Call("f", '{"a":  1.10, "b": 1E+2}')]),
+        ),
+        ("hermes", '<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>', Reply(calls=[F1])),
+        ("hermes", '<tool_call>{"function": {"name": "f", "arguments": {"a": 1}}}', Reply(calls=[F1])),
+        ("hermes", '<tool_call>{"id": 7, "name": "f", "parameters": {"a": 1}, "x": []}', Reply(calls=[F1])),
+        # A bracket too few, or too many, as models write them.
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>', Reply(calls=[F1])),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}}\n</tool_call>', Reply(calls=[F1])),
+        ("hermes", 'so: <tool_call>{"name": "f", "arguments": {"a": 1}', Reply("so:", "", [F1])),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1}}; {"x": 1}',
+            Reply('; {"x": 1}', "", [F1]),
+        ),
+        # What is no JSON behind a name is its call's, up to the mark.
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call> b',
+            Reply("b", "", [Call("f", '{"a": NaN}}')]),
+        ),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{", Reply(calls=[Call("f", "{", is_whole=False)])),
+        (
+            "deepseek_v3",
+            f"{CALLS_BEGIN}{CALL_BEGIN}f{SEP}{{}}{CALL_END}?{CALLS_END}",
+            Reply(f"?{CALLS_END}", "", [Call("f", "{}")]),
+        ),
+        ("gemma4", "<|tool_call>call:f{a:}<tool_call|>", Reply(calls=[Call("f", '{"a":}')])),
+        (
+            "gemma4",
+            '<|tool_call>call:f{a:{b_1:[true,<|"|>"<tool_call|>"<|"|>],c:"}"},d:-1.5e3}<tool_call|>x',
+            Reply("x", "", [Call("f", '{"a":{"b_1":[true,"\\"<tool_call|>\\""],"c":"}"},"d":-1.5e3}')]),
         ),
         ("hermes", '<tool_call>{"name": "new"}</tool_call> b', Reply("b", "", [Call("new", "{}")])),
         (
@@ -101,13 +136,14 @@ def reading(name: str, **fields: Any) -> ReplyReading:
         (
             "gemma4",
             '<|channel>thought\nhm<channel|>hi<|tool_call>call:f{s:<|"|>x<|"|>,a:2}<tool_call|>',
-            Reply("hi", "hm", [Call("f", '{"s": "x", "a": 2}')]),
+            Reply("hi", "hm", [Call("f", '{"s":"x","a":2}')]),
         ),
     ],
 )
 def test_each_format_is_read(name: str, text: str, reply: Reply) -> None:
     assert read_reply(reading(name), text) == reply
-    assert called_tool(reading(name), text) == (reply.calls[0].name if reply.calls else None)
+    names = [call.name for call in reply.calls if reply.calls[-1].is_whole]
+    assert called_tool(reading(name), text) == (names[0] if names else None)
 
 
 @pytest.mark.parametrize(
@@ -115,23 +151,22 @@ def test_each_format_is_read(name: str, text: str, reply: Reply) -> None:
     [
         ("hermes", " plain \n"),
         ("hermes", "<tool_call>oops</tool_call> and more \n"),
-        ("hermes", 'so: <tool_call>{"name": "f", "arguments": {"a": 1}'),
+        ("hermes", 'so: <tool_call>{"name": "f", "arg'),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
         ("hermes", '<tool_call>{"name": 1}</tool_call>'),
         ("hermes", '<tool_call>{"name": "no name"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>'),
         ("hermes", "<tool_call>" + "[" * 5000),
         ("hermes", "<tool_call></tool_call>"),
         ("hermes", '</tool_call>{"name": "f"}'),
         ("llama3_json", '{"x": 1}'),
         ("llama3_json", '{"name": "not offered", "parameters": {}}'),
         ("llama3_json", 'Sure: {"name": "f", "parameters": {}}'),
-        ("mistral", "[TOOL_CALLS]f[ARGS]{"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]"),
         ("qwen3_xml", "<tool_call><function=f>lost?</function></tool_call>"),
         ("qwen3_xml", "<tool_call>{}</tool_call>"),
         ("deepseek_v3", f"{CALLS_BEGIN}{CALL_BEGIN}f{SEP}no{CALL_END}{CALLS_END}"),
-        ("deepseek_v3", f"{CALLS_BEGIN}{CALL_BEGIN}f{SEP}{{}}{CALL_END}?{CALLS_END}"),
-        ("gemma4", "<|tool_call>call:f{a:}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f(a:1)<tool_call|>"),
     ],
 )
 def test_what_is_no_call_stays_in_the_text(name: str, text: str) -> None:
@@ -238,8 +273,20 @@ def joined(pieces: list[Piece]) -> Reply:
     told = {
         kind: "".join(one.text for one in pieces if one.kind == kind) for kind in ("content", "reasoning")
     }
-    calls = [piece.call for piece in pieces if piece.call is not None]
-    return Reply(told["content"], told["reasoning"], calls)
+    return Reply(told["content"], told["reasoning"], calls_of(pieces))
+
+
+def calls_of(pieces: list[Piece]) -> list[Call]:
+    """The calls that a client puts together."""
+    calls: list[Call] = []
+    for piece in pieces:
+        if piece.kind == "call":
+            calls.append(Call(piece.text, "", is_whole=False))
+        elif piece.kind == "arguments":
+            calls[-1].arguments += piece.text
+        elif piece.kind == "called":
+            calls[-1].is_whole = True
+    return calls
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -261,5 +308,5 @@ def test_any_text_in_any_pieces_is_the_same_message(name: str) -> None:
         if not whole.calls and not whole.reasoning and not asked.opening and "think" not in text.lower():
             assert whole.content == text or name == "gemma4", repr(text)
         for call in whole.calls:
-            assert isinstance(json.loads(call.arguments), dict)
+            assert call.arguments.encode()
     assert found, "the texts hold calls"

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from replicas.messages import GenerateRequest
 from router.routing.replica_client import ReplicaFailed, ReplicaLost
@@ -73,14 +74,14 @@ def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = first["message"]
     assert message["content"] == []
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == (None, 0)
-    is_open = False
+    is_open, parts = False, ""
     for event in rest:
         kind = event["type"]
         if kind == "content_block_start":
             assert not is_open
             assert event["index"] == len(message["content"])
             message["content"].append(event["content_block"])
-            is_open = True
+            is_open, parts = True, ""
         elif kind == "content_block_delta":
             assert is_open
             assert event["index"] == len(message["content"]) - 1
@@ -93,7 +94,8 @@ def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
                 case "signature_delta":
                     block["signature"] = delta["signature"]
                 case "input_json_delta":
-                    block["input"] = json.loads(delta["partial_json"])
+                    parts += delta["partial_json"]
+                    block["input"] = from_json(parts, allow_partial=True)
         elif kind == "content_block_stop":
             assert is_open
             is_open = False

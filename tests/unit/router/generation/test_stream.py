@@ -16,7 +16,7 @@ from router.openai import PING, PING_BEHIND_IDS
 from router.openai.answers import DONE
 from router.routing.replica_client import ReplicaLost
 from tests.support.router.fake_replica import Script, say
-from tests.support.router.router_harness import MODEL, House, chat, make_settings, until
+from tests.support.router.router_harness import MODEL, House, chat, make_settings, spoken, until
 
 CHAT = "/v1/chat/completions"
 
@@ -64,7 +64,8 @@ async def test_stream_bytes_headers_and_continuous_usage() -> None:
     assert response.headers["x-replica"] == "replica-1"
     chunks = chunks_of(response.text)
     usages = [chunk["usage"] for chunk in chunks]
-    assert [usage and usage["completion_tokens"] for usage in usages] == [None, 1, 2, None, 2]
+    assert [usage["completion_tokens"] for usage in usages] == [0, 1, 2, 2, 2]
+    assert all(usage["prompt_tokens"] > 0 for usage in usages)
     assert chunks[-2]["choices"][0] == {
         "index": 0,
         "delta": {},
@@ -138,6 +139,20 @@ async def test_pings_during_silence() -> None:
     chunks = chunks_of(text)
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert chunks[1]["choices"][0]["delta"]["content"] == "x"
+
+
+async def test_pings_while_tokens_come_that_are_held_back() -> None:
+    """A client waits for bytes, whatever the engine says meanwhile."""
+    held = '<tool_call>{"arguments": {"k": "' + "x" * 40
+    said = spoken(held)
+    steps: Script = [one for step in said for one in (0.01, step)]
+    house = House(lambda request: steps, settings=make_settings(sse_keepalive_s=0.05))
+    tools = [{"type": "function", "function": {"name": "get"}}]
+    async with house.server() as url, httpx.AsyncClient() as client:
+        response = await client.post(url + CHAT, json=chat(stream=True, tools=tools))
+    role, *others = response.text.split("\n\n")
+    assert '"role":"assistant"' in role
+    assert others[0] == ": ping"
 
 
 @pytest.mark.parametrize(

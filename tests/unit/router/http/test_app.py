@@ -273,6 +273,25 @@ async def test_n_choices_and_logprobs() -> None:
         assert logprobs["top_logprobs"][0] == {"a": -0.5, "é": -9999.0}
 
 
+async def test_text_offsets_are_right_behind_a_character_of_several_tokens() -> None:
+    pieces = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b\xc3", b"\xa9", b"c"]
+    tokens = [TokenLogprob(5 + at, one.decode(errors="replace"), one, -1.0) for at, one in enumerate(pieces)]
+    texts = ["a", "", "", "\U0001f600", "b", "é", "c"]
+    told = [Delta(0, text, (token.token_id,), (token,)) for text, token in zip(texts, tokens, strict=True)]
+    script: list[Any] = [Admitted("replica-1", 0, 0.0), *told, Delta(0, "", (2,), (), "stop")]
+    async with House(lambda request: script).client() as client:
+        sent = {"model": MODEL, "prompt": "p", "logprobs": 0}
+        choice = (await client.post(COMPLETIONS, json=sent)).json()["choices"][0]
+        streamed = (await client.post(COMPLETIONS, json=sent | {"stream": True})).text
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 1, 2, 3, 4]
+    text = choice["text"]
+    assert [text[one] for one in offsets] == ["a", *["\U0001f600"] * 3, "b", "é", "c"]
+    lines = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
+    shown = [one for line in lines for one in (line["choices"][0]["logprobs"] or {}).get("text_offset", [])]
+    assert shown == offsets
+
+
 async def test_parts_of_characters_keep_their_own_logprobs() -> None:
     first = TokenLogprob(5, "\ufffd", b"\xe4\xbd", -1.0)
     other = TokenLogprob(6, "\ufffd", b"\x96", -2.0)

@@ -242,7 +242,8 @@ async def test_usage_comes_as_asked_and_counts_each_token_once(
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 5
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
-    assert counts == ([1, 4, 5] if continuous else [])
+    begin = [] if path == COMPLETIONS else [0]  # the role
+    assert counts == ([*begin, 1, 4, 5, 5] if continuous else [])
     assert all("usage" in chunk for chunk in chunks)
 
 

@@ -332,11 +332,12 @@ async def test_several_answers_are_read_apart() -> None:
 
 
 async def test_a_cut_answer_loses_no_text() -> None:
-    cut = ONE[:-20]
-    ids = TOKENIZER.encode(cut, add_special_tokens=False)
-    house = House(lambda request: say([cut], ids=ids[:1], finish="length"))
-    (choice,) = (await asked(house))["choices"]
-    assert (choice["message"]["content"], choice["finish_reason"]) == (cut, "length")
+    for cut in (ONE[:20], "so <tool_"):
+        said = say([cut], ids=TOKENIZER.encode(cut, add_special_tokens=False)[:1], finish="length")
+        house = House()
+        house.replicas.script = lambda request, said=said: said  # type: ignore[misc]
+        (choice,) = (await asked(house))["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (cut, "length")
 
 
 async def test_fuzzed_tool_requests_are_answered_or_refused() -> None:

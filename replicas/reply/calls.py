@@ -1,0 +1,448 @@
+"""Reads the calls of an answer while they are written, as each format writes them.
+
+A reader is a generator over text that comes in pieces: it yields what is decided, None where it needs more
+text, and returns where the calls are over. A call is opened when its name is known and its arguments begin;
+they are passed on as they come. A mark in a text of the arguments is text. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from configs.json_text import parse_json
+from replicas.reply.formats import DEEPSEEK, ReplyFormat
+from replicas.reply.json_scan import GemmaScan, JsonScan, begun
+
+TOOL_NAME = r"[A-Za-z0-9_.:/-]{1,128}"
+"""What a tool may be called: in a request, and so that a call can come back."""
+HEAD_CHARS_MAX = 400
+"""Of what a format writes between its mark and a call's arguments."""
+
+_BLANK = re.compile(r"\s*")
+_BETWEEN = re.compile(r"[\s;,]*")
+"""What may stand between two calls."""
+_BEHIND = re.compile(r"[\s}\]]*")
+"""What may stand between a call and its close mark: models write a bracket too many, or one too few."""
+# Mistral's `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`; older models write a JSON list of calls.
+_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*")
+_DEEPSEEK_HEAD = re.compile(
+    rf"\s*{DEEPSEEK['call▁begin']}(?:function{DEEPSEEK['sep']})?(?P<name>[^\n<]+)(?:\n```json\n|{DEEPSEEK['sep']})\s*"
+)
+_MARKS = ("<parameter=", "</function>")
+"""What may stand behind a parameter."""
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+
+Kind = Literal["content", "reasoning", "call", "arguments", "called"]
+Got = TypeVar("Got")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next piece of a message: text; or of a call its name (`call`), text of its arguments, its end."""
+
+    kind: Kind
+    text: str = ""
+
+
+Steps = Generator[Piece | None, None, Got]
+
+
+class NoCall(Exception):
+    """What stands behind a mark is no call."""
+
+
+class CallText:
+    """The text behind a mark of calls, as far as it has come, and how far it is read.
+
+    `is_ended`: no more comes. `captured`: what the mark itself says.
+    """
+
+    def __init__(
+        self, form: ReplyFormat, tools: tuple[str, ...], parameters: str, captured: Mapping[str, str]
+    ) -> None:
+        self.text = ""
+        self.is_ended = False
+        self._at = 0
+        self._form = form
+        self._tools = tools
+        self._parameters = parameters
+        self._captured = captured
+        self._close = form.close
+
+    @property
+    def rest(self) -> str:
+        """The text that is not read."""
+        return self.text[self._at :]
+
+    def steps(self) -> Steps[None]:
+        """Return the generator that reads the calls. It raises `NoCall` before its first call only."""
+        return {
+            "json": self._json_calls,
+            "mistral": self._mistral_calls,
+            "deepseek": self._deepseek_calls,
+            "named": self._named_call,
+            "gemma": self._named_call,
+            "xml": self._xml_call,
+        }[self._form.style]()
+
+    # What all formats are read with.
+
+    def _skip(self, pattern: re.Pattern[str] = _BLANK) -> Steps[str]:
+        """Skip what a pattern allows; return the next character, "" at the end."""
+        while True:
+            found = pattern.match(self.text, self._at)
+            self._at = self._at if found is None else found.end()
+            if self._at < len(self.text) or self.is_ended:
+                return self.text[self._at : self._at + 1]
+            yield None
+
+    def _literal(self, mark: str) -> Steps[bool]:
+        """Read a mark, if it comes next; return whether it does."""
+        while True:
+            there = self.text[self._at : self._at + len(mark)]
+            if there == mark:
+                self._at += len(mark)
+                return True
+            if not mark.startswith(there) or self.is_ended:
+                return False
+            yield None
+
+    def _behind(self, mark: str, pattern: re.Pattern[str] = _BLANK) -> Steps[bool]:
+        """Read a mark and what may stand in front of it, if they come next."""
+        begin = self._at
+        if mark:
+            yield from self._skip(pattern)
+            if (yield from self._literal(mark)):
+                return True
+            self._at = begin
+        return False
+
+    def _head(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read what stands in front of a call's arguments; return its name. Raises `NoCall`."""
+        while (end := self.text.find("{", self._at)) < 0:
+            if self.is_ended or len(self.text) - self._at > HEAD_CHARS_MAX:
+                raise NoCall
+            yield None
+        found = pattern.fullmatch(self.text, self._at, end)
+        if found is None:
+            raise NoCall
+        self._at = end
+        return found["name"].strip()
+
+    def _value(self) -> Steps[str]:
+        """Read a JSON value; return its text. Raises `NoCall` if it is none, or has no end."""
+        begin, scan = self._at, JsonScan()
+        while True:
+            self._at = scan.feed(self.text, self._at)
+            if scan.is_over:
+                return self.text[begin : self._at]
+            if scan.is_broken or self.is_ended:
+                raise NoCall
+            yield None
+
+    def _opened(self, name: str) -> Piece:
+        """Return the begin of a call. Raises `NoCall` for what is no tool's name."""
+        if not re.fullmatch(TOOL_NAME, name) or (self._form.is_bare and name not in self._tools):
+            raise NoCall
+        return Piece("call", name)
+
+    def _arguments(self, close: str) -> Steps[bool]:
+        """Pass on an object of arguments as it comes; return whether it is whole.
+
+        What is no JSON is passed on as well, up to `close`: the call is known, and its client may be told
+        what the model made of it.
+        """
+        scan = GemmaScan() if self._form.style == "gemma" else JsonScan()
+        while not scan.is_over:
+            if isinstance(scan, GemmaScan):
+                end, told = scan.translate(self.text, self._at)
+            else:
+                end = scan.feed(self.text, self._at)
+                told = self.text[self._at : end]
+            if told:
+                yield Piece("arguments", told)
+            # Calls are long: what was passed on is dropped, so that a token costs no more than its own text.
+            self.text, self._at = self.text[end:], 0
+            if scan.is_broken:
+                yield from self._as_it_stands(close)
+                break
+            if not scan.is_over:
+                if self.is_ended:
+                    self._at = len(self.text)
+                    return False
+                yield None
+        yield Piece("called")
+        return scan.is_over
+
+    def _as_it_stands(self, close: str) -> Steps[None]:
+        """Pass on what is no JSON, up to the close mark or the end."""
+        while True:
+            found = self.text.find(close, self._at) if close else -1
+            end = len(self.text) - (0 if self.is_ended else begun(self.text, close)) if found < 0 else found
+            if end > self._at:
+                yield Piece("arguments", self.text[self._at : end])
+            self.text, self._at = self.text[end:], 0
+            if found >= 0 or self.is_ended:
+                return
+            yield None
+
+    # The formats.
+
+    def _json_calls(self) -> Steps[None]:
+        """Read objects with a name and arguments: one, several one behind the other, or a list of them."""
+        if is_list := (yield from self._skip()) == "[":
+            self._at += 1
+        found, begin = False, self._at
+        while (yield from self._skip(_BETWEEN if found else _BLANK)) == "{":
+            try:
+                yield from self._json_call()
+            except NoCall:
+                if not found:
+                    raise
+                break
+            found, begin = True, self._at
+        if not found:
+            raise NoCall
+        self._at = begin
+        if is_list:
+            yield from self._behind("]")
+        yield from self._behind(self._close, _BEHIND)
+
+    def _json_call(self) -> Steps[None]:
+        """Read an object: its arguments are passed on if its name came before them."""
+        begin, name, is_open = self._at, "", False
+        self._at += 1
+        char = yield from self._skip()
+        while char != "}":
+            try:
+                key = parse_json((yield from self._value())) if char == '"' else None
+                if key is None or (yield from self._skip()) != ":":
+                    raise NoCall
+                self._at += 1
+                char = yield from self._skip()
+                if name and not is_open and char == "{" and key in ("arguments", "parameters"):
+                    yield self._opened(name)
+                    is_open = True
+                    if not (yield from self._arguments(self._close)):
+                        return
+                else:
+                    value = yield from self._value()
+                    if key == "name" and not is_open:
+                        name = parse_json(value) if char == '"' else ""
+                char = yield from self._skip()
+                if char not in (",", "}"):
+                    raise NoCall
+                if char == ",":
+                    self._at += 1
+                    char = yield from self._skip()
+            except NoCall:
+                if is_open:
+                    return
+                raise
+        self._at += 1
+        if not is_open:
+            name, arguments = call_of(parse_json(self.text[begin : self._at]))
+            yield self._opened(name)
+            yield Piece("arguments", arguments)
+            yield Piece("called")
+
+    def _mistral_calls(self) -> Steps[None]:
+        if (yield from self._skip()) in ("[", "{"):
+            yield from self._json_calls()
+            return
+        yield self._opened((yield from self._head(_MISTRAL_HEAD)))
+        yield from self._arguments("[TOOL_CALLS]")
+
+    def _deepseek_calls(self) -> Steps[None]:
+        end, found = DEEPSEEK["call▁end"], False
+        while not (yield from self._behind(DEEPSEEK["calls▁end"])):
+            begin = self._at
+            try:
+                yield self._opened((yield from self._head(_DEEPSEEK_HEAD)))
+            except NoCall:
+                if not found:
+                    raise
+                self._at = begin
+                return
+            found = True
+            yield from self._arguments(end)
+            yield from self._behind("```")
+            if not (yield from self._behind(end)):
+                return
+        if not found:
+            raise NoCall
+
+    def _named_call(self) -> Steps[None]:
+        """Read the arguments of a call whose name is part of its mark."""
+        if (yield from self._skip()) != "{":
+            raise NoCall
+        yield self._opened(self._captured["name"].strip())
+        yield from self._arguments(self._close)
+        yield from self._behind(self._close)
+
+    def _xml_call(self) -> Steps[None]:
+        """Read `<parameter=key>value</parameter>`, each value of the type that its tool says."""
+        name, types, is_open = self._captured["name"].strip(), {}, False
+        if self._parameters:
+            types = _types_of(self._parameters, name)
+        while not (yield from self._behind("</function>")):
+            key = yield from self._parameter()
+            if not key:
+                if not is_open:
+                    raise NoCall
+                if self.is_ended and (self.rest.startswith(_MARKS[0]) or _begins(self.rest)):
+                    self._at = len(self.text)
+                    return  # cut
+                yield from self._as_it_stands("</function>")
+                continue
+            if not is_open:
+                yield self._opened(name)
+            yield Piece("arguments", f"{', ' if is_open else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            is_open = True
+            if not (yield from self._parameter_value(types.get(key, ()))):
+                return
+        if not is_open:
+            yield self._opened(name)
+            yield Piece("arguments", "{")
+        yield Piece("arguments", "}")
+        yield Piece("called")
+        yield from self._behind("</tool_call>")
+
+    def _parameter(self) -> Steps[str]:
+        """Read what opens a parameter; return its key, "" if there is none."""
+        yield from self._skip()
+        while True:
+            there = self.text[self._at : self._at + HEAD_CHARS_MAX]
+            found = _PARAMETER.match(there)
+            if found is not None and (found.end() < len(there) or self.is_ended):
+                self._at += found.end()
+                return found[1]
+            is_begun = "<parameter=".startswith(there[:11]) and (
+                found or (">" not in there and "\n" not in there)
+            )
+            if self.is_ended or not is_begun or len(there) == HEAD_CHARS_MAX:
+                return ""
+            yield None
+
+    def _parameter_value(self, types: tuple[str, ...]) -> Steps[bool]:
+        """Pass on a parameter's value, a text as it comes, others when whole; return whether it ends."""
+        is_text, mark, held = all(one == "string" for one in types), "</parameter>", ""
+        if is_text:
+            yield Piece("arguments", '"')
+        while True:
+            found, is_end = self.text.find(mark, self._at), False
+            if found < 0:
+                end = len(self.text) - max(begun(self.text, mark), begun(self.text, f"\n{mark}"))
+            else:
+                # A mark that nothing of the format follows is part of the text.
+                behind = self.text[found + len(mark) :].lstrip()
+                is_end = behind.startswith(_MARKS)
+                is_open = not is_end and _begins(behind)
+                end = found if is_end or is_open else found + len(mark)
+                if (is_end or is_open) and self.text.endswith("\n", self._at, found):
+                    end -= 1
+            part, self._at = self.text[self._at : max(end, self._at)], max(end, self._at)
+            if is_text and part:
+                yield Piece("arguments", json.dumps(part, ensure_ascii=False)[1:-1])
+            held += "" if is_text else part
+            is_more = found >= 0 and end > found
+            self.text, self._at = self.text[found + len(mark) if is_end else self._at :], 0
+            if is_end:
+                yield Piece("arguments", '"' if is_text else typed(held, types))
+                return True
+            if is_more:
+                continue
+            if self.is_ended:
+                self._at = len(self.text)
+                return False
+            yield None
+
+
+def _begins(text: str) -> bool:
+    """Return whether a text may be the beginning of a mark behind a parameter."""
+    return any(mark.startswith(text) for mark in _MARKS)
+
+
+def call_of(value: Any) -> tuple[str, str]:
+    """Return name and arguments of a call, an object with them in any order. Raises `NoCall`."""
+    try:
+        given = value.get("function", value)
+        name = given["name"]
+        arguments = given["arguments"] if "arguments" in given else given.get("parameters", {})
+        if isinstance(arguments, str):
+            arguments = parse_json(arguments)
+        if not re.fullmatch(TOOL_NAME, name) or not isinstance(arguments, dict):
+            raise NoCall
+        return name, sendable(arguments)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise NoCall from None  # not logged: it is a user's text
+
+
+def sendable(value: Any) -> str:
+    """Return JSON text that can be sent: half a character stays escaped, a number is one of 64 bits."""
+    value = finite(value)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text
+
+
+def finite(value: Any) -> Any:
+    """Return a value with the nearest number where JSON has a larger one than Python (`1e999`)."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return math.copysign(sys.float_info.max, value) if value in (math.inf, -math.inf) else value
+
+
+def typed(text: str, types: tuple[str, ...]) -> str:
+    """Return a value of a format without types as JSON: of one of `types` if it can be, else a text."""
+    plain = text.strip()
+    word = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
+    try:
+        value = parse_json(word)
+    except ValueError:
+        return json.dumps(text, ensure_ascii=False)
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
+        value = int(value)
+    if value in (0, 1) and not isinstance(value, bool) and not {"integer", "number"} & set(types):
+        value = bool(value)
+    names = {
+        bool: ("boolean",),
+        int: ("integer", "number"),
+        float: ("number",),
+        dict: ("object",),
+        list: ("array",),
+    }
+    is_one = any(name in types for name in names.get(type(value), ("null",) if value is None else ()))
+    return sendable(value) if is_one else json.dumps(text, ensure_ascii=False)
+
+
+def _types_of(parameters: str, name: str) -> dict[str, tuple[str, ...]]:
+    """Return the types that a tool says of its parameters."""
+    for tool in parse_json(parameters):
+        function = tool.get("function", {})
+        schema = function.get("parameters")
+        if function.get("name") == name and isinstance(schema, dict):
+            given = schema.get("properties")
+            return {key: _types(one) for key, one in given.items()} if isinstance(given, dict) else {}
+    return {}
+
+
+def _types(schema: Any) -> tuple[str, ...]:
+    if not isinstance(schema, dict):
+        return ()
+    given = schema.get("type")
+    types = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]
+    for choices in (schema.get("anyOf"), schema.get("oneOf")):
+        types += [one for choice in choices for one in _types(choice)] if isinstance(choices, list) else []
+    return tuple(dict.fromkeys([*types, *(["null"] if schema.get("nullable") else [])]))
