@@ -23,7 +23,7 @@ from uuid import uuid4
 if TYPE_CHECKING:
     import pytest
 
-MARK = "SAMOVAR_TESTS_RUN"
+MARK = "TESTS_RUN"
 GRACE_S, END_S = 10.0, 20.0
 """A service that is asked to end gets so long; after `END_S` what cannot be killed is left."""
 
