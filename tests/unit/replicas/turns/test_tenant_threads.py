@@ -145,7 +145,7 @@ def test_debts_are_forgotten_when_nobody_waits() -> None:
     assert queue.pick() == "a3", "alone she need not repay"
     queue.take("a3")
     queue.check_integrity()
-    assert not queue._owed
+    assert not queue._debts
 
 
 def test_long_work_of_a_tenant_that_has_begun_is_bounded(made: Callable[..., TenantThreads]) -> None:
