@@ -272,7 +272,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     code_generator_class = _LimitedGenerator
     joined = staticmethod(_joined)
 
-    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps `format`
             target = getattr(method, "__self__", None)
