@@ -80,6 +80,7 @@ def without_tags(tag_pattern: str, text: str) -> str:
     import regex  # transformers' own engine: what ends here ends there
 
     try:
-        return regex.sub(tag_pattern, "", text, flags=regex.DOTALL, timeout=PATTERN_S_MAX)
+        rest: str = regex.sub(tag_pattern, "", text, flags=regex.DOTALL, timeout=PATTERN_S_MAX)
+        return rest
     except TimeoutError:
         raise ValueError(f"a pattern of the response template takes longer than {PATTERN_S_MAX} s") from None

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-OWED_ROUNDS = 100.0
+DEBT_ROUNDS_MAX = 100.0
 """Turns that a tenant may be behind at most: what costs more than them is not paid for in full."""
 
 Item = TypeVar("Item", bound=Hashable)
@@ -119,7 +119,7 @@ class FairQueue(Generic[Tenant, Item]):
         self._weights = dict(weights or {})
         self._lines: OrderedDict[Tenant, _Line[Item]] = OrderedDict()  # in the order of their turns
         self._tenant_of: dict[Item, Tenant] = {}
-        self._owed: dict[Tenant, float] = {}  # by tenants without a waiting item, while others have some
+        self._debts: dict[Tenant, float] = {}  # by tenants without a waiting item, while others have some
 
     def __len__(self) -> int:
         return len(self._tenant_of)
@@ -200,14 +200,14 @@ class FairQueue(Generic[Tenant, Item]):
     def charge(self, tenant: Tenant, cost: float) -> None:
         """Charge a tenant for what a served item has turned out to cost: others' turns come before its next.
 
-        What it owes is forgotten when nobody waits: then nobody has waited for it.
+        What a tenant is charged is forgotten when no item waits: it has kept no other tenant waiting.
         """
         line = self._lines.get(tenant)
         if line is not None:
-            line.credit = max(line.credit - cost, -OWED_ROUNDS * line.share)
+            line.credit = max(line.credit - cost, -DEBT_ROUNDS_MAX * line.share)
         elif self._lines:
-            most = OWED_ROUNDS * self._quantum * self._weights.get(tenant, 1.0)
-            self._owed[tenant] = min(self._owed.get(tenant, 0.0) + cost, most)
+            most = DEBT_ROUNDS_MAX * self._quantum * self._weights.get(tenant, 1.0)
+            self._debts[tenant] = min(self._debts.get(tenant, 0.0) + cost, most)
 
     def remove(self, item: Item) -> None:
         """Remove an item that was not served. Raises `KeyError` if it does not wait."""
@@ -222,27 +222,27 @@ class FairQueue(Generic[Tenant, Item]):
         if not line.lanes:
             del self._lines[tenant]  # and its credit: a tenant with no items saves none up
             if line.credit < 0:
-                self._owed[tenant] = -line.credit
+                self._debts[tenant] = -line.credit
         if not self._lines:
-            self._owed.clear()
+            self._debts.clear()
         return cost
 
     def _line(self, tenant: Tenant) -> _Line[Item]:
         if tenant not in self._lines:
             self._lines[tenant] = _Line(self._quantum * self._weights.get(tenant, 1.0))
-            self._lines[tenant].credit = -self._owed.pop(tenant, 0.0)
+            self._lines[tenant].credit = -self._debts.pop(tenant, 0.0)
         return self._lines[tenant]
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         listed = {item: tenant for tenant, line in self._lines.items() for item in line}
         assert listed == self._tenant_of, "an item waits in no line, or in another's"
-        assert not self._owed.keys() & self._lines.keys(), "what a tenant owes is not in its line"
+        assert not self._debts.keys() & self._lines.keys(), "a charge is not in its tenant's line"
         for line in self._lines.values():
             assert line.lanes, "an empty line is remembered"
             assert list(line.lanes) == sorted(line.lanes), "ranks are out of order"
             assert all(lane.costs for lane in line.lanes.values()), "an empty rank is remembered"
             assert line.sizes.keys() <= set(line), "the size of an item that is gone"
-            assert line.credit >= -OWED_ROUNDS * line.share, "a tenant owes more than is ever charged"
+            assert line.credit >= -DEBT_ROUNDS_MAX * line.share, "a tenant is charged more than it ever is"
             most = max(cost for lane in line.lanes.values() for cost in lane.costs.values()) + line.share
             assert line.credit <= most or math.isclose(line.credit, most), "a tenant saves credit up"

@@ -10,7 +10,7 @@ from configs.settings import Settings
 from configs.telemetry import Tracer
 from router.auth import ConcurrencyLimit
 from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
-from router.erasure import Clears
+from router.erasure import Erasures
 from router.generation.context import ContextSource, DocumentSource, WindowKeeper
 from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder
@@ -48,7 +48,7 @@ class IngressServices:
     shares: DoorShares
     known: KnownSessions
     responses: KeptResponses
-    clears: Clears
+    clears: Erasures
     peers: DoorPeers | None = None
     recorder: IngressRecorder | None = None
     usage: UsageBook = field(default_factory=UsageBook)

@@ -54,7 +54,7 @@ from router.doors import (
     merged,
     ray_peers,
 )
-from router.erasure import Clears, OwedFile
+from router.erasure import Erasures, UnfinishedFile
 from router.front_calls import RequestTaker, are_proxies_guarded
 from router.generation import (
     GenerationEndpoint,
@@ -208,8 +208,8 @@ def build_service(
         knowledge=knowledge,
         documents=documents,
         compaction=compaction,
-        clears=Clears(
-            OwedFile(settings.model.cache_dir.expanduser() / CLEARS), settings.limits.retry_after_s
+        clears=Erasures(
+            UnfinishedFile(settings.model.cache_dir.expanduser() / CLEARS), settings.limits.retry_after_s
         ),
     )
     add_places(service)

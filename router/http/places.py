@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cache_tiers.blocks import Clear, tenant_tag
 from cache_tiers.session_table import SessionsCleared
-from router.erasure import Cleared, Clears, Erasure, Left
+from router.erasure import Cleared, Erasure, Erasures, Left
 from router.generation import IngressServices
 from router.openai import ApiError
 from router.routing import DirectoryLost
@@ -16,7 +16,7 @@ HERE = ("replies", "summaries of conversations")
 
 
 def add_places(service: IngressServices) -> None:
-    """Tell the service's `Clears` of each place that the service has."""
+    """Tell the service's `Erasures` of each place that the service has."""
     own, places = _Places(service), service.clears.places
     places["sessions"] |= {"replies": own.replies}
     if service.compaction is not None:  # behind: it asks the counter of the prompts whether it is too late
@@ -181,11 +181,11 @@ async def forget_entries_here(service: IngressServices, tenant: str, entries: Se
     return True
 
 
-async def forget_sessions(clears: Clears, tenant: str, tags: tuple[bytes, ...] | None) -> None:
+async def forget_sessions(clears: Erasures, tenant: str, tags: tuple[bytes, ...] | None) -> None:
     """Clear these sessions of a tenant, or all (None), everywhere. Raises `ApiError` if something is left."""
     await clears.erase(of_sessions(tenant, tags))
 
 
-async def forget_made(clears: Clears, tenant: str, entries: Sequence[str] | None) -> None:
+async def forget_made(clears: Erasures, tenant: str, entries: Sequence[str] | None) -> None:
     """Erase everywhere what was made of these entries, or of any. Raises `ApiError` if something is left."""
     await clears.erase(Erasure("made", tenant, None if entries is None else tuple(entries)))

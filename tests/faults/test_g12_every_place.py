@@ -21,7 +21,7 @@ from configs.settings import ModelSettings
 from replicas.messages import Forgotten
 from router.compaction import Compactor, Summary
 from router.doors import ToldDoors
-from router.erasure import Cleared, Clears, Erasure, ErasureKind, Left, OwedFile
+from router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, UnfinishedFile
 from router.knowledge import KnowledgeError
 from router.openai import ApiError, Unavailable
 from tests.faults.test_nvme_full import small_disk
@@ -89,7 +89,7 @@ def close(made: House) -> None:
 class Places:
     """Stands in for all places of a front door; `broken` fail."""
 
-    def __init__(self, clears: Clears, fault: Exception) -> None:
+    def __init__(self, clears: Erasures, fault: Exception) -> None:
         self.broken: set[str] = set()
         self.asked: list[str] = []
         self.fault = fault
@@ -127,14 +127,14 @@ async def test_each_place_and_each_pair_may_fail_and_no_other_is_left_out(
                 await clears.erase(what)
             assert (refused.value.status, refused.value.code) == (503, "clear_incomplete")
             assert places.asked == names, "every place is asked, in its order"
-            assert clears.owed[what] == broken
+            assert clears.unfinished[what] == broken
             places.asked.clear()
             await clears.go_on_with(what)
             assert places.asked == list(broken), "what is done is not done again"
-            assert clears.owed[what] == broken
+            assert clears.unfinished[what] == broken
             places.broken.clear()
             await clears.go_on_with(what)
-            assert what not in clears.owed
+            assert what not in clears.unfinished
     close(made)
 
 
@@ -169,18 +169,18 @@ async def test_what_is_left_is_named_once_and_repeating_tells_when_it_is_done(tm
         said = error_of(refused)["message"]
         for part in ("replicas did not answer", "a front door", "tiers of some nodes", "ingresses keep"):
             assert said.count(part) == 1, said
-        (places,) = made.service.clears.owed.values()
+        (places,) = made.service.clears.unfinished.values()
         assert places == ("the session directory", "front doors", "replicas", "tiers")
         link.is_lost, peers.told = False, ToldDoors(0)
         made.replicas.clear_answers = [Forgotten(1, 1, 1)]
         assert (await client.delete("/v1/sessions/s")).status_code == 200
-        assert not made.service.clears.owed
+        assert not made.service.clears.unfinished
         # What goes on by itself there is told, and not asked for again.
         made.replicas.clear_answers = [Forgotten(1, 1, 1, ("s3",))]
         peers.told = ToldDoors(0, unfinished=1)
         refused = await client.delete("/v1/sessions/s")
         assert (refused.status_code, error_of(refused)["code"]) == (503, "clear_incomplete")
-        assert not made.service.clears.owed
+        assert not made.service.clears.unfinished
     close(made)
 
 
@@ -208,8 +208,8 @@ async def test_a_client_that_goes_away_ends_no_deletion(tmp_path: Path) -> None:
 # -- what is written down ------------------------------------------------------------------------
 
 
-def clears_in(folder: Path, *names: str) -> tuple[Clears, Places]:
-    clears = Clears(OwedFile(folder), 1.0)
+def clears_in(folder: Path, *names: str) -> tuple[Erasures, Places]:
+    clears = Erasures(UnfinishedFile(folder), 1.0)
     for name in names:
         clears.places["sessions"][name] = None  # type: ignore[assignment]
     return clears, Places(clears, FAULTS[0])
@@ -226,11 +226,11 @@ async def test_what_is_left_goes_on_after_a_restart(tmp_path: Path) -> None:
     await first.stop()
     second, places = clears_in(tmp_path, "one", "two", "three")
     await second.start()
-    await until(lambda: not second.owed and places.asked == ["one", "three"])
+    await until(lambda: not second.unfinished and places.asked == ["one", "three"])
     await second.stop()
     third, _ = clears_in(tmp_path, "one")
     await third.start()
-    assert not third.owed
+    assert not third.unfinished
     await third.stop()
 
 
@@ -252,7 +252,7 @@ async def test_a_kill_in_the_middle_of_a_deletion_is_gone_on_with(tmp_path: Path
     await first.stop()  # as the end of a process does, it gives back the file
     second, places = clears_in(tmp_path, "one", "two")
     await second.start()
-    await until(lambda: not second.owed and places.asked == ["one", "two"])
+    await until(lambda: not second.unfinished and places.asked == ["one", "two"])
     await second.stop()
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
@@ -288,18 +288,18 @@ async def test_what_a_process_that_is_gone_has_left_is_taken_over(tmp_path: Path
         places.broken = {"one"}
         with pytest.raises(ApiError):
             await clears.erase(Erasure("sessions", f"tenant-{number}", None))
-    assert len(files_of(tmp_path, "0.owed", "1.owed")) == 2
+    assert len(files_of(tmp_path, "0.unfinished", "1.unfinished")) == 2
     for clears, _ in doors:
         await clears.stop()
     alone, places = clears_in(tmp_path, "one")
     await alone.start()
-    await until(lambda: not alone.owed and len(places.asked) == 2)
-    assert len(files_of(tmp_path, "0.owed", "1.owed")) == 1
+    await until(lambda: not alone.unfinished and len(places.asked) == 2)
+    assert len(files_of(tmp_path, "0.unfinished", "1.unfinished")) == 1
     await alone.stop()
 
 
 def test_a_state_that_is_torn_leaves_the_one_before(tmp_path: Path) -> None:
-    file = OwedFile(tmp_path)
+    file = UnfinishedFile(tmp_path)
     assert file.open() == []
     assert file.save([1])
     assert file.save([1, 2])
@@ -311,11 +311,11 @@ def test_a_state_that_is_torn_leaves_the_one_before(tmp_path: Path) -> None:
     at = raw.index(b"[1, 2]")
     raw[at] ^= 1
     path.write_bytes(raw)
-    again = OwedFile(tmp_path)
+    again = UnfinishedFile(tmp_path)
     assert again.open() == [1]
     assert again.save([3])
     again.close()
-    last = OwedFile(tmp_path)
+    last = UnfinishedFile(tmp_path)
     assert last.open() == [3]
     last.close()
 
@@ -329,7 +329,7 @@ async def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(tmp_pat
         await clears.erase(Erasure("sessions", "t", None))
     assert places.asked == ["one", "two"]
     places.broken.clear()
-    await until(lambda: not clears.owed)
+    await until(lambda: not clears.unfinished)
     await clears.stop()
 
 
@@ -384,10 +384,10 @@ async def test_a_full_disk_leaves_its_own_part_of_a_deletion_only(small: Path) -
         assert "replicas" not in said
         assert len(made.replicas.clears) == 1
         assert [clear.tenant for clear in link.clears] == [tenant_tag(b"secret", "local")]
-        (places,) = made.service.clears.owed.values()
+        (places,) = made.service.clears.unfinished.values()
         assert set(places) <= {"summaries of conversations", "knowledge of conversations"}
         ballast.unlink()
-        await until(lambda: not made.service.clears.owed, timeout_s=60)
+        await until(lambda: not made.service.clears.unfinished, timeout_s=60)
         assert len(made.replicas.clears) == 1, "what is done is not done again"
         assert (await client.delete("/v1/sessions/s")).status_code == 200
     await made.service.clears.stop()
@@ -409,7 +409,7 @@ async def test_a_busy_file_leaves_its_own_part_of_a_deletion_only(tmp_path: Path
                 refused = await client.delete(path)
                 assert (refused.status_code, error_of(refused)["code"]) == (503, "clear_incomplete")
         assert len(made.replicas.clears) == 1
-        await until(lambda: not made.service.clears.owed, timeout_s=60)
+        await until(lambda: not made.service.clears.unfinished, timeout_s=60)
         assert (await client.get(f"/v1/knowledge/{entry}")).status_code == 404
     await made.service.clears.stop()
     close(made)

@@ -63,8 +63,8 @@ REASONS = {
     "router/compaction/compactor.py Compactor.forget": DELETES,
     "router/compaction/compactor.py Compactor.forget_entries": DELETES,
     "router/documents/pdf.py read_pdf": "one document of a tenant at once (`DocumentTurns`), within limits",
-    "router/erasure/clears.py Clears._save": DELETES,
-    "router/erasure/clears.py Clears.start": COMMAND,
+    "router/erasure/erasures.py Erasures._save": DELETES,
+    "router/erasure/erasures.py Erasures.start": COMMAND,
     "router/generation/recorder.py IngressRecorder.__init__": "a line a turn, for the file; beyond its bound "
     "none is kept",
     "router/http/app.py _SimpleRoutes.metrics": "the administrator's",

@@ -197,14 +197,18 @@ async def test_a_pdf_that_takes_all_its_time_leaves_a_worker_to_others(
         for _ in range(20):
             await send("c2xvdw==", ALICE)  # slow
         documents.start()
-        await until(lambda: reading == [b"slow"])
-        named = await send("cXVpY2s=", BOB)  # quick
-        async with asyncio.timeout(60):
-            while (await client.get(f"/v1/documents/{named}", headers=BOB)).json()["state"] != "ready":  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert reading == [b"slow", b"quick"], "no second document of a tenant at once"
-        gate.set()
-        await documents.stop()
+        try:
+            await until(lambda: bool(reading))
+            named = await send("cXVpY2s=", BOB)  # quick
+            await until(lambda: len(reading) > 1)
+            assert reading == [b"slow", b"quick"], "no second document of a tenant at once"
+            async with asyncio.timeout(60):
+                while (await client.get(f"/v1/documents/{named}", headers=BOB)).json()["state"] != "ready":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert reading == [b"slow", b"quick"]
+        finally:
+            gate.set()
+            await documents.stop()
 
 
 async def test_documents_that_wait_to_be_read_are_bounded_for_a_tenant(

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from functools import partial
 
 import pytest
 
@@ -145,7 +146,7 @@ def test_debts_are_forgotten_when_nobody_waits() -> None:
     assert queue.pick() == "a3", "alone she need not repay"
     queue.take("a3")
     queue.check_integrity()
-    assert not queue._owed
+    assert not queue._debts
 
 
 def test_long_work_of_a_tenant_that_has_begun_is_bounded(made: Callable[..., TenantThreads]) -> None:
@@ -163,7 +164,7 @@ def test_long_work_of_a_tenant_that_has_begun_is_bounded(made: Callable[..., Ten
         with lock:
             begun.discard(number)
 
-    over([threads.submit("alice", lambda one=number: work(one), is_long=True) for number in range(12)])
+    over([threads.submit("alice", partial(work, number), is_long=True) for number in range(12)])
     assert most == 2
 
 

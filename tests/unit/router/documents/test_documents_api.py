@@ -549,8 +549,8 @@ async def test_each_part_of_a_document_is_erased_whatever_becomes_of_the_others(
         assert (refused.status_code, error_of(refused)["code"]) == (503, "clear_incomplete")
         assert len(made.replicas.clears) == 1, "its blocks are cleared"
         assert (await client.get(f"{ROUTE}/{card['id']}")).json()["state"] == "deleting"
-        (what,) = made.service.clears.owed
+        (what,) = made.service.clears.unfinished
         await made.service.clears.go_on_with(what)
-        assert not made.service.clears.owed
+        assert not made.service.clears.unfinished
         assert (await client.get(f"{ROUTE}/{card['id']}")).status_code == 404
         assert not base.store.heads("local")

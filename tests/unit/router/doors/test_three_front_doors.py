@@ -218,7 +218,7 @@ async def test_a_stored_response_whose_bytes_have_changed_is_not_used(at: int) -
         body[at] ^= 1
         return replace(item, body=bytes(body))
 
-    street.link.kept = changed  # type: ignore[method-assign]
+    street.link.kept = changed  # type: ignore[method-assign,assignment]
     async with street.houses[1].client(**AUTH) as client:
         assert (await client.get(f"/v1/responses/{made['id']}")).status_code == 404
         street.link.kept = kept  # type: ignore[method-assign]
@@ -237,7 +237,7 @@ async def test_a_response_that_is_fetched_while_its_tenant_clears_is_not_stored_
         await cleared.wait()
         return item
 
-    street.link.kept = slow  # type: ignore[method-assign]
+    street.link.kept = slow  # type: ignore[method-assign,assignment]
     async with street.houses[1].client(**AUTH) as client, street.houses[2].client(**AUTH) as other:
         reading = asyncio.create_task(client.get(f"/v1/responses/{made['id']}"))
         await fetched.wait()

@@ -14,9 +14,9 @@ from replicas.messages import ModelRefused
 from replicas.reply import ReplyReading, declared_format, patterns, read_reply
 from router.prompt import PromptBuilder, template_limits
 from router.prompt.template_limits import TemplateLimit, within_limits
-from tests.support.engines.tiny_models import make_tiny_tokenizer
+from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 from tests.support.router import chat_templates
-from tests.support.router.router_harness import EOS_ID, House, chat, error_of
+from tests.support.router.router_harness import House, chat, error_of
 
 PLAIN = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -167,7 +167,7 @@ def test_an_interrupt_hits_its_rendering_and_nothing_behind_it(monkeypatch: pyte
 
 def test_what_a_rendering_raises_itself_is_passed_on() -> None:
     with pytest.raises(KeyError):
-        within_limits(lambda: {}["x"])
+        within_limits(lambda: dict[str, int]()["x"])
 
 
 # -- patterns of a response template -------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_pattern_of_the_model_that_does_not_end_finds_nothing(
     marks: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patterns, "PATTERN_S_MAX", 0.05)
-    reading = ReplyReading(declared(*marks), tools=frozenset({"f"}))
+    reading = ReplyReading(declared(*marks), tools=("f",))
     for _ in range(50):  # after a few strikes it is not tried any more
         text = "<c>" + "a" * 3000
         said = read_reply(reading, text).content

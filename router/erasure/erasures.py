@@ -17,14 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from router.erasure.owed import OwedFile
+from router.erasure.unfinished import UnfinishedFile
 from router.openai import ApiError, Unavailable
 
 logger = logging.getLogger(__name__)
 
 ErasureKind = Literal["sessions", "entries", "made", "response", "document"]
 
-OWED_MAX = 4096
+UNFINISHED_MAX = 4096
 """Deletions that are gone on with: more are refused with the wish to repeat them."""
 FIRST_PAUSE_S = 2.0
 PAUSE_S_MAX = 300.0
@@ -68,7 +68,7 @@ class Left(Exception):
 
 
 @dataclass(slots=True)
-class _Owed:
+class _Unfinished:
     what: Erasure
     places: tuple[str, ...]
     pause_s: float = FIRST_PAUSE_S
@@ -80,29 +80,29 @@ class _Round:
     asked: tuple[str, ...]
     cleared: Cleared = field(default_factory=Cleared)
     left: dict[str, str] = field(default_factory=dict)  # place -> reason
-    owed: list[str] = field(default_factory=list)  # of them, those that are to be asked again
+    unfinished: list[str] = field(default_factory=list)  # of them, those that are to be asked again
     nothing: ApiError | None = None
 
 
-class Clears:
+class Erasures:
     """Deletes, at one front door. Use it from one event loop.
 
     `places`: for each kind, the places by name, in the order in which they are asked.
     """
 
-    def __init__(self, file: OwedFile | None, retry_after_s: float) -> None:
+    def __init__(self, file: UnfinishedFile | None, retry_after_s: float) -> None:
         self.places: dict[ErasureKind, dict[str, Erase]] = {kind: {} for kind in get_args(ErasureKind)}
         self._file = file
         self._retry_after_s = retry_after_s
-        self._owed: dict[Erasure, _Owed] = {}
+        self._unfinished: dict[Erasure, _Unfinished] = {}
         self._called = asyncio.Event()
         self._saving = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def owed(self) -> Mapping[Erasure, tuple[str, ...]]:
+    def unfinished(self) -> Mapping[Erasure, tuple[str, ...]]:
         """What is still to be deleted, and where."""
-        return {what: one.places for what, one in self._owed.items()}
+        return {what: one.places for what, one in self._unfinished.items()}
 
     async def erase(self, *wanted: Erasure) -> list[Cleared]:
         """Delete everywhere; return what was deleted of each.
@@ -121,8 +121,8 @@ class Clears:
 
     async def _erase(self, wanted: Sequence[Erasure]) -> list[Cleared]:
         for what in wanted:  # before the first of them: this process may be killed
-            if what not in self._owed and len(self._owed) < OWED_MAX:
-                self._owed[what] = _Owed(what, tuple(self.places[what.kind]), due_s=math.inf)
+            if what not in self._unfinished and len(self._unfinished) < UNFINISHED_MAX:
+                self._unfinished[what] = _Unfinished(what, tuple(self.places[what.kind]), due_s=math.inf)
         await self._save()
         rounds = [(what, await self._round(what, self.places[what.kind])) for what in wanted]
         await self._told(rounds)
@@ -138,32 +138,32 @@ class Clears:
                 done.cleared += left.cleared
                 done.left[name] = str(left)
                 if not left.is_known_there:
-                    done.owed.append(name)
+                    done.unfinished.append(name)
             except ApiError as refused:
                 if refused.status == 404:
                     done.nothing = refused
                     continue
                 done.left[name] = f"{name}: {refused.message.rstrip('.')}"
-                done.owed.append(name)
+                done.unfinished.append(name)
             except Exception as error:  # no fault of one place may keep the others
                 logger.exception("a deletion failed in one place: %s", name)
                 done.left[name] = f"{name}: an internal error ({type(error).__name__})"
-                done.owed.append(name)
+                done.unfinished.append(name)
         return done
 
     async def _told(self, rounds: Sequence[tuple[Erasure, _Round]]) -> None:
         """Write down what is left, and raise it."""
-        before, is_noted = dict(self._owed), True
+        before, is_noted = dict(self._unfinished), True
         for what, done in rounds:
-            owed = self._owed.pop(what, None)
-            others = () if owed is None else (one for one in owed.places if one not in done.asked)
-            places = (*done.owed, *others)
-            if places and len(self._owed) < OWED_MAX:
+            unfinished = self._unfinished.pop(what, None)
+            others = () if unfinished is None else (one for one in unfinished.places if one not in done.asked)
+            places = (*done.unfinished, *others)
+            if places and len(self._unfinished) < UNFINISHED_MAX:
                 due_s = asyncio.get_running_loop().time() + FIRST_PAUSE_S
-                self._owed[what] = _Owed(what, places, due_s=due_s)
+                self._unfinished[what] = _Unfinished(what, places, due_s=due_s)
             elif places:
                 is_noted = False
-        if self._owed != before:
+        if self._unfinished != before:
             is_noted &= await self._save()
             self._called.set()
         reasons = dict.fromkeys(reason for _, done in rounds for reason in done.left.values())
@@ -189,8 +189,8 @@ class Clears:
             except OSError as error:
                 logger.error("deletions that are left will be forgotten at a restart: %s", error)
                 found = []
-            for one in filter(None, map(_owed_of, found)):
-                self._owed.setdefault(one.what, one)
+            for one in filter(None, map(_unfinished_of, found)):
+                self._unfinished.setdefault(one.what, one)
         self._task = asyncio.create_task(self._go_on())
 
     async def stop(self) -> None:
@@ -206,30 +206,30 @@ class Clears:
         clock = asyncio.get_running_loop().time
         while True:
             self._called.clear()
-            due_s = min((one.due_s for one in self._owed.values()), default=math.inf)
+            due_s = min((one.due_s for one in self._unfinished.values()), default=math.inf)
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(None if due_s == math.inf else due_s):
                     await self._called.wait()
-            for what in [what for what, one in self._owed.items() if one.due_s <= clock()]:
+            for what in [what for what, one in self._unfinished.items() if one.due_s <= clock()]:
                 await self.go_on_with(what)
 
     async def go_on_with(self, what: Erasure) -> None:
         """Ask the places again that are left of a deletion."""
-        one = self._owed.get(what)
+        one = self._unfinished.get(what)
         if one is None:
             return
         late = replace(what, is_late=True)
         done = await self._round(late, [name for name in one.places if name in self.places[what.kind]])
-        if self._owed.get(what) is not one:  # it was repeated meanwhile
+        if self._unfinished.get(what) is not one:  # it was repeated meanwhile
             return
-        if not done.owed:
-            del self._owed[what]
+        if not done.unfinished:
+            del self._unfinished[what]
             logger.info("a deletion that was left is done: %s", ", ".join(one.places))
         else:
             now_s = asyncio.get_running_loop().time()
-            self._owed[what] = replace(
+            self._unfinished[what] = replace(
                 one,
-                places=tuple(done.owed),
+                places=tuple(done.unfinished),
                 pause_s=min(2 * one.pause_s, PAUSE_S_MAX),
                 due_s=now_s + one.pause_s,
             )
@@ -250,18 +250,18 @@ class Clears:
                 "at_s": what.at_s,
                 "places": one.places,
             }
-            for what, one in self._owed.items()
+            for what, one in self._unfinished.items()
         ]
 
 
-def _owed_of(item: Any) -> _Owed | None:
+def _unfinished_of(item: Any) -> _Unfinished | None:
     """Return what a file says; None if this version cannot read it."""
     try:
         names = item["names"]
         what = Erasure(
             item["kind"], item["tenant"], None if names is None else tuple(names), float(item["at_s"])
         )
-        return _Owed(what, tuple(item["places"])) if what.kind in get_args(ErasureKind) else None
+        return _Unfinished(what, tuple(item["places"])) if what.kind in get_args(ErasureKind) else None
     except (KeyError, TypeError, ValueError):
         logger.error("a deletion that was left cannot be read: repeat it")
         return None

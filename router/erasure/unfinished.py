@@ -24,7 +24,7 @@ NUMBER_BYTES = 8
 HEAD_BYTES = DIGEST_BYTES + 2 * NUMBER_BYTES
 
 
-class OwedFile:
+class UnfinishedFile:
     """One process's list, in the first file of a folder that no other process has. Not thread-safe.
 
     A state is written over the older one of two, with a number and a digest: a crash leaves the other. What
@@ -41,7 +41,7 @@ class OwedFile:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found: list[Any] = []
         for number in range(FILES_MAX):
-            path = self._folder / f"{number}.owed"
+            path = self._folder / f"{number}.unfinished"
             if self._fd is not None and not path.exists():
                 continue
             fd = self._locked(path)
