@@ -141,7 +141,7 @@ class MessagesParser:
         except ApiError as error:
             raise rename(error, FIELDS | made.places) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
-        held["ignored_fields"] = (*(asked.model_extra or {}), *made.ignored)
+        held["ignored_fields"] = (*(asked.model_extra or {}), *made.ignored, *chat.ignored_fields)
         held["is_length_default"] = True  # it is an upper bound, as in Anthropic's own API
         return ParsedMessages(**held, tokens_asked=asked.max_tokens or 0, is_marked=made.is_marked)
 

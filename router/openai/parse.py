@@ -27,7 +27,7 @@ from router.openai.errors import (
     broken_rule,
     shown,
 )
-from router.openai.formats import grammar_of
+from router.openai.formats import grammar_of, not_followed
 from router.openai.messages import ChatMessage, ToolOffer, messages_of, offer_of
 from router.openai.schema import (
     INSTEAD,
@@ -205,7 +205,7 @@ EPHEMERAL_TTL_S = 300.0
 """How long a part marked `cache_control: {type: ephemeral}` without `ttl` is kept, as by Anthropic's API."""
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of those",
-    "stop": "a string or a list of strings, none of them empty",
+    "stop": "a string or a list of strings",
     "content": "a string or a list of parts {'type': 'text', 'text': ...}",
     "logit_bias": "an object of token ids, each with a number from -100 to 100",
     "ttl": "a text such as '30m' or a number of seconds",
@@ -268,15 +268,17 @@ class RequestParser:
         is_length_default = max_tokens is None and self._chat_tokens is not None
         if max_tokens is None and self._chat_tokens is not None:
             max_tokens = max(self._chat_tokens, asked.min_tokens or 0)
+        offer = offer_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        sampling = _sampling(asked, max_tokens, logprobs, asked.prompt_logprobs)
         parsed = ParsedChat(
             messages=messages_of(asked.messages),
-            offer=offer_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls),
+            offer=offer,
             template_kwargs=template_kwargs,
             **_end_of_prompt(asked.add_generation_prompt, asked.continue_final_message),
-            sampling=_sampling(asked, max_tokens, logprobs, asked.prompt_logprobs),
+            sampling=sampling,
             generates=max_tokens != 0,
             is_length_default=is_length_default,
-            ignored_fields=tuple(ignored),
+            ignored_fields=(*ignored, *not_followed(sampling.grammar, offer)),
             extras=_extras(asked),
             knowledge=_knowledge_wish(asked.knowledge),
             documents=tuple(asked.documents or ()),
@@ -312,12 +314,13 @@ class RequestParser:
         of_prompt = asked.prompt_logprobs
         if of_prompt is None and asked.echo:
             of_prompt = asked.logprobs
+        sampling = _sampling(asked, max_tokens, asked.logprobs, of_prompt)
         return ParsedCompletion(
             prompts=_prompts(asked.prompt),
-            sampling=_sampling(asked, max_tokens, asked.logprobs, of_prompt),
+            sampling=sampling,
             generates=max_tokens != 0,
             is_length_default=asked.max_tokens is None,
-            ignored_fields=tuple(_ignored(asked, "")),
+            ignored_fields=(*_ignored(asked, ""), *not_followed(sampling.grammar, None)),
             extras=replace(_extras(asked), echo=bool(asked.echo)),
             **self._common(asked),
         )

@@ -47,9 +47,9 @@ def _text(value: Any) -> Any:
 
 
 def _some_stops(value: Any) -> Any:
-    """Return `stop` without what means no stop string: "" alone, and null in a list."""
+    """Return `stop` without what means no stop string: "" and null, alone or in a list."""
     if isinstance(value, list):
-        return [item for item in value if item is not None]
+        return [item for item in value if item is not None and item != ""]
     return None if value == "" else value
 
 
@@ -269,7 +269,7 @@ class _Body(_Strict):
     max_tokens: Length | None = None
     min_tokens: Annotated[Whole, Field(ge=0, le=COUNT_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=COUNT_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

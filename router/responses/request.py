@@ -150,7 +150,7 @@ class ResponsesParser:
         except ApiError as error:
             raise rename(error, FIELDS | places | tool_places) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
-        held["ignored_fields"] = (*(asked.model_extra or {}), *ignored)
+        held["ignored_fields"] = (*(asked.model_extra or {}), *ignored, *chat.ignored_fields)
         return ParsedResponse(
             **held,
             said=said.messages,

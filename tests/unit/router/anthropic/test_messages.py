@@ -310,7 +310,7 @@ async def test_an_answer_is_continued_where_the_assistant_spoke_last() -> None:
             "messages[0].content[0].name",
         ),
         ({"system": [{"type": "image"}]}, "system[0].type"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"stop_sequences": ["", 5]}, "stop_sequences[1]"),
         ({"temperature": 3.0}, "temperature"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}, GET, GET]}, "tools[2].name"),
