@@ -408,7 +408,9 @@ def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
     stop = Annotated[str, Field(min_length=1, max_length=limits.stop_chars_max)]
     stops = Annotated[list[stop], Field(max_length=limits.stop_max, fail_fast=True)]
     stop_ids = Annotated[list[TokenId], Field(max_length=limits.stop_token_ids_max, fail_fast=True)]
-    allowed = Annotated[list[TokenId], Field(max_length=limits.allowed_token_ids_max, fail_fast=True)]
+    allowed = Annotated[
+        list[TokenId], Field(min_length=1, max_length=limits.allowed_token_ids_max, fail_fast=True)
+    ]
     biases = Annotated[dict[TokenId, Bias], Field(max_length=limits.logit_bias_max)]
     pairs = Annotated[dict[str, Text], Field(max_length=limits.metadata_bytes_max)]
     return {
