@@ -4,7 +4,7 @@ llguidance does the work. It is imported for the first grammar: a service withou
 """
 
 from replicas.grammar.compiler import GrammarCompiler
-from replicas.grammar.json_schema import embedded_json
+from replicas.grammar.json_schema import SchemaRefused, embedded_json, loosened
 from replicas.grammar.state import GrammarRefused, GrammarState
 
-__all__ = ["GrammarCompiler", "GrammarRefused", "GrammarState", "embedded_json"]
+__all__ = ["GrammarCompiler", "GrammarRefused", "GrammarState", "SchemaRefused", "embedded_json", "loosened"]

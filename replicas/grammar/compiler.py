@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from configs.json_text import parse_json
 from configs.sections import KIB, GrammarSettings
-from replicas.grammar.json_schema import closed_text, json_defaults
+from replicas.grammar.json_schema import followed_text, json_defaults
 from replicas.grammar.state import GrammarRefused, GrammarState, reason_of
 from replicas.messages import Grammar
 
@@ -28,6 +28,9 @@ overflows a stack of 8 MiB with a chain of 1,100 `$ref`s, which ends the process
 
 LARK_START = re.compile(r"[ \t]*(%llguidance\b|start[ \t]*:(?!:=))")
 """A line of Lark that GBNF does not have. `start ::=` is GBNF."""
+
+CLASS_SIGNS = ("[", "&&", "--", "~~")
+"""Within a class these join classes in Rust's regexes, and are characters in others'."""
 
 Result = TypeVar("Result")
 
@@ -173,10 +176,12 @@ def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
     try:
         if grammar.kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(
-                closed_text(text), defaults=json_defaults(parse_json(text))
+                followed_text(text), defaults=json_defaults(parse_json(text))
             )
         if grammar.kind == "regex":
             # \d means 0-9: what follows matches in the client's dialect too, whatever digits that knows.
+            if sign := _odd_sign(text):
+                raise GrammarRefused(grammar.field, f"{sign} in a class has two meanings; write \\{sign}")
             pattern = regex_to_lark(text, "d").replace("\n", r"\n")
             return f"start: /{pattern}/"
         if grammar.kind == "choice":
@@ -198,3 +203,20 @@ def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
         return grammar_from("grammar", "\n".join(lines))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(grammar.field, reason_of(str(error))) from None
+
+
+def _odd_sign(pattern: str) -> str:
+    """Return the first sign within a class of a regex that means another thing elsewhere; empty: none."""
+    at, begin = 0, -1  # of the class
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            at += 1
+        elif begin < 0 and pattern[at] == "[":
+            at += pattern.startswith("^", at + 1)
+            begin = at
+        elif begin >= 0 and pattern[at] == "]" and at > begin + 1:
+            begin = -1
+        elif begin >= 0 and (sign := next((one for one in CLASS_SIGNS if pattern.startswith(one, at)), "")):
+            return sign
+        at += 1
+    return ""

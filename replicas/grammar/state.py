@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -36,9 +37,15 @@ class GrammarRefused(Exception):
         return Refused("invalid", str(self), param=self.field)
 
 
+SPECIAL_TEXT = re.compile(r'token "[^"]*\[(\d+)\]" doesn\'t satisfy the grammar; forced bytes')
+"""What llguidance says where a grammar leaves nothing but the spelling of a special token."""
+
+
 def reason_of(error: str) -> str:
     """Return llguidance's error as one line."""
     told = " ".join(error.replace("<non-verbose/>", "").split())
+    if special := SPECIAL_TEXT.search(told):
+        told = f"it demands the text of a special token (id {special[1]}), which no answer can have as text"
     if told.startswith("NoExtensionBias"):
         told = "no answer can satisfy it"
     return told if len(told) <= REASON_CHARS_MAX else told[: REASON_CHARS_MAX - 3] + "..."

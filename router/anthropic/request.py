@@ -130,7 +130,8 @@ class MessagesParser:
         except ApiError as error:
             raise rename(error, names_here(FIELDS, asked) | made.places) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
-        altered = (place_here(place, made.places) for place in chat.ignored_fields)
+        names = names_here(FIELDS, asked) | made.places
+        altered = (place_here(place, names) for place in chat.ignored_fields)
         held["ignored_fields"] = (*(asked.model_extra or {}), *made.ignored, *altered)
         held["is_length_default"] = True  # it is an upper bound, as in Anthropic's own API
         return ParsedMessages(**held, tokens_asked=asked.max_tokens or 0, is_marked=made.is_marked)

@@ -324,7 +324,7 @@ UNION_TAGS = frozenset(
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of those",
-    "stop": "a string or a list of strings, none of them empty",
+    "stop": "a string or a list of strings",
     "content": "a string or a list of parts {'type': 'text', 'text': ...}",
     "logit_bias": "an object of token ids, each with a number from -100 to 100",
     "ttl": "a text such as '30m' or a number of seconds",

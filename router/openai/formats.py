@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from configs.json_text import parse_json
+from replicas.grammar import loosened
 from replicas.messages import Grammar, GrammarKind
 from router.openai.errors import InvalidValue, MissingField, UnsupportedParameter, shown
+from router.openai.messages import ToolOffer
 from router.openai.schema import ChatBody, CompletionBody, StructuredOutputs
 
 Schema = dict[str, Any] | str
@@ -54,7 +56,10 @@ def _of_structured_outputs(asked: ChatBody | CompletionBody) -> Iterator[Grammar
     if given is None:
         return
     options = _json_options(given)
-    if given.json_:
+    asked_for = (given.json_, given.json_object or None, given.regex, given.grammar, given.choice)
+    if all(one is None for one in asked_for):
+        raise InvalidValue(field, f"{field} must have one of json, regex, choice, grammar and json_object.")
+    if given.json_ is not None:
         yield _json(f"{field}.json", given.json_, options)
     if given.json_object:
         yield _json(f"{field}.json_object", ANY_OBJECT, options)
@@ -68,7 +73,7 @@ def _of_other_spellings(asked: ChatBody | CompletionBody) -> Iterator[Grammar]:
     pattern = asked.guided_whitespace_pattern
     options = {} if pattern is None else {"whitespace_pattern": pattern}
     for field, schema in {"guided_json": asked.guided_json, "json_schema": asked.json_schema}.items():
-        if schema:
+        if schema is not None:
             yield _json(field, schema, options)
     if asked.guided_json_object:
         yield _json("guided_json_object", ANY_OBJECT, options)
@@ -115,10 +120,25 @@ def _parsed(field: str, text: str) -> dict[str, Any]:
 
 def _texts(fields: dict[str, str | None], kind: GrammarKind) -> Iterator[Grammar]:
     for field, text in fields.items():
-        if text:
+        if text is not None:
+            if not text:
+                raise InvalidValue(field, f"{field} is empty: it describes no answer. Leave it out.")
             yield Grammar(kind, text, field)
 
 
 def _choice(field: str, choices: list[str] | None) -> Iterator[Grammar]:
-    if choices:
+    if choices is not None:
+        if not choices:
+            raise InvalidValue(field, f"{field} is empty: there is nothing to choose from. Leave it out.")
         yield Grammar("choice", json.dumps(choices), field)
+
+
+def not_followed(grammar: Grammar | None, offer: ToolOffer | None) -> list[str]:
+    """Return what an answer's schemas say and is not followed, as fields that are ignored."""
+    found: list[str] = []
+    if grammar is not None and grammar.kind == "json_schema":
+        found += (f"{grammar.field}.{keyword}" for keyword in loosened(grammar.text))
+    for tool in offer.promised if offer is not None else ():
+        schema = json.dumps(tool.spec["function"].get("parameters"))
+        found += (f"tools.{tool.name}.{keyword}" for keyword in loosened(schema))
+    return found

@@ -90,6 +90,12 @@ class ToolOffer:
     only: str | None = None
 
     @property
+    def promised(self) -> list[Tool]:
+        """The tools whose calls follow their schemas."""
+        called = [tool for tool in self.tools if self.may_call and self.only in (None, tool.name)]
+        return [tool for tool in called if self.must_call or tool.is_strict]
+
+    @property
     def promise(self) -> str | None:
         """The request's field that promises calls of a form; None: there is no such promise."""
         if self.must_call:

@@ -27,7 +27,7 @@ from router.openai.errors import (
     shown,
     validated,
 )
-from router.openai.formats import grammar_of
+from router.openai.formats import grammar_of, not_followed
 from router.openai.messages import ChatMessage, ToolOffer, messages_of, offer_of
 from router.openai.schema import (
     CacheOptions,
@@ -264,16 +264,18 @@ class RequestParser:
         is_length_default = max_tokens is None and self._chat_tokens is not None
         if max_tokens is None and self._chat_tokens is not None:
             max_tokens = max(self._chat_tokens, asked.min_tokens or 0)
+        offer = offer_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        sampling = _sampling(asked, max_tokens, logprobs, asked.prompt_logprobs)
         messages, altered = messages_of(asked.messages)
         parsed = ParsedChat(
             messages=messages,
-            offer=offer_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls),
+            offer=offer,
             template_kwargs=template_kwargs,
             **_end_of_prompt(asked.add_generation_prompt, asked.continue_final_message),
-            sampling=_sampling(asked, max_tokens, logprobs, asked.prompt_logprobs),
+            sampling=sampling,
             generates=max_tokens != 0,
             is_length_default=is_length_default,
-            ignored_fields=(*ignored, *altered),
+            ignored_fields=(*ignored, *altered, *not_followed(sampling.grammar, offer)),
             extras=_extras(asked),
             knowledge=_knowledge_wish(asked.knowledge),
             documents=tuple(asked.documents or ()),
@@ -307,12 +309,13 @@ class RequestParser:
         of_prompt = asked.prompt_logprobs
         if of_prompt is None and asked.echo:
             of_prompt = asked.logprobs
+        sampling = _sampling(asked, max_tokens, asked.logprobs, of_prompt)
         return ParsedCompletion(
             prompts=_prompts(asked.prompt),
-            sampling=_sampling(asked, max_tokens, asked.logprobs, of_prompt),
+            sampling=sampling,
             generates=max_tokens != 0,
             is_length_default=asked.max_tokens is None,
-            ignored_fields=tuple(_ignored(asked, "")),
+            ignored_fields=(*_ignored(asked, ""), *not_followed(sampling.grammar, None)),
             extras=replace(_extras(asked), echo=bool(asked.echo)),
             add_special_tokens=asked.add_special_tokens is not False,
             **self._common(asked),

@@ -50,9 +50,9 @@ def _text(value: Any) -> Any:
 
 
 def _some_stops(value: Any) -> Any:
-    """Return `stop` without what means no stop string: "" alone, and null in a list."""
+    """Return `stop` without what means no stop string: "" and null, alone or in a list."""
     if isinstance(value, list):
-        return [item for item in value if item is not None]
+        return [item for item in value if item is not None and item != ""]
     return None if value == "" else value
 
 
@@ -312,7 +312,7 @@ class _Body(_Strict):
     n_predict: Length | None = None
     min_tokens: Annotated[Whole, Field(ge=0, le=COUNT_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=COUNT_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -414,7 +414,9 @@ def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
     stop = Annotated[str, Field(min_length=1, max_length=limits.stop_chars_max)]
     stops = Annotated[list[stop], Field(max_length=limits.stop_max, fail_fast=True)]
     stop_ids = Annotated[list[TokenId], Field(max_length=limits.stop_token_ids_max, fail_fast=True)]
-    allowed = Annotated[list[TokenId], Field(max_length=limits.allowed_token_ids_max, fail_fast=True)]
+    allowed = Annotated[
+        list[TokenId], Field(min_length=1, max_length=limits.allowed_token_ids_max, fail_fast=True)
+    ]
     biases = Annotated[dict[TokenId, Bias], Field(max_length=limits.logit_bias_max)]
     pairs = Annotated[dict[str, Text], Field(max_length=limits.metadata_bytes_max)]
     return {

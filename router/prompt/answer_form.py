@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.json_text import parse_json
-from replicas.grammar import GrammarCompiler, GrammarRefused, embedded_json
+from replicas.grammar import GrammarCompiler, GrammarRefused, SchemaRefused, embedded_json
 from replicas.messages import Grammar
 from replicas.reply import CallFrame, ReplyFormat
 from router.openai import InvalidValue, Tool, ToolOffer, UnsupportedParameter
@@ -144,9 +144,9 @@ class AnswerForm:
         for at, tool in enumerate(tools):
             try:
                 yield f"args_{at}: {embedded_json(self._arguments(tool))}"
-            except ValueError:
+            except SchemaRefused as refused:
                 param = f"{tool.field}.function.parameters"
-                raise InvalidValue(param, f"{param} holds a number that JSON does not have.") from None
+                raise _invalid(GrammarRefused(param, str(refused))) from None
 
     def _arguments(self, tool: Tool) -> dict[str, Any]:
         """Return the schema of a tool's arguments: of an object, whatever else it says."""

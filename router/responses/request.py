@@ -147,7 +147,8 @@ class ResponsesParser:
         except ApiError as error:
             raise rename(error, names_here(FIELDS, asked) | places | tool_places) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
-        altered = (place_here(place, places | tool_places) for place in chat.ignored_fields)
+        here = names_here(FIELDS, asked) | places | tool_places
+        altered = (place_here(place, here) for place in chat.ignored_fields)
         held["ignored_fields"] = (*(asked.model_extra or {}), *ignored, *said.ignored, *altered)
         return ParsedResponse(
             **held,

@@ -112,7 +112,8 @@ def follows(state: GrammarState, text: str) -> bool:
             "[]",
             ['[{"tea": "", "x": 1}]'],
         ),
-        (grammar("json_schema", '{"type": "object"}'), '{\n  "a": 1\n}', ['{"a":\n\n\n1}', "[1]"]),
+        (grammar("json_schema", '{"type": "object"}'), '{ "a": 1 }', ['{"a":  1}', '{\n"a": 1}', "[1]"]),
+        (grammar("regex", r"[]a\[\-]+"), "]a[-", ["b"]),
     ],
 )
 def test_a_grammar_allows_what_it_describes_and_nothing_else(
@@ -173,7 +174,6 @@ def test_random_tokens_under_a_schema_are_valid_json(seed: int) -> None:
     ("asked", "names"),
     [
         (grammar("json_schema", '{"not": {}}', "response_format.json_schema.schema"), '"not"'),
-        (grammar("json_schema", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
         (grammar("json_schema", '{"$ref": "http://127.0.0.1/x"}'), "http://127.0.0.1/x"),
         (grammar("json_schema", '{"type": "strong"}'), "strong"),
         (grammar("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}'), "incompatible"),
@@ -182,6 +182,9 @@ def test_random_tokens_under_a_schema_are_valid_json(seed: int) -> None:
         (grammar("regex", "(?=a)b"), "look-ahead"),
         (grammar("regex", "(a"), "unclosed group"),
         (grammar("regex", r"[^\x00-\U0010FFFF]"), "no answer can satisfy it"),
+        (grammar("regex", "[[:alpha:]]{2}"), r"write \["),
+        (grammar("regex", "x[^a-z&&[^b]]"), r"write \&&"),
+        (grammar("regex", "[a--b]"), r"write \--"),
         (grammar("choice", "[]"), "nothing to choose from"),
         (grammar("grammar", "root ::= foo"), "foo"),
         (grammar("grammar", "root ::= " + "(" * 4000), "recursion"),
@@ -197,6 +200,27 @@ def test_what_cannot_be_served_is_refused_with_its_field_and_reason(asked: Gramm
     assert len(caught.value.reason) <= 300
     assert "\n" not in caught.value.reason
     assert caught.value.event.param == asked.field
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        grammar("regex", r"a<\|im_end\|>b"),
+        grammar("regex", r"<\|im_start\|>"),
+        grammar("json_schema", '{"const": "<|im_end|>"}'),
+        grammar("choice", '["<|endoftext|>x"]'),
+    ],
+)
+def test_a_special_tokens_text_is_refused_clearly_and_ends_no_answer(asked: Grammar) -> None:
+    state = COMPILER.open(asked)
+
+    def answer() -> None:
+        for _ in range(20):
+            state.accept(int(state.mask().nonzero()[0][-1]))
+
+    with pytest.raises(GrammarRefused) as caught:
+        answer()
+    assert re.search(r"the text of a special token \(id \d+\)", caught.value.reason)
 
 
 def chain(links: int, link: Callable[[dict[str, str]], object]) -> str:

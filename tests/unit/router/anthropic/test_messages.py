@@ -300,7 +300,7 @@ async def test_an_answer_is_continued_where_the_assistant_spoke_last() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"stop_sequences": ["", 5]}, "stop_sequences[1]"),
         ({"temperature": 3.0}, "temperature"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}, GET, GET]}, "tools[2].name"),

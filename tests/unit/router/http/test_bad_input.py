@@ -43,7 +43,7 @@ BAD_BODIES: dict[str, bytes] = {
     "max_tokens of 5000 digits": USER + b',"max_tokens":' + b"9" * 5000 + b"}",
     "max_tokens over the context": USER + b',"max_tokens":100000}',
     "1e5 stops": USER + b',"stop":[' + b'"a",' * 99_999 + b'"a"]}',
-    "an empty stop": USER + b',"stop":[""]}',
+    "a stop of no text": USER + b',"stop":["",5]}',
     "a long stop": USER + b',"stop":"' + b"a" * 300 + b'"}',
     "lone surrogate": USER[:-3] + b'\\ud800"}]}',
     "unknown role": b'{"model":"tiny","messages":[{"role":"alien","content":"x"}]}',

@@ -27,7 +27,15 @@ def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
 
 SERVED: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}}, None),
-    ({"response_format": None, SO: {}, "guided_choice": [], "grammar": ""}, None),
+    ({"response_format": None, SO: None, "guided_choice": None, "grammar": None}, None),
+    ({SO: {"json": {}}}, Grammar("json_schema", "{}", f"{SO}.json")),
+    ({"guided_json": {}}, Grammar("json_schema", "{}", OLD)),
+    ({"json_schema": {}}, Grammar("json_schema", "{}", "json_schema")),
+    ({"response_format": schema_format({})}, Grammar("json_schema", "{}", SCHEMA)),
+    (
+        {"response_format": {"type": "json_object", "schema": {}}},
+        Grammar("json_schema", "{}", "response_format"),
+    ),
     ({"response_format": {"type": "json_object"}}, Grammar("json_schema", ANY, "response_format")),
     (
         {"response_format": {"type": "json_object", "schema": OBJECT}},
@@ -48,7 +56,7 @@ SERVED: list[tuple[dict[str, Any], Grammar | None]] = [
         Grammar("json_schema", TEXT[:-1] + ', "x-guidance": {"whitespace_flexible": false}}', f"{SO}.json"),
     ),
     (
-        {"guided_json": {}, "guided_json_object": True, "guided_whitespace_pattern": " ?"},
+        {"guided_json_object": True, "guided_whitespace_pattern": " ?"},
         Grammar("json_schema", ANY[:-1] + ', "x-guidance": {"whitespace_pattern": " ?"}}', f"{OLD}_object"),
     ),
     ({"guided_json": OBJECT}, Grammar("json_schema", TEXT, "guided_json")),
@@ -95,7 +103,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "structural_tag"}}, "response_format", "'structural_tag'"),
     ({"response_format": schema_format({"not": {}})}, SCHEMA, '"not"'),
     ({"response_format": schema_format({"if": {}, "then": {}})}, SCHEMA, '"if", "then"'),
-    ({"response_format": schema_format({"type": "array", "uniqueItems": True})}, SCHEMA, "uniqueItems"),
+    ({"response_format": schema_format({"unevaluatedItems": False})}, SCHEMA, "unevaluatedItems"),
+    ({"response_format": schema_format({"enum": [1, 9007199254740993]})}, SCHEMA, "9007199254740993"),
+    *(({SO: {name: empty}}, f"{SO}.{name}", "empty") for name, empty in (("regex", ""), ("grammar", ""))),
+    ({SO: {"choice": []}}, f"{SO}.choice", "empty"),
+    ({SO: {}}, SO, "one of json"),
+    ({SO: {"json_object": False}}, SO, "one of json"),
+    ({SO: {"whitespace_pattern": " "}}, SO, "one of json"),
+    ({SO: {"json": ""}}, f"{SO}.json", "Expecting value"),
+    *(({name: ""}, name, "empty") for name in ("guided_regex", "regex", "guided_grammar", "grammar", "ebnf")),
+    ({"guided_choice": []}, "guided_choice", "empty"),
     ({"response_format": schema_format({"$ref": "#/nowhere"})}, SCHEMA, "/nowhere"),
     ({"response_format": schema_format([1])}, SCHEMA, "object"),
     ({SO: {"regex": "(?<=a)b"}}, f"{SO}.regex", "look-behind"),
@@ -180,6 +197,38 @@ async def test_what_promises_no_form_is_accepted_and_listed(house: House, client
     )
     assert response.status_code == 200
     assert set(response.headers["x-ignored-fields"].split(", ")) == set(harmless)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/messages", "/v1/responses"])
+async def test_what_of_a_schema_is_not_followed_is_listed(client: httpx.AsyncClient, path: str) -> None:
+    """One tool of an MCP server killed each request of a session."""
+    schema = {
+        "$schema": "https://example.com/mcp.json",
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "format": "path"},
+            "b": {"type": "array", "uniqueItems": True},
+        },
+    }
+    words, tool = ("format.path", "uniqueItems", "$schema"), {"name": "get", "strict": True}
+    body: dict[str, Any] = {"model": MODEL, "prompt": "hi", "guided_json": schema}
+    if path == CHAT:
+        offered = {"type": "function", "function": {**tool, "parameters": schema}}
+        body = chat("hi", response_format=schema_format(schema), tools=[offered])
+    elif path == "/v1/messages":
+        body = chat("hi", max_tokens=5, tools=[{**tool, "input_schema": schema}])
+    elif path == "/v1/responses":
+        format = {"type": "json_schema", "name": "x", "schema": schema}
+        function = {"type": "function", **tool, "parameters": schema}
+        body = {"model": MODEL, "input": "hi", "text": {"format": format}, "tools": [function]}
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    listed = response.headers["x-ignored-fields"].split(", ")
+    places = {COMPLETIONS: ["guided_json"], "/v1/messages": ["tools.get"]}.get(path, [SCHEMA, "tools.get"])
+    wanted = {f"{place}.{word}" for place in places for word in words}
+    assert wanted <= set(listed)
+    free = chat("hi", tools=[{"type": "function", "function": {"name": "get", "parameters": schema}}])
+    assert "x-ignored-fields" not in (await client.post(CHAT, json=free)).headers
 
 
 async def test_logit_bias_reaches_the_replica(house: House, client: httpx.AsyncClient) -> None:

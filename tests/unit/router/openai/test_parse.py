@@ -46,7 +46,7 @@ def test_defaults_and_nulls() -> None:
     [
         ({"messages": []}, None),
         ({"temperature": 3}, "temperature must be at most 2."),
-        ({"top_p": 0}, "top_p must be more than 0."),
+        ({"top_p": -1}, "top_p must be at least 0."),
         ({"max_tokens": 1.5}, "max_tokens must be a whole number."),
         ({"messages": "x"}, "messages must be a list."),
         ({"model": 7}, "model must be a text."),
@@ -159,7 +159,7 @@ def test_a_message_is_the_same_as_text_and_as_parts_but_for_where_a_system_promp
 
 def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
     parse(tools=[], functions=[], tool_choice="none", logit_bias={}, response_format={"type": "text"})
-    parse(modalities=["text"], grammar="", json_schema={}, guided_json=None, guided_json_object=False)
+    parse(modalities=["text"], grammar=None, guided_json=None, guided_json_object=False)
     for name, value in {
         "functions": [{}],
         "structural_tag": "x",
@@ -191,7 +191,7 @@ def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"seed": 2**63}, "seed"),
         ({"n": 9}, "n"),
         ({"n": "1"}, "n"),
@@ -203,7 +203,7 @@ def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
         ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
         ({"top_k": 40.5}, "top_k"),
-        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": ["", 5]}, "stop[0]"),
         ({"stop": [None, 5]}, "stop[0]"),
         ({"top_logprobs": 1, "logprobs": False}, "top_logprobs"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
@@ -234,6 +234,8 @@ def test_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
         ({"max_completion_tokens": -1, "max_tokens": 7}, {}),
         ({"max_tokens": 7.0}, {"max_tokens": 7}),
         ({"stop": ""}, {}),
+        ({"stop": [""]}, {}),
+        ({"stop": ["", "a", ""]}, {"stop": "a"}),
         ({"stop": [None]}, {}),
         ({"stop": [None, "a"]}, {"stop": "a"}),
         ({"top_k": 40.0}, {"top_k": 40}),

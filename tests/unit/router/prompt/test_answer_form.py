@@ -295,9 +295,10 @@ def test_a_format_that_cannot_be_forced_is_refused_with_its_name(name: str) -> N
     ("parameters", "says"),
     [
         ({"type": "object", "properties": {"a": {"not": {}}}}, '"not"'),
-        ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
+        ({"type": "object", "properties": {"a": {"unevaluatedItems": False}}}, "unevaluatedItems"),
         ({"$ref": "#/nowhere"}, "nowhere"),
         ({"type": "array"}, "'object'"),
+        ({"type": "object", "properties": {"a": {"const": 9007199254740993}}}, "9007199254740993"),
         ({"type": "object", "properties": {"a": {"minimum": float("inf")}}}, "number"),
         ({"type": "object", "description": "x" * 70_000}, "grammar.spec_bytes_max"),
     ],

@@ -1,0 +1,232 @@
+"""Schemas as they are followed: exact numbers, keywords in others' words, and what is left out and told."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.grammar import GrammarRefused, embedded_json
+from replicas.grammar.json_schema import FORMATS, followed_text, loosened
+from tests.unit.replicas.grammar.test_grammar import COMPILER, follows, grammar, random_answer, text_of
+
+FORMATS_SEEN = """
+uri-reference iri url int32 int64 uint64 float double google-datetime google-duration google-fieldmask json
+json-string path file-path directory-path binary byte password date-time date time duration email idn-email
+hostname ipv4 ipv6 ipvanyaddress uuid uuid4 regex markdown color textarea decimal phone cuid base64
+timestamp-millis uri iri-reference
+"""
+"""What clients, MCP servers and pydantic write."""
+COLOURS = {"E": {"enum": ["red", "blue"], "type": "string"}}
+CAT = {"type": "object", "properties": {"k": {"const": "cat"}, "a": {"type": "integer"}}, "required": ["k"]}
+DOG = {"type": "object", "properties": {"k": {"enum": ["dog"]}, "b": {"type": "boolean"}}, "required": ["k"]}
+KIND = {"propertyName": "k"}
+
+
+def allows(schema: Any, text: str) -> bool:
+    return follows(COMPILER.open(grammar("json_schema", json.dumps(schema))), text)
+
+
+def drawn(schema: Any, seed: int) -> Any:
+    """An answer of any tokens that are allowed; None if it has not ended."""
+    state = COMPILER.open(grammar("json_schema", json.dumps(schema)))
+    answer, is_over = random_answer(state, random.Random(seed))
+    return json.loads(text_of(answer)) if is_over else None
+
+
+@pytest.mark.parametrize("name", FORMATS_SEEN.split())
+def test_a_format_is_followed_or_told(name: str) -> None:
+    kind = {
+        "int32": "integer",
+        "int64": "integer",
+        "uint64": "integer",
+        "float": "number",
+        "double": "number",
+    }
+    schema = {"type": "array", "items": {"type": kind.get(name, "string"), "format": name}, "minItems": 1}
+    COMPILER.check(grammar("json_schema", json.dumps(schema)))
+    assert loosened(json.dumps(schema)) == ([] if name in FORMATS or name in kind else [f"format.{name}"])
+    if name in FORMATS:
+        assert not allows(schema, '["?"]'), "it is followed"
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad", "left"),
+    [
+        ({"$schema": "urn:x", "type": "integer"}, "1", "x", ["$schema"]),
+        ({"$schema": "https://example.com/tool.json", "type": "integer"}, "1", "x", ["$schema"]),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "integer"}, "1", "x", []),
+        ({"type": "array", "items": {"const": 1}, "uniqueItems": True}, "[1]", "[2]", ["uniqueItems"]),
+        ({"type": "array", "uniqueItems": False}, "[1]", "1", []),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+            '{"b": 1}',
+            '{"c": 1}',
+            ["dependentRequired"],
+        ),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "dependencies": {"a": ["b"]}},
+            '{"b": 1}',
+            '{"c": 1}',
+            ["dependencies"],
+        ),
+        # pydantic's `dict[Enum, int]`.
+        (
+            {
+                "type": "object",
+                "propertyNames": {"$ref": "#/$defs/E"},
+                "additionalProperties": {"type": "integer"},
+                "$defs": COLOURS,
+            },
+            '{"blue": 1}',
+            '{"green": 1}',
+            [],
+        ),
+        (
+            {"type": "object", "propertyNames": {"const": "a"}, "additionalProperties": {"type": "null"}},
+            '{"a": null}',
+            '{"b": null}',
+            [],
+        ),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[a-c]+$"},
+                "additionalProperties": {"const": 1},
+            },
+            '{"abc": 1}',
+            '{"x": 1}',
+            [],
+        ),
+        (
+            {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": {"const": 1}},
+            '{"x": 1}',
+            '{"x": 2}',
+            ["propertyNames"],
+        ),
+        ({"type": "object", "propertyNames": {"type": "string"}}, '{"x": 1}', "1", []),
+        ({"oneOf": [CAT, DOG], "discriminator": KIND}, '{"k": "dog"}', '{"k": "cow"}', []),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/C"}, {"$ref": "#/$defs/D"}],
+                "discriminator": {**KIND, "mapping": {"cat": "#/$defs/C"}},
+                "$defs": {"C": CAT, "D": DOG},
+            },
+            '{"k": "cat", "a": 1}',
+            '{"k": "cow"}',
+            [],
+        ),
+        (
+            {"oneOf": [CAT, {**DOG, "required": []}], "discriminator": KIND},
+            '{"k": "dog"}',
+            '{"k": "cow"}',
+            ["oneOf"],
+        ),
+        ({"oneOf": [CAT, CAT], "discriminator": KIND}, '{"k": "cat"}', '{"k": "cow"}', ["oneOf"]),
+        # What an object needs and does not describe may be anything.
+        ({"type": "object", "properties": {}, "required": ["z"]}, '{"z": [1]}', "{}", []),
+    ],
+)
+def test_keywords_are_followed_in_others_words_or_left_out_and_told(
+    schema: dict[str, Any], good: str, bad: str, left: list[str]
+) -> None:
+    assert allows(schema, good)
+    assert not allows(schema, bad)
+    assert loosened(json.dumps(schema)) == left
+    strict = {key: value for key, value in schema.items() if key != "$schema"}
+    for seed in range(6):
+        answer = drawn(schema, seed)
+        if answer is not None and not left:
+            jsonschema.validate(answer, strict)
+
+
+BIG = [9007199254740993, -9007199254740993, 7000000000000000001, 2**63, -(2**63), 2**64 + 1, 10**400]
+
+
+@pytest.mark.parametrize("number", BIG)
+@pytest.mark.parametrize("shape", ["const", "enum", "within"])
+def test_a_value_that_would_be_rounded_is_refused_with_its_digits(shape: str, number: int) -> None:
+    """-2**63 ended the process."""
+    schema = {
+        "const": {"const": number},
+        "enum": {"enum": ["a", number]},
+        "within": {"const": {"a": [number]}},
+    }
+    deep = {"type": "object", "properties": {"id": {"anyOf": [{"type": "null"}, schema[shape]]}}}
+    for one in (schema[shape], deep):
+        with pytest.raises(GrammarRefused) as caught:
+            COMPILER.check(grammar("json_schema", json.dumps(one)))
+        assert str(number)[:200] in caught.value.reason
+        with pytest.raises(ValueError, match=str(number)[:200]):
+            embedded_json(one)
+
+
+@pytest.mark.parametrize("number", [2**53, 2**53 + 2, -(2**53) - 2, 2**62, 10**18, 0, True])
+def test_a_value_that_is_exact_is_followed(number: int) -> None:
+    for schema in ({"const": number}, {"enum": [number]}):
+        assert allows(schema, json.dumps(number))
+        assert not allows(schema, json.dumps(number + 1))
+
+
+@pytest.mark.parametrize("number", [*BIG, 2**53 + 1, 2**63 - 1, 10**18 + 1, -1e300, 1e300, -(10.0**19)])
+@pytest.mark.parametrize("keyword", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_no_answer_is_beyond_a_bound_of_many_digits(kind: str, keyword: str, number: float) -> None:
+    """Where the bound itself is no float, it is the next within; what has no such is refused."""
+    schema = {"type": kind, keyword: number}
+    side = 1 if keyword in ("minimum", "exclusiveMinimum") else -1
+    try:
+        COMPILER.check(grammar("json_schema", json.dumps(schema)))
+    except GrammarRefused:
+        assert number * side > 0, "a bound that leaves all everyday numbers is served"
+        return
+    near = int(max(-(2**63), min(2**63, number)))
+    for value in range(near - 3, near + 4):
+        if allows(schema, str(value)):
+            jsonschema.validate(value, schema)
+    if number * side < 0:
+        assert allows(schema, "0")
+    for seed in range(3):
+        answer = drawn(schema, seed)
+        if answer is not None:
+            jsonschema.validate(answer, schema)
+
+
+def test_both_bounds_of_a_64_bit_number_are_exact_or_within() -> None:
+    schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    assert allows(schema, str(2**63 - 1))
+    assert not allows(schema, str(2**63))
+    assert allows(schema, str(-(2**63) + 1024))
+    assert not allows(schema, str(-(2**63) - 1))
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["a", "#/a", "#/$defs/a"])
+)
+KEYWORDS = """
+type format const enum minimum exclusiveMaximum properties required items anyOf oneOf allOf not $defs $ref
+propertyNames uniqueItems dependentRequired dependencies discriminator propertyName additionalProperties
+patternProperties $schema a
+"""
+WORDS = st.sampled_from(KEYWORDS.split())
+ANY = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=4)),
+)
+
+
+@given(st.dictionaries(WORDS, ANY, max_size=5))
+def test_any_value_in_place_of_a_schema_is_taken_or_refused(schema: dict[str, Any]) -> None:
+    text = json.dumps(schema)
+    assert isinstance(loosened(text), list)
+    try:
+        again = followed_text(text)
+    except ValueError:
+        return
+    assert followed_text(again) == again, "followed once, it is followed"
+    assert loosened(again) == []
