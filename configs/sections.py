@@ -537,6 +537,28 @@ LineName = Annotated[
 ]
 
 
+PRIORITY_MAX = 100
+"""The largest number, up or down, that a request's priority may have."""
+Priority = Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
+BODY_IDS = ("session_id", "prompt_cache_key", "user")
+"""Fields of a request's body that may name its conversation; `METADATA` + key is a field of `metadata`."""
+METADATA = "metadata."
+SESSION_IDS = (
+    "x-session-id",
+    "x-session-affinity",
+    "session_id",
+    "prompt_cache_key",
+    "x-openwebui-chat-id",
+    "x-claude-code-session-id",
+    "session-id",
+    "thread-id",
+    "metadata.user_id",
+    "any-session-header",
+    "user",
+    "x-user-id",
+)
+
+
 class PrefixSettings(Section):
     """What keeps a prompt's beginning equal to that of the prompt before, and says where it is not."""
 

@@ -7,6 +7,7 @@ at start with the key, the value and the bound. Values come from `loader.py`.
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,23 +16,24 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringCo
 from configs.cluster import ClusterSettings, LaunchSettings
 from configs.optional_sections import OptionalSections, PageSettings
 from configs.sections import (
+    BODY_IDS,
     GIB,
     KIB,
+    METADATA,
     MIB,
+    PRIORITY_MAX,
+    SESSION_IDS,
     TIB,
     GrammarSettings,
     PrefixSettings,
+    Priority,
     Section,
     SplitSettings,
     TierSettings,
 )
-from configs.session_ids import SESSION_IDS, IdPlace
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
-PRIORITY_MAX = 100
-"""The largest number, up or down, that a request's priority may have."""
-Priority = Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 Secret = Annotated[SecretStr, Field(min_length=16, max_length=256)]
 
 SHARE_BESIDE_OTHERS = 0.5
@@ -391,6 +393,33 @@ class AuthSettings(Section):
                 "blocks. Give the administrator a separate key"
             )
         return self
+
+
+CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "cookie"})
+HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+def _place_of_id(name: str) -> str:
+    """Return a place of session ids as it is compared: headers in lower case."""
+    is_in_metadata = name.startswith(METADATA)
+    if name in BODY_IDS or (is_in_metadata and len(METADATA) < len(name) <= 128):
+        return name
+    header = name.lower()
+    if header in CREDENTIALS:
+        raise ValueError(
+            f"{header} holds a credential: all conversations of a client would be one session. Name a "
+            "header that differs between conversations"
+        )
+    if is_in_metadata or not HEADER_NAME.fullmatch(header):
+        fields = ", ".join(BODY_IDS)
+        raise ValueError(
+            f"{name[:64]!r} is no place of a session id. Give the name of a header, a field of the body "
+            f"({fields}) or metadata.NAME"
+        )
+    return header
+
+
+IdPlace = Annotated[str, AfterValidator(_place_of_id)]
 
 
 class RouterSettings(Section):

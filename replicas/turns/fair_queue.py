@@ -28,13 +28,16 @@ RANK_SHARE = 32.0
 
 
 class _Lane(Generic[Item]):
-    """One rank of a tenant's line. `costs`: waiting items, in order. `owed`: what better ranks owe it."""
+    """One rank of a tenant's line.
 
-    __slots__ = ("costs", "owed")
+    `costs`: waiting items, in order. `waited`: its part of what better ranks were served meanwhile.
+    """
+
+    __slots__ = ("costs", "waited")
 
     def __init__(self) -> None:
         self.costs: OrderedDict[Item, float] = OrderedDict()
-        self.owed = 0.0
+        self.waited = 0.0
 
 
 class _Line(Generic[Item]):
@@ -72,13 +75,13 @@ class _Line(Generic[Item]):
         """Return the next item and its cost: of a rank that is due, else of the best rank."""
         best: tuple[Item, float] | None = None
         for lane in self.lanes.values():
-            if best is not None and not lane.owed:
+            if best is not None and not lane.waited:
                 continue
             for item, cost in lane.costs.items():
                 if is_ready is None or is_ready(item):
                     if best is None:
                         best = item, cost
-                    elif lane.owed >= self.size(item, cost):
+                    elif lane.waited >= self.size(item, cost):
                         return item, cost
                     break
         return best
@@ -86,16 +89,16 @@ class _Line(Generic[Item]):
     def is_due(self, item: Item) -> bool:
         """Whether an item is due before better ranks."""
         lane = self.lanes[self.rank_of(item)]
-        return 0 < self.size(item, lane.costs[item]) <= lane.owed
+        return 0 < self.size(item, lane.costs[item]) <= lane.waited
 
     def served(self, item: Item) -> None:
         """Count a served item, before it is removed: worse ranks have waited for it."""
         rank = self.rank_of(item)
         size = self.size(item, self.lanes[rank].costs[item])
-        self.lanes[rank].owed = max(0.0, self.lanes[rank].owed - size)
+        self.lanes[rank].waited = max(0.0, self.lanes[rank].waited - size)
         for other, lane in self.lanes.items():
             if other > rank:
-                lane.owed += size / RANK_SHARE
+                lane.waited += size / RANK_SHARE
 
     def remove(self, item: Item) -> float:
         rank = self.rank_of(item)
@@ -171,9 +174,9 @@ class FairQueue(Generic[Tenant, Item]):
         loses credit by it.
         """
         ready = {
-            tenant: (line, *first)
+            tenant: (line, *found)
             for tenant, line in self._lines.items()
-            if tenant not in passed and (first := line.first(is_ready)) is not None
+            if tenant not in passed and (found := line.first(is_ready)) is not None
         }
         while ready:
             for tenant, (line, first, cost) in ready.items():

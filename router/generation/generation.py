@@ -36,7 +36,7 @@ from router.generation.context import (
     with_documents,
 )
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
-from router.generation.needs import need_at_least, need_of, within_right
+from router.generation.needs import need_at_least, need_of, with_cut, within_right
 from router.generation.recorder import ServedTurn
 from router.generation.response_sender import ResponseSender, cancel_on_disconnect
 from router.generation.resumption import (
@@ -215,11 +215,7 @@ class GenerationEndpoint:
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
         biased = (token_id for token_id, _ in request.sampling.logit_bias)
         service.prompts.vocabulary.refuse_unknown(biased, "logit_bias")
-        if request.truncate_tokens == -1:
-            # The default length of a chat's answer takes nothing from its prompt.
-            is_asked = isinstance(request, ParsedCompletion) or not request.is_length_default
-            left = service.context_tokens_max - max(1, request.sampling.max_tokens if is_asked else 1)
-            request = replace(request, truncate_tokens=max(1, left))
+        request = with_cut(request, service.context_tokens_max)
         lease.ask(need_at_least(request))  # before the work of tokenising
         if request.sampling.grammar is not None:
             await service.prompts.check_grammar(request.sampling.grammar, tenant)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from replicas.messages import GenerateRequest
 from router.auth import Need
 from router.openai import ParsedChat, ParsedCompletion
-
-Asked = TypeVar("Asked", ParsedChat, ParsedCompletion)
 
 
 def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
@@ -41,8 +38,20 @@ def need_of(asks: Sequence[GenerateRequest]) -> Need:
     )
 
 
-def within_right(request: Asked, best: int) -> Asked:
+def within_right(request: ParsedChat | ParsedCompletion, best: int) -> ParsedChat | ParsedCompletion:
     """Return a request with a priority that its tenant may have, at best `best`; told if it had another."""
     if request.priority >= best:
         return request
     return replace(request, priority=best, ignored_fields=(*request.ignored_fields, "priority"))
+
+
+def with_cut(
+    request: ParsedChat | ParsedCompletion, context_tokens_max: int
+) -> ParsedChat | ParsedCompletion:
+    """Return a request whose prompt is cut to as many tokens as fit, where it asks for that."""
+    if request.truncate_tokens != -1:
+        return request
+    # The default length of a chat's answer takes nothing from its prompt.
+    is_asked = isinstance(request, ParsedCompletion) or not request.is_length_default
+    left = context_tokens_max - max(1, request.sampling.max_tokens if is_asked else 1)
+    return replace(request, truncate_tokens=max(1, left))

@@ -50,8 +50,8 @@ async def read_body(receive: Receive, headers: Headers, limits: LimitsSettings) 
         raise UnsupportedMediaType(headers.get("content-type", ""))
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if declared != 0 and encoding not in ("", "identity"):
-        message = f"A body in Content-Encoding {shown(encoding)} is not read. Send it as it is."
-        raise ApiError(415, message, param="content-encoding", code="unsupported_encoding")
+        what = f"A body in Content-Encoding {shown(encoding)} is not read. Send it as it is."
+        raise ApiError(415, what, param="content-encoding", code="unsupported_encoding")
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_read_s):

@@ -160,8 +160,9 @@ def _check_choice(choice: str | NamedTool | None) -> None:
 def messages_of(messages: Sequence[Message]) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
     """Return the messages, and the places in the request of what the model is not shown as it came.
 
-    A history cannot be changed any more, whoever wrote it: what has no form here becomes a line of text. Only
-    the user's last message is refused for it: it is new, and its sender waits for an answer to it.
+    A history cannot be changed any more, and any provider may have written it: what has no form here becomes
+    a line of text. Only the user's last message is refused for it: it is new, and its sender waits for an
+    answer to it.
     `UnsupportedParameter`, `InvalidValue` and `MissingField` name what is wrong.
     """
     reading = _Reading(max((at for at, one in enumerate(messages) if one.role == "user"), default=-1))

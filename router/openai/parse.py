@@ -410,6 +410,8 @@ def _by_own_names(asked: Asked) -> Asked:
         update[name] = value
     named = asked.model_copy(update=update) if update else asked
     penalty, window = named.repetition_penalty, named.repeat_last_n
+    if penalty is not None and window == 0:
+        return named.model_copy(update={"repetition_penalty": 1.0})
     if penalty not in (None, 1.0) and window not in (None, -1):
         message = "repeat_last_n is not supported beside a penalty: it covers the whole context. Send -1."
         raise UnsupportedParameter("repeat_last_n", message)

@@ -25,8 +25,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from configs.sections import ProfileName
-from configs.settings import PRIORITY_MAX, LimitsSettings
+from configs.sections import PRIORITY_MAX, ProfileName
+from configs.settings import LimitsSettings
 from replicas.reply import TOOL_NAME
 from router.openai.fields import UNBUILT, UNBUILT_ERROR
 

@@ -1,7 +1,8 @@
 """Keeps a prompt's beginning as it was the turn before: volatile lines, tools' order, JSON's spelling. Pure.
 
-Clients build their JSON anew for each request: the same tool comes with its keys in another order, `required`
-and `enum` as sets, 1 as 1.0, other escapes. It is then written as the session's first request wrote it.
+Clients build their JSON for each request again: the same tool comes with its keys in another order,
+`required` and `enum` as sets, 1 as 1.0, other escapes. It is then written as the session's first request
+wrote it.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def rendered(
             )
         )
 
-    return within_limits(render)
+    return str(within_limits(render))
 
 
 def refused_model(limit: TemplateLimit) -> ModelRefused:

@@ -16,8 +16,15 @@ from typing import get_args
 from cache_tiers.blocks import TAG_BYTES, Placement, TierName, session_of
 from cache_tiers.forecast import Role
 from configs.json_text import parse_json
-from configs.sections import VOLATILE_LINES, ProfileName, ProfileSettings, TierSettings
-from configs.session_ids import BODY_IDS, METADATA, SESSION_IDS
+from configs.sections import (
+    BODY_IDS,
+    METADATA,
+    SESSION_IDS,
+    VOLATILE_LINES,
+    ProfileName,
+    ProfileSettings,
+    TierSettings,
+)
 from replicas.messages import TurnContext
 from router.openai import (
     CacheWish,

@@ -23,7 +23,8 @@ COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p"}
 SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
     # Zero of what counts from zero.
     **dict.fromkeys(("min_tokens", "min_p", "presence_penalty", "frequency_penalty"), (0,)),
-    **dict.fromkeys(("logprob_start_len", "top_logprobs"), (0,)),
+    **dict.fromkeys(("logprob_start_len", "top_logprobs", "priority"), (0,)),
+    "repeat_last_n": (0,),  # without a penalty
     # No to a wish.
     **dict.fromkeys(
         ("ignore_eos", "stream", "return_token_ids", "return_tokens_as_token_ids", "echo", "logprobs"),
@@ -36,7 +37,7 @@ SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("stream_options", "prompt_cache_options", "metadata", "logit_bias", "chat_template_kwargs"), ({},)
     ),
-    "suffix": ("",),
+    **dict.fromkeys(("suffix", "service_tier"), ("",)),
     "guided_whitespace_pattern": ("",),  # of no form
     # What is not served, and not asked for.
     **dict.fromkeys(

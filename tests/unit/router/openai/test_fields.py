@@ -306,7 +306,7 @@ def test_fields_of_a_chat_are_obeyed_on_the_other_routes_and_errors_have_the_cli
         assert sampling.grammar is not None
         assert sampling.grammar.field == "guided_regex"
         with pytest.raises(ApiError) as refused:
-            parse({"stop": ["a", ""], "min_p": 0.2})
+            parse({"stop": ["a", 5], "min_p": 0.2})
         assert refused.value.param == "stop[1]"
     with pytest.raises(ApiError) as refused:
         ROUTES["messages"][1]({"stop": ["a"], "stop_sequences": ["b"]})
@@ -333,6 +333,8 @@ def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], p
 
 
 def test_llama_cpps_names_are_obeyed() -> None:
+    off = ROUTES["chat"][1]({"repeat_penalty": 1.5, "repeat_last_n": 0})
+    assert off.sampling.repetition_penalty == 1.0, "a penalty of no tokens"
     parsed = ROUTES["chat"][1]({"n_predict": 5, "repeat_penalty": 1.5, "repeat_last_n": -1})
     assert (parsed.sampling.max_tokens, parsed.sampling.repetition_penalty) == (5, 1.5)
 
