@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from itertools import islice
+from operator import itemgetter
+from typing import Generic, Literal, TypeVar
 
 from cache_tiers.blocks import session_of
 from cache_tiers.doors import Item, Use
@@ -22,6 +25,10 @@ NODES_MAX = 3
 
 SessionState = Literal["idle", "typing", "tool", "closed"]
 Key = tuple[bytes, bytes]
+Place = tuple[float, bytes, bytes]
+"""When it was last used, its tag, its tenant: sessions are listed in that order."""
+Entry = TypeVar("Entry", bound=Hashable)
+LOG_SPARE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,25 +123,41 @@ class SessionView:
         return self.rows[0].used_unix_s
 
 
-def views(rows: Iterable[SessionRow]) -> list[SessionView]:
-    """Group rows by session, in no order."""
-    of: dict[Key, list[SessionRow]] = {}
-    for row in rows:
-        of.setdefault((row.tenant, session_of(row.session)), []).append(row)
-    return [SessionView(tuple(sorted(group, key=_place, reverse=True))) for group in of.values()]
-
-
-def latest(rows: Iterable[SessionRow], count: int, after: SessionView | None = None) -> list[SessionView]:
-    """Return the `count` most recently used sessions, latest first; `after`: only those that follow it."""
-    sessions = views(rows)
-    if after is not None:
-        end = _place(after)
-        sessions = [session for session in sessions if _place(session) < end]
-    return heapq.nlargest(count, sessions, key=_place)
-
-
-def _place(one: SessionRow | SessionView) -> tuple[float, bytes, bytes]:
+def _place(one: SessionRow | SessionView) -> Place:
     return one.used_unix_s, one.session, one.tenant
+
+
+def _place_of_use(row: SessionRow) -> Place:
+    """Return the place that a lineage's use gives to its whole session."""
+    return row.used_unix_s, session_of(row.session), row.tenant
+
+
+class ChangeLog(Generic[Entry]):
+    """Entries by the number of their last change, so that those behind a number are found without the others.
+
+    What changed again, or is gone, stays in the log until that is twice as long as it need be.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[Entry, int] = {}
+        self._log: list[tuple[int, Entry]] = []
+
+    def put(self, entry: Entry, number: int) -> None:
+        """Note a change; numbers grow."""
+        self.numbers[entry] = number
+        self._log.append((number, entry))
+        if len(self._log) > 2 * len(self.numbers) + LOG_SPARE:
+            self._log = list(self._live(0))
+
+    def remove(self, entry: Entry) -> None:
+        del self.numbers[entry]
+
+    def after(self, number: int) -> Iterator[tuple[int, Entry]]:
+        """Iterate over number and entry of the changes behind `number`, oldest first."""
+        return self._live(bisect_right(self._log, number, key=itemgetter(0)))
+
+    def _live(self, begin: int) -> Iterator[tuple[int, Entry]]:
+        return (one for one in islice(self._log, begin, None) if self.numbers.get(one[1]) == one[0])
 
 
 class SessionTable:
@@ -151,8 +174,10 @@ class SessionTable:
         self._of_tenant: dict[bytes, dict[bytes, SessionRow]] = {}  # of each, least recently used first
         self._of_session: dict[Key, dict[bytes, None]] = {}  # (tenant, session's tag) -> lineages' tags
         self._cleared: OrderedDict[tuple[bytes, bytes | None], SessionsCleared] = OrderedDict()
-        self._changed: OrderedDict[Key, int] = OrderedDict()  # -> number of the row's last change
-        self._cleared_at: OrderedDict[tuple[bytes, bytes | None], int] = OrderedDict()
+        self._used: dict[Key, Place] = {}  # (tenant, session's tag) -> when a lineage of it was last used
+        self._by_use: dict[bytes, list[Place]] = {}  # of each tenant, sorted
+        self._changed: ChangeLog[Key] = ChangeLog()  # rows
+        self._cleared_at: ChangeLog[tuple[bytes, bytes | None]] = ChangeLog()
         self.seq = 0
         """Number of the last change."""
 
@@ -177,17 +202,32 @@ class SessionTable:
 
     def view(self, tenant: bytes, session: bytes) -> SessionView | None:
         """Return a whole session; None if it is unknown."""
-        found = views(self.lineages(tenant, session))
-        return found[0] if found else None
+        rows = self.lineages(tenant, session)
+        return SessionView(tuple(sorted(rows, key=_place, reverse=True))) if rows else None
 
     def of(self, tenant: bytes | None) -> list[SessionRow]:
-        """Return a copy of a tenant's rows, or all (None), in no order (see `latest`)."""
+        """Return a copy of a tenant's rows, or all (None), in no order (see `page`)."""
         return list(self._rows.values() if tenant is None else self._of_tenant.get(tenant, {}).values())
+
+    def page(self, tenant: bytes | None, count: int, after: SessionView | None = None) -> list[SessionView]:
+        """Return the `count` most recently used sessions of a tenant, or of all (None), latest first.
+
+        `after`: only those that follow it. It looks at no others.
+        """
+        lists = self._by_use.values() if tenant is None else [self._by_use.get(tenant, [])]
+
+        def down(places: list[Place]) -> Iterator[Place]:
+            end = len(places) if after is None else bisect_left(places, _place(after))
+            return (places[at] for at in range(end - 1, -1, -1))
+
+        merged = heapq.merge(*map(down, lists), reverse=True)
+        views = (self.view(owner, session) for _, session, owner in islice(merged, count))
+        return [view for view in views if view is not None]
 
     def recent(self, tenant: bytes | None, count: int) -> list[SessionView]:
         """Return the `count` sessions of a tenant, or of all (None), that changed last, latest first.
 
-        Unlike `latest` of all rows it looks at no more than those.
+        Unlike `page` it goes by changes.
         """
         rows = self._rows if tenant is None else self._of_tenant.get(tenant, {})
         found: dict[Key, None] = {}
@@ -263,11 +303,10 @@ class SessionTable:
         self._cleared[place] = cleared
         self._cleared.move_to_end(place)
         self.seq += 1
-        self._cleared_at[place] = self.seq
-        self._cleared_at.move_to_end(place)
+        self._cleared_at.put(place, self.seq)
         while len(self._cleared) > self._sessions_max:
             oldest, _ = self._cleared.popitem(last=False)
-            del self._cleared_at[oldest]
+            self._cleared_at.remove(oldest)
         if cleared.session is not None:
             keys = [row.key for row in self.lineages(cleared.tenant, cleared.session)]
         else:
@@ -279,18 +318,12 @@ class SessionTable:
 
     def changes(self, since: int, rows_max: int) -> tuple[list[SessionRow], list[SessionsCleared], int]:
         """Return rows and clears after change `since`, oldest first, and the number to continue from."""
-        numbered: list[tuple[int, SessionRow | SessionsCleared]] = []
-        for key, number in reversed(self._changed.items()):
-            if number <= since:
-                break
-            numbered.append((number, self._rows[key]))
-        for place, number in reversed(self._cleared_at.items()):
-            if number <= since:
-                break
-            numbered.append((number, self._cleared[place]))
-        numbered.sort(key=lambda item: item[0])
-        part = numbered[:rows_max]
-        seq = self.seq if len(part) == len(numbered) else part[-1][0]
+        changed = ((number, self._rows[key]) for number, key in self._changed.after(since))
+        cleared = ((number, self._cleared[place]) for number, place in self._cleared_at.after(since))
+        numbered: Iterator[tuple[int, SessionRow | SessionsCleared]]
+        numbered = heapq.merge(changed, cleared, key=itemgetter(0))
+        part = list(islice(numbered, rows_max))
+        seq = self.seq if next(numbered, None) is None else part[-1][0]
         rows = [change for _, change in part if isinstance(change, SessionRow)]
         return rows, [change for _, change in part if isinstance(change, SessionsCleared)], seq
 
@@ -302,10 +335,17 @@ class SessionTable:
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         assert len(self._rows) <= self._sessions_max, "too many sessions are remembered"
-        assert set(self._changed) == set(self._rows), "the log of changes is of other sessions"
-        assert set(self._cleared_at) == set(self._cleared), "the log of clears is of other clears"
-        numbers = list(self._changed.values())
+        assert set(self._changed.numbers) == set(self._rows), "the log of changes is of other sessions"
+        assert set(self._cleared_at.numbers) == set(self._cleared), "the log of clears is of other clears"
+        numbers = [number for number, _ in self._changed.after(0)]
         assert numbers == sorted(set(numbers)), "changes are out of order"
+        assert sorted(self._changed.numbers.values()) == numbers, "a change is not in the log"
+        used = {key: max(map(_place_of_use, self.lineages(*key))) for key in self._of_session}
+        assert self._used == used, "a session has another place in its tenant's list"
+        assert self._by_use == {
+            tenant: sorted(place for (owner, _), place in used.items() if owner == tenant)
+            for tenant in {owner for owner, _ in used}
+        }, "a tenant's list is of other sessions"
         assert all(number <= self.seq for number in numbers), "a change has a number to come"
         listed = {
             (tenant, session): row for tenant, of in self._of_tenant.items() for session, row in of.items()
@@ -333,13 +373,13 @@ class SessionTable:
         self.seq += 1
         self._rows[row.key] = row
         self._rows.move_to_end(row.key)
-        self._changed[row.key] = self.seq
-        self._changed.move_to_end(row.key)
+        self._changed.put(row.key, self.seq)
         of_tenant = self._of_tenant.setdefault(row.tenant, {})
         of_tenant.pop(row.session, None)
         of_tenant[row.session] = row
         of_session = self._of_session.setdefault((row.tenant, session_of(row.session)), {})
         of_session[row.session] = None
+        self._note_use(row.tenant, session_of(row.session))
         if len(of_session) > self._lineages_max:
             others = [self._rows[row.tenant, tag] for tag in of_session if tag != row.session]
             self._remove(min(others, key=lambda other: (other.turns > 1, *_place(other))).key)
@@ -348,7 +388,7 @@ class SessionTable:
 
     def _remove(self, key: Key) -> None:
         del self._rows[key]
-        del self._changed[key]
+        self._changed.remove(key)
         of_tenant = self._of_tenant[key[0]]
         del of_tenant[key[1]]
         if not of_tenant:
@@ -357,6 +397,25 @@ class SessionTable:
         del self._of_session[session][key[1]]
         if not self._of_session[session]:
             del self._of_session[session]
+        self._note_use(*session)
+
+    def _note_use(self, tenant: bytes, session: bytes) -> None:
+        """Put a session to its place among its tenant's."""
+        key, tags = (tenant, session), self._of_session.get((tenant, session), ())
+        new = max((_place_of_use(self._rows[tenant, tag]) for tag in tags), default=None)
+        old = self._used.get(key)
+        if new == old:
+            return
+        places = self._by_use.setdefault(tenant, [])
+        if old is not None:
+            del places[bisect_left(places, old)]
+        if new is not None:
+            insort(places, new)
+            self._used[key] = new
+            return
+        del self._used[key]
+        if not places:
+            del self._by_use[tenant]
 
     def _newborn(self, tenant: bytes, session: bytes, now_unix_s: float) -> SessionRow:
         """Return a row created after all its clears, even if the clock was set back since."""

@@ -32,5 +32,5 @@ class DocumentTurns:
 
     def over(self, tenant: str, seconds: float) -> None:
         """Charge a tenant for what its document has taken, and let its next one begin."""
-        self._busy.remove(tenant)
+        self._busy.discard(tenant)
         self._turns.charge(tenant, seconds)

@@ -73,7 +73,14 @@ from router.http.middleware import (
 )
 from router.http.operations import OPENAPI_ROUTE, methods_of, openapi_document
 from router.http.operator_routes import CacheRoutes, SessionRoutes
-from router.http.places import add_places, forget_entries_here, forget_here, forget_made, forget_sessions
+from router.http.places import (
+    add_places,
+    forget_entries_here,
+    forget_here,
+    forget_made,
+    forget_sessions,
+    unfinished_dir,
+)
 from router.http.response_routes import ResponseRoutes
 from router.http.tokenizer_routes import TokenizerRoutes
 from router.live import LiveHub, LiveRoutes, PageFiles
@@ -95,8 +102,6 @@ from router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_cl
 DISTRIBUTION = "samovar"
 KEPT_FILE = "replies.sqlite"
 """Beside the nvme tier's records."""
-CLEARS = "clears"
-"""In `model.cache_dir`: what is still to be deleted."""
 TENANTS_MAX = 4096
 """Tenants whose tags are remembered: a tag is an HMAC."""
 MESSAGES_PATH = "/v1/messages"
@@ -208,9 +213,7 @@ def build_service(
         knowledge=knowledge,
         documents=documents,
         compaction=compaction,
-        clears=Erasures(
-            UnfinishedFile(settings.model.cache_dir.expanduser() / CLEARS), settings.limits.retry_after_s
-        ),
+        clears=Erasures(UnfinishedFile(unfinished_dir(settings, secret)), settings.limits.retry_after_s),
     )
     add_places(service)
     return service

@@ -25,7 +25,6 @@ from cache_tiers.session_table import (
     SessionRow,
     SessionState,
     SessionView,
-    latest,
 )
 from configs.settings import TenantName
 from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
@@ -113,9 +112,7 @@ class SessionRoutes:
         limit = whole_number(request.query_params, "limit", PAGE_DEFAULT, PAGE_MAX)
         after = self._after(caller, request.query_params.get("after"))
         with self._service.reads.lease(caller.tenant or ADMIN):
-            rows = self._service.directory.table.of(self._tag(caller))
-            # Not on the event loop: a tenant may have a hundred thousand sessions.
-            page = await asyncio.to_thread(latest, rows, limit + 1, after)
+            page = self._service.directory.table.page(self._tag(caller), limit + 1, after)
         data = [self._card(view, caller) for view in page[:limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
 

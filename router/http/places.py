@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Sequence
+from pathlib import Path
 
 from cache_tiers.blocks import Clear, tenant_tag
 from cache_tiers.session_table import SessionsCleared
+from configs.settings import Settings
 from router.erasure import Cleared, Erasure, Erasures, Left
 from router.generation import IngressServices
 from router.openai import ApiError
@@ -13,6 +16,21 @@ from router.routing import DirectoryLost
 
 HERE = ("replies", "summaries of conversations")
 """The places of a front door itself, which the others ask it to clear."""
+
+
+def unfinished_dir(settings: Settings, secret: bytes) -> Path:
+    """Return the folder of the deletions that are left: a service's with these stores, and no other's."""
+    own = settings.knowledge
+    url = own.postgres.url
+    stores = (
+        settings.nvme_dir,
+        own.dir,
+        None if url is None else url.get_secret_value(),
+        own.postgres.schema_name,
+        settings.compaction.dir,
+    )
+    told = hmac.digest(secret, b"samovar deletions\0" + repr(stores).encode(), "sha256").hex()
+    return settings.model.cache_dir.expanduser() / "clears" / told[:16]
 
 
 def add_places(service: IngressServices) -> None:

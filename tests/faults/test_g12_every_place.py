@@ -22,6 +22,7 @@ from replicas.messages import Forgotten
 from router.compaction import Compactor, Summary
 from router.doors import ToldDoors
 from router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, UnfinishedFile
+from router.http.places import unfinished_dir
 from router.knowledge import KnowledgeError
 from router.openai import ApiError, Unavailable
 from tests.faults.test_nvme_full import small_disk
@@ -445,6 +446,19 @@ async def test_all_entries_that_are_erased_late_are_those_of_before_the_wish(tmp
         assert [one["text"] for one in (await client.get("/v1/knowledge")).json()["data"]] == ["new"]
         assert await erase(Erasure("entries", "local", None, now_s + 5)) == Cleared(entries=1)
     close(made)
+
+
+def test_a_service_goes_on_with_its_own_deletions_only(tmp_path: Path) -> None:
+    """One that has another knowledge base in the same folder of models must not erase from that."""
+    settings = make_settings(knowledge={"enabled": True, "dir": tmp_path / "kb"})
+    other = make_settings(knowledge={"enabled": True, "dir": tmp_path / "another"})
+    folders = {
+        unfinished_dir(settings, b"secret"),
+        unfinished_dir(other, b"secret"),
+        unfinished_dir(settings, b"another"),
+    }
+    assert len(folders) == 3
+    assert unfinished_dir(make_settings(knowledge={"dir": tmp_path / "kb"}), b"secret") in folders
 
 
 def test_no_file_is_made_where_nothing_is_started(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,6 @@ from cache_tiers.session_table import (
     SessionRow,
     SessionsCleared,
     SessionTable,
-    latest,
 )
 
 TENANTS = [bytes([1]) * 16, bytes([2]) * 16]
@@ -46,7 +46,7 @@ def test_the_idlest_sessions_go_when_there_are_too_many() -> None:
     for number, session in enumerate(SESSIONS[:3]):
         turn(one, session, "r1", float(number))
     assert one.get(TENANTS[0], SESSIONS[0]) is None
-    assert [view.main.session for view in latest(one.of(TENANTS[0]), 3)] == [SESSIONS[2], SESSIONS[1]]
+    assert [view.main.session for view in one.page(TENANTS[0], 3)] == [SESSIONS[2], SESSIONS[1]]
     one.check_integrity()
 
 
@@ -97,6 +97,31 @@ def test_changes_come_in_parts_and_end() -> None:
     assert {row.session for row in seen} == set(SESSIONS)
     assert clears == 1
     assert since == one.seq
+
+
+def test_a_part_of_the_changes_looks_at_no_more_than_that_part() -> None:
+    """An ingress that comes new reads all rows in packets: each row is looked at once, not once a packet."""
+    one, packet = SessionTable(5000), 100
+    for number in range(2000):
+        turn(one, number.to_bytes(8, "big") * 2, "r1")
+    for number in range(0, 2000, 3):
+        turn(one, number.to_bytes(8, "big") * 2, "r2", 2.0)
+    looked, live = 0, one._changed._live
+
+    def counted(begin: int) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
+        nonlocal looked
+        for found in live(begin):
+            looked += 1
+            yield found
+
+    one._changed._live = counted  # type: ignore[method-assign]
+    seen: list[SessionRow] = []
+    since = 0
+    while since < one.seq:
+        rows, _, since = one.changes(since, packet)
+        seen += rows
+    assert len(seen) == len({row.key for row in seen}) == 2000
+    assert looked <= 2000 + 2 * (2000 // packet + 1)
 
 
 def test_what_tiers_hold_is_only_news_where_nothing_was_known() -> None:
@@ -256,7 +281,7 @@ def test_a_side_request_does_not_move_the_conversation() -> None:
     assert [row.session for row in view.rows] == [title, talk], "the latest used first"
     assert view.main is row
     assert view.living == (row,)
-    assert latest(one.of(TENANTS[0]), 9) == [view], "one session in the list"
+    assert one.page(TENANTS[0], 9) == [view], "one session in the list"
 
 
 def test_of_a_session_with_too_many_lineages_the_least_worth_goes() -> None:
@@ -296,4 +321,4 @@ def test_the_recent_sessions_are_those_of_the_latest_turns_whoever_is_asked() ->
         SESSIONS[n][:8] + bytes(8) for n in (0, 1)
     ]
     assert [len(one.recent(tenant, 1)) for tenant in (None, TENANTS[1], b"nobody")] == [1, 1, 0]
-    assert one.recent(None, 4) == latest(one, 4)
+    assert one.recent(None, 4) == one.page(None, 4)

@@ -70,7 +70,6 @@ REASONS = {
     "router/http/app.py _SimpleRoutes.metrics": "the administrator's",
     "router/http/app.py _SimpleRoutes.openapi": "made once",
     "router/http/app.py build_api.lifespan": END,
-    "router/http/operator_routes.py SessionRoutes.all": "a page of sessions; reads_per_key bounds them",
     "router/prompt/prompt.py PromptBuilder.forget": DELETES,
     "router/prompt/template_limits.py _Watchdog._wake": OWN,
     "cluster/diagnosis/check.py run_check": COMMAND,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from cache_tiers.session_table import SessionRow, SessionTable, SessionView, latest
+from cache_tiers.session_table import SessionRow, SessionTable, SessionView
 from configs.settings import AuthSettings, LimitsSettings, Settings
 from router.openai.errors import TooManyRequests
 from router.prompt.tokenizer_threads import TokenizerThreads
@@ -162,23 +162,31 @@ async def test_s13_lists_and_figures_are_bounded_per_key() -> None:
         assert (await client.get("/v1/sessions", headers=bearer(KEY))).status_code == 200
 
 
-def test_s13_a_page_of_sessions_is_what_sorting_gives_and_the_loop_only_copies() -> None:
-    table = SessionTable(100_000)
+def test_s13_a_page_of_sessions_is_what_sorting_gives_and_looks_at_no_others() -> None:
+    table, count = SessionTable(100_000), 20_000
     tenant = b"t" * 16
-    for number in range(100_000):
+    for number in range(count):
         session = number.to_bytes(8, "big") + bytes(8)
         table.turn(tenant, session, home="", node="", tokens=1, now_unix_s=float(number * 7919 % 1000))
-    rows = table.of(tenant)
-    assert [int.from_bytes(row.session[:8], "big") for row in rows] == list(range(100_000)), "it sorts"
 
     def place(row: SessionRow) -> tuple[float, bytes]:
         return row.used_unix_s, row.session
 
-    whole = sorted(rows, key=place, reverse=True)
-    first = latest(rows, 101)
+    whole = sorted(table.of(tenant), key=place, reverse=True)
+    looked, view = 0, table.view
+
+    def counted(tenant: bytes, session: bytes) -> SessionView | None:
+        nonlocal looked
+        looked += 1
+        return view(tenant, session)
+
+    table.view = counted  # type: ignore[method-assign]
+    first = table.page(tenant, 101)
     assert [view.main for view in first] == whole[:101]
-    assert [view.main for view in latest(rows, 101, first[99])] == whole[100:201]
-    assert latest(rows, 5, SessionView((whole[-1],))) == []
+    assert [view.main for view in table.page(tenant, 101, first[99])] == whole[100:201]
+    assert table.page(tenant, 5, SessionView((whole[-1],))) == []
+    assert [view.main for view in table.page(None, 5)] == whole[:5]
+    assert looked == 101 + 101 + 5
 
 
 # Settings -----------------------------------------------------------------------------------------

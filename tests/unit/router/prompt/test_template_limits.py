@@ -40,7 +40,7 @@ HOSTILE = {
     "joined by a method": "{{ ('b' * 10**6).join(['a' * 10**6] * 10**3) }}",
     "product": "{{ 'a' * 10**11 }}",
     "product the other way": "{{ 10**11 * 'a' }}",
-    "product that fits": "{{ 'a' * (3 * 10**10) }}",
+    "product that fits": "{{ 'a' * (200 * 2**20) }}",
     "power": "{{ 9 ** (9 ** 9) }}",
     "width": "{{ 'a'.center(10**11) }}",
     "width of a filter": "{{ 'a' | center(10**11) }}",
