@@ -113,12 +113,18 @@ class CallText:
                 return False
             yield None
 
-    def _behind(self, mark: str, pattern: re.Pattern[str] = _BLANK) -> Steps[bool]:
-        """Read a mark and what may stand in front of it, if they come next."""
+    def _behind(self, mark: str, pattern: re.Pattern[str] = _BLANK, *, is_last: bool = True) -> Steps[bool]:
+        """Read a mark and what may stand in front of it, if they come next.
+
+        `is_last`: where the text ends, a part of the mark is one.
+        """
         begin = self._at
         if mark:
             yield from self._skip(pattern)
             if (yield from self._literal(mark)):
+                return True
+            if is_last and self.is_ended and self.rest and mark.startswith(self.rest):
+                self._at = len(self.text)
                 return True
             self._at = begin
         return False
@@ -261,7 +267,7 @@ class CallText:
 
     def _deepseek_calls(self) -> Steps[None]:
         end, found = DEEPSEEK["call▁end"], False
-        while not (yield from self._behind(DEEPSEEK["calls▁end"])):
+        while not (yield from self._behind(DEEPSEEK["calls▁end"], is_last=found)):
             begin = self._at
             try:
                 yield self._opened((yield from self._head(_DEEPSEEK_HEAD)))
@@ -291,7 +297,7 @@ class CallText:
         name, types, is_open = self._captured["name"].strip(), {}, False
         if self._parameters:
             types = _types_of(self._parameters, name)
-        while not (yield from self._behind("</function>")):
+        while not (yield from self._behind("</function>", is_last=False)):
             key = yield from self._parameter()
             if not key:
                 if not is_open:

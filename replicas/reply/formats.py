@@ -37,6 +37,13 @@ DEEPSEEK: Final = {
 """Its tokens around calls, which are written with full-width bars."""
 
 _NAMED: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+# Of declared templates, how they say that the content is a call, or several.
+_ONE: Final = (
+    None,
+    "{content}",
+    *({"name": "{content.name}", "arguments": f"{{content.{key}}}"} for key in ("arguments", "parameters")),
+)
+_EACH: Final = tuple({"name": "{name}", "arguments": f"{{{key}}}"} for key in ("arguments", "parameters"))
 _CALLS: Final[Mapping[str, Field]] = {
     # Qwen 2 to 3, Hermes, Granite 4, and what models without tools of their own are asked for.
     "hermes": {"open": "<tool_call>", "close": "</tool_call>"},
@@ -202,18 +209,15 @@ def declared_format(response_template: Mapping[str, Any]) -> ReplyFormat:
 def _style_of(field: Field) -> Style:
     """Return how calls of a declared field are read: as they come, if they are JSON in a known shape."""
     transform, args = field.get("transform"), field.get("content_args") or {}
-    is_marked = isinstance(field.get("close", ""), str) and "close_pattern" not in field
-    if field.get("content") != "json" or not is_marked or field.get("transform_each"):
+    if field.get("content") != "json" or "close_pattern" in field or isinstance(field.get("close"), list):
         return "declared"
-    inner = transform.get("function", transform) if isinstance(transform, dict) else transform
-    if not args and inner in (None, "{content}"):
+    call = transform.get("function", transform) if isinstance(transform, dict) else transform
+    is_each = bool(field.get("transform_each"))
+    if not args and call in (_EACH if is_each else _ONE):
         return "json"
-    if inner != {"name": "{name}", "arguments": "{content}"} or "(?P<name>" not in field.get(
-        "open_pattern", ""
-    ):
+    if is_each or call != _NAMED["function"] or "(?P<name>" not in field.get("open_pattern", ""):
         return "declared"
-    is_gemma = args == _CALLS["gemma4"]["content_args"]
-    return "named" if not args else "gemma" if is_gemma else "declared"
+    return "named" if not args else "gemma" if args == _CALLS["gemma4"]["content_args"] else "declared"
 
 
 def _opens(field: Field) -> bool:

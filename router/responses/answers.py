@@ -21,6 +21,7 @@ from router.openai import (
     Usage,
     json_bytes,
 )
+from router.responses.custom_tools import input_of, input_so_far
 from router.responses.request import ParsedResponse, encrypted
 
 Keep = Callable[[Json, Json], None]
@@ -38,6 +39,7 @@ class ResponsesShape(ChatShape):
         self._open: Json | None = None  # the item that grows
         self._items: list[Json] = []  # closed
         self._calls = 0
+        self._arguments = ""  # of the open call
         self._reason: FinishReason = "stop"
         self._streamed = Choice(0, head.reading)
 
@@ -71,11 +73,22 @@ class ResponsesShape(ChatShape):
         if piece.kind == "call":
             events = self._closed()
             self._open = self._call_item(Call(piece.text, ""), self._calls) | {"status": "in_progress"}
+            self._arguments = ""
             self._calls += 1
             place = {"output_index": len(self._items), "item": dict(self._open)}
             return [*events, self._event("response.output_item.added", **place)]
         if piece.kind == "arguments" and self._open is not None:
-            self._open["arguments"] += piece.text
+            self._arguments += piece.text
+            if self._open["type"] == "custom_tool_call":
+                grown = input_so_far(self._arguments)
+                delta, self._open["input"] = grown[len(self._open["input"]) :], grown
+                place = self._place()
+                return (
+                    [self._event("response.custom_tool_call_input.delta", **place, delta=delta)]
+                    if delta
+                    else []
+                )
+            self._open["arguments"] = self._arguments
             told = {**self._place(), "delta": piece.text}
             return [self._event("response.function_call_arguments.delta", **told)]
         events = []
@@ -101,6 +114,15 @@ class ResponsesShape(ChatShape):
         """Close the open item, if there is one; `is_whole`: a call that is not cut."""
         if self._open is None:
             return []
+        if self._open["type"] == "custom_tool_call":
+            place, said = self._place(), input_of(self._arguments) if is_whole else self._open["input"]
+            item = self._open | {"status": _status(is_whole), "input": said}
+            self._open = None
+            self._items.append(item)
+            return [
+                self._event("response.custom_tool_call_input.done", **place, input=said),
+                self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
+            ]
         if self._open["type"] == "function_call":
             item, place = self._open | {"status": _status(is_whole)}, self._place()
             told = {"name": item["name"], "arguments": item["arguments"]}
@@ -127,7 +149,8 @@ class ResponsesShape(ChatShape):
     def _place(self) -> Json:
         assert self._open is not None
         place = {"item_id": self._open["id"], "output_index": len(self._items)}
-        return place if self._open["type"] == "function_call" else place | {"content_index": 0}
+        is_call = self._open["type"] in ("function_call", "custom_tool_call")
+        return place if is_call else place | {"content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._events += 1
@@ -145,6 +168,16 @@ class ResponsesShape(ChatShape):
         return made | {"content": [part]}
 
     def _call_item(self, call: Call, number: int) -> Json:
+        if call.name in self._request.customs:
+            said = input_of(call.arguments) if call.is_whole else input_so_far(call.arguments)
+            return {
+                "id": self._item_id("ctc", number),
+                "type": "custom_tool_call",
+                "call_id": self._head.call_id(0, number),
+                "name": call.name,
+                "input": said if call.arguments else "",
+                "status": _status(call.is_whole),
+            }
         namespace, name = self._request.names.get(call.name, (None, call.name))
         item = {
             "id": self._item_id("fc", number),

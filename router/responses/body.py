@@ -48,13 +48,14 @@ class InputItem(StrictModel):
 
 
 class ResponsesTool(StrictModel):
-    """A tool: a function, or a `namespace` of functions; others are skipped."""
+    """A tool: a function, one of text (`custom`), or a `namespace` of functions; others are skipped."""
 
     type: Word
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: dict[str, Any] | None = None
     tools: list[ResponsesTool] | None = None
 
 

@@ -39,6 +39,7 @@ from router.responses.body import (
     ResponsesTool,
     bounded_responses_body,
 )
+from router.responses.custom_tools import PARAMETERS
 from router.responses.store import ResponseStore
 
 FIELDS = {
@@ -61,12 +62,14 @@ class ParsedResponse(ParsedChat):
 
     `said`: its messages as JSON, without `instructions`. `echo`: the request's fields that a response
     repeats. `names`: of each function in a namespace the (namespace, name) that the client calls it.
+    `customs`: functions that stand for tools whose input is text.
     `tells_thoughts`: reasoning comes as `encrypted_content` too. `forgets`: see `ResponseStore.put`.
     """
 
     said: Sequence[Json] = ()
     echo: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    customs: frozenset[str] = frozenset()
     is_stored: bool = True
     tells_thoughts: bool = False
     forgets: int = 0
@@ -138,6 +141,7 @@ class ResponsesParser:
         if not said.messages:
             raise MissingField("input")
         tools, names, tool_places, ignored = _tools(asked.tools or ())
+        customs = [tool.name for tool in asked.tools or () if tool.type == "custom" and tool.name]
         request = with_passed(asked, self._wishes(asked))
         request |= {"messages": [*front, *said.messages], "tools": tools}
         if not tools:
@@ -155,6 +159,7 @@ class ResponsesParser:
             said=said.messages,
             echo=_echo(asked),
             names=names,
+            customs=frozenset(customs),
             is_stored=asked.store is not False,
             tells_thoughts=ENCRYPTED in (asked.include or ()),
             forgets=forgets,
@@ -195,8 +200,8 @@ class ResponsesParser:
             made["tool_choice"] = choice
         elif choice is not None:
             made["tool_choice"] = {"type": choice.type}
-            if choice.type == "function":
-                made["tool_choice"]["function"] = {"name": choice.name or ""}
+            if choice.type in ("function", "custom"):
+                made["tool_choice"] = {"type": "function", "function": {"name": choice.name or ""}}
         form = asked.text.format if asked.text else None
         if form is not None:
             made["response_format"] = {"type": form.type}
@@ -362,7 +367,8 @@ def _tools(
             for number, inner in enumerate(tool.tools or ()):
                 add(inner, f"{place}.tools[{number}]", tool.name)
             return
-        if tool.type != "function":
+        is_custom = tool.type == "custom" and namespace is None
+        if tool.type != "function" and not is_custom:
             ignored.append(f"tools.{tool.type}")
             return
         if not tool.name:
@@ -373,7 +379,11 @@ def _tools(
         function: Json = {"name": name}
         if tool.description is not None:
             function["description"] = tool.description
-        if tool.parameters is not None:
+        if is_custom:
+            function["parameters"] = PARAMETERS
+            if (tool.format or {}).get("type") == "grammar":  # the model is not told, nor held to it
+                ignored.append(f"{place}.format")
+        elif tool.parameters is not None:
             function["parameters"] = tool.parameters
         if tool.strict:
             function["strict"] = True

@@ -242,6 +242,42 @@ def test_a_declared_template_is_used_as_it_is() -> None:
         declared_format({"fields": {}})
 
 
+ONE_CALL = '<call>{"name": "f", "arguments": {"s": "a </call> b"}}</call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        (ONE_CALL, {"transform": {"type": "function", "function": "{content}"}}),
+        (
+            ONE_CALL,
+            {"transform": {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}}},
+        ),
+        (
+            '<call>[{"name": "f", "parameters": {"s": "a </call> b"}}]</call>',
+            {"transform": {"name": "{name}", "arguments": "{parameters}"}, "transform_each": True},
+        ),
+        (
+            '<call f>{"s": "a </call> b"}</call>',
+            {
+                "open_pattern": r"<call (?P<name>\w+)>",
+                "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        ),
+    ],
+)
+def test_calls_of_a_declared_template_in_a_known_shape_come_as_they_are_written(
+    text: str, field: dict[str, Any]
+) -> None:
+    opens = {} if "open_pattern" in field else {"open": "<call>"}
+    calls = {**opens, "close": "</call>", "repeats": True, "content": "json", **field}
+    form = declared_format({"start_anchor": "<a>", "fields": {"content": {}, "tool_calls": calls}})
+    asked = ReplyReading(form, tools=("f",))
+    assert read_reply(asked, text) == Reply(calls=[Call("f", '{"s": "a </call> b"}')])
+    cut = read_reply(asked, text[: text.index(' b"')]).calls[0]
+    assert (cut.arguments, cut.is_whole) == ('{"s": "a </call>', False)
+
+
 MARKS = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
     *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<|python_tag|>", " " * 300),

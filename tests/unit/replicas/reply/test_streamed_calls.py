@@ -123,6 +123,7 @@ def test_a_call_cut_anywhere_is_the_call_so_far(name: str) -> None:
             assert len(one.arguments) >= before, "what was told stays"
             before = len(one.arguments)
             free = read_reply(reading(name), call[:at])
+            assert not free.calls or not free.content.strip(), "half a mark is no text"
             assert free.calls == whole.calls if free.calls else free.content.strip() == call[:at].strip()
             cuts += 1
     assert cuts > 500

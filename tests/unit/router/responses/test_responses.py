@@ -359,3 +359,47 @@ async def test_fuzzed_requests_are_answered_or_refused(sent: dict[str, Any]) -> 
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert error_of(response)["message"]
+
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "d", "format": {"type": "grammar"}}
+PATCHED = '*** Begin \u00e9\n"quoted" \\ \U0001f600 </tool_call>\n*** End'
+
+
+@pytest.mark.parametrize("ensure_ascii", [True, False])
+async def test_a_tool_of_text_is_offered_called_and_streamed_as_such(ensure_ascii: bool) -> None:
+    called = json.dumps({"name": "apply_patch", "arguments": {"input": PATCHED}}, ensure_ascii=ensure_ascii)
+    text = f"<tool_call>\n{called}\n</tool_call>"
+    house = House(lambda request: spoken(text), tokenizer=tokenizer_with(QWEN3))
+    sent = body(tools=[PATCH, GET])
+    whole = await asked(house, sent)
+    (item,) = whole["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", PATCHED)
+    events = await streamed(house, sent)
+    deltas = [one["delta"] for one in events if one["type"] == "response.custom_tool_call_input.delta"]
+    assert len(deltas) > 5
+    assert "".join(deltas) == PATCHED
+    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert bare(done) == bare(whole["output"]) == bare(events[-1]["response"]["output"])
+    # What comes back continues the prompt as it was.
+    back = {key: item[key] for key in ("type", "call_id", "name", "input")}
+    result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done"}
+    await asked(house, body(user("u"), back, result, tools=[PATCH, GET]))
+    first, again = (house.replicas.calls[at].prompt_token_ids for at in (0, -1))
+    assert again[: len(first) - 8] == first[: len(first) - 8]
+
+
+async def test_a_tool_of_text_that_is_cut_has_its_input_so_far() -> None:
+    called = json.dumps({"name": "apply_patch", "arguments": {"input": PATCHED}})
+    text = f"<tool_call>\n{called}\n</tool_call>"
+    for cut in range(60, len(text) - 10, 7):
+        house = House(
+            lambda request, cut=cut: spoken(text[:cut], finish="length"), tokenizer=tokenizer_with(QWEN3)
+        )
+        sent = body(tools=[PATCH], tool_choice={"type": "custom", "name": "apply_patch"})
+        whole = await asked(house, sent)
+        events = await streamed(house, sent)
+        deltas = [one["delta"] for one in events if one["type"] == "response.custom_tool_call_input.delta"]
+        items = whole["output"]
+        assert [one["type"] for one in items] == ["custom_tool_call"]
+        assert "".join(deltas) == items[0]["input"]
+        assert PATCHED.startswith(items[0]["input"])
