@@ -274,6 +274,7 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         _generation_route(MESSAGES_PATH, GenerationEndpoint(messages_api, service)),
         _generation_route("/v1/responses", GenerationEndpoint(responses_api, service)),
         Route(RESPONSE_ROUTE, responses.one),
+        Route(f"{RESPONSE_ROUTE}/input_items", responses.items),
         Route(RESPONSE_ROUTE, responses.delete, methods=["DELETE"]),
         Route(f"{MESSAGES_PATH}/count_tokens", tokenizer.count, methods=["POST"]),
         Route("/v1/sessions", sessions.all),

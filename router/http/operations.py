@@ -24,6 +24,7 @@ from router.http.middleware import (
     SESSIONS_ROUTE,
 )
 from router.http.operator_routes import PAGE_DEFAULT, PAGE_MAX, ClearBody, HintBody
+from router.http.response_routes import ITEMS_DEFAULT, ITEMS_MAX
 from router.metrics import CONTENT_TYPE
 from router.openai import DetokenizeBody, bounded_chat, bounded_completion, bounded_tokenize
 from router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
@@ -61,6 +62,11 @@ _LIMIT = QueryParameter(
     "limit",
     "items of a page",
     {"type": "integer", "minimum": 1, "maximum": PAGE_MAX, "default": PAGE_DEFAULT},
+)
+_ITEMS = QueryParameter(
+    "limit",
+    f"items of a page, {ITEMS_DEFAULT} by default",
+    {"type": "integer", "minimum": 1, "maximum": ITEMS_MAX},
 )
 _AFTER = QueryParameter("after", "the id of the last item of the page before", {"type": "string"})
 
@@ -107,6 +113,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         events="OpenAI's events, to `response.completed`, `response.incomplete` or `response.failed`",
     ),
     ("GET", RESPONSE_ROUTE): _answer(summary="Return a stored response", answer=answers.ResponseJson),
+    ("GET", f"{RESPONSE_ROUTE}/input_items"): _answer(
+        summary="List the items that a stored response answered",
+        description="Newest first; `order=asc`: oldest first.",
+        answer=dict,
+        query=(_ITEMS, _AFTER),
+    ),
     ("DELETE", RESPONSE_ROUTE): _answer(
         summary="Delete a stored response",
         description="Its blocks stay until the session is deleted.",

@@ -1,4 +1,7 @@
-"""Routes of stored responses: reading and deleting one. POST /v1/responses is a `GenerationEndpoint`."""
+"""Routes of stored responses: reading one, or what it answered, and deleting it.
+
+POST /v1/responses is a `GenerationEndpoint`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ from starlette.responses import JSONResponse, Response
 from router.auth import tenant_of
 from router.erasure import Erasure
 from router.generation import IngressServices
-from router.responses import ResponseNotFound
+from router.openai import InvalidValue, cursor, no_such_cursor, shown, whole_number
+from router.responses import ResponseNotFound, StoredResponse, input_items
+
+ITEMS_DEFAULT, ITEMS_MAX = 20, 100
+"""Items of a page, as of OpenAI's API."""
 
 
 class ResponseRoutes:
@@ -19,6 +26,29 @@ class ResponseRoutes:
 
     async def one(self, request: Request) -> Response:
         """Handle GET /v1/responses/{id}: the response as it was sent."""
+        stored = await self._stored(request)
+        return Response(stored.response, media_type="application/json")
+
+    async def items(self, request: Request) -> Response:
+        """Handle GET /v1/responses/{id}/input_items: what the response answered, newest first."""
+        params = request.query_params
+        limit, after = whole_number(params, "limit", ITEMS_DEFAULT, ITEMS_MAX), cursor(params)
+        order = params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidValue("order", f"order={shown(order)} is neither asc nor desc.")
+        items = input_items(request.path_params["response_id"], await self._stored(request))
+        if order == "desc":
+            items.reverse()
+        if after:
+            places = [place for place, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise no_such_cursor(after)
+            items = items[places[0] + 1 :]
+        page = items[:limit]
+        ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+        return JSONResponse({"object": "list", "data": page, "has_more": len(items) > limit, **ids})
+
+    async def _stored(self, request: Request) -> StoredResponse:
         response_id, tenant = request.path_params["response_id"], tenant_of(request.scope)
         responses = self._service.responses
         stored = responses.get(tenant, response_id)
@@ -26,7 +56,7 @@ class ResponseRoutes:
             stored = responses.get(tenant, response_id)
         if stored is None:
             raise ResponseNotFound(response_id)
-        return Response(stored.response, media_type="application/json")
+        return stored
 
     async def delete(self, request: Request) -> Response:
         """Handle DELETE /v1/responses/{id}. Its blocks stay until the session is deleted."""

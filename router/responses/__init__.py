@@ -3,6 +3,7 @@
 from router.responses.answers import ResponsesShape
 from router.responses.body import bounded_responses_body
 from router.responses.dialect import ResponsesDialect
+from router.responses.items import input_items
 from router.responses.request import ParsedResponse, ResponseNotFound, ResponsesParser
 from router.responses.store import ResponseStore, StoredResponse
 
@@ -15,4 +16,5 @@ __all__ = [
     "ResponsesShape",
     "StoredResponse",
     "bounded_responses_body",
+    "input_items",
 ]

@@ -121,6 +121,7 @@ ROUTES = [
     ("POST", "/v1/messages/count_tokens", chat()),
     ("POST", "/v1/responses", {"model": MODEL, "input": "hi"}),
     ("GET", "/v1/responses/resp_none", None),
+    ("GET", "/v1/responses/resp_none/input_items", None),
     ("DELETE", "/v1/sessions/one", None),
     ("DELETE", "/v1/cache", None),
     ("POST", "/cache/clear", None),
@@ -132,11 +133,9 @@ def template_of(path: str) -> str:
     """The document's path of a request's."""
     if path in DOCUMENT["paths"]:
         return path
-    begin = "/".join(path.split("/")[:3])
+    begin, rest = "/".join(path.split("/")[:3]), "/".join(["", *path.split("/")[4:]]).rstrip("/")
     (found,) = [
-        one
-        for one in DOCUMENT["paths"]
-        if one.startswith(f"{begin}/{{") and one.endswith("/hint") == path.endswith("/hint")
+        one for one in DOCUMENT["paths"] if one.startswith(f"{begin}/{{") and one.partition("}")[2] == rest
     ]
     return str(found)
 

@@ -403,3 +403,35 @@ async def test_a_tool_of_text_that_is_cut_has_its_input_so_far() -> None:
         assert [one["type"] for one in items] == ["custom_tool_call"]
         assert "".join(deltas) == items[0]["input"]
         assert PATCHED.startswith(items[0]["input"])
+
+
+async def test_what_a_stored_response_answered_is_listed_in_pages() -> None:
+    house = House(lambda request: spoken("Hello"))
+    async with house.client() as client:
+        first = (await client.post(PATH, json=body(user("u"), ITEM, RESULT, user("v")))).json()
+        second = (await client.post(PATH, json=body(user("w"), previous_response_id=first["id"]))).json()
+        path = f"{PATH}/{second['id']}/input_items"
+        whole = (await client.get(path, params={"order": "asc"})).json()
+        kinds = [(item["type"], item.get("role")) for item in whole["data"]]
+        assert kinds == [
+            ("message", "user"),
+            ("function_call", None),
+            ("function_call_output", None),
+            ("message", "user"),
+            ("message", "assistant"),
+            ("message", "user"),
+        ]
+        assert whole["data"][1]["arguments"] == ITEM["arguments"]
+        assert whole["data"][2]["call_id"] == whole["data"][1]["call_id"] == "c1"
+        assert not whole["has_more"]
+        pages: list[Any] = []
+        while True:
+            after = {"after": pages[-1]["id"]} if pages else {}
+            page = (await client.get(path, params={"limit": 4, **after})).json()
+            pages += page["data"]
+            if not page["has_more"]:
+                break
+        assert pages == whole["data"][::-1]
+        for params in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_none"}):
+            assert (await client.get(path, params=params)).status_code == 400
+        assert (await client.get(f"{PATH}/resp_none/input_items")).status_code == 404
