@@ -120,7 +120,7 @@ class TenantThreads:
                 raise PlacesTaken(is_of_tenant=True)
             self._open[tenant] += 1
             self._waiting.put(tenant, job, cost)
-        job.future.add_done_callback(lambda _: self._left(job))  # also on cancellation
+        job.future.add_done_callback(lambda future: self._cancelled(job) if future.cancelled() else None)
         self._hand_out()
         return job.future
 
@@ -194,6 +194,8 @@ class TenantThreads:
                 if job.has_thread:
                     self._rest(job)
                 self._begun[job.tenant] -= job.is_long
+                if is_wanted:
+                    self._leave(job)
             if fault is not None:
                 job.future.set_exception(fault)
             elif is_wanted:
@@ -210,11 +212,15 @@ class TenantThreads:
         if self._is_timed:
             self._waiting.charge(job.tenant, self._clock() - job.since_s)
 
-    def _left(self, job: _TenantJob) -> None:
+    def _leave(self, job: _TenantJob) -> None:
+        """Give up a job's place. Requires the lock."""
+        self._open[job.tenant] -= 1
+        if not self._open[job.tenant]:
+            del self._open[job.tenant]
+
+    def _cancelled(self, job: _TenantJob) -> None:
         with self._lock:
-            self._open[job.tenant] -= 1
-            if not self._open[job.tenant]:
-                del self._open[job.tenant]
+            self._leave(job)
             if job in self._waiting:
                 self._waiting.remove(job)
 

@@ -20,6 +20,7 @@ from replicas.grammar import GrammarCompiler
 from replicas.links import Places
 from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, ReplyTo, SamplingParams
 from replicas.sampling import Sampler
+from replicas.turns import TenantThreads
 from tests.support.clock import Clock
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
@@ -63,6 +64,7 @@ class Fakes:
         made._kept = KeptAnswers(AnswerSettings(), lambda key: None, Clock())
         made._tiers = SimpleNamespace(link=SimpleNamespace(clear=self.clear))  # type: ignore[assignment]
         made._places = Places(8, 8)
+        made._compiles = TenantThreads("compile", 1, places=8)
         made._info = SimpleNamespace(model="ours", replica_id="r1")  # type: ignore[assignment]
         return made
 
