@@ -48,7 +48,7 @@ MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded81
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
-	bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
+	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
@@ -232,6 +232,9 @@ bench-autoscale: $(STAMP) ## replicas follow an hour of the chat trace, with and
 
 bench-tenants: $(STAMP) ## a greedy tenant beside a small one: time to first token (three minutes)
 	$(PY) -m bench.tenants $(ARGS)
+
+bench-priority: $(STAMP) ## two classes of one tenant at twice the load, and all of one class (ten minutes)
+	$(PY) -m bench.priority $(ARGS)
 
 # Peers are installed by `bash bench/peers-install.sh` into build/; one that is not there is a row that says so.
 bench-peers: $(STAMP) ## beside llama.cpp, vLLM and LMCache: CPU-s and seconds of each work (an hour; ARGS=--quick: ten minutes)

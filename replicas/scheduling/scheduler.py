@@ -27,12 +27,13 @@ from replicas.kv import PagePool, session_owner
 from replicas.scheduling.page_tables import PageTables
 from replicas.scheduling.preemption import Preemption, PreemptionPolicy
 from replicas.scheduling.prompt_order import PromptOrder
+from replicas.scheduling.ranks import Ranks, foremost, gives, giving_way
 from replicas.scheduling.sequence import Restorer, Sequence
 from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
 from replicas.scheduling.step import StepPlan as StepPlan
-from replicas.scheduling.tenants import DecodeRests, PrefillTurns, TenantShares, foremost, outranked
+from replicas.scheduling.tenants import DecodeRests, PrefillTurns, TenantShares
 from replicas.turns import FairQueue
 
 JOINED_TOKENS = 256
@@ -79,6 +80,7 @@ class Scheduler:
         self.weights = dict(weights or {})
         self._turns = PrefillTurns(quantum_tokens, self.weights)
         self._rests = DecodeRests(quantum_tokens)
+        self._ranks = Ranks(step_tokens_max)
         self._order = PromptOrder(self.budget.passed_tokens_max)
         self._held_up: set[bytes] = set()  # tenants whose next sequence the last step did not admit
         self.waiting: FairQueue[bytes, Sequence] = FairQueue(quantum_tokens, self.weights)
@@ -119,6 +121,7 @@ class Scheduler:
 
         Of its answer, which may end early, at most `quantum_tokens` count.
         """
+        self._ranks.came(sequence)
         sequence.known_tokens = len(self.tables.resident(sequence)) * self.pool.block_tokens
         cost = len(sequence.tokens) - sequence.known_tokens + self._answer(sequence)
         self.waiting.put(sequence.tenant, sequence, cost, sequence.rank)
@@ -132,10 +135,12 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step and reserve its pages. Follow it with `commit`."""
         self._forget_copied()
+        self._ranks.begin(self.running, self._first_waiting())
         plan = StepPlan()
         active, stuck = self._prefilling()
         groups = self._turns.order(active)
-        decodes = [one for one in self.running if one.is_decode and not one.holds]
+        able = [one for one in self.running if one.is_decode and not one.holds]
+        decodes = [one for one in able if not self._ranks.sits_out(one)]
         if not (groups or stuck):  # most steps: no prompts, and nothing to share out
             self._plan_decodes(plan, decodes)
             self._add_drafts(plan)
@@ -143,9 +148,10 @@ class Scheduler:
             self._rests.ran((), ())
             self._held_up = set()
             return plan
-        rested = self._rests.choose(self._shares(), decodes, groups, self._ranks())
+        resting = self._rests.choose(self._shares(), {one.tenant for one in decodes}, groups)
         groups += [stuck] if stuck else []
-        self._plan_decodes(plan, [one for one in decodes if one not in rested])
+        rested = [one for one in decodes if one.tenant in resting]
+        self._plan_decodes(plan, [one for one in decodes if one.tenant not in resting])
         self._add_drafts(plan)
         room = self.budget.open([chunk.start for chunk in plan.chunks for _ in range(chunk.rows)])
         held_up = set(stuck)  # a tenant admitted ahead of these may not exceed their share
@@ -156,14 +162,23 @@ class Scheduler:
             self._admit(plan, room, held_up, set().union(*groups) - group)
             if any(chunk.samples for chunk in plan.prompts):
                 break  # a first token comes with this step: other tenants' prompts must not lengthen it
-        if rested and not plan.prompts:  # the prompts that they rested for found no pages
+        if resting and not plan.prompts:  # the prompts that they rested for found no pages
             self._plan_decodes(plan, rested)
+        if not plan.chunks:  # nor did those for which others sat out
+            self._plan_decodes(plan, able)
         self._own_drafts(plan)
         for chunk in plan.prompts:
             self._turns.computed(chunk.sequence.tenant, chunk.count)
-        self._rests.ran(rested, plan.prompts)
+        self._rests.ran(resting, plan.prompts)
         self._held_up = held_up | stuck
         return plan
+
+    def _first_waiting(self) -> list[Sequence]:
+        """Return the next sequence of each tenant, of those that are ready."""
+        found: list[Sequence] = []
+        for tenant in self.waiting.tenants(self._is_ready):
+            found += islice(filter(self._is_ready, self.waiting.of(tenant)), 1)
+        return found
 
     def _prefilling(self) -> tuple[set[bytes], set[bytes]]:
         """Return the tenants whose prompts could be computed now, and those that wait for places or pages.
@@ -182,16 +197,6 @@ class Scheduler:
             return prefilling, set()
         active = prefilling | self.waiting.tenants(may_enter)
         return active, self.waiting.tenants(self._is_ready) - active
-
-    def _ranks(self) -> dict[bytes, int]:
-        """Return the best rank among each tenant's prompts that are computed, or could be."""
-        prompts = [one for one in self.running if not (one.is_decode or one.holds)]
-        for tenant in self.waiting.tenants(self._is_ready):
-            prompts += islice(filter(self._is_ready, self.waiting.of(tenant)), 1)
-        ranks: dict[bytes, int] = {}
-        for one in prompts:
-            ranks[one.tenant] = min(one.rank, ranks.get(one.tenant, one.rank))
-        return ranks
 
     def _plan_decodes(self, plan: StepPlan, decodes: Iterable[Sequence]) -> None:
         for sequence in decodes:
@@ -233,7 +238,7 @@ class Scheduler:
             if left:
                 following = ahead[self._order.first(ahead)]
                 left.remove(following)
-                if not _would_lengthen(following, plan):
+                if not self._ranks.sits_out(following, plan.prompts):
                     self._plan_prompt(following, plan, room, left)
                 left = [one for one in left if one not in plan.preempted]
 
@@ -242,6 +247,7 @@ class Scheduler:
     ) -> None:
         """Plan what there is room for; `others` of its turn are not planned yet."""
         count = room.takes(sequence.computable, sequence.computed)
+        count = self._ranks.part(sequence, plan.prompts, count)
         if count and self._make_room(sequence, count, plan) and (count := sequence.begin(count)):
             chunk = Chunk(sequence, sequence.computed, count)
             plan.chunks.append(chunk)
@@ -263,7 +269,7 @@ class Scheduler:
             givers = [
                 one
                 for place, one in enumerate(self.running)
-                if one not in plan.admitted and _gives(one, sequence, is_later=place > position)
+                if one not in plan.admitted and gives(one, sequence, is_later=place > position)
             ]
             choice = self.policy.choose(self._shares().of_largest_tenant(givers))
             self._preempt(choice, plan)
@@ -323,7 +329,7 @@ class Scheduler:
             sequence = self.waiting.pick(self._is_ready, held_up.union(others))
             if sequence is None:
                 break
-            if _would_lengthen(sequence, plan):
+            if self._ranks.sits_out(sequence, plan.prompts) and not self.waiting.is_due(sequence):
                 others = {*others, sequence.tenant}
                 continue
             if not self._may_pass(sequence, held_up) or not self._try_admit(sequence, plan, room, held_up):
@@ -410,7 +416,7 @@ class Scheduler:
         def choose(candidates: Listing[Sequence]) -> Sequence:
             return self.policy.choose(candidates).victim
 
-        gone = outranked(sequence.tenant, sequence.rank, short, others, freed, choose)
+        gone = giving_way(sequence, short, others, freed, choose)
         if not gone:
             pages = self.pool.pages_for(len(sequence.tokens))
             gone = self._shares().victims_for(sequence, pages, short, others, freed) or []
@@ -448,6 +454,8 @@ class Scheduler:
         sequence.is_due = sequence.is_due or self.waiting.is_due(sequence)
         self.waiting.take(sequence)
         self._insert_running(sequence)
+        if not sequence.holds:
+            self._ranks.entered(sequence)
         plan.admitted.append(sequence)
 
     def _insert_running(self, sequence: Sequence) -> None:
@@ -578,18 +586,3 @@ class Scheduler:
 
 def _is_prefill_of(tenants: Collection[bytes], sequence: Sequence) -> bool:
     return sequence.tenant in tenants and not (sequence.is_decode or sequence.holds)
-
-
-def _gives(one: Sequence, sequence: Sequence, *, is_later: bool) -> bool:
-    """Return whether a running sequence may lose its pages to another: later ones, and those that yield."""
-    if one.tenant != sequence.tenant or one is sequence:
-        return is_later or one is sequence
-    return one.yields_to(sequence.rank) or (is_later and not sequence.yields_to(one.rank))
-
-
-def _would_lengthen(one: Sequence, plan: StepPlan) -> bool:
-    """Return whether a step brings the first token of what a prompt yields to: it comes in a later step."""
-    return any(
-        chunk.samples and chunk.sequence.tenant == one.tenant and one.yields_to(chunk.sequence.rank)
-        for chunk in plan.prompts
-    )

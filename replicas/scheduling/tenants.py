@@ -134,45 +134,11 @@ class TenantShares:
         self._held[tenant] = held_places + places, held_pages + pages
 
 
-def foremost(sequences: Listing[Sequence]) -> list[Sequence]:
-    """Return the sequences that yield to no other of their tenant among these, in the order given."""
-    best: dict[bytes, int] = {}
-    for one in sequences:
-        best[one.tenant] = min(best.get(one.tenant, one.rank), one.rank)
-    return [one for one in sequences if not one.yields_to(best[one.tenant])]
-
-
-def outranked(
-    tenant: bytes,
-    rank: int,
-    short: tuple[int, int],
-    running: Listing[Sequence],
-    freed_pages: Callable[[Sequence], int],
-    choose: Callable[[Listing[Sequence]], Sequence],
-) -> list[Sequence]:
-    """Choose which of a tenant's own sequences yield, so that one of a better rank can run.
-
-    Empty: not enough do. `short`, `freed_pages`: see `TenantShares.victims_for`. `choose`: the next one.
-    """
-    places_short, pages_short = short
-    left = [one for one in running if one.tenant == tenant and one.yields_to(rank)]
-    gone: list[Sequence] = []
-    while places_short > 0 or pages_short > 0:
-        if not left:
-            return []
-        victim = choose(left)
-        left.remove(victim)
-        gone.append(victim)
-        places_short -= victim.forks
-        pages_short -= freed_pages(victim)
-    return gone
-
-
 class DecodeRests:
-    """Decides which decodes a step leaves out.
+    """Decides which tenants' decodes a step leaves out.
 
-    They must not slow down the prompt of a tenant with a much smaller share, nor one of a better rank of
-    their own tenant. Bounded: after `quantum_tokens` of prompts without them they are in the next step.
+    They must not slow down the prompt of a tenant with a much smaller share. Bounded: after
+    `quantum_tokens` of prompts without them they are in the next step.
     """
 
     def __init__(self, quantum_tokens: int) -> None:
@@ -180,30 +146,19 @@ class DecodeRests:
         self._tokens_without = 0
 
     def choose(
-        self,
-        shares: TenantShares,
-        decodes: Listing[Sequence],
-        prompts: Listing[Collection[bytes]],
-        ranks: Mapping[bytes, int],
-    ) -> list[Sequence]:
-        """Choose the `decodes` that the next step leaves out.
+        self, shares: TenantShares, decoding: Collection[bytes], prompts: Listing[Collection[bytes]]
+    ) -> set[bytes]:
+        """Choose the tenants of `decoding` whose decodes the next step leaves out.
 
-        `prompts`: the tenants with prompts to compute, in groups, in the order of their turns; `ranks`: the
-        best rank of each one's prompts.
+        `prompts`: the tenants with prompts to compute, in groups, in the order of their turns.
         """
         if not prompts or self._tokens_without >= self._quantum_tokens:
-            return []
+            return set()
         most = max(shares.of(tenant, places=1) for tenant in prompts[0])
-        others = {one.tenant for one in decodes}.difference(prompts[0])
-        resting = {tenant for tenant in others if shares.of(tenant) > REST_FACTOR * most}
-        return [
-            one
-            for one in decodes
-            if one.tenant in resting
-            or (one.tenant in prompts[0] and one.yields_to(ranks.get(one.tenant, one.rank)))
-        ]
+        others = set(decoding).difference(prompts[0])
+        return {tenant for tenant in others if shares.of(tenant) > REST_FACTOR * most}
 
-    def ran(self, resting: Collection[Sequence], prompts: Iterable[Chunk]) -> None:
+    def ran(self, resting: Collection[bytes], prompts: Iterable[Chunk]) -> None:
         """Count a step that left `resting` out and computed these chunks."""
         tokens = sum(chunk.count for chunk in prompts)
         self._tokens_without = self._tokens_without + tokens if resting and tokens else 0

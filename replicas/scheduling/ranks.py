@@ -1,0 +1,124 @@
+"""Ranks among one tenant's sequences: who takes part in a step, and who gives way. Pure.
+
+A rank is a request's priority: a smaller number is better. While a better rank runs, worse ones of its tenant
+sit a step out, but for what is due (`FairQueue`) and for each `SHARED_STEPS`-th step, in which all take part:
+nothing waits for ever. Of different tenants ranks are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listing
+
+from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.step import Chunk
+
+SHARED_STEPS = 128
+"""Each such step of a tenant's better ranks is shared with its worse ones."""
+LATELY_STEPS = 1024
+"""For so many steps a rank that has come counts as one that may come again at any time."""
+PROMPT_PARTS = 8
+"""Prompts of a worse rank than has come lately get this part of a step's tokens, as one may come again."""
+
+
+class Ranks:
+    """The ranks of one replica's sequences, step by step. `step_tokens_max`: of a step."""
+
+    def __init__(self, step_tokens_max: int) -> None:
+        self._part = max(1, step_tokens_max // PROMPT_PARTS)
+        self._steps = 0
+        self._apart = 0  # steps in which some sat out
+        self._lately: dict[
+            bytes, tuple[int, int]
+        ] = {}  # tenant -> best rank, the last step for which it counts
+        self._running: dict[bytes, int] = {}  # tenant -> best rank that takes part in this step
+        self._is_shared = True
+
+    def came(self, sequence: Sequence) -> None:
+        """Note a new request."""
+        rank, until = self._lately.get(sequence.tenant, (sequence.rank, 0))
+        if sequence.rank <= rank or until < self._steps:
+            self._lately[sequence.tenant] = sequence.rank, self._steps + LATELY_STEPS
+
+    def begin(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Begin a step: `running` are all that have pages; those that wait for a load take no part.
+
+        `waiting`: those that may enter next, of each tenant the first.
+        """
+        self._steps += 1
+        if self._steps % LATELY_STEPS == 0:
+            self._lately = {tenant: one for tenant, one in self._lately.items() if one[1] >= self._steps}
+        self._running = {}
+        able = [one for one in running if not one.holds]
+        for one in (*able, *waiting):
+            self.entered(one)
+        if any(one.yields_to(self._running[one.tenant]) for one in able):
+            self._apart += 1
+        self._is_shared = self._apart % SHARED_STEPS == 0
+
+    def entered(self, one: Sequence) -> None:
+        """Note a sequence that takes part in this step."""
+        self._running[one.tenant] = min(one.rank, self._running.get(one.tenant, one.rank))
+
+    def sits_out(self, one: Sequence, prompts: Iterable[Chunk] = ()) -> bool:
+        """Return whether a sequence takes no part in this step, in which these prompts are planned.
+
+        Not in a shared step either, if that brings the first token of what it yields to.
+        """
+        if not one.yields_to(self._running.get(one.tenant, one.rank)):
+            return False
+        if not self._is_shared:
+            return True
+        mine = (chunk for chunk in prompts if chunk.samples and chunk.sequence.tenant == one.tenant)
+        return any(one.yields_to(chunk.sequence.rank) for chunk in mine)
+
+    def part(self, sequence: Sequence, prompts: Iterable[Chunk], tokens: int) -> int:
+        """Return how many of `tokens` of a prompt this step may compute beside these."""
+        if not self._may_be_outranked(sequence):
+            return tokens
+        taken = sum(chunk.count for chunk in prompts if self._may_be_outranked(chunk.sequence))
+        return min(tokens, max(0, self._part - taken))
+
+    def _may_be_outranked(self, sequence: Sequence) -> bool:
+        rank, until = self._lately.get(sequence.tenant, (sequence.rank, 0))
+        return until >= self._steps and rank < sequence.rank
+
+
+def foremost(sequences: Listing[Sequence]) -> list[Sequence]:
+    """Return the sequences that yield to no other of their tenant among these, in the order given."""
+    best: dict[bytes, int] = {}
+    for one in sequences:
+        best[one.tenant] = min(best.get(one.tenant, one.rank), one.rank)
+    return [one for one in sequences if not one.yields_to(best[one.tenant])]
+
+
+def gives(one: Sequence, sequence: Sequence, *, is_later: bool) -> bool:
+    """Return whether a running sequence may lose its pages to another: later ones, and those that yield."""
+    if one.tenant != sequence.tenant or one is sequence:
+        return is_later or one is sequence
+    return one.yields_to(sequence.rank) or (is_later and not sequence.yields_to(one.rank))
+
+
+def giving_way(
+    sequence: Sequence,
+    short: tuple[int, int],
+    running: Listing[Sequence],
+    freed_pages: Callable[[Sequence], int],
+    choose: Callable[[Listing[Sequence]], Sequence],
+) -> list[Sequence]:
+    """Choose which sequences of its tenant yield, so that one of a better rank can run.
+
+    Empty: not enough do. `short`, `freed_pages`: see `TenantShares.victims_for`. `choose`: the next one.
+    """
+    places_short, pages_short = short
+    left = [one for one in running if one.tenant == sequence.tenant and one.yields_to(sequence.rank)]
+    gone: list[Sequence] = []
+    while places_short > 0 or pages_short > 0:
+        if not left:
+            return []
+        victim = choose(left)
+        left.remove(victim)
+        gone.append(victim)
+        places_short -= victim.forks
+        pages_short -= freed_pages(victim)
+    return gone
