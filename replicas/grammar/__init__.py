@@ -4,7 +4,8 @@ llguidance does the work. It is imported for the first grammar: a service withou
 """
 
 from replicas.grammar.compiler import GrammarCompiler
-from replicas.grammar.json_schema import SchemaRefused, embedded_json, loosened
+from replicas.grammar.exact_numbers import SchemaRefused
+from replicas.grammar.json_schema import embedded_json, loosened
 from replicas.grammar.state import GrammarRefused, GrammarState
 
 __all__ = ["GrammarCompiler", "GrammarRefused", "GrammarState", "SchemaRefused", "embedded_json", "loosened"]

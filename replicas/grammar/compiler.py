@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from configs.json_text import parse_json
 from configs.sections import KIB, GrammarSettings
-from replicas.grammar.json_schema import followed_text, json_defaults
+from replicas.grammar.json_schema import followed_text, json_defaults, lark_of
 from replicas.grammar.state import GrammarRefused, GrammarState, reason_of
 from replicas.messages import Grammar
 
@@ -175,6 +175,8 @@ def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
     text = grammar.text
     try:
         if grammar.kind == "json_schema":
+            if exact := lark_of(text):
+                return f"start: {exact}"
             return LLMatcher.grammar_from_json_schema(
                 followed_text(text), defaults=json_defaults(parse_json(text))
             )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from configs.json_text import parse_json
+from replicas.grammar.exact_numbers import INT64_FLOAT_MAX, SchemaRefused, exact_term, listed, resolved
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -37,14 +38,6 @@ _BESIDE = ("anyOf", "oneOf", "$ref", "patternProperties")
 _BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 """Keywords of bounds, and to which side a stricter one is."""
 INT64_MAX = 2**63 - 1
-BOUND_MAX = 2**63 - 1024
-"""The last whole number of 64 bits that is a float, too."""
-REFERENCES_MAX = 32
-"""Of references that name one another."""
-
-
-class SchemaRefused(ValueError):
-    """What a schema says cannot be followed."""
 
 
 def json_defaults(schema: object) -> JsonCompileOptions:
@@ -60,18 +53,36 @@ def embedded_json(schema: Mapping[str, Any]) -> str:
 
     Raises `SchemaRefused` for numbers that JSON does not have, or that would be rounded.
     """
-    if defaults := json_defaults(schema):
-        own = schema.get("x-guidance")
-        schema = {**schema, "x-guidance": {**defaults, **(own if isinstance(own, dict) else {})}}
     try:
         text = json.dumps(schema, allow_nan=False)
     except ValueError:
         raise SchemaRefused("it holds a number that JSON does not have") from None
-    return f"%json {followed_text(text)}"
+    return lark_of(text, always=True) or ""
+
+
+def lark_of(text: str, *, always: bool = False) -> str | None:
+    """Return the text of a schema as a term of Lark where only that is exact, or `always`; else None.
+
+    Raises `SchemaRefused`, and `ValueError` for what is no JSON.
+    """
+    schema = _followed(text)
+    if not isinstance(schema, dict):
+        return None
+    defaults, own = json_defaults(schema), schema.get("x-guidance")
+    if defaults:
+        schema["x-guidance"] = {**defaults, **(own if isinstance(own, dict) else {})}
+    blank = f"(/{WHITESPACE}/)?" if not isinstance(own, dict) else ""
+    term = exact_term(schema, blank)
+    return f"%json {json.dumps(schema, allow_nan=False)}" if term is None and always else term
 
 
 def followed_text(text: str) -> str:
-    """Return the text of a schema as llguidance follows it.
+    """Return the text of a schema as llguidance follows it. Raises `ValueError` for what is no JSON."""
+    return json.dumps(_followed(text), allow_nan=False)
+
+
+def _followed(text: str) -> Any:
+    """Return a schema as llguidance follows it.
 
     Its objects have no other properties than those it lists, unless it says otherwise. Every answer is still
     valid under the schema as it was given. vLLM does the same (xgrammar's strict mode): a model that may
@@ -80,13 +91,13 @@ def followed_text(text: str) -> str:
     """
     schema = parse_json(text)
     if not isinstance(schema, dict):
-        return text
+        return schema
     _follow(schema)
     objects = list(_objects(schema))
     if not any(_is_composed(one) for one in objects):
         for one in objects:
             _close(one)
-    return json.dumps(schema, allow_nan=False)
+    return schema
 
 
 def loosened(text: str) -> list[str]:
@@ -147,17 +158,17 @@ def _dependencies(one: Schema, root: Schema) -> str:
 
 def _names(one: Schema, root: Schema) -> str:
     """Say which names an object's properties have in the keywords for some properties, if those are free."""
-    names, values = _resolved(one.pop("propertyNames"), root), one.get("additionalProperties", {})
+    names, values = resolved(one.pop("propertyNames"), root), one.get("additionalProperties", {})
     if names in ({}, True) or not isinstance(names, dict):
         return "" if names in ({}, True) else "propertyNames"
-    listed = _listed(names)
+    words = listed(names)
     is_free = "patternProperties" not in one
-    if is_free and listed and all(isinstance(name, str) for name in listed):
+    if is_free and words and all(isinstance(name, str) for name in words):
         given = one.get("properties")
         given = given if isinstance(given, dict) else {}
         one["properties"] = {
-            **{name: value for name, value in given.items() if name in listed},
-            **{name: values for name in listed if name not in given and values is not False},
+            **{name: value for name, value in given.items() if name in words},
+            **{name: values for name in words if name not in given and values is not False},
         }
         one["additionalProperties"] = False
     elif is_free and "properties" not in one and set(names) <= {"pattern", "type"} and "pattern" in names:
@@ -177,44 +188,17 @@ def _one_of(one: Schema, root: Schema) -> str:
     one["anyOf"] = one.pop("oneOf")
     seen: list[Any] = []
     for choice in choices:
-        known = _resolved(choice, root)
+        known = resolved(choice, root)
         given = known.get("properties") if isinstance(known, dict) else None
-        values, needed = _resolved(given.get(name), root) if isinstance(given, dict) else None, []
+        values, needed = resolved(given.get(name), root) if isinstance(given, dict) else None, []
         if isinstance(known, dict) and isinstance(known.get("required"), list):
             needed = known["required"]
-        listed = _listed(values)
-        if not listed or name not in needed:
+        told = listed(values)
+        if not told or name not in needed:
             return "oneOf"
-        seen += listed
+        seen += told
     texts = [json.dumps(value, sort_keys=True) for value in seen]
     return "oneOf" if len(set(texts)) < len(texts) else ""
-
-
-def _listed(schema: Any) -> list[Any]:
-    """Return the values that a schema lists; empty: it lists none."""
-    if not isinstance(schema, dict):
-        return []
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    return listed if isinstance(listed, list) else []
-
-
-def _literals(one: Schema, root: Schema) -> str:
-    """Refuse values that llguidance would round: it reads numbers as floats of 64 bits."""
-    found = [one["const"]] if "const" in one else []
-    found += one["enum"] if isinstance(one.get("enum"), list) else []
-    while found:
-        value = found.pop()
-        if isinstance(value, dict | list):
-            found += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, int) and not isinstance(value, bool) and not _is_exact(value):
-            message = f"the number {value} has more digits than are followed exactly; give it as a text"
-            raise SchemaRefused(message)
-    return ""
-
-
-def _is_exact(value: int) -> bool:
-    """Return whether llguidance 1.9.1 writes a whole number as it was given; -2**63 ends the process."""
-    return abs(value) <= BOUND_MAX and int(float(value)) == value
 
 
 def _bounds(one: Schema, root: Schema) -> str:
@@ -234,10 +218,12 @@ def _bounds(one: Schema, root: Schema) -> str:
             other = one.get(keyword)
             if _is_number(other) and other * side >= inside * side:
                 continue
-        if inside * side > BOUND_MAX:
+        if inside * side > INT64_FLOAT_MAX:
             raise SchemaRefused(f"no number that is followed lies within {keyword} {value}")
         is_open = side < 0 and inside >= INT64_MAX and one.get("type") == "integer"
-        one[keyword] = INT64_MAX if is_open else _rounded(max(-BOUND_MAX, min(inside, BOUND_MAX)), side)
+        one[keyword] = (
+            INT64_MAX if is_open else _rounded(max(-INT64_FLOAT_MAX, min(inside, INT64_FLOAT_MAX)), side)
+        )
     return ""
 
 
@@ -261,18 +247,6 @@ def _close(one: Schema) -> None:
     names = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
     one["properties"] = {**given, **{name: {} for name in names if name not in given}}
     one["additionalProperties"] = False
-
-
-def _resolved(schema: Any, root: Schema) -> Any:
-    """Return what a reference within the schema names, or the schema itself if it is none."""
-    for _ in range(REFERENCES_MAX):
-        if not isinstance(schema, dict) or not str(schema.get("$ref", "")).startswith("#/"):
-            return schema
-        found: Any = root
-        for part in schema["$ref"][2:].split("/"):
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-        schema = found
-    return None
 
 
 def _objects(schema: object) -> Iterator[Schema]:
@@ -306,8 +280,6 @@ _FOLLOWED = {
     "dependencies": _dependencies,
     "propertyNames": _names,
     "discriminator": _one_of,
-    "const": _literals,
-    "enum": _literals,
     **dict.fromkeys(_BOUNDS, _bounds),
 }
 """By keyword: what says it in others, or takes it out of a schema, and returns what was left out of it."""

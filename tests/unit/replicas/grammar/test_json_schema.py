@@ -148,22 +148,65 @@ def test_keywords_are_followed_in_others_words_or_left_out_and_told(
 BIG = [9007199254740993, -9007199254740993, 7000000000000000001, 2**63, -(2**63), 2**64 + 1, 10**400]
 
 
+def shapes(one: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Schemas around a value's, and the text around a value."""
+    other, inner = {"type": "string", "maxLength": 3}, {"type": "object", "properties": {"a": {}, "id": one}}
+    return [
+        (one, "%s"),
+        ({"anyOf": [{"type": "null"}, one]}, "%s"),
+        ({"type": "array", "items": one}, "[%s]"),
+        ({"type": "object", "properties": {"id": one}, "required": ["id"]}, '{"id": %s}'),
+        (
+            {"type": "object", "properties": {"id": one, "b": other}, "required": ["b", "id"]},
+            '{"id":%s,"b":""}',
+        ),
+        ({**inner, "properties": {"a": other, "id": one}}, '{"id": %s}'),
+        ({**inner, "required": ["a"]}, '{"a": [1], "id": %s}'),
+        (
+            {
+                "type": "object",
+                "properties": {"i": {"$ref": "#/$defs/I"}},
+                "$defs": {"I": one},
+                "required": ["i"],
+            },
+            '{"i": %s}',
+        ),
+    ]
+
+
 @pytest.mark.parametrize("number", BIG)
-@pytest.mark.parametrize("shape", ["const", "enum", "within"])
-def test_a_value_that_would_be_rounded_is_refused_with_its_digits(shape: str, number: int) -> None:
+@pytest.mark.parametrize("shape", range(8))
+def test_a_value_that_llguidance_would_round_is_exact(shape: int, number: int) -> None:
     """-2**63 ended the process."""
-    schema = {
-        "const": {"const": number},
-        "enum": {"enum": ["a", number]},
-        "within": {"const": {"a": [number]}},
-    }
-    deep = {"type": "object", "properties": {"id": {"anyOf": [{"type": "null"}, schema[shape]]}}}
-    for one in (schema[shape], deep):
-        with pytest.raises(GrammarRefused) as caught:
-            COMPILER.check(grammar("json_schema", json.dumps(one)))
-        assert str(number)[:200] in caught.value.reason
-        with pytest.raises(ValueError, match=str(number)[:200]):
-            embedded_json(one)
+    for value in ({"const": number}, {"enum": [number, 9007199254740995], "type": "integer"}):
+        schema, text = shapes(value)[shape]
+        assert allows(schema, text % number)
+        assert not allows(schema, text % (number + 1))
+        assert not allows(schema, text % (number - 1))
+        for seed in range(4):
+            answer = drawn(schema, seed)
+            if answer is not None:
+                jsonschema.validate(answer, schema)
+        assert embedded_json(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"const": 9007199254740993}]},
+        {"type": "array", "prefixItems": [{"const": 9007199254740993}]},
+        {"type": "array", "items": {"enum": [9007199254740993]}, "minItems": 2},
+        {"type": "object", "additionalProperties": {"const": 9007199254740993}},
+        {"enum": [9007199254740993], "minimum": 3},
+        {"$defs": {"A": {"items": {"$ref": "#/$defs/A"}, "const": 9007199254740993}}, "$ref": "#/$defs/A"},
+    ],
+)
+def test_where_it_cannot_be_exact_it_is_refused_with_its_digits(schema: dict[str, Any]) -> None:
+    with pytest.raises(GrammarRefused) as caught:
+        COMPILER.check(grammar("json_schema", json.dumps(schema)))
+    assert "9007199254740993" in caught.value.reason
+    with pytest.raises(ValueError, match="9007199254740993"):
+        embedded_json(schema)
 
 
 @pytest.mark.parametrize("number", [2**53, 2**53 + 2, -(2**53) - 2, 2**62, 10**18, 0, True])

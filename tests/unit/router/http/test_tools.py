@@ -165,7 +165,7 @@ async def test_without_a_choice_a_call_is_text(fields: dict[str, Any]) -> None:
         ({"tools": "x"}, "tools", None),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex", "invalid_value"),
-        ({"tools": [STRICT], "guided_json": {}, "regex": "a"}, "regex", "invalid_value"),
+        ({"tools": [STRICT], "regex": "a"}, "regex", "invalid_value"),
         ({"tools": [STRICT], "continue_final_message": True}, "continue_final_message", "invalid_value"),
         ({"tool_choice": "required", "add_generation_prompt": False}, "add_generation_prompt", None),
         ({"tools": [ODD], "tool_choice": "required"}, "tools[0].function.parameters", "invalid_grammar"),

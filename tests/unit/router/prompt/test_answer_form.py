@@ -176,6 +176,25 @@ def test_answers_that_must_call_are_valid_calls_whatever_is_drawn(name: str, has
     assert (most > 1) == (not form.is_bare)
 
 
+@pytest.mark.parametrize("name", FRAMED)
+def test_a_promised_calls_number_of_nineteen_digits_is_exact(name: str) -> None:
+    ids = [7000000000000000001, 7000000000000000003]
+    schema = {
+        "type": "object",
+        "properties": {"id": {"enum": ids}, "b": {"type": "boolean"}},
+        "required": ["id"],
+    }
+    tool = OfferedTool.model_validate({"type": "function", "function": {"name": "get", "parameters": schema}})
+    form, rng, seen = form_of(name), random.Random(name), set()
+    grammar = grammar_of(form, offer_of([tool], "required", False))
+    for _ in range(12):
+        (call,) = read(form, walk(grammar, rng)).calls
+        assert call.value is not None
+        assert call.value.keys() <= {"id", "b"}
+        seen.add(call.value["id"])
+    assert seen == set(ids)
+
+
 @pytest.mark.parametrize("has_marks", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize("name", MARKED)
 def test_with_strict_tools_text_is_free_and_calls_are_valid(name: str, has_marks: bool) -> None:
@@ -298,7 +317,10 @@ def test_a_format_that_cannot_be_forced_is_refused_with_its_name(name: str) -> N
         ({"type": "object", "properties": {"a": {"unevaluatedItems": False}}}, "unevaluatedItems"),
         ({"$ref": "#/nowhere"}, "nowhere"),
         ({"type": "array"}, "'object'"),
-        ({"type": "object", "properties": {"a": {"const": 9007199254740993}}}, "9007199254740993"),
+        (
+            {"type": "object", "properties": {"a": {"allOf": [{"const": 9007199254740993}]}}},
+            "9007199254740993",
+        ),
         ({"type": "object", "properties": {"a": {"minimum": float("inf")}}}, "number"),
         ({"type": "object", "description": "x" * 70_000}, "grammar.spec_bytes_max"),
     ],
