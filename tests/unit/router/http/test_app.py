@@ -21,6 +21,7 @@ from tests.support.router.router_harness import (
     CONTEXT,
     KEY,
     MODEL,
+    OTHER_KEY,
     TOKENIZER,
     House,
     chat,
@@ -325,6 +326,21 @@ async def test_ignored_fields_are_named_safely() -> None:
         response = await client.post(CHAT, json=chat(**{"foo": [1], "b\r\nx: y": 1, "store": True}))
     assert response.status_code == 200
     assert response.headers["x-ignored-fields"] == "foo, b??x??y, store"
+
+
+async def test_a_priority_is_within_its_tenants_right() -> None:
+    rights = {"tenant_priorities": {"beta": -5}}
+    house = House(settings=make_settings(keys={"alpha": KEY, "beta": OTHER_KEY}, limits=rights))
+    async with house.client() as client:
+        for key, asked, given in ((KEY, -7, 0), (KEY, 3, 3), (OTHER_KEY, -7, -5), (OTHER_KEY, -2, -2)):
+            response = await client.post(
+                CHAT, json=chat(priority=asked), headers={"authorization": f"Bearer {key}"}
+            )
+            assert response.status_code == 200
+            assert house.replicas.calls[-1].priority == given
+            assert (response.headers.get("x-ignored-fields") == "priority") == (asked != given)
+    async with House().client() as client:  # without API keys all is allowed
+        assert (await client.post(CHAT, json=chat(priority=-7))).headers.get("x-ignored-fields") is None
 
 
 async def test_request_id_is_echoed_only_when_sane() -> None:
