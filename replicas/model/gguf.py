@@ -219,10 +219,11 @@ def _shortest_float(value: float) -> float:
 
 
 def _eos_ids(header: _Header) -> int | list[int]:
-    ids = [int(header.need("tokenizer.ggml.eos_token_id"))]
-    end_of_turn = header.get("tokenizer.ggml.eot_token_id")
-    if end_of_turn is not None and int(end_of_turn) not in ids:
-        ids.append(int(end_of_turn))
+    """Return what the file says ends an answer; what its chat template says, `spec.py` adds."""
+    stated = [header.need("tokenizer.ggml.eos_token_id")]
+    stated += [header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    stated += header.get("tokenizer.ggml.eog_token_ids", [])
+    ids = list(dict.fromkeys(int(one) for one in stated if one is not None))
     return ids if len(ids) > 1 else ids[0]
 
 

@@ -72,7 +72,7 @@ REASONS = {
     "router/http/app.py build_api.lifespan": END,
     "router/http/operator_routes.py SessionRoutes.all": "a page of sessions; reads_per_key bounds them",
     "router/prompt/prompt.py PromptBuilder.forget": DELETES,
-    "router/prompt/template_limits.py _Watchdog._wake": OWN,
+    "replicas/templates/limits.py _Watchdog._wake": OWN,
     "cluster/diagnosis/check.py run_check": COMMAND,
     "cluster/launch/up.py run_shown": COMMAND,
     "cluster/plan/runs.py run_all": COMMAND,

@@ -100,7 +100,7 @@ def test_eos_ids_are_of_generation_config_and_tokenizer(llama: Path) -> None:
     assert inspect_model(llama).eos_token_ids == (7, 9, EOS_ID)
     (llama / "generation_config.json").unlink()
     edit_json(llama / "config.json", eos_token_id=PAD_ID)
-    edit_json(llama / "tokenizer_config.json", eos_token={"content": "<|im_end|>"})
+    edit_json(llama / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": "<|im_end|>"})
     assert inspect_model(llama).eos_token_ids == (PAD_ID, EOS_ID)
 
 
