@@ -223,7 +223,7 @@ def build_engine(
     """
     started_s = time.monotonic()
     inspected_dir = None if keep is None else settings.inspected_dir
-    spec = inspect_model(model_dir, inspected_dir)
+    spec = inspect_model(model_dir, inspected_dir, begin)
     device = choose_device(settings.engine)
     sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
     threads = settings.engine.threads or max(1, CORES // sharing)

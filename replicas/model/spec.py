@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +34,7 @@ from replicas.model.families import (
 )
 from replicas.model.generation import generation_defaults
 from replicas.model.tokenizer import load_tokenizer
-from replicas.model.weights import WeightsFile, is_hashed_whole, read_weights, weights_digest
+from replicas.model.weights import WeightsFile, read_weights, weights_digest
 
 __all__ = ["PROVENANCE_FILE", "SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
 
@@ -132,11 +132,14 @@ _CONFIG = TypeAdapter(_Config)
 _TURN: TypeAdapter[tuple[int | None, str]] = TypeAdapter(tuple[int | None, str])
 
 
-def inspect_model(path: Path, keep: Path | None = None) -> ModelSpec:
+def inspect_model(
+    path: Path, keep: Path | None = None, begin: Callable[[str], object] = lambda stage: None
+) -> ModelSpec:
     """Describe the model in the directory `path`, without loading it.
 
-    `keep`: folder of what transformers made of each config.json; None: it is asked each time. Raises
-    `ModelRefused` if the engine could not serve the model, or not correctly.
+    `keep`: folder of what transformers made of each config.json and chat template, and of the digests of
+    large weights; None: all is done each time. `begin`: is told the stage of the start in which large weights
+    are hashed. Raises `ModelRefused` if the engine could not serve the model, or not correctly.
     """
     path = path.expanduser()
     raw = _read_config(path)
@@ -166,7 +169,7 @@ def inspect_model(path: Path, keep: Path | None = None) -> ModelSpec:
         rope=rope,
         has_chat_template=has_chat_template,
         weights_bytes=sum(tensor.end - tensor.begin for file in files for tensor in file.tensors),
-        fingerprint=_fingerprint(path, raw, files),
+        fingerprint=_fingerprint(path, raw, weights_digest(files, keep, begin)),
         commit=_commit(path),
         generation=generation_defaults(_read_json_if_there(path / GENERATION_FILE)),
     )
@@ -497,15 +500,12 @@ def _commit(path: Path) -> str | None:
     return None if of_hub is None else of_hub.revision
 
 
-def _fingerprint(path: Path, raw: dict[str, Any], files: tuple[WeightsFile, ...]) -> bytes:
+def _fingerprint(path: Path, raw: dict[str, Any], weights: bytes) -> bytes:
     digest = hashlib.sha256(FINGERPRINT_VERSION)
     config = {key: value for key, value in raw.items() if key not in CONFIG_NOISE}
     parts = [("config.json", json.dumps(config, sort_keys=True, separators=(",", ":")).encode())]
     parts += [(name, (path / name).read_bytes()) for name in TOKENIZER_FILES if (path / name).is_file()]
-    parts.append(("weights", weights_digest(files)))
-    commit = _commit(path)
-    if commit is not None and not is_hashed_whole(files):
-        parts.append(("commit", commit.encode()))  # it stands for the bytes between the hashed windows
+    parts.append(("weights", weights))
     for name, content in parts:  # lengths keep adjacent parts unambiguous
         digest.update(len(name).to_bytes(8, "little") + name.encode())
         digest.update(len(content).to_bytes(8, "little") + content)

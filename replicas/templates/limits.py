@@ -254,7 +254,7 @@ def _limited_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
     return limited
 
 
-class _Generator(CodeGenerator):
+class _BoundedCode(CodeGenerator):
     """Writes `~` as a call that looks at the length."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
@@ -269,7 +269,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     """transformers' environment, whose steps are bounded."""
 
     intercepted_binops = frozenset({"*", "+", "**", "%"})
-    code_generator_class = _Generator
+    code_generator_class = _BoundedCode
     joined = staticmethod(_joined)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -57,6 +57,7 @@ REASONS = {
     "replicas/kv/cuda_device.py _Watcher.watch": OWN,
     "replicas/kv/registered.py do_later": COMMAND,
     "replicas/model/apart.py main": COMMAND,
+    "replicas/model/weights.py _hashed": COMMAND,
     "replicas/offload/tier_client.py WorkerPools.of_threads": TIERS,
     "replicas/ranks/worker.py Rank.serve": OWN,
     "router/compaction/compactor.py Compactor.close": END,
