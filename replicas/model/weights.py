@@ -39,7 +39,7 @@ HEADER_LENGTH_BYTES = 8
 
 WHOLE_DIGEST_BYTES_MAX = 512 * 1024 * 1024
 """Weights up to this size are hashed at each start, as one stream: 0.3 s with SHA instructions. Larger ones
-are hashed in parts, in threads, and the digest of a file is kept as long as nobody has written to it."""
+are hashed in parts, in threads, and the digest of a file is kept until the file is written to."""
 PART_BYTES = 64 * 1024 * 1024
 THREADS_MAX = 8
 SETTLED_S = 2.0
@@ -179,7 +179,7 @@ def _one_reader(keep: Path | None) -> Iterator[None]:
 
 
 def _identity(path: Path) -> list[int]:
-    """Return what changes whenever somebody writes to a file, or puts another one in its place."""
+    """Return what changes with every write to a file, and with another one in its place."""
     found = path.stat()
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
@@ -205,7 +205,7 @@ def _read_kept(path: Path, keep: Path | None) -> bytes | None:
 
 
 def _write_kept(path: Path, keep: Path | None, before: list[int], digest: bytes) -> None:
-    """Keep the digest of a file that nobody has written to while it was read, nor just before."""
+    """Keep the digest of a file that was not written to while it was read, nor just before."""
     written_ns = max(before[-2:])
     if keep is None or before != _identity(path) or time.time_ns() - written_ns < SETTLED_S * 1e9:
         return

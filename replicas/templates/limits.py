@@ -30,7 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 RENDER_CPU_S_MAX = 5.0
 """CPU seconds of one rendering. The longest prompt that a body may carry takes a tenth of it."""
 GROWTH_BYTES_MAX = 512 << 20
-"""What the process may grow by while a template renders, whoever does it: many times the largest prompt."""
+"""What the process may grow by while a template renders, in any thread: many times the largest prompt."""
 STEP_CHARS_MAX = 64 << 20
 """Characters of what one step of a template makes."""
 BIT_COST = 1000
@@ -272,7 +272,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     code_generator_class = _BoundedCode
     joined = staticmethod(_joined)
 
-    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps `format`
             target = getattr(method, "__self__", None)

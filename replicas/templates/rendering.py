@@ -37,7 +37,8 @@ def rendered(
             )
         )
 
-    return within_limits(render)
+    text: str = within_limits(render)
+    return text
 
 
 def refused_model(limit: TemplateLimit) -> ModelRefused:

@@ -356,7 +356,7 @@ def test_g7_a_bad_block_on_disk_costs_only_what_lies_behind_it(
 
 def test_g7_a_whole_copy_goes_before_what_is_left_of_a_bad_one(tiny_llama: Path, tmp_path: Path) -> None:
     below = nvme(tmp_path / "below")  # stands for S3
-    below.name = "s3"
+    below.name = "s3"  # type: ignore[assignment]
     lower: dict[TierName, Tier] = {"nvme": nvme(tmp_path / "disk"), "s3": below}
     before = tiered(tiny_llama, tmp_path, tiers={"cpu": HeapTier(64 * MIB), **lower}, prefill=DEAR)
     before.placement = Placement("cpu", ("nvme", "s3"), "s3")
