@@ -222,7 +222,8 @@ def build_engine(
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
     started_s = time.monotonic()
-    spec = inspect_model(model_dir, None if keep is None else settings.inspected_dir)
+    inspected_dir = None if keep is None else settings.inspected_dir
+    spec = inspect_model(model_dir, inspected_dir, begin)
     device = choose_device(settings.engine)
     sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
     threads = settings.engine.threads or max(1, CORES // sharing)
@@ -238,7 +239,7 @@ def build_engine(
     dtype = chosen_dtype.dtype
     geometry = kv_geometry(settings.engine, spec, dtype)
     begin("weights")
-    ranks = _start_ranks(settings, spec, geometry, device, threads, launch)
+    ranks = _start_ranks(settings, spec, geometry, device, threads, launch, inspected_dir)
     kept = KeptMeasurements(
         keep,
         settings.engine.measurements_ttl_s,
@@ -372,6 +373,7 @@ def _start_ranks(
     device: torch.device,
     threads: int,
     launch: Launch,
+    inspected_dir: Path | None,
 ) -> RankGroup | None:
     """Start the other ranks of this replica, if it has any. Raises `ModelRefused`, `RankLost`."""
     engine = settings.engine
@@ -397,6 +399,7 @@ def _start_ranks(
         ),
         engine=engine,
         start_wait_s=settings.server.start_timeout_s,
+        inspected_dir=inspected_dir,
     )
     return RankGroup(start, device, launch)
 

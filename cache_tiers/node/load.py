@@ -46,6 +46,14 @@ FromPeer = Callable[[Address, str, float], Fetched | FetchFailed | None]
 """(address, node, deadline) -> the whole record; None: a tier of this node has it."""
 
 
+class _Spoilt(BadRecord):
+    """A whole record of which some block is not what was sealed: those in front of it may be good."""
+
+    def __init__(self, error: BadRecord, data: Bytes) -> None:
+        super().__init__(error.kind, str(error))
+        self.data = data
+
+
 class NodeReads:
     """Serves fetches; at most `fetch_max` in flight, more are refused."""
 
@@ -124,6 +132,7 @@ class NodeReads:
             tiers = books.directory.copies(address)
             books.directory.touch(address)
         reason, message = "gone", ""
+        spoilt: Fetched | None = None
         first = fetch.tier
         if info is not None and TOP in tiers and fetch.blocks >= PROMOTE_SHARE * info.blocks:
             first = TOP  # promoted since the lookup
@@ -134,6 +143,8 @@ class NodeReads:
                 books.lost(address, tier)
             except BadRecord as error:
                 books.bad(address, tier, error.kind)
+                if isinstance(error, _Spoilt) and spoilt is None:
+                    spoilt = Fetched(0, error.data, tier=tier)
                 reason, message = "error", str(error)
             except TierDown as error:
                 reason, message = "down", str(error)
@@ -143,7 +154,8 @@ class NodeReads:
                 reason, message = "error", str(error)
             if clock() >= ends_s:
                 break
-        return self._failed(fetch, reason, message)
+        # No other tier has it whole: the replica takes the blocks in front of the first bad one.
+        return spoilt or self._failed(fetch, reason, message)
 
     def _fetch_from(self, fetch: Fetch, address: Address, tier: TierName, ends_s: float) -> Fetched:
         """Fetch from one tier. Raises `TierError`, `BadRecord`."""
@@ -178,7 +190,12 @@ class NodeReads:
             return Fetched(0, read(0, pin.nbytes))
         if fetch.blocks >= PROMOTE_SHARE * info.blocks:
             data = read(0, pin.nbytes)
-            return self._promoted(pin, data, ends_s) or Fetched(0, data)
+            try:
+                return self._promoted(pin, data, ends_s) or Fetched(0, data)
+            except BadRecord as error:
+                if error.kind == "checksum":
+                    raise _Spoilt(error, data) from error
+                raise
         head = header_bytes(info.blocks, info.shape.layers)
         payload = fetch.blocks * info.shape.block_bytes
         if fetch.offset == 0:

@@ -165,7 +165,8 @@ class Service:
         self.stages.begin("model", has_own_progress=True)  # a conversion's, the first time
         settings = with_server_secret(self.settings)
         model_dir = ensure_model(settings.model).resolve()
-        spec = inspect_model(model_dir, settings.inspected_dir)  # refuse it before anything starts
+        # Refuse it before anything starts.
+        spec = inspect_model(model_dir, settings.inspected_dir, self.stages.begin)
         check_heads(spec, settings.engine.tensor_parallel)
         is_here = address_of(settings.cluster) is None  # else the tiers are on other machines as well
         memory = free_memory(settings, spec.weights_bytes) if is_here else None

@@ -13,6 +13,7 @@ from rich.text import Text
 IN_WORDS = {
     "libraries": "loading libraries (Ray, Serve)",
     "model": "reading the model",
+    "digest": "hashing the weights, once a file",
     "ray": "starting Ray",
     "process": "starting the replica's process",
     "tiers": "opening the cache tiers",

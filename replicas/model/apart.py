@@ -17,7 +17,7 @@ from typing import Literal
 from configs.json_text import parse_json
 from replicas.messages import ModelRefused
 
-Task = Literal["config", "convert"]
+Task = Literal["config", "convert", "turn"]
 ENTRY = "import sys; from replicas.model.apart import main; main(*sys.argv[1:])"
 """Not `-m`: this package imports this module, so that it would be there twice, and Python warns of that."""
 END_S = 60.0
@@ -59,12 +59,12 @@ def run_apart(task: Task, *args: str) -> str:
 
 
 def _do(task: str, args: list[str]) -> str:
-    if task == "config":
-        from replicas.model.spec import config_text
+    if task != "convert":
+        from replicas.model.spec import config_text, turn_text
         from replicas.model.tokenizer import leave_torch_out
 
         leave_torch_out()
-        return config_text(Path(args[0]))
+        return config_text(Path(args[0])) if task == "config" else turn_text(Path(args[0]), args[1])
     from replicas.model.gguf import convert_gguf
 
     source, target, progress = args

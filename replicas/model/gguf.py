@@ -74,6 +74,43 @@ _KINDS = {
     "qwen2": _Kind(Qwen2Config, has_bias=True),
     "qwen3": _Kind(Qwen3Config, has_norms=True),
 }
+# What is known of a file's metadata: all else is refused by name, as it may change what the model computes.
+_OF_MODEL = frozenset(
+    {
+        *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
+        *("attention.head_count", "attention.head_count_kv"),
+        *("attention.key_length", "attention.value_length"),
+        *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base"),
+        *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
+        # Of these the computation is the same whatever they say.
+        *("rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout"),
+    }
+)
+"""Keys of an architecture's own that are read, or that change nothing."""
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "rope.scaling.attn_factor": (1.0,),
+    "use_parallel_residual": (False,),
+}
+"""Keys of an architecture's own, and the values with which the model is a plain one."""
+_OF_TOKENIZER = frozenset(
+    {
+        *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
+        *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "eog_token_ids"),
+        *(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding")),
+        *(f"{name}_token_id" for name in ("mask", "cls", "prefix", "suffix", "middle")),
+        *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
+    }
+)
+_ABOUT = (
+    *("GGUF.", "general.", "quantize.", "split.", "mradermacher."),
+    *("tokenizer.chat_template", "tokenizer.huggingface.json"),
+)
+"""Beginnings of keys that say where a file is from, how it was made, or how conversations are written."""
+
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 # llama.cpp names the text splitting before BPE. transformers' GGUF reader knows the names of its table and
@@ -104,6 +141,15 @@ class _Header:
 
     def of_model(self, key: str) -> str:
         return f"{self.architecture}.{key}"
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number of the architecture's own. A list, of a number for each layer, is refused."""
+        value = self.need(self.of_model(key)) if default is None else self.get(self.of_model(key), default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelRefused(
+                f"{self.source} has {self.of_model(key)}={str(value)[:40]}, not one number", ANOTHER_FILE
+            )
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
         field = self.fields.get(key)
@@ -161,14 +207,18 @@ def _refuse_what_is_not_plain(header: _Header, reader: gguf.GGUFReader) -> None:
             f"{header.source} has the architecture {header.architecture!r}, not one of {', '.join(_KINDS)}",
             ANOTHER_FILE,
         )
-    plain_values = {"expert_count": (None, 0), "rope.scaling.type": (None, "none")}
-    plain_values["attention.sliding_window"] = (None, 0)
-    for key, plain in plain_values.items():
-        value = header.get(header.of_model(key))
-        if value not in plain:
-            raise ModelRefused(
-                f"{header.source} has {header.of_model(key)}={value}: not a plain model", ANOTHER_FILE
-            )
+    for key in header.fields:
+        name, prefix = key.removeprefix(f"{header.architecture}."), "tokenizer.ggml."
+        if key.startswith(_ABOUT) or (key.startswith(prefix) and key.removeprefix(prefix) in _OF_TOKENIZER):
+            continue
+        is_own = name != key
+        value = header.get(key)
+        if is_own and (name in _OF_MODEL or value in _PLAIN.get(name, ())):
+            continue
+        why = (
+            "not a plain model" if is_own and name in _PLAIN else "which is not known here, and may change it"
+        )
+        raise ModelRefused(f"{header.source} has {key}={str(value)[:40]}: {why}", ANOTHER_FILE)
     splitter = header.get("tokenizer.ggml.pre")
     known = _DIGIT_SPLITTERS | _GPT2_SPLITTERS | GGUF_PRE_TOKENIZER_SPLITS.keys()
     if header.get("tokenizer.ggml.model") == "gpt2" and splitter not in known:
@@ -182,28 +232,28 @@ def _refuse_what_is_not_plain(header: _Header, reader: gguf.GGUFReader) -> None:
 
 def _config(header: _Header, *, tied: bool) -> Any:
     """Return the config of the header's kind."""
-    hidden = int(header.need(header.of_model("embedding_length")))
-    q_heads = int(header.need(header.of_model("attention.head_count")))
-    head_dim = int(header.get(header.of_model("attention.key_length"), hidden // q_heads))
-    rotated = int(header.get(header.of_model("rope.dimension_count"), head_dim))
+    hidden = int(header.number("embedding_length"))
+    q_heads = int(header.number("attention.head_count"))
+    head_dim = int(header.number("attention.key_length", hidden // q_heads))
+    rotated = int(header.number("rope.dimension_count", head_dim))
     if rotated != head_dim:
         raise ModelRefused(
             f"{header.source} rotates {rotated} of a head's {head_dim} dimensions (rope.dimension_count)",
             ANOTHER_FILE,
         )
-    eps = header.need(header.of_model("attention.layer_norm_rms_epsilon"))
-    base = header.get(header.of_model("rope.freq_base"), 10000.0)
+    if header.number("attention.value_length", head_dim) != head_dim:
+        raise ModelRefused(f"{header.source} has values of another size than keys", ANOTHER_FILE)
     return header.kind.config(
         architectures=[f"{header.architecture.capitalize()}ForCausalLM"],
         hidden_size=hidden,
-        intermediate_size=int(header.need(header.of_model("feed_forward_length"))),
-        num_hidden_layers=int(header.need(header.of_model("block_count"))),
+        intermediate_size=int(header.number("feed_forward_length")),
+        num_hidden_layers=int(header.number("block_count")),
         num_attention_heads=q_heads,
-        num_key_value_heads=int(header.get(header.of_model("attention.head_count_kv"), q_heads)),
+        num_key_value_heads=int(header.number("attention.head_count_kv", q_heads)),
         head_dim=head_dim,
-        max_position_embeddings=int(header.need(header.of_model("context_length"))),
-        rms_norm_eps=_shortest_float(eps),
-        rope_parameters={"rope_type": "default", "rope_theta": _shortest_float(base)},
+        max_position_embeddings=int(header.number("context_length")),
+        rms_norm_eps=_shortest_float(header.number("attention.layer_norm_rms_epsilon")),
+        rope_parameters=_rope(header),
         vocab_size=len(header.need("tokenizer.ggml.tokens")),
         tie_word_embeddings=tied,
         bos_token_id=header.get("tokenizer.ggml.bos_token_id"),
@@ -213,16 +263,33 @@ def _config(header: _Header, *, tied: bool) -> Any:
     )
 
 
+def _rope(header: _Header) -> dict[str, Any]:
+    """Return the rotation, which llama.cpp scales linearly where a factor stands without a type.
+
+    Raises `ModelRefused` for another type of scaling.
+    """
+    rope = {"rope_type": "default", "rope_theta": _shortest_float(header.number("rope.freq_base", 10000.0))}
+    kind = header.get(header.of_model("rope.scaling.type"), "linear")
+    if kind not in ("none", "linear"):
+        key = header.of_model("rope.scaling.type")
+        raise ModelRefused(f"{header.source} has {key}={kind}: not a plain model", ANOTHER_FILE)
+    factor = header.number("rope.scaling.factor", header.number("rope.scale_linear", 0.0))
+    if kind == "none" or factor in (0.0, 1.0):
+        return rope
+    return rope | {"rope_type": "linear", "factor": _shortest_float(factor)}
+
+
 def _shortest_float(value: float) -> float:
     """Return the shortest decimal of a float32: GGUF stores 1e-5 as 9.99999975e-06."""
     return float(str(np.float32(value)))
 
 
 def _eos_ids(header: _Header) -> int | list[int]:
-    ids = [int(header.need("tokenizer.ggml.eos_token_id"))]
-    end_of_turn = header.get("tokenizer.ggml.eot_token_id")
-    if end_of_turn is not None and int(end_of_turn) not in ids:
-        ids.append(int(end_of_turn))
+    """Return what the file says ends an answer; what its chat template says, `spec.py` adds."""
+    stated = [header.need("tokenizer.ggml.eos_token_id")]
+    stated += [header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    stated += header.get("tokenizer.ggml.eog_token_ids", [])
+    ids = list(dict.fromkeys(int(one) for one in stated if one is not None))
     return ids if len(ids) > 1 else ids[0]
 
 

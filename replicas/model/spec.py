@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -33,7 +33,8 @@ from replicas.model.families import (
     UNSERVED_TYPES,
 )
 from replicas.model.generation import generation_defaults
-from replicas.model.weights import WeightsFile, is_hashed_whole, read_weights, weights_digest
+from replicas.model.tokenizer import load_tokenizer
+from replicas.model.weights import WeightsFile, read_weights, weights_digest
 
 __all__ = ["PROVENANCE_FILE", "SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
 
@@ -55,6 +56,8 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TEMPLATES_DIR = "additional_chat_templates"
 CONFIG_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -64,6 +67,7 @@ CONFIG_SIZES = (
     "max_position_embeddings",
 )
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ANOTHER_MODEL = f"point --model at a causal model of a served type: {', '.join(SERVED_TYPES)}"
 COPY_AGAIN = "copy or download the model directory again"
@@ -125,13 +129,17 @@ class _Config:
 
 
 _CONFIG = TypeAdapter(_Config)
+_TURN: TypeAdapter[tuple[int | None, str]] = TypeAdapter(tuple[int | None, str])
 
 
-def inspect_model(path: Path, keep: Path | None = None) -> ModelSpec:
+def inspect_model(
+    path: Path, keep: Path | None = None, begin: Callable[[str], object] = lambda stage: None
+) -> ModelSpec:
     """Describe the model in the directory `path`, without loading it.
 
-    `keep`: folder of what transformers made of each config.json; None: it is asked each time. Raises
-    `ModelRefused` if the engine could not serve the model, or not correctly.
+    `keep`: folder of what transformers made of each config.json and chat template, and of the digests of
+    large weights; None: all is done each time. `begin`: is told the stage of the start in which large weights
+    are hashed. Raises `ModelRefused` if the engine could not serve the model, or not correctly.
     """
     path = path.expanduser()
     raw = _read_config(path)
@@ -140,6 +148,10 @@ def inspect_model(path: Path, keep: Path | None = None) -> ModelSpec:
     _refuse_by_attention(path, config)
     rope = _served_rope(path, config)
     tokenizer = _read_tokenizer(path, vocab=config.vocab_size)
+    has_chat_template = _has_chat_template(path)
+    ends = _stated_ends(path, raw, tokenizer)
+    if has_chat_template:
+        ends = _with_end_of_turn(path, ends, keep)
     files = read_weights(path)
     _refuse_missing_tensors(path, config, files)
     return ModelSpec(
@@ -153,11 +165,11 @@ def inspect_model(path: Path, keep: Path | None = None) -> ModelSpec:
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         context_tokens_max=config.max_position_embeddings,
-        eos_token_ids=_eos_token_ids(path, raw, tokenizer),
+        eos_token_ids=ends,
         rope=rope,
-        has_chat_template=_has_chat_template(path),
+        has_chat_template=has_chat_template,
         weights_bytes=sum(tensor.end - tensor.begin for file in files for tensor in file.tensors),
-        fingerprint=_fingerprint(path, raw, files),
+        fingerprint=_fingerprint(path, raw, weights_digest(files, keep, begin)),
         commit=_commit(path),
         generation=generation_defaults(_read_json_if_there(path / GENERATION_FILE)),
     )
@@ -259,11 +271,11 @@ def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
 def _normalised_config(path: Path, raw: dict[str, Any], keep: Path | None) -> _Config:
     """Return the config as transformers reads it: old field names, defaults, rope in one dict."""
     kept = None if keep is None else keep / f"{_config_digest(raw)}.json"
-    config = None if kept is None else _read_kept(kept)
+    config = None if kept is None else _read_kept(kept, _CONFIG)
     if config is None:
         config = _ask_transformers(path)
         if kept is not None:
-            _write_kept(kept, config)
+            _write_kept(kept, _CONFIG, config)
     for key in CONFIG_SIZES:
         value = getattr(config, key)
         if not isinstance(value, int) or value < 1:
@@ -315,9 +327,9 @@ def _config_digest(raw: dict[str, Any]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _read_kept(path: Path) -> _Config | None:
+def _read_kept(path: Path, kind: TypeAdapter[T]) -> T | None:
     try:
-        return _CONFIG.validate_python(parse_json(path.read_bytes()))
+        return kind.validate_python(parse_json(path.read_bytes()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, ValidationError) as error:
@@ -325,10 +337,10 @@ def _read_kept(path: Path) -> _Config | None:
         return None
 
 
-def _write_kept(path: Path, config: _Config) -> None:
+def _write_kept(path: Path, kind: TypeAdapter[T], value: T) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, _CONFIG.dump_json(config), durable=False)
+        atomic_write(path, kind.dump_json(value), durable=False)
     except (OSError, ValueError) as error:
         logger.warning("%s could not be written: %s", path, error)
 
@@ -401,8 +413,8 @@ def _read_tokenizer(path: Path, vocab: int) -> dict[str, int]:
     return ids
 
 
-def _eos_token_ids(path: Path, raw: dict[str, Any], tokenizer: dict[str, int]) -> tuple[int, ...]:
-    """Return every id that ends an answer: of the generation config (else the config) and the tokenizer."""
+def _stated_ends(path: Path, raw: dict[str, Any], tokenizer: dict[str, int]) -> tuple[int, ...]:
+    """Return the ids that the files say end an answer: generation config (else the config) and tokenizer."""
     ids: list[int] = []
     generation = _read_json_if_there(path / GENERATION_FILE)
     stated = generation.get("eos_token_id", raw.get("eos_token_id"))
@@ -416,8 +428,43 @@ def _eos_token_ids(path: Path, raw: dict[str, Any], tokenizer: dict[str, int]) -
     return tuple(dict.fromkeys(ids))
 
 
+def _with_end_of_turn(path: Path, stated: tuple[int, ...], keep: Path | None) -> tuple[int, ...]:
+    """Return the ids that end an answer: those stated, and what the chat template ends a turn with."""
+    kept = None if keep is None else keep / f"{_turn_digest(path, stated)}.turn.json"
+    turn = None if kept is None else _read_kept(kept, _TURN)
+    if turn is None:
+        ids = ",".join(map(str, stated))
+        text = run_apart("turn", str(path.absolute()), ids) if runs_apart() else turn_text(path, ids)
+        turn = _TURN.validate_json(text)
+        if kept is not None:
+            _write_kept(kept, _TURN, turn)
+    added, doubt = turn
+    if doubt:
+        logger.warning("%s: %s", path, doubt)
+    return stated if added is None else (*stated, added)
+
+
+def turn_text(path: Path, stated: str) -> str:
+    """Return as JSON how a model's chat template ends a turn; `stated`: known ids, with commas."""
+    from replicas.templates import end_of_turn  # jinja2, and a tokenizer: most starts have it kept
+
+    known = [int(one) for one in stated.split(",") if one]
+    tokenizer = load_tokenizer(path)
+    return _TURN.dump_json(end_of_turn(tokenizer, tokenizer.added_tokens_decoder, known)).decode()
+
+
+def _turn_digest(path: Path, stated: tuple[int, ...]) -> str:
+    """Return the name under which the end of a turn is kept: all files that a template may come from."""
+    digest = hashlib.sha256(repr((version("transformers"), "turn 1", stated)).encode())
+    files = [path / name for name in ("config.json", *TOKENIZER_FILES, *TEMPLATE_FILES)]
+    for file in (*files, *sorted((path / TEMPLATES_DIR).glob("*.jinja"))):
+        if file.is_file():
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
 def _has_chat_template(path: Path) -> bool:
-    if (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file():
+    if any((path / name).is_file() for name in TEMPLATE_FILES):
         return True
     return bool(_read_json_if_there(path / "tokenizer_config.json").get("chat_template"))
 
@@ -453,15 +500,12 @@ def _commit(path: Path) -> str | None:
     return None if of_hub is None else of_hub.revision
 
 
-def _fingerprint(path: Path, raw: dict[str, Any], files: tuple[WeightsFile, ...]) -> bytes:
+def _fingerprint(path: Path, raw: dict[str, Any], weights: bytes) -> bytes:
     digest = hashlib.sha256(FINGERPRINT_VERSION)
     config = {key: value for key, value in raw.items() if key not in CONFIG_NOISE}
     parts = [("config.json", json.dumps(config, sort_keys=True, separators=(",", ":")).encode())]
     parts += [(name, (path / name).read_bytes()) for name in TOKENIZER_FILES if (path / name).is_file()]
-    parts.append(("weights", weights_digest(files)))
-    commit = _commit(path)
-    if commit is not None and not is_hashed_whole(files):
-        parts.append(("commit", commit.encode()))  # it stands for the bytes between the hashed windows
+    parts.append(("weights", weights))
     for name, content in parts:  # lengths keep adjacent parts unambiguous
         digest.update(len(name).to_bytes(8, "little") + name.encode())
         digest.update(len(content).to_bytes(8, "little") + content)

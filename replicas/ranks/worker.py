@@ -48,6 +48,7 @@ class RankStart:
     channels: ChannelPlan
     engine: EngineSettings
     start_wait_s: float
+    inspected_dir: Path | None = None
 
     def as_json(self) -> str:
         return _START.dump_json(self).decode()
@@ -101,7 +102,10 @@ class Rank:
             self._peers = Peers(
                 folder / STORE, start.rank, start.ranks, self._device, start.engine.stuck_step_s
             )
-            spec, dtype = inspect_model(Path(start.model_dir)), getattr(torch, start.dtype)
+            spec, dtype = (
+                inspect_model(Path(start.model_dir), start.inspected_dir),
+                getattr(torch, start.dtype),
+            )
             self._model = load_part(spec, dtype, self._device, self._peers)
         except BaseException:
             self._channels.close()

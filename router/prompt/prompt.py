@@ -24,6 +24,7 @@ from configs.settings import Settings
 from replicas.grammar import GrammarCompiler, GrammarRefused
 from replicas.messages import Grammar
 from replicas.reply import ReplyReading
+from replicas.templates import TEMPLATE_FAULTS, TemplateLimit, refused_model, rendered
 from router.openai import (
     ApiError,
     ChatMessage,
@@ -49,9 +50,8 @@ from router.prompt.prompt_parts import TokenSizes, digest_of_texts, parts_of
 from router.prompt.reply_memory import Owner, ReplyMemory, key_of
 from router.prompt.same_prefix import JsonSpellings, as_before, in_order, tool_digest, without_volatile
 from router.prompt.shared_replies import SharedReplies, turns_of
-from router.prompt.template_limits import TemplateLimit
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
-from router.prompt.tool_template import TEMPLATE_FAULTS, inspect_template, refused_model, rendered
+from router.prompt.tool_template import inspect_template
 from router.prompt.vocabulary import ServedVocabulary
 
 logger = logging.getLogger(__name__)

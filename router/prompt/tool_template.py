@@ -15,16 +15,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
-from typing import Any, Protocol
-
-from jinja2 import TemplateError
+from typing import Any
 
 from configs.json_text import parse_json
 from configs.settings import ModelSettings
-from replicas.messages import ModelRefused
 from replicas.reply import ReplyFormat, declared_format, format_named, sniffed_format
+from replicas.templates import TEMPLATE_FAULTS, Template, TemplateLimit, refused_model, rendered
 from router.openai import ChatMessage, ParsedChat, ToolCall, ToolOffer, UnsupportedParameter
-from router.prompt.template_limits import TemplateLimit, within_limits
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +57,7 @@ PROBE_TOOL: Json = {
         "parameters": {"type": "object", "properties": {"probe_key": {"type": "string"}}},
     },
 }
-TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""How a template's own code fails."""
 HELLO: Json = {"role": "user", "content": "Hello"}
-
-
-class Template(Protocol):
-    """The part of a transformers tokenizer that renders."""
-
-    chat_template: Any
-
-    def apply_chat_template(
-        self, conversation: list[Json], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
-    ) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,29 +193,6 @@ def _render(tokenizer: Template, conversation: list[Json]) -> str | None:
         raise refused_model(limit) from None
     except TEMPLATE_FAULTS:
         return None
-
-
-def rendered(
-    tokenizer: Template, conversation: list[Json], *, add_generation_prompt: bool, **variables: Any
-) -> str:
-    """Return what the template makes of a conversation, within limits. Raises `TEMPLATE_FAULTS`."""
-
-    def render() -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
-            )
-        )
-
-    return str(within_limits(render))
-
-
-def refused_model(limit: TemplateLimit) -> ModelRefused:
-    """Return why a model is not served whose template does not end."""
-    return ModelRefused(
-        f"the model's chat template does not render a short conversation: {limit}",
-        "Do not serve it unless you know who made it; a good template renders in a millisecond",
-    )
 
 
 def _generic(messages: Sequence[ChatMessage], offer: ToolOffer | None) -> Iterator[Json]:

@@ -26,6 +26,7 @@ from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Look
 from configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
 from configs.settings import Settings
 from tests.support.nodes.node_harness import SESSION, TENANT, Sample, sample
+from tests.support.ray_start import start_ray
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = BlockShape(layers=2, layer_bytes=64 * 1024, block_tokens=4)
@@ -44,8 +45,7 @@ NBYTES = big(0).record.nbytes
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
     with contextlib.chdir(ROOT):  # Ray's workers find `tests` there
-        ray.init(
-            address="local",
+        start_ray(
             namespace="samovar-test",
             num_cpus=2,
             object_store_memory=100 * MIB,
@@ -55,6 +55,24 @@ def _ray() -> Iterator[None]:
         )
     yield
     ray.shutdown()
+
+
+@pytest.mark.parametrize("failures", [0, 2, 3])
+def test_ray_is_started_again_if_its_node_did_not_come_up(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def init(**options: object) -> None:
+        said.append("init")
+        if said.count("init") <= failures:
+            raise RuntimeError("the current node timed out during startup")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: said.append("shutdown"))
+    with pytest.raises(RuntimeError) if failures == 3 else contextlib.nullcontext():
+        start_ray(namespace="any")
+    assert said == ["init", "shutdown"] * failures + ["init"] * (failures < 3)
 
 
 @ray.remote(num_cpus=0)

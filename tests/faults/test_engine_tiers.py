@@ -8,12 +8,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import TAG_BYTES, Bytes, Clear, ExtentHeader, Placement
-from cache_tiers.blocks.record import decode_header
+from cache_tiers.blocks.extent import TAG_BYTES, Bytes, Clear, ExtentHeader, Placement, TierName
+from cache_tiers.blocks.record import decode_header, header_bytes
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.tier import Tier
 from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, LookupResult
 from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
 from configs.sections import FaultSettings, TierSettings
@@ -25,7 +27,7 @@ from replicas.scheduling.preemption import Preemption
 from replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, prompt_of
-from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, tiered
+from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered
 
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
 CHEAP = PrefillPrice(0.0, 1e-9, 0.0)  # ... and never, though a lookup is waited for
@@ -316,6 +318,58 @@ def test_g7_the_good_blocks_before_a_bad_one_are_used(tiny_llama: Path, tmp_path
     answer = engine.run(prompt)
     assert tokens(answer)["cpu"] == 32
     assert answer.ids == uncached(tiny_llama, tmp_path, prompt).ids
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("block", [0, 1, 2, 3, 4])
+def test_g7_a_bad_block_on_disk_costs_only_what_lies_behind_it(
+    tiny_llama: Path, tmp_path: Path, block: int, at_end: bool
+) -> None:
+    """A byte of each block, flipped in the file of a service that has started again."""
+    before = tiered(tiny_llama, tmp_path, prefill=DEAR)
+    before.placement = Placement("cpu", ("nvme",), "nvme")
+    prompt = two_turns(before)
+    (file,) = tmp_path.rglob("v1/**/*.kv")
+    header = decode_header(np.frombuffer(file.read_bytes(), np.uint8))
+    assert header.blocks == 5
+    block_bytes = before.built.engine.runner.pool.geometry.block_bytes
+    at = header_bytes(header.blocks, header.shape.layers) + (block + at_end) * block_bytes - at_end
+    data = bytearray(file.read_bytes())
+    data[at] ^= 16
+    file.write_bytes(data)
+
+    tiers: dict[TierName, Tier] = {"cpu": HeapTier(64 * MIB), "nvme": before.tiers["nvme"]}
+    engine = tiered(tiny_llama, tmp_path, tiers=tiers, prefill=DEAR)
+    answer = engine.run(prompt)
+    truth = uncached(tiny_llama, tmp_path, prompt)
+    assert tokens(answer)["nvme"] == sum(header.token_counts[:block])
+    assert answer.ids == truth.ids
+    (row,) = [row for row in engine.node.stats().tiers if row.name == "nvme"]
+    assert row.quarantined == 1
+    assert not file.exists()
+    engine.run(prompt)  # stored again, whole
+    engine.forget_pool()
+    again = engine.run(prompt)
+    assert again.ids == truth.ids
+    assert tokens(again)["cpu"] == 64
+
+
+def test_g7_a_whole_copy_goes_before_what_is_left_of_a_bad_one(tiny_llama: Path, tmp_path: Path) -> None:
+    below = nvme(tmp_path / "below")  # stands for S3
+    below.name = "s3"  # type: ignore[assignment]
+    lower: dict[TierName, Tier] = {"nvme": nvme(tmp_path / "disk"), "s3": below}
+    before = tiered(tiny_llama, tmp_path, tiers={"cpu": HeapTier(64 * MIB), **lower}, prefill=DEAR)
+    before.placement = Placement("cpu", ("nvme", "s3"), "s3")
+    prompt = two_turns(before)
+    (file,) = (tmp_path / "disk").rglob("v1/**/*.kv")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    engine = tiered(tiny_llama, tmp_path, tiers={"cpu": HeapTier(64 * MIB), **lower}, prefill=DEAR)
+    answer = engine.run(prompt)
+    assert tokens(answer)["s3"] >= 64
+    assert answer.ids == uncached(tiny_llama, tmp_path, prompt).ids
+    assert engine.built.engine.stats().verify_failures == {}
 
 
 def test_f03_another_extent_in_its_place_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

@@ -197,6 +197,24 @@ def rename(old: str, new: str) -> Edit:
         (lambda w, t: w.add_sliding_window(128), "llama.attention.sliding_window=128"),
         (lambda w, t: w.add_rope_dimension_count(8), "rotates 8 of a head's 16 dimensions"),
         (lambda w, t: t.__setitem__("rope_freqs.weight", np.ones(8, np.float32)), "rope_freqs.weight"),
+        (lambda w, t: w.add_float32("llama.rope.scaling.attn_factor", 1.5), "scaling.attn_factor=1.5"),
+        (lambda w, t: w.add_float32("llama.rope.scaling.yarn_ext_factor", 1), "scaling.yarn_ext_factor=1.0"),
+        (lambda w, t: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "scaling.type=longrope"),
+        (lambda w, t: w.add_float32("llama.logit_scale", 0.5), "llama.logit_scale=0.5"),
+        (lambda w, t: w.add_float32("llama.embedding_scale", 12), "llama.embedding_scale=12.0"),
+        (lambda w, t: w.add_float32("llama.attention.scale", 0.5), "llama.attention.scale=0.5"),
+        (lambda w, t: w.add_clamp_kqv(1.0), "llama.attention.clamp_kqv=1.0"),
+        (lambda w, t: w.add_causal_attention(False), "llama.attention.causal=False"),
+        (lambda w, t: w.add_parallel_residual(True), "llama.use_parallel_residual=True"),
+        (lambda w, t: w.add_uint32("llama.invented_next_year", 3), "llama.invented_next_year=3"),
+        (lambda w, t: w.add_uint32("qwen2.rope.freq_base", 3), "qwen2.rope.freq_base=3"),
+        (lambda w, t: w.add_string("adapter.type", "lora"), "adapter.type=lora"),
+        (lambda w, t: w.add_remove_extra_whitespaces(True), "tokenizer.ggml.remove_extra_whitespaces=True"),
+        (lambda w, t: w.add_key_length(8) or w.add_value_length(16), "values of another size than keys"),
+        (
+            lambda w, t: w.kv_data[0].pop("llama.attention.head_count_kv") and w.add_head_count_kv([2, 1]),
+            "llama.attention.head_count_kv=[2, 1], not one number",
+        ),
         (rename("blk.0.attn_q.weight", "blk.0.attn_qkv.weight"), "blk.0.attn_qkv.weight"),
         (rename("blk.1.ffn_up.weight", "blk.2.ffn_up.weight"), "model.layers.1.mlp.up_proj.weight"),
         (lambda w, t: t.pop("output_norm.weight"), "model.norm.weight has the shape None"),
@@ -212,6 +230,63 @@ def test_what_is_no_plain_llama_is_refused(
         convert_gguf(source, tmp_path / "out")
     assert reason in caught.value.reason
     assert not list((tmp_path / "out").iterdir())
+
+
+def scaled(kind: str | None, **keys: float) -> Edit:
+    def edit(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+        if kind is not None:
+            writer.add_string("llama.rope.scaling.type", kind)
+        for key, value in keys.items():
+            writer.add_float32(f"llama.rope.{key.replace('__', '.')}", value)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "factor"),
+    [
+        (scaled(None, scale_linear=4), 4),  # as files were written once
+        (scaled(None, scaling__factor=4), 4),
+        (scaled("linear", scaling__factor=2.5), 2.5),
+        (scaled("linear", scaling__factor=4, scale_linear=8), 4),
+        (scaled("linear", scaling__factor=1), None),
+        (scaled("linear"), None),
+        (scaled("none", scaling__factor=4), None),  # llama.cpp does not scale then
+        (scaled(None, scaling__attn_factor=1), None),
+    ],
+)
+def test_linear_scaling_is_applied(
+    model: torch.nn.Module, tmp_path: Path, edit: Edit, factor: float | None
+) -> None:
+    (tmp_path / "out").mkdir()
+    convert_gguf(write_gguf(tmp_path / "m.gguf", model, edit), tmp_path / "out")
+    rope = json.loads(inspect_model(tmp_path / "out").rope)
+    assert (rope["rope_type"], rope.get("factor")) == (("linear", factor) if factor else ("default", None))
+    ids = torch.arange(3, 40)[None]
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
+    frequencies = converted.model.rotary_emb.inv_freq * (factor or 1)
+    assert torch.allclose(frequencies, 25000.0 ** (-torch.arange(0, 16, 2) / 16), rtol=1e-5)
+    assert converted(ids).logits.isfinite().all()
+
+
+def test_what_changes_nothing_is_taken(model: torch.nn.Module, tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+        writer.add_name("a model")
+        writer.add_string("general.base_model.0.name", "its base")
+        writer.add_string("quantize.imatrix.file", "imatrix.dat")
+        writer.add_string("mradermacher.quantized_by", "somebody")
+        writer.add_string("tokenizer.chat_template.tool_use", "{{ messages }}")
+        writer.add_uint32("tokenizer.ggml.fim_pre_token_id", 1)
+        writer.add_bool("tokenizer.ggml.add_bos_token", False)
+        writer.add_vocab_size(512)
+        writer.add_rope_dimension_count(16)
+        writer.add_value_length(16)
+        writer.add_expert_count(0)
+        writer.add_causal_attention(True)
+
+    (tmp_path / "out").mkdir()
+    convert_gguf(write_gguf(tmp_path / "m.gguf", model, edit), tmp_path / "out")
+    assert inspect_model(tmp_path / "out").rope
 
 
 def test_another_architecture_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:

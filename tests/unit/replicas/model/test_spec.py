@@ -100,7 +100,7 @@ def test_eos_ids_are_of_generation_config_and_tokenizer(llama: Path) -> None:
     assert inspect_model(llama).eos_token_ids == (7, 9, EOS_ID)
     (llama / "generation_config.json").unlink()
     edit_json(llama / "config.json", eos_token_id=PAD_ID)
-    edit_json(llama / "tokenizer_config.json", eos_token={"content": "<|im_end|>"})
+    edit_json(llama / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": "<|im_end|>"})
     assert inspect_model(llama).eos_token_ids == (PAD_ID, EOS_ID)
 
 
@@ -372,19 +372,6 @@ def test_any_change_gives_another_fingerprint(llama: Path) -> None:
         change()
         seen.add(inspect_model(llama).fingerprint)
     assert len(seen) == len(changes) + 1
-
-
-@pytest.mark.guarantee("G3", "F13")
-def test_large_weights_are_sampled_in_every_tensor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the windows of a large model, a change of any one tensor's values is still seen."""
-    monkeypatch.setattr("replicas.model.weights.WHOLE_DIGEST_BYTES_MAX", 0)
-    monkeypatch.setattr("replicas.model.weights.WINDOW_BYTES", 16)
-    original = load_file(llama / "model.safetensors")
-    seen = {inspect_model(llama).fingerprint}
-    for name, tensor in original.items():
-        save_file({**original, name: tensor * 1.001}, llama / "model.safetensors", metadata={"format": "pt"})
-        seen.add(inspect_model(llama).fingerprint)
-    assert len(seen) == len(original) + 1
 
 
 def test_spec_and_refusal_cross_processes(tiny: dict[str, Path]) -> None:

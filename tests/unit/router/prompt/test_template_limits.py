@@ -12,8 +12,9 @@ import pytest
 from configs.settings import Settings
 from replicas.messages import ModelRefused
 from replicas.reply import ReplyReading, declared_format, patterns, read_reply
-from router.prompt import PromptBuilder, template_limits
-from router.prompt.template_limits import TemplateLimit, within_limits
+from replicas.templates import limits as template_limits
+from replicas.templates.limits import TemplateLimit, within_limits
+from router.prompt import PromptBuilder
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 from tests.support.router import chat_templates
 from tests.support.router.router_harness import House, chat, error_of
