@@ -32,7 +32,7 @@ class Ranks:
             bytes, tuple[int, int]
         ] = {}  # tenant -> best rank, the last step for which it counts
         self._running: dict[bytes, int] = {}  # tenant -> best rank that takes part in this step
-        self._is_shared = True
+        self._is_shared = False
 
     def came(self, sequence: Sequence) -> None:
         """Note a new request."""
@@ -52,29 +52,25 @@ class Ranks:
         able = [one for one in running if not one.holds]
         for one in (*able, *waiting):
             self.entered(one)
-        if any(one.yields_to(self._running[one.tenant]) for one in able):
-            self._apart += 1
-        self._is_shared = self._apart % SHARED_STEPS == 0
+        are_apart = any(one.yields_to(self._running[one.tenant]) for one in able)
+        self._apart += are_apart
+        self._is_shared = are_apart and self._apart % SHARED_STEPS == 0
 
     def entered(self, one: Sequence) -> None:
         """Note a sequence that takes part in this step."""
         self._running[one.tenant] = min(one.rank, self._running.get(one.tenant, one.rank))
 
-    def sits_out(self, one: Sequence, prompts: Iterable[Chunk] = ()) -> bool:
-        """Return whether a sequence takes no part in this step, in which these prompts are planned.
+    def share(self) -> None:
+        """Let all take part in this step."""
+        self._is_shared = True
 
-        Not in a shared step either, if that brings the first token of what it yields to.
-        """
-        if not one.yields_to(self._running.get(one.tenant, one.rank)):
-            return False
-        if not self._is_shared:
-            return True
-        mine = (chunk for chunk in prompts if chunk.samples and chunk.sequence.tenant == one.tenant)
-        return any(one.yields_to(chunk.sequence.rank) for chunk in mine)
+    def sits_out(self, one: Sequence) -> bool:
+        """Return whether a sequence takes no part in this step."""
+        return not self._is_shared and one.yields_to(self._running.get(one.tenant, one.rank))
 
     def part(self, sequence: Sequence, prompts: Iterable[Chunk], tokens: int) -> int:
         """Return how many of `tokens` of a prompt this step may compute beside these."""
-        if not self._may_be_outranked(sequence):
+        if self._is_shared or not self._may_be_outranked(sequence):
             return tokens
         taken = sum(chunk.count for chunk in prompts if self._may_be_outranked(chunk.sequence))
         return min(tokens, max(0, self._part - taken))

@@ -154,6 +154,24 @@ class Scheduler:
         self._plan_decodes(plan, [one for one in decodes if one.tenant not in resting])
         self._add_drafts(plan)
         room = self.budget.open([chunk.start for chunk in plan.chunks for _ in range(chunk.rows)])
+        held_up = self._plan_groups(plan, room, groups, stuck)
+        if resting and not plan.prompts:  # the prompts that they rested for found no pages
+            self._plan_decodes(plan, rested)
+        if not plan.chunks:  # nor did those for which others sat out
+            self._ranks.share()
+            self._plan_decodes(plan, [one for one in able if one not in plan.preempted])
+            held_up = self._plan_groups(plan, room, groups, stuck)
+        self._own_drafts(plan)
+        for chunk in plan.prompts:
+            self._turns.computed(chunk.sequence.tenant, chunk.count)
+        self._rests.ran(resting, plan.prompts)
+        self._held_up = held_up | stuck
+        return plan
+
+    def _plan_groups(
+        self, plan: StepPlan, room: StepRoom, groups: Listing[set[bytes]], stuck: set[bytes]
+    ) -> set[bytes]:
+        """Plan the prompts of these tenants, in their turns; return whose next sequence is not admitted."""
         held_up = set(stuck)  # a tenant admitted ahead of these may not exceed their share
         for group in groups:
             if group is stuck:
@@ -162,21 +180,12 @@ class Scheduler:
             self._admit(plan, room, held_up, set().union(*groups) - group)
             if any(chunk.samples for chunk in plan.prompts):
                 break  # a first token comes with this step: other tenants' prompts must not lengthen it
-        if resting and not plan.prompts:  # the prompts that they rested for found no pages
-            self._plan_decodes(plan, rested)
-        if not plan.chunks:  # nor did those for which others sat out
-            self._plan_decodes(plan, able)
-        self._own_drafts(plan)
-        for chunk in plan.prompts:
-            self._turns.computed(chunk.sequence.tenant, chunk.count)
-        self._rests.ran(resting, plan.prompts)
-        self._held_up = held_up | stuck
-        return plan
+        return held_up
 
     def _first_waiting(self) -> list[Sequence]:
-        """Return the next sequence of each tenant, of those that are ready."""
+        """Return the next sequence of each tenant, of those that are ready and were not refused just now."""
         found: list[Sequence] = []
-        for tenant in self.waiting.tenants(self._is_ready):
+        for tenant in self.waiting.tenants(self._is_ready) - self._held_up:
             found += islice(filter(self._is_ready, self.waiting.of(tenant)), 1)
         return found
 
@@ -238,7 +247,7 @@ class Scheduler:
             if left:
                 following = ahead[self._order.first(ahead)]
                 left.remove(following)
-                if not self._ranks.sits_out(following, plan.prompts):
+                if not self._ranks.sits_out(following):
                     self._plan_prompt(following, plan, room, left)
                 left = [one for one in left if one not in plan.preempted]
 
@@ -329,7 +338,7 @@ class Scheduler:
             sequence = self.waiting.pick(self._is_ready, held_up.union(others))
             if sequence is None:
                 break
-            if self._ranks.sits_out(sequence, plan.prompts) and not self.waiting.is_due(sequence):
+            if self._ranks.sits_out(sequence) and not self.waiting.is_due(sequence):
                 others = {*others, sequence.tenant}
                 continue
             if not self._may_pass(sequence, held_up) or not self._try_admit(sequence, plan, room, held_up):

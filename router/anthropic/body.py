@@ -31,7 +31,7 @@ class ContentBlock(StrictModel):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    source: BlockSource | None = None
+    source: BlockSource | str | None = None
     content: str | Annotated[list[Part], Field(fail_fast=True)] | dict[str, Any] | None = None
     is_error: bool | None = None
     cache_control: CacheMark = None

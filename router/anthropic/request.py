@@ -15,6 +15,7 @@ from configs.settings import LimitsSettings
 from router.anthropic.body import (
     AnthropicMessage,
     AnthropicTool,
+    BlockSource,
     ContentBlock,
     JsonOutput,
     MessagesBody,
@@ -219,6 +220,21 @@ def _parts(content: str | Sequence[Part], made: _Translation) -> str | list[Json
     return [part.model_dump(exclude_none=True) for part in content]
 
 
+def _result(block: ContentBlock, made: _Translation) -> str | list[Json]:
+    """Return what a tool's result says; that it failed stands in front: templates have no place for it."""
+    content: str | list[Json] = []
+    if isinstance(block.content, dict):
+        content = json.dumps(block.content, ensure_ascii=False)
+    elif block.content is not None:
+        content = _parts(block.content, made)
+    if not block.is_error:
+        return content
+    return FAILED + content if isinstance(content, str) else [{"type": "text", "text": FAILED}, *content]
+
+
+FAILED = "The tool failed: "
+
+
 def _add_tool(made: _Translation, tool: AnthropicTool, place: str) -> None:
     if tool.type not in OWN_TOOLS:
         made.ignored.append(f"tools.{tool.type}")
@@ -252,7 +268,7 @@ def _add_turn(
             if texts:
                 made.add({"role": message.role, "content": texts}, place)
                 texts = []
-            content = _parts(block.content, made) if isinstance(block.content, str | list) else []
+            content = _result(block, made)
             result: Json = {"role": "tool", "content": content}
             if block.tool_use_id:
                 result["tool_call_id"] = block.tool_use_id
@@ -270,8 +286,9 @@ def _add_turn(
 def _text(made: _Translation, block: ContentBlock, where: str, now: str, *, is_last: bool = False) -> Json:
     """Return a block as a text; what a history has beside texts becomes a line, and is listed."""
     said = block.text if block.type == "text" else None
-    if block.type == "document" and block.source is not None and block.source.type == "text":
-        said = block.source.data
+    source = block.source
+    if block.type == "document" and isinstance(source, BlockSource) and source.type == "text":
+        said = source.data
     if said is None and is_last:
         if block.type == "text":
             raise MissingField(f"{where}.text")
@@ -326,6 +343,6 @@ def _arguments(block: ContentBlock, where: str) -> str:
     if isinstance(block.input, str):  # another server's: what was cut off
         return block.input
     try:
-        return json.dumps({} if block.input is None else block.input, ensure_ascii=False, allow_nan=False)
+        return json.dumps({} if block.input is None else block.input, ensure_ascii=False)
     except (ValueError, RecursionError):
         raise InvalidValue(f"{where}.input", f"{where}.input holds what JSON does not have.") from None

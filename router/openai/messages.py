@@ -134,8 +134,12 @@ def offer_of(
         if tool.function.parameters is not None:
             function["parameters"] = tool.function.parameters
         spec = {"type": "function", "function": function}
-        text, is_strict = json.dumps(spec, ensure_ascii=False), bool(tool.function.strict)
-        offered[name] = Tool(name, spec, text, param, is_strict)
+        try:
+            text = json.dumps(spec, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            place = f"{param}.function.parameters"
+            raise InvalidValue(place, f"{place} holds a number that JSON does not have.") from None
+        offered[name] = Tool(name, spec, text, param, bool(tool.function.strict))
     only = choice.function.name if isinstance(choice, NamedTool) and choice.function else None
     if only is not None and only not in offered:
         field = "tool_choice.function.name"
@@ -254,12 +258,12 @@ class _Reading:
         if message.function_call is not None and message.function_call.name:
             given.append((f"{place}.function_call", AssistantCall(function=message.function_call)))
         for param, call in given:
-            call_id = call.id or ""
+            call_id = "" if call.id is None else str(call.id)
             if not call_id or call_id in calls:
                 call_id = f"call_{param}"
                 self.altered += [f"{param}.id"] if call.id else []
             if call.function is not None:
-                name, arguments = call.function.name, self._arguments(call.function.arguments, param)
+                name, arguments = call.function.name or "", self._arguments(call.function.arguments, param)
             else:
                 self.altered.append(param)
                 name = (call.custom and call.custom.name) or call.type or ""
@@ -267,8 +271,8 @@ class _Reading:
             calls[call_id] = ToolCall(call_id, name or NAMELESS, arguments)
         return tuple(calls.values())
 
-    def _arguments(self, given: str | Mapping[str, Any] | None, param: str) -> str:
-        text = json.dumps(given, ensure_ascii=False) if isinstance(given, Mapping) else given or ""
+    def _arguments(self, given: Any, param: str) -> str:
+        text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
         readable = readable_arguments(text)
         if readable != text and text.strip():
             self.altered.append(f"{param}.function.arguments")
@@ -279,6 +283,8 @@ TEXTS = ("text", "input_text", "output_text", "refusal")
 THOUGHTS = ("thinking", "reasoning", "reasoning_text")
 NAMELESS = "tool"
 """What a call in a history is shown as that has no name."""
+DEPTH_MAX = 100
+"""How deep arguments are that a template is given as an object: templates recurse."""
 UNPARSED = "unparsed"
 """The key under which a template is given arguments that are no JSON object: what was said, as it is."""
 
@@ -286,7 +292,8 @@ UNPARSED = "unparsed"
 def readable_arguments(text: str) -> str:
     """Return the arguments of a call as the text of a JSON object, which templates need.
 
-    "" and null mean none. What is no JSON object (cut off by a limit, another provider's) is kept as text.
+    "" and null mean none. What is no JSON object (cut off by a limit, another provider's), or one deeper than
+    templates can follow, is kept as text.
     """
     if not text.strip():
         return "{}"
@@ -297,4 +304,15 @@ def readable_arguments(text: str) -> str:
         return json.dumps({UNPARSED: text})
     if value is None:
         return "{}"
-    return text if isinstance(value, dict) else json.dumps({UNPARSED: text})
+    is_plain = isinstance(value, dict) and not _is_deep(value)
+    return text if is_plain else json.dumps({UNPARSED: text})
+
+
+def _is_deep(value: Any) -> bool:
+    layer = [value]
+    for _ in range(DEPTH_MAX):
+        layer = [inner for one in layer for inner in (one.values() if isinstance(one, dict) else one)]
+        layer = [one for one in layer if isinstance(one, dict | list)]
+        if not layer:
+            return False
+    return True

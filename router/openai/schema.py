@@ -159,8 +159,8 @@ ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME}$")]
 class CalledFunction(_Strict):
     """The function of a tool call in a history; `arguments`: mostly the text of a JSON object."""
 
-    name: Annotated[str, Field(max_length=TOOL_NAME_CHARS_MAX)] = ""
-    arguments: str | dict[str, Any] | None = None
+    name: Annotated[str, Field(max_length=TOOL_NAME_CHARS_MAX)] | None = None
+    arguments: Any = None
 
 
 class CalledCustom(_Strict):
@@ -173,7 +173,7 @@ class CalledCustom(_Strict):
 class AssistantCall(_Strict):
     """A tool call in a history."""
 
-    id: str | None = None
+    id: str | int | None = None
     type: Word | None = None
     function: CalledFunction | None = None
     custom: CalledCustom | None = None

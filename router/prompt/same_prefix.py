@@ -24,6 +24,10 @@ from router.prompt.reply_memory import Owner
 
 SETS = frozenset({"required", "enum", "type"})
 """Keys of a JSON Schema whose lists are sets."""
+DATA = frozenset({"const", "default", "enum", "example", "examples"})
+"""Keys of a JSON Schema whose values are no schemas."""
+NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keys of a JSON Schema whose values are objects of schemas: the names in them are no keys of a schema."""
 ROW_OVERHEAD_BYTES = 600
 TEXT_OVERHEAD_BYTES = 150
 ARGUMENTS_CHARS_MIN = 8
@@ -33,26 +37,56 @@ _Row = tuple[str, bytes]
 """(salt, session's tag)"""
 
 
-def canonical_json(value: Any, *, is_schema: bool = False, is_set: bool = False) -> str:
-    """Return one text for all spellings of a JSON value; of a schema also where lists are sets."""
+def canonical_json(value: Any) -> str:
+    """Return one text for all spellings of a JSON value."""
     if isinstance(value, dict):
-        texts = (
-            (key, canonical_json(value[key], is_schema=is_schema, is_set=is_schema and key in SETS))
-            for key in sorted(value)
-        )
-        return f"{{{','.join(f'{json.dumps(key)}:{text}' for key, text in texts)}}}"
+        texts = [f"{json.dumps(key)}:{canonical_json(value[key])}" for key in sorted(value)]
+        return f"{{{','.join(texts)}}}"
     if isinstance(value, list):
-        parts = [canonical_json(one, is_schema=is_schema) for one in value]
-        return f"[{','.join(sorted(parts) if is_set else parts)}]"
-    if isinstance(value, float) and value.is_integer():
+        return f"[{','.join(map(canonical_json, value))}]"
+    if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT_MAX:
         value = int(value)
     return json.dumps(value)
 
 
-def tool_digest(tool: Tool, key: bytes) -> bytes:
-    """Return a tool's keyed digest, the same for every spelling of its JSON."""
-    text = canonical_json(tool.spec, is_schema=True).encode()
-    return blake2b(text, key=key, digest_size=DIGEST_BYTES).digest()
+EXACT_MAX = float(2**53)
+"""Up to here a float is the whole number that it spells."""
+
+
+def canonical_schema(schema: Any, *, in_order: bool = False) -> str:
+    """Return one text for all spellings of a JSON Schema, in which some lists are sets.
+
+    `in_order`: properties in another order are another schema, as an answer that follows it has that order.
+    """
+    if isinstance(schema, list):
+        return f"[{','.join(canonical_schema(one, in_order=in_order) for one in schema)}]"
+    if not isinstance(schema, dict):
+        return canonical_json(schema)
+    texts = []
+    for key in sorted(schema):
+        value = schema[key]
+        if key in NAMES and isinstance(value, dict):
+            names = list(value) if in_order and key == "properties" else sorted(value)
+            inner = (f"{json.dumps(one)}:{canonical_schema(value[one], in_order=in_order)}" for one in names)
+            text = f"{{{','.join(inner)}}}"
+        elif key in SETS and isinstance(value, list):
+            text = f"[{','.join(sorted(map(canonical_json, value)))}]"
+        else:
+            text = canonical_json(value) if key in DATA else canonical_schema(value, in_order=in_order)
+        texts.append(f"{json.dumps(key)}:{text}")
+    return f"{{{','.join(texts)}}}"
+
+
+def tool_digest(tool: Tool, key: bytes, *, is_promised: bool = False) -> bytes:
+    """Return a tool's keyed digest, the same for every spelling of its JSON that means the same.
+
+    `is_promised`: its calls follow its schema.
+    """
+    parameters = tool.spec["function"].get("parameters")
+    told = {name: value for name, value in tool.spec["function"].items() if name != "parameters"}
+    is_promised = is_promised or tool.is_strict
+    text = f"{canonical_json(told)}{canonical_schema(parameters, in_order=is_promised)}{is_promised:d}"
+    return blake2b(text.encode(), key=key, digest_size=DIGEST_BYTES).digest()
 
 
 class JsonSpellings:
@@ -123,7 +157,8 @@ def as_before(
     ]
     if not tools and not calls:
         return request, False
-    given = [(tool_digest(tool, key), tool.text) for tool in tools]
+    is_promised = request.offer is not None and request.offer.must_call
+    given = [(tool_digest(tool, key, is_promised=is_promised), tool.text) for tool in tools]
     given += [(_call_digest(call, key), call.arguments) for call in calls]
     spelled = spellings.spell(salt, owner, given)
     if all(text == now for (_, text), now in zip(given, spelled, strict=True)):

@@ -17,6 +17,8 @@ from router.openai import Skipped, StrictModel, Word, passed_fields, unbuilt_fie
 class ItemPart(StrictModel):
     """A part of an item: `input_text`, `output_text`, `refusal`, `summary_text`, `reasoning_text`, ..."""
 
+    model_config = ConfigDict(extra="allow")
+
     type: Word = ""
     text: str | None = None
     refusal: str | None = None
@@ -38,7 +40,7 @@ class InputItem(StrictModel):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: Any = None
     input: str | None = None
     action: dict[str, Any] | None = None
     operation: dict[str, Any] | None = None

@@ -295,6 +295,8 @@ def _add_call(said: _Conversation, item: InputItem, place: str) -> None:
     now = f"{at}.tool_calls[{len(calls)}]"
     said.places |= {now: place, f"{now}.function": place, f"{now}.id": f"{place}.call_id"}
     arguments = item.arguments or ""
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     if item.input is not None:
         arguments = json.dumps({"input": item.input}, ensure_ascii=False)
     elif made_with := item.action or item.operation:
@@ -325,8 +327,11 @@ def _texts(
         if part.type in (*TEXT_PARTS, "refusal") and text is not None:
             texts.append(text)
         elif place != said.asked_at:
+            if not part.type:  # a shell's output and the like: no part of a message
+                texts.append(json.dumps(part.model_extra, ensure_ascii=False))
+                continue
             said.ignored.append(where)
-            texts.append(left_out(part.type or field))
+            texts.append(left_out(part.type))
         elif part.type in (*TEXT_PARTS, "refusal"):
             raise MissingField(f"{where}.text")
         else:

@@ -17,6 +17,7 @@ from replicas.kv.page_pool import PagePool
 from replicas.messages import GenerateRequest, SamplingParams
 from replicas.scheduling.answer_lengths import AnswerLengths
 from replicas.scheduling.preemption import ByPrice, DropNewest, PreemptionPolicy
+from replicas.scheduling.ranks import SHARED_STEPS
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import Sequence
 from replicas.turns.fair_queue import RANK_SHARE, FairQueue
@@ -171,6 +172,56 @@ def test_ranks_are_nothing_to_other_tenants() -> None:
     assert ttft(0)[-1] == 60
 
 
+def test_a_better_rank_that_cannot_enter_stops_nobody() -> None:
+    """Of one tenant a prompt is computed, of another one waits for pages; a better one comes behind it."""
+    for pages in range(30, 60):
+        replica = Replica(pages=pages)
+        replica.send(5, prompt=400, answer=4)
+        replica.step()
+        replica.send(0, prompt=300, answer=4, tenant=BOB)
+        replica.step()
+        replica.send(0, prompt=48, answer=4)
+        for _ in range(400):
+            if not replica.scheduler.has_work:
+                break
+            before = replica.now
+            replica.step()
+            assert replica.now > before, "there is work, and nothing is planned"
+        assert sum(replica.ended.values()) == 3
+
+
+def test_a_long_prompt_of_a_worse_rank_goes_on_beside_an_endless_stream_of_better_ones() -> None:
+    replica = Replica(pages=400)
+    long = replica.send(5, prompt=1000, answer=1)
+    replica.step()
+    for _ in range(40 * SHARED_STEPS):
+        replica.send(0, prompt=20, answer=1)
+        replica.step()
+        if replica.ended[5]:
+            break
+    assert replica.ended[5], long.computed
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=examples(60), deadline=None)
+def test_some_work_is_planned_in_each_step(seed: int) -> None:
+    """Whatever tenants, ranks and sizes: where there is work, a step computes something, and all ends."""
+    rng = random.Random(seed)
+    replica = Replica(places=rng.choice((1, 3, 8)), pages=rng.choice((30, 45, 90)))
+    for _ in range(rng.randrange(3, 25)):
+        tenant, rank = rng.choice((ALICE, BOB)), rng.choice((-5, 0, 0, 5))
+        replica.send(rank, prompt=rng.randrange(2, 300), answer=rng.randrange(1, 40), tenant=tenant)
+        for _ in range(rng.randrange(4)):
+            if replica.scheduler.has_work:
+                before = replica.now
+                replica.step()
+                assert replica.now > before
+    while replica.scheduler.has_work:
+        before = replica.now
+        replica.step()
+        assert replica.now > before
+
+
 @given(st.integers(0, 10**6))
 @settings(max_examples=examples(60), deadline=None)
 def test_no_rank_starves(seed: int) -> None:
@@ -288,6 +339,16 @@ def test_the_victim_is_of_the_worst_rank_then_what_is_cheapest_for_what_it_holds
     assert policy.choose(same).victim is same[-1], "of equals the newest"
 
 
+def test_pages_of_another_tenants_earlier_answer_are_not_taken_by_rank() -> None:
+    replica = Replica(places=4, pages=20)
+    bob = replica.send(0, prompt=100, answer=60, tenant=BOB)
+    replica.step()
+    replica.send(-50, prompt=100, answer=120)
+    while replica.scheduler.has_work:
+        replica.step()
+        assert bob not in replica.preempted, "it came first, and has no more than its share"
+
+
 def test_a_full_queue_of_a_worse_rank_refuses_no_better_one() -> None:
     replica = Replica(places=1)
     limits = EngineLimits(
@@ -312,7 +373,7 @@ def test_a_full_queue_of_a_worse_rank_refuses_no_better_one() -> None:
     assert asked(-1) == "queue_full", "twice the limit is the most"
 
 
-def test_the_queue_alone_keeps_ranks_in_order_and_owes_none_for_ever() -> None:
+def test_the_queue_alone_keeps_ranks_in_order_and_serves_each() -> None:
     queue: FairQueue[str, str] = FairQueue(100.0)
     queue.put("a", "low", 10.0, 5)
     served = []

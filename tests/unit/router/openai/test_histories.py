@@ -55,6 +55,7 @@ BROKEN = {
     "a line end in a string": '{"text": "a\nb"}',
     "words": "call it with five",
     "deep": "[" * 5000,
+    "deeper than templates follow": '{"a":' * 150 + "1" + "}" * 150,
 }
 
 
@@ -236,3 +237,56 @@ def test_a_messages_history_of_other_blocks() -> None:
     with pytest.raises(ApiError) as refused:
         MESSAGES.messages(json.dumps(body).encode())
     assert refused.value.param == "messages[0].content[0].type"
+
+
+def test_what_is_of_another_type_in_a_history_is_read() -> None:
+    odd = {"id": 7, "function": {"name": None, "arguments": []}}
+    parsed = chat(
+        {"role": "assistant", "tool_calls": [odd]}, {"role": "tool", "tool_call_id": "7", "content": "r"}
+    )
+    assert (parsed.messages[1].calls[0].call_id, parsed.messages[1].calls[0].arguments) == ("7", "{}")
+    items = [
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"a": 1}},
+        {
+            "type": "shell_call_output",
+            "call_id": "c",
+            "output": [{"stdout": "files", "outcome": {"exit": 0}}],
+        },
+    ]
+    of_responses = responses(*items)
+    assert json.loads(of_responses.messages[1].calls[0].arguments) == {"a": 1}
+    assert json.loads(of_responses.messages[2].content)["stdout"] == "files"
+    of_messages = messages(
+        {"role": "user", "content": [{"type": "search_result", "source": "https://x", "title": "t"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1e400}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": "no such file"},
+                {"type": "tool_result", "tool_use_id": "c", "content": {"rows": 3}},
+            ],
+        },
+    )
+    results = [one.content for one in of_messages.messages if one.role == "tool"]
+    assert results == ["The tool failed: no such file", '{"rows": 3}']
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e999"])
+def test_a_tools_number_that_json_does_not_have_is_refused(number: str) -> None:
+    schema, user = f'{{"type": "object", "default": {number}}}', '{"role": "user", "content": "u"}'
+    function = f'{{"name": "f", "parameters": {schema}}}'
+    of_responses = f'{{"type": "function", "name": "f", "parameters": {schema}}}'
+    of_messages = f'{{"name": "f", "input_schema": {schema}}}'
+    bodies = [
+        (PARSER.chat, f'"messages": [{user}], "tools": [{{"type": "function", "function": {function}}}]'),
+        (lambda body: RESPONSES.response(body, "t"), f'"input": "u", "tools": [{of_responses}]'),
+        (MESSAGES.messages, f'"max_tokens": 5, "messages": [{user}], "tools": [{of_messages}]'),
+    ]
+    places = ["tools[0].function.parameters", "tools[0].parameters", "tools[0].input_schema"]
+    for (parse, fields), place in zip(bodies, places, strict=True):
+        with pytest.raises(ApiError) as refused:
+            parse(f'{{"model": "m", {fields}}}'.encode())
+        assert (refused.value.status, refused.value.param) == (400, place)

@@ -13,7 +13,7 @@ from configs.json_text import parse_json
 from router.openai.messages import Tool
 from router.prompt.prompt import PromptBuilder
 from router.prompt.reply_memory import Owner
-from router.prompt.same_prefix import JsonSpellings, canonical_json, tool_digest
+from router.prompt.same_prefix import JsonSpellings, canonical_json, canonical_schema, tool_digest
 from tests.unit.router.prompt.test_tool_template import QWEN3, built, made, parsed
 
 __all__ = ["made"]
@@ -54,7 +54,7 @@ def offered(schema: Any, name: str = "read") -> dict[str, Any]:
 
 def test_spellings_of_one_value_have_one_text_and_other_values_another() -> None:
     rng = random.Random(1)
-    texts = {canonical_json(respelled(SCHEMA, rng), is_schema=True) for _ in range(50)}
+    texts = {canonical_schema(respelled(SCHEMA, rng)) for _ in range(50)}
     assert len(texts) == 1
     for one, other in [
         ({"required": ["a", "b"]}, {"required": ["a"]}),
@@ -64,8 +64,14 @@ def test_spellings_of_one_value_have_one_text_and_other_values_another() -> None
         ({"a": [1, 2]}, {"a": [2, 1]}),
         ({"prefixItems": ["a", "b"]}, {"prefixItems": ["b", "a"]}),
         ({"a": 9007199254740993}, {"a": 9007199254740992}),
+        ({"a": 9007199254740993}, {"a": 9007199254740992.0}),
+        ({"const": {"type": ["x", "y"]}}, {"const": {"type": ["y", "x"]}}),
+        ({"default": {"required": ["x", "y"]}}, {"default": {"required": ["y", "x"]}}),
+        ({"examples": [{"enum": [1, 2]}]}, {"examples": [{"enum": [2, 1]}]}),
+        ({"enum": [["a", "b"]]}, {"enum": [["b", "a"]]}),
+        ({"properties": {"enum": {"const": ["a", "b"]}}}, {"properties": {"enum": {"const": ["b", "a"]}}}),
     ]:
-        assert canonical_json(one, is_schema=True) != canonical_json(other, is_schema=True)
+        assert canonical_schema(one) != canonical_schema(other), (one, other)
     assert canonical_json(parse_json('"\\u00e9"')) == canonical_json("\u00e9")
     assert canonical_json({"required": ["a", "b"]}) != canonical_json({"required": ["b", "a"]}), "data"
 
@@ -186,3 +192,22 @@ async def test_arguments_deeper_than_python_follows_are_as_they_came(
 def test_a_digest_is_keyed() -> None:
     tool = Tool("read", offered(SCHEMA), json.dumps(offered(SCHEMA)), "tools[0]")
     assert tool_digest(tool, KEY) != tool_digest(tool, b"l" * 16)
+
+
+async def test_the_order_of_a_promised_tools_properties_is_its_requests(
+    made: Callable[..., PromptBuilder],
+) -> None:
+    def properties(*names: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+
+    messages = [{"role": "user", "content": "u"}]
+    for promised in ({"strict": True}, {}):
+        builder = made(None)
+        choice = {} if promised else {"tool_choice": "required"}
+        texts = []
+        for names in (("answer", "why"), ("why", "answer")):
+            function = {"name": "f", "parameters": properties(*names), **promised}
+            request = parsed(messages, tools=[{"type": "function", "function": function}], **choice)
+            texts.append((await built(builder, request)).rendered or "")
+        assert texts[1].index('"why"') < texts[1].index('"answer"')
+        assert texts[0] != texts[1]
