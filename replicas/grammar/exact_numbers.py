@@ -220,7 +220,7 @@ class _Writer:
         return f"({' | '.join(terms)})"
 
     def _object(self, schema: Schema, inner: Callable[[Any], str]) -> str:
-        """Return an object with its properties in their order; empty: it has too many, and none is required."""
+        """Return an object with its properties in order; empty: it has too many, and none is required."""
         needed, given, blank = schema.get("required", []), schema["properties"], self._blank
         if not needed and len(given) > OPTIONAL_MAX:
             return ""
