@@ -4,8 +4,16 @@ llguidance does the work. It is imported for the first grammar: a service withou
 """
 
 from replicas.grammar.compiler import GrammarCompiler
-from replicas.grammar.exact_numbers import SchemaRefused
+from replicas.grammar.exact_numbers import WRITTEN_CHARS_MAX, SchemaRefused
 from replicas.grammar.json_schema import embedded_json, loosened
 from replicas.grammar.state import GrammarRefused, GrammarState
 
-__all__ = ["GrammarCompiler", "GrammarRefused", "GrammarState", "SchemaRefused", "embedded_json", "loosened"]
+__all__ = [
+    "WRITTEN_CHARS_MAX",
+    "GrammarCompiler",
+    "GrammarRefused",
+    "GrammarState",
+    "SchemaRefused",
+    "embedded_json",
+    "loosened",
+]

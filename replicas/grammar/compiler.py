@@ -119,7 +119,7 @@ class GrammarCompiler:
 
         def compile_it() -> tuple[LLMatcher, float]:
             started_s = time.thread_time()
-            source = _source(grammar, settings.gbnf_bytes_max)
+            source = _source(grammar, settings)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
             if not matcher.is_error():
                 matcher.compute_bitmask()
@@ -168,17 +168,18 @@ def _on_deep_stack(work: Callable[[], Result], stack_bytes: int) -> Result:
     return future.result()
 
 
-def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
+def _source(grammar: Grammar, settings: GrammarSettings) -> str:
     """Return a grammar as llguidance takes it. Raises `GrammarRefused`."""
     from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     text = grammar.text
     try:
         if grammar.kind == "json_schema":
-            if exact := lark_of(text):
+            chars_max = 2 * settings.spec_bytes_max  # what a schema stands for may be more than its text
+            if exact := lark_of(text, chars_max):
                 return f"start: {exact}"
             return LLMatcher.grammar_from_json_schema(
-                followed_text(text), defaults=json_defaults(parse_json(text))
+                followed_text(text, chars_max), defaults=json_defaults(parse_json(text))
             )
         if grammar.kind == "regex":
             # \d means 0-9: what follows matches in the client's dialect too, whatever digits that knows.
@@ -197,8 +198,8 @@ def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
         lines = [line for line in text.splitlines() if line.strip()]
         if grammar.kind == "lark" or any(LARK_START.match(line) for line in lines):
             return text
-        if len(text.encode()) > gbnf_bytes_max:
-            limit = f"{gbnf_bytes_max} bytes (grammar.gbnf_bytes_max)"
+        if len(text.encode()) > settings.gbnf_bytes_max:
+            limit = f"{settings.gbnf_bytes_max} bytes (grammar.gbnf_bytes_max)"
             raise GrammarRefused(
                 grammar.field, f"as a grammar in GBNF it may have {limit}; Lark may have more"
             )

@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from configs.json_text import parse_json
-from replicas.grammar.exact_numbers import INT64_FLOAT_MAX, SchemaRefused, exact_term, listed, resolved
+from replicas.grammar.exact_numbers import (
+    INT64_FLOAT_MAX,
+    WRITTEN_CHARS_MAX,
+    SchemaRefused,
+    exact_term,
+    listed,
+    refuse_large,
+    resolved,
+)
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -38,6 +46,10 @@ _BESIDE = ("anyOf", "oneOf", "$ref", "patternProperties")
 _BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 """Keywords of bounds, and to which side a stricter one is."""
 INT64_MAX = 2**63 - 1
+NAMES_MAX = 32 * 1024
+"""Of properties that `propertyNames` names, in all objects of a schema: they may share a list."""
+MARKS_MAX = 256
+"""Of values of a discriminator that are compared: objects may share their choices, too."""
 
 
 def json_defaults(schema: object) -> JsonCompileOptions:
@@ -60,28 +72,28 @@ def embedded_json(schema: Mapping[str, Any]) -> str:
     return lark_of(text, always=True) or ""
 
 
-def lark_of(text: str, *, always: bool = False) -> str | None:
+def lark_of(text: str, chars_max: int = WRITTEN_CHARS_MAX, *, always: bool = False) -> str | None:
     """Return the text of a schema as a term of Lark where only that is exact, or `always`; else None.
 
     Raises `SchemaRefused`, and `ValueError` for what is no JSON.
     """
-    schema = _followed(text)
+    schema = _followed(text, chars_max)
     if not isinstance(schema, dict):
         return None
     defaults, own = json_defaults(schema), schema.get("x-guidance")
     if defaults:
         schema["x-guidance"] = {**defaults, **(own if isinstance(own, dict) else {})}
     blank = f"(/{WHITESPACE}/)?" if not isinstance(own, dict) else ""
-    term = exact_term(schema, blank)
+    term = exact_term(schema, blank, chars_max)
     return f"%json {json.dumps(schema, allow_nan=False)}" if term is None and always else term
 
 
-def followed_text(text: str) -> str:
+def followed_text(text: str, chars_max: int = WRITTEN_CHARS_MAX) -> str:
     """Return the text of a schema as llguidance follows it. Raises `ValueError` for what is no JSON."""
-    return json.dumps(_followed(text), allow_nan=False)
+    return json.dumps(_followed(text, chars_max), allow_nan=False)
 
 
-def _followed(text: str) -> Any:
+def _followed(text: str, chars_max: int) -> Any:
     """Return a schema as llguidance follows it.
 
     Its objects have no other properties than those it lists, unless it says otherwise. Every answer is still
@@ -97,11 +109,14 @@ def _followed(text: str) -> Any:
     if not any(_is_composed(one) for one in objects):
         for one in objects:
             _close(one)
+    refuse_large(schema, chars_max)
     return schema
 
 
 def loosened(text: str) -> list[str]:
     """Return the keywords of a schema that are not followed, with their formats' names."""
+    if len(text) > WRITTEN_CHARS_MAX:
+        return []  # refused elsewhere, and this runs on the event loop
     try:
         schema = parse_json(text)
         return _follow(schema) if isinstance(schema, dict) else []
@@ -112,13 +127,19 @@ def loosened(text: str) -> list[str]:
 def _follow(schema: Schema) -> list[str]:
     """Say all that a schema says in keywords that are known; return those that were left out.
 
-    Raises `SchemaRefused` for a number that would be rounded.
+    Raises `SchemaRefused` for a number that would be rounded, and for too many names.
     """
     out: list[str] = []
+    named = 0
     for one in _objects(schema):
+        names = one.get("propertyNames")
         for keyword, follow in _FOLLOWED.items():
             if keyword in one and (left := follow(one, schema)):
                 out.append(left)
+        if names is not None and isinstance(given := one.get("properties"), dict):
+            named += len(given)
+        if named > NAMES_MAX:
+            raise SchemaRefused(f"propertyNames lists more than {NAMES_MAX} names")
     return list(dict.fromkeys(out))
 
 
@@ -162,12 +183,13 @@ def _names(one: Schema, root: Schema) -> str:
     if names in ({}, True) or not isinstance(names, dict):
         return "" if names in ({}, True) else "propertyNames"
     words = listed(names)
+    known = {name for name in words if isinstance(name, str)}
     is_free = "patternProperties" not in one
     if is_free and words and all(isinstance(name, str) for name in words):
         given = one.get("properties")
         given = given if isinstance(given, dict) else {}
         one["properties"] = {
-            **{name: value for name, value in given.items() if name in words},
+            **{name: value for name, value in given.items() if name in known},
             **{name: values for name in words if name not in given and values is not False},
         }
         one["additionalProperties"] = False
@@ -197,6 +219,8 @@ def _one_of(one: Schema, root: Schema) -> str:
         if not told or name not in needed:
             return "oneOf"
         seen += told
+        if len(seen) > MARKS_MAX:
+            return "oneOf"
     texts = [json.dumps(value, sort_keys=True) for value in seen]
     return "oneOf" if len(set(texts)) < len(texts) else ""
 
@@ -250,12 +274,13 @@ def _close(one: Schema) -> None:
 
 
 def _objects(schema: object) -> Iterator[Schema]:
-    """Yield every schema in a schema that is an object, itself included."""
-    found = [schema]
+    """Yield every schema in a schema that is an object, itself included; one in several places once."""
+    found, seen = [schema], set[int]()
     while found:
         one = found.pop()
-        if not isinstance(one, dict):
+        if not isinstance(one, dict) or id(one) in seen:
             continue
+        seen.add(id(one))
         yield one
         for key in _SCHEMA_LISTS:
             if isinstance(inner := one.get(key), list):

@@ -30,7 +30,7 @@ _BETWEEN = re.compile(r"[\s;,]*")
 _BEHIND = re.compile(r"[\s}\]]*")
 """What may stand between a call and its close mark: models write a bracket too many, or one too few."""
 # Mistral's `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`; older models write a JSON list of calls.
-_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*")
+_MISTRAL_HEAD = re.compile(r"\s*+(?P<name>[\w.:/-]++)\s*+(?:\[CALL_ID\]\s*+\w*+\s*+)?+(?:\[ARGS\])?+\s*+")
 _DEEPSEEK_HEAD = re.compile(
     rf"\s*{DEEPSEEK['call▁begin']}(?:function{DEEPSEEK['sep']})?(?P<name>[^\n<]+)(?:\n```json\n|{DEEPSEEK['sep']})\s*"
 )
@@ -135,7 +135,8 @@ class CallText:
             if self.is_ended or len(self.text) - self._at > HEAD_CHARS_MAX:
                 raise NoCall
             yield None
-        found = pattern.fullmatch(self.text, self._at, end)
+        is_short = end - self._at <= HEAD_CHARS_MAX  # as it is where the text comes in small pieces
+        found = pattern.fullmatch(self.text, self._at, end) if is_short else None
         if found is None:
             raise NoCall
         self._at = end
@@ -246,14 +247,19 @@ class CallText:
                     raise NoCall
                 if char == ",":
                     self._at += 1
-                    char = yield from self._skip()
+                    if (char := (yield from self._skip())) == "}":
+                        raise NoCall
             except NoCall:
                 if is_open:
                     return
                 raise
         self._at += 1
         if not is_open:
-            name, arguments = call_of(parse_json(self.text[begin : self._at]))
+            try:
+                value = parse_json(self.text[begin : self._at])
+            except ValueError:  # a number of more digits than Python reads
+                raise NoCall from None
+            name, arguments = call_of(value)
             yield self._opened(name)
             yield Piece("arguments", arguments)
             yield Piece("called")
@@ -402,11 +408,16 @@ def sendable(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a value with the nearest number where JSON has a larger one than Python (`1e999`)."""
+    """Return a value with the nearest number where JSON has a larger one than Python (`1e999`).
+
+    Raises `ValueError` for what is no number.
+    """
     if isinstance(value, dict):
         return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list):
         return [finite(one) for one in value]
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError("JSON has no NaN")
     return math.copysign(sys.float_info.max, value) if value in (math.inf, -math.inf) else value
 
 
@@ -414,9 +425,13 @@ def typed(text: str, types: tuple[str, ...]) -> str:
     """Return a value of a format without types as JSON: of one of `types` if it can be, else a text."""
     plain = text.strip()
     word = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
+    scan = JsonScan()
+    scan.feed(word)
     try:
-        value = parse_json(word)
+        value = None if scan.is_broken else parse_json(word)
     except ValueError:
+        scan.is_broken = True
+    if scan.is_broken:  # also what Python's parser takes for JSON, as NaN, and what is too deep for clients'
         return json.dumps(text, ensure_ascii=False)
     if isinstance(value, float) and value.is_integer() and "integer" in types:
         value = int(value)

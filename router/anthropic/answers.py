@@ -204,7 +204,9 @@ def input_of(call: Call) -> Json:
     What is no JSON stands under the name by which Anthropic's documents tell a model of it.
     """
     try:
-        found = finite(from_json(call.arguments or "{}", allow_partial=not call.is_whole))
+        found = finite(
+            from_json(call.arguments or "{}", allow_partial=not call.is_whole, allow_inf_nan=False)
+        )
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"INVALID_JSON": call.arguments}

@@ -526,8 +526,8 @@ class GenerationEndpoint:
         try:
             async with asyncio.timeout(REMEMBER_S):
                 await source.answered(context, said, partial(self._service.is_deleted, exchange.known))
-        except TimeoutError:
-            logger.info("request %s: the knowledge base is busy, its turn is not kept", exchange.request_id)
+        except Exception as failed:  # noqa: BLE001 - the answer is whole; TimeoutError: it is busy
+            logger.info("request %s: %s, turn not kept", exchange.request_id, type(failed).__name__)
 
     async def _remember(self, exchange: _Exchange) -> None:
         """Store the token ids of this turn before the client can send its next one."""
@@ -549,6 +549,8 @@ class GenerationEndpoint:
             await self._service.known.keep(exchange.known, replies, exchange.lineages, exchange.placement)
         except (TimeoutError, TooManyRequests):
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
+        except Exception as failed:  # noqa: BLE001 - it costs a later turn time, not this one its answer
+            logger.warning("request %s: %s, reply forgotten", exchange.request_id, type(failed).__name__)
         if self._service.compaction is not None and exchange.asked is not None:
             choice = exchange.answer.choices[0]
             reply = exchange.shape.sent(choice) or ChatMessage("assistant", choice.text)

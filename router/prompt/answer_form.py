@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.json_text import parse_json
-from replicas.grammar import GrammarCompiler, GrammarRefused, SchemaRefused, embedded_json
+from replicas.grammar import (
+    WRITTEN_CHARS_MAX,
+    GrammarCompiler,
+    GrammarRefused,
+    SchemaRefused,
+    embedded_json,
+)
 from replicas.messages import Grammar
 from replicas.reply import CallFrame, ReplyFormat
 from router.openai import InvalidValue, Tool, ToolOffer, UnsupportedParameter
@@ -141,9 +147,14 @@ class AnswerForm:
                 for at, tool in enumerate(tools)
             ]
             yield f"{name}: {' | '.join(each)}"
+        chars = 0
         for at, tool in enumerate(tools):
+            if chars > WRITTEN_CHARS_MAX:
+                return  # more than `grammar.spec_bytes_max` may be: the compiler refuses it by its size
             try:
-                yield f"args_{at}: {embedded_json(self._arguments(tool))}"
+                rule = f"args_{at}: {embedded_json(self._arguments(tool))}"
+                chars += len(rule)
+                yield rule
             except SchemaRefused as refused:
                 param = f"{tool.field}.function.parameters"
                 raise _invalid(GrammarRefused(param, str(refused))) from None

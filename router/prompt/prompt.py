@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -551,6 +552,8 @@ class PromptBuilder:
         if not later.startswith(rendered) or not ends:
             return None
         held = later[len(rendered) : min(ends)]
+        if re.search("[\ud800-\udfff]", held):  # half a character that a call's JSON has: no prompt can
+            return None
         words = [reply.reasoning, reply.content, *(call.name for call in reply.calls)]
         return held if all(word.strip() in held for word in words) else None
 

@@ -254,8 +254,14 @@ class ReplyMemory:
 
 def key_of(reply: ChatMessage) -> str:
     """Return what a reply is found by: all of it but its reasoning, which few clients send back."""
-    calls = [(call.name, json.dumps(parse_json(call.arguments), sort_keys=True)) for call in reply.calls]
-    return json.dumps([reply.content, calls])
+    return json.dumps([reply.content, [(call.name, _in_order(call.arguments)) for call in reply.calls]])
+
+
+def _in_order(arguments: str) -> str:
+    try:
+        return json.dumps(parse_json(arguments), sort_keys=True)
+    except (ValueError, RecursionError):  # cut, or a number of more digits than Python reads
+        return arguments
 
 
 def _digest(*texts: str) -> bytes:

@@ -21,7 +21,7 @@ from router.openai import (
     Usage,
     json_bytes,
 )
-from router.responses.custom_tools import input_of, input_so_far
+from router.responses.custom_tools import InputReader, input_of, input_so_far
 from router.responses.request import ParsedResponse, encrypted
 
 Keep = Callable[[Json, Json], None]
@@ -40,6 +40,7 @@ class ResponsesShape(ChatShape):
         self._items: list[Json] = []  # closed
         self._calls = 0
         self._arguments = ""  # of the open call
+        self._input = InputReader()
         self._reason: FinishReason = "stop"
         self._streamed = Choice(0, head.reading)
 
@@ -73,21 +74,14 @@ class ResponsesShape(ChatShape):
         if piece.kind == "call":
             events = self._closed()
             self._open = self._call_item(Call(piece.text, ""), self._calls) | {"status": "in_progress"}
-            self._arguments = ""
+            self._arguments, self._input = "", InputReader()
             self._calls += 1
             place = {"output_index": len(self._items), "item": dict(self._open)}
             return [*events, self._event("response.output_item.added", **place)]
         if piece.kind == "arguments" and self._open is not None:
             self._arguments += piece.text
             if self._open["type"] == "custom_tool_call":
-                grown = input_so_far(self._arguments)
-                delta, self._open["input"] = grown[len(self._open["input"]) :], grown
-                place = self._place()
-                return (
-                    [self._event("response.custom_tool_call_input.delta", **place, delta=delta)]
-                    if delta
-                    else []
-                )
+                return self._input_events(self._input.feed(piece.text))
             self._open["arguments"] = self._arguments
             told = {**self._place(), "delta": piece.text}
             return [self._event("response.function_call_arguments.delta", **told)]
@@ -110,16 +104,25 @@ class ResponsesShape(ChatShape):
         events.append(self._event(name, **self._place(), **_logprobs(kind), delta=piece.text))
         return events
 
+    def _input_events(self, text: str) -> list[Json]:
+        """Return the event of more input of the open call, if there is any."""
+        if not text or self._open is None:
+            return []
+        self._open["input"] += text
+        return [self._event("response.custom_tool_call_input.delta", **self._place(), delta=text)]
+
     def _closed(self, *, is_whole: bool = False) -> list[Json]:
         """Close the open item, if there is one; `is_whole`: a call that is not cut."""
         if self._open is None:
             return []
         if self._open["type"] == "custom_tool_call":
             place, said = self._place(), input_of(self._arguments) if is_whole else self._open["input"]
+            rest = self._input_events(said[len(self._open["input"]) :])
             item = self._open | {"status": _status(is_whole), "input": said}
             self._open = None
             self._items.append(item)
             return [
+                *rest,
                 self._event("response.custom_tool_call_input.done", **place, input=said),
                 self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
             ]

@@ -24,22 +24,53 @@ _WHOLE = re.compile(
 )
 
 
+BEGIN_CHARS_MAX = 400
+"""Of a call's arguments up to the text of their input."""
+ESCAPE_CHARS = 12
+"""Of the longest escape, a pair."""
+
+
+class InputReader:
+    """Reads the input in a call's arguments while they are written; each character once."""
+
+    def __init__(self) -> None:
+        self._unread = ""
+        self._is_begun = self._is_over = False
+
+    def feed(self, arguments: str) -> str:
+        """Read more of the arguments; return what they add to the input."""
+        if self._is_over:
+            return ""
+        self._unread += arguments
+        if not self._is_begun:
+            begin = _BEGIN.match(self._unread[:BEGIN_CHARS_MAX])
+            if begin is None:
+                self._is_over = len(self._unread) >= BEGIN_CHARS_MAX
+                return ""
+            self._is_begun, self._unread = True, self._unread[begin.end() :]
+        whole = _WHOLE.match(self._unread)
+        assert whole is not None
+        self._unread = self._unread[whole.end() :]
+        self._is_over = self._unread.startswith('"') or len(self._unread) >= ESCAPE_CHARS
+        text: str = json.loads(f'"{whole[0]}"', strict=False)
+        return text
+
+
 def input_so_far(arguments: str) -> str:
     """Return the input in a call's arguments, as far as they were written."""
-    begin = _BEGIN.match(arguments)
-    if begin is None:
-        return ""
-    whole = _WHOLE.match(arguments, begin.end())
-    assert whole is not None
-    text: str = json.loads(f'"{whole[0]}"', strict=False)
-    return text
+    return InputReader().feed(arguments)
 
 
 def input_of(arguments: str) -> str:
-    """Return the input in a call's arguments; of those that have none, the arguments."""
+    """Return the input in a call's arguments; of those that have none, the arguments.
+
+    It begins with what `InputReader` tells of them.
+    """
+    told = input_so_far(arguments)
     try:
         value = parse_json(arguments)
     except (ValueError, RecursionError):
-        return input_so_far(arguments) or arguments
+        return told or arguments
     text = value.get(INPUT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+    made = text if isinstance(text, str) else arguments
+    return made if made.startswith(told) else told

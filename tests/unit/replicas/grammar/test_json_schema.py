@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import jsonschema
@@ -11,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.grammar import GrammarRefused, embedded_json
-from replicas.grammar.json_schema import FORMATS, followed_text, loosened
+from replicas.grammar import WRITTEN_CHARS_MAX, GrammarRefused, SchemaRefused, embedded_json
+from replicas.grammar.json_schema import FORMATS, _names, followed_text, lark_of, loosened
 from tests.unit.replicas.grammar.test_grammar import COMPILER, follows, grammar, random_answer, text_of
 
 FORMATS_SEEN = """
@@ -248,8 +249,136 @@ def test_both_bounds_of_a_64_bit_number_are_exact_or_within() -> None:
     assert not allows(schema, str(-(2**63) - 1))
 
 
+ID = {"const": 9007199254740993}
+
+
+def of_optionals(levels: int) -> dict[str, Any]:
+    inner: dict[str, Any] = ID
+    for _ in range(levels):
+        plain = {f"p{at}": {"type": "boolean"} for at in range(15)}
+        inner = {"type": "object", "properties": {**plain, "p15": inner}, "additionalProperties": False}
+    return inner
+
+
+def of_references(levels: int) -> dict[str, Any]:
+    defs: dict[str, Any] = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 8} for at in range(levels)}
+    return {"$defs": {**defs, f"d{levels}": ID}, "$ref": "#/$defs/d0"}
+
+
+def of_definitions() -> dict[str, Any]:
+    parts: dict[str, Any] = {f"p{at}": {"$ref": "#/$defs/long"} for at in range(300)}
+    needed = {"properties": {"id": ID, **parts}, "required": ["id"], "additionalProperties": False}
+    return {"$defs": {"long": {"enum": ["x" * 20_000]}}, "type": "object", **needed}
+
+
+def of_names(levels: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        names = {"enum": [f"n{at}" for at in range(16)]}
+        inner = {"type": "object", "propertyNames": names, "additionalProperties": inner}
+    return inner
+
+
+def of_shared_names() -> dict[str, Any]:
+    names = {"$ref": "#/$defs/names"}
+    objects = [{"type": "object", "propertyNames": names}] * 500
+    return {"$defs": {"names": {"enum": [f"n{at}" for at in range(3000)]}}, "anyOf": objects}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        of_optionals(5),
+        of_optionals(20),
+        of_references(9),
+        of_references(14),
+        of_definitions(),
+        of_names(12),
+        of_shared_names(),
+    ],
+)
+def test_a_schema_is_refused_before_it_is_written_if_it_stands_for_too_much(schema: dict[str, Any]) -> None:
+    """Texts that a few kilobytes stand for were gigabytes, and ended an ingress by its memory."""
+    text = json.dumps(schema, separators=(",", ":"))
+    assert len(text) < 64 * 1024
+    assert isinstance(loosened(text), list)
+    tracemalloc.start()
+    try:
+        with pytest.raises(GrammarRefused) as refused:
+            COMPILER.check(grammar("json_schema", text))
+        with pytest.raises(SchemaRefused):
+            assert len(embedded_json(schema)) < 16 * WRITTEN_CHARS_MAX
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "more than" in refused.value.reason
+    assert peak < 64 * WRITTEN_CHARS_MAX
+
+
+def test_definitions_are_where_they_are_needed() -> None:
+    """Each part of a schema had all of them."""
+    schema = of_definitions()
+    plain: dict[str, Any] = {f"p{at}": {"type": "null"} for at in range(300)}
+    schema["properties"] = {"id": ID, **plain, "long": {"items": {"$ref": "#/$defs/long"}}}
+    written = embedded_json(schema)
+    assert written.count("x" * 20_000) == 1
+    schema["$defs"] = {"long": {"$ref": "#/$defs/short"}, "short": {"enum": ["x"]}}
+    assert allows(schema, '{"id": 9007199254740993, "long": ["x"]}')
+    assert not allows(schema, '{"id": 9007199254740993, "long": ["y"]}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**ID, "type": {}},
+        {**ID, "type": [["x"]]},
+        {**ID, "type": 5},
+        {"type": "object", "properties": {"id": ID}, "required": [[]], "additionalProperties": False},
+        {"type": "object", "properties": {"id": ID}, "required": 5, "additionalProperties": False},
+        {"type": [{}], "properties": {"id": ID}, "additionalProperties": False},
+        {"type": "array", "items": [ID]},
+        {"anyOf": [[ID], 5]},
+        {"anyOf": ID},
+        {"$ref": [], "a": ID},
+        {"$ref": "#/a", "a": [ID]},
+        {"items": {**ID, "$ref": 5}},
+    ],
+)
+def test_a_schema_of_wrong_types_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(GrammarRefused):
+        COMPILER.check(grammar("json_schema", json.dumps(schema)))
+    with pytest.raises(SchemaRefused):
+        embedded_json(schema)
+
+
+def test_names_are_looked_up_once() -> None:
+    """A list was searched for each of 34,000 properties, on the event loop."""
+    asked = 0
+
+    class Name(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal asked
+            asked += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    words = [Name(f"a{at}") for at in range(500)]
+    one = {"properties": {f"b{at}": {} for at in range(500)}, "propertyNames": {"enum": words}}
+    _names(one, one)
+    assert asked < 5000
+    assert loosened(json.dumps({"uniqueItems": True, "$comment": "x" * WRITTEN_CHARS_MAX})) == [], "refused"
+
+
 SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["a", "#/a", "#/$defs/a"])
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.just(9007199254740993),
+    st.floats(),
+    st.sampled_from(["a", "#/a", "#/$defs/a"]),
 )
 KEYWORDS = """
 type format const enum minimum exclusiveMaximum properties required items anyOf oneOf allOf not $defs $ref
@@ -268,6 +397,7 @@ def test_any_value_in_place_of_a_schema_is_taken_or_refused(schema: dict[str, An
     text = json.dumps(schema)
     assert isinstance(loosened(text), list)
     try:
+        lark_of(text, always=True)
         again = followed_text(text)
     except ValueError:
         return

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from pydantic_core import from_json
 
 from replicas.reply import FORMATS, Piece, Reply, ReplyReader, ReplyReading, format_named, read_reply
+from replicas.reply.calls import typed
 from replicas.reply.json_scan import JsonScan
+from router.anthropic.answers import input_of
+from router.openai import json_bytes
 from tests.unit.replicas.reply.test_reader import calls_of, joined
 
 NASTY = [
@@ -41,6 +47,8 @@ TOOLS = json.dumps(
                         "s": {"type": "string"},
                         "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
                         "o": {"type": "object"},
+                        "b": {"type": ["number", "boolean"]},
+                        "r": {"type": "array"},
                     },
                 },
             },
@@ -103,6 +111,92 @@ def test_a_call_is_read_whole_whatever_its_texts_quote(name: str) -> None:
             )
             assert reply.content == ""
             assert joined([piece for pieces in told for piece in pieces]) == reply
+
+
+DIGITS, DEEP = "1" * 5000, "[" * 600 + "]" * 600
+ODD = [
+    *("NaN", "Infinity", "-Infinity", "1e999", DIGITS, f"-{DIGITS}", DEEP, "[" * 3000, '{"a":' * 600),
+    *('"\\ud83d"', '"\\ude00\\ud83d"', "1,", ",", "}", "{}", "[NaN]", "", "\x00", "true", "None", '"', "'a'"),
+]
+"""What models write in place of values, and JSON or Python does not have."""
+ODD_CALLS = [
+    *('{"arguments": {"a": %s}, "name": "f",}', '{"name": "f",}', '{"arguments": {"a": %s}, "name": "f"}'),
+    *('{"name": "f", "arguments": {"a": %s}}', '{"name": "f", "arguments": {"a": %s},}', '[{"name": "f"},]'),
+    *('{"name": "f", "arguments": %s}', '{"name": %s}', '{"a": %s, "name": "f"}', '{"name": "f", "id": %s}'),
+    *('{"function": %s, "name": "f"}', '{"parameters": "%s", "name": "f"}', "{%s: 1}", "%s"),
+]
+
+
+def odd_texts(name: str) -> list[str]:
+    """Answers of a format with calls that are none, or only nearly."""
+    form = format_named(name, None)
+    made: list[str] = []
+    for odd in ODD:
+        if form.style in ("xml", "gemma"):
+            keys = "".join(f"<parameter={key}>{odd}</parameter>" for key in "snobr")
+            xml, gemma = (
+                f"<tool_call><function=f>{keys}</function></tool_call>",
+                f"<|tool_call>call:f{{n:{odd}",
+            )
+            made += [xml] if form.style == "xml" else [f"{gemma}}}<tool_call|>", gemma]
+            continue
+        assert form.frame is not None
+        before = form.frame.before.replace("{name}", "f")
+        made.append(f'{form.frame.begin}{before}{{"n": {odd}}}{form.frame.behind}{form.frame.end}')
+        made += [
+            made[-1].replace("}", "", 1),
+            made[-1].replace(form.frame.end, "") if form.frame.end else odd,
+        ]
+        calls = [one.replace("%s", odd) for one in ODD_CALLS]
+        mark = {"mistral": "[TOOL_CALLS]", "hermes": "<tool_call>"}.get(name, "")
+        made += [f"{mark}{call}" for call in calls]
+        made += [f"<tool_call>{call}</tool_call>" for call in calls if name == "hermes"]
+    return made
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_text_of_a_model_makes_its_reader_fail(name: str) -> None:
+    """Trailing commas, NaN and numbers of thousands of digits ended whole answers with a 500."""
+    asked = reading(name)
+    for text in odd_texts(name):
+        whole = read_reply(asked, text)
+        for step in (1, 7) if len(text) < 2000 else (97,):
+            reply, told = streamed(asked, text, step)
+            assert reply == whole == joined([piece for pieces in told for piece in pieces]), text[:80]
+        for call in whole.calls:
+            assert call.arguments.encode()
+            json_bytes(input_of(call))
+
+
+def test_a_value_that_json_does_not_have_is_a_text() -> None:
+    types = [
+        (),
+        ("number",),
+        ("integer", "null"),
+        ("array",),
+        ("object",),
+        ("boolean",),
+        ("string", "number"),
+    ]
+    for text, kinds in itertools.product(ODD, types):
+        from_json(typed(text, kinds), allow_inf_nan=False)
+    assert json.loads(typed("NaN", ("number",))) == "NaN"
+    assert json.loads(typed(DEEP, ("array",))) == DEEP
+    assert json.loads(typed("1e999", ("number",))) == sys.float_info.max
+
+
+def test_an_object_with_a_comma_too_many_is_no_call() -> None:
+    text = '<tool_call>{"name": "f",}</tool_call>'
+    assert read_reply(reading("hermes"), text) == Reply(text)
+
+
+@pytest.mark.parametrize("name", ["mistral", "deepseek_v3"])
+def test_a_head_that_is_too_long_is_none_however_it_comes(name: str) -> None:
+    before = {"mistral": "[TOOL_CALLS]f", "deepseek_v3": written("deepseek_v3", {}).split("{")[0]}[name]
+    for length in (0, 300, 380, 395, 399, 400, 401, 500, 30_000):
+        text = f"{before}{' ' * length}{{}}"
+        assert streamed(reading(name), text, 1)[0] == streamed(reading(name), text, len(text))[0]
+    assert not read_reply(reading(name), text).calls
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -137,6 +137,36 @@ async def test_a_long_call_comes_token_by_token(path: str, promised: bool) -> No
     assert tokens - marks[-1] <= len(spoken("}\n</tool_call>")) + GAP_TOKENS
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"text": "\\ud83d"}', '{"text": NaN}', f'{{"text": {"1" * 5000}}}', '{"text": "a",}']
+)
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_answer_is_whole_whatever_its_call_holds(path: str, arguments: str) -> None:
+    """Half a character could not be remembered, and the finished answer was a 500."""
+    call = f'<tool_call>\n{{"name": "note", "arguments": {arguments}}}\n</tool_call>'
+    house = House(lambda _: spoken(call))
+    whole = await asked(house, path)
+    told = folded(await events(house, path))
+    assert [name for name, _ in of_whole(path, whole)[0]] == [name for name, _ in told] == ["note"]
+    assert told[0][1].startswith(arguments)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_reply_that_cannot_be_remembered_is_an_answer(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    house = House(lambda _: spoken(CALL))
+
+    async def fails(*_: Any, **__: Any) -> bool:
+        raise RuntimeError("a part of the memory has an error")
+
+    monkeypatch.setattr(house.service.prompts, "remember", fails)
+    whole = await asked(house, path)
+    assert [name for name, _ in of_whole(path, whole)[0]] == ["note"]
+    assert [name for name, _ in folded(await events(house, path))] == ["note"]
+    assert caplog.text.count("RuntimeError") == 2
+
+
 def scripted(steps: Script, request: GenerateRequest) -> Script:
     return steps
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from router.responses.custom_tools import InputReader, input_of, input_so_far
 from router.responses.request import encrypted
 from router.routing.replica_client import ReplicaFailed
 from tests.support.amounts import examples
@@ -403,6 +404,43 @@ async def test_a_tool_of_text_that_is_cut_has_its_input_so_far() -> None:
         assert [one["type"] for one in items] == ["custom_tool_call"]
         assert "".join(deltas) == items[0]["input"]
         assert PATCHED.startswith(items[0]["input"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"input":"abc\\ud83d def"}',
+        '{"input":"abc\\ude00"}',
+        '{"input":"abc\\ud83d\\u00e9"}',
+        '{"input":"a","input":"b"}',
+        '{"input":"a","input":5}',
+        '{"x":1,"input":"abc"}',
+        '{"input":"abc","x":NaN}',
+        '{"input":["abc"]}',
+        f'{{{" " * 500}"input":"abc"}}',
+    ],
+)
+async def test_the_pieces_of_an_input_are_the_whole_of_it(arguments: str) -> None:
+    text = f'<tool_call>\n{{"name": "apply_patch", "arguments": {arguments}}}\n</tool_call>'
+    house = House(lambda request: spoken(text), tokenizer=tokenizer_with(QWEN3))
+    (item,) = (await asked(house, body(tools=[PATCH])))["output"]
+    events = await streamed(house, body(tools=[PATCH]))
+    deltas = [one["delta"] for one in events if one["type"] == "response.custom_tool_call_input.delta"]
+    (done,) = [one["input"] for one in events if one["type"] == "response.custom_tool_call_input.done"]
+    assert "".join(deltas) == done == item["input"]
+
+
+@given(st.text(), st.booleans(), st.integers(1, 9), st.data())
+def test_an_input_is_read_as_it_is_written(text: str, is_ascii: bool, step: int, data: st.DataObject) -> None:
+    written = json.dumps({"input": text}, ensure_ascii=is_ascii)
+    written = written[: data.draw(st.integers(0, len(written)))]
+    reader, told = InputReader(), ""
+    for at in range(0, len(written), step):
+        told += reader.feed(written[at : at + step])
+        assert len(reader._unread) <= 40, "what was told is not read again"
+        assert text.startswith(told)
+    assert told == input_so_far(written)
+    assert input_of(written).startswith(told)
 
 
 async def test_what_a_stored_response_answered_is_listed_in_pages() -> None:
