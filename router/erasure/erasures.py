@@ -95,6 +95,7 @@ class Erasures:
         self._file = file
         self._retry_after_s = retry_after_s
         self._unfinished: dict[Erasure, _Unfinished] = {}
+        self._saved: list[dict[str, Any]] | None = []  # what the file has; None: not known
         self._called = asyncio.Event()
         self._saving = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -115,18 +116,32 @@ class Erasures:
 
     async def erase_here(self, what: Erasure, places: Iterable[str]) -> Cleared:
         """Delete in these places only, as another front door was asked. Raises as `erase` does."""
-        done = await self._round(what, [one for one in places if one in self.places[what.kind]])
-        await self._told([(what, done)])
+        asked = [one for one in places if one in self.places[what.kind]]
+        one, done = self._begin(what, asked), await self._round(what, asked)
+        await self._told([(what, one, done)])
         return done.cleared
 
     async def _erase(self, wanted: Sequence[Erasure]) -> list[Cleared]:
-        for what in wanted:  # before the first of them: this process may be killed
-            if what not in self._unfinished and len(self._unfinished) < UNFINISHED_MAX:
-                self._unfinished[what] = _Unfinished(what, tuple(self.places[what.kind]), due_s=math.inf)
+        # Before the first of them: this process may be killed.
+        begun = [(what, self._begin(what, self.places[what.kind])) for what in wanted]
         await self._save()
-        rounds = [(what, await self._round(what, self.places[what.kind])) for what in wanted]
+        rounds = [(what, one, await self._round(what, self.places[what.kind])) for what, one in begun]
         await self._told(rounds)
-        return [done.cleared for _, done in rounds]
+        return [done.cleared for _, _, done in rounds]
+
+    def _begin(self, what: Erasure, places: Iterable[str]) -> _Unfinished | None:
+        """Note a wish before its places are asked; None: no room."""
+        has_room = what in self._unfinished or len(self._unfinished) < UNFINISHED_MAX
+        return self._note(_Unfinished(what, tuple(places), due_s=math.inf)) if has_room else None
+
+    def _note(self, one: _Unfinished) -> _Unfinished:
+        """Note what is left, with what is left of an equal wish, whose place it takes."""
+        before = self._unfinished.pop(one.what, None)
+        if before is not None:
+            what = max(one.what, before.what, key=lambda wish: wish.at_s)
+            one = replace(one, what=what, places=tuple(dict.fromkeys((*one.places, *before.places))))
+        self._unfinished[one.what] = one
+        return one
 
     async def _round(self, what: Erasure, places: Iterable[str]) -> _Round:
         """Ask each place, whatever the others answer."""
@@ -151,29 +166,30 @@ class Erasures:
                 done.unfinished.append(name)
         return done
 
-    async def _told(self, rounds: Sequence[tuple[Erasure, _Round]]) -> None:
-        """Write down what is left, and raise it."""
-        before, is_noted = dict(self._unfinished), True
-        for what, done in rounds:
-            unfinished = self._unfinished.pop(what, None)
-            others = () if unfinished is None else (one for one in unfinished.places if one not in done.asked)
-            places = (*done.unfinished, *others)
-            if places and len(self._unfinished) < UNFINISHED_MAX:
+    async def _told(self, rounds: Sequence[tuple[Erasure, _Unfinished | None, _Round]]) -> None:
+        """Write down what is left, and raise it. With each round what was noted when it began."""
+        is_noted = True
+        for what, one, done in rounds:
+            if one is None and done.unfinished:
+                one = self._begin(what, done.unfinished)
+                is_noted &= one is not None
+            if one is None or self._unfinished.get(what) is not one:
+                continue  # it was wished again meanwhile: that call asks all that this one did
+            places = (*done.unfinished, *(name for name in one.places if name not in done.asked))
+            del self._unfinished[what]
+            if places:
                 due_s = asyncio.get_running_loop().time() + FIRST_PAUSE_S
-                self._unfinished[what] = _Unfinished(what, places, due_s=due_s)
-            elif places:
-                is_noted = False
-        if self._unfinished != before:
-            is_noted &= await self._save()
-            self._called.set()
-        reasons = dict.fromkeys(reason for _, done in rounds for reason in done.left.values())
+                self._unfinished[one.what] = replace(one, places=places, due_s=due_s)
+        is_noted &= await self._save()
+        self._called.set()
+        reasons = dict.fromkeys(reason for _, _, done in rounds for reason in done.left.values())
         if reasons:
             ending = "It goes on by itself, also after a restart; repeat the request to see if it is done."
             if not is_noted:
                 ending = "What is left could not be written down. Repeat the request until it succeeds."
             message = f"Not everything is cleared: {'; '.join(reasons)}. {ending}"
             raise Unavailable(message, self._retry_after_s, code="clear_incomplete")
-        for _, done in rounds:
+        for _, _, done in rounds:
             if done.nothing is not None:
                 raise done.nothing
 
@@ -190,8 +206,20 @@ class Erasures:
                 logger.error("deletions that are left will be forgotten at a restart: %s", error)
                 found = []
             for one in filter(None, map(_unfinished_of, found)):
-                self._unfinished.setdefault(one.what, one)
+                self._note(one)  # two processes may have left parts of the same
+            self._saved = None
+            self._tell_of_those_off()
         self._task = asyncio.create_task(self._go_on())
+
+    def _tell_of_those_off(self) -> None:
+        names = {
+            name for what, one in self._unfinished.items() for name in one.places if self._is_off(what, name)
+        }
+        if names:
+            logger.warning("deletions wait for what is switched off: %s", ", ".join(sorted(names)))
+
+    def _is_off(self, what: Erasure, place: str) -> bool:
+        return place not in self.places[what.kind]
 
     async def stop(self) -> None:
         """Stop; what is left is the next process's."""
@@ -218,28 +246,33 @@ class Erasures:
         one = self._unfinished.get(what)
         if one is None:
             return
-        late = replace(what, is_late=True)
-        done = await self._round(late, [name for name in one.places if name in self.places[what.kind]])
+        late = replace(one.what, is_late=True)
+        done = await self._round(late, [name for name in one.places if not self._is_off(what, name)])
+        # A place that is switched off still has what it had, and is asked when it is back.
+        places = (*done.unfinished, *(name for name in one.places if self._is_off(what, name)))
         if self._unfinished.get(what) is not one:  # it was repeated meanwhile
             return
-        if not done.unfinished:
+        if not places:
             del self._unfinished[what]
             logger.info("a deletion that was left is done: %s", ", ".join(one.places))
         else:
             now_s = asyncio.get_running_loop().time()
-            self._unfinished[what] = replace(
+            self._unfinished[one.what] = replace(
                 one,
-                places=tuple(done.unfinished),
+                places=places,
                 pause_s=min(2 * one.pause_s, PAUSE_S_MAX),
                 due_s=now_s + one.pause_s,
             )
         await self._save()
 
     async def _save(self) -> bool:
-        if self._file is None:
-            return False
         async with self._saving:
-            return await asyncio.to_thread(self._file.save, self._items())
+            items = self._items()
+            if items == self._saved:
+                return True
+            is_saved = self._file is not None and await asyncio.to_thread(self._file.save, items)
+            self._saved = items if is_saved else None
+            return is_saved
 
     def _items(self) -> list[dict[str, Any]]:
         return [

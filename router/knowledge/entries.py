@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import secrets
 import unicodedata
@@ -406,6 +407,13 @@ class KnowledgeStore(Protocol):
 
     def erase_all(self, tenant: str, entries: Collection[str]) -> int:
         """Erase these entries, as `erase` does each."""
+        ...
+
+    def erase_before(self, tenant: str, at_s: float = math.inf) -> int:
+        """Erase in one write all that a tenant had at that Unix time, as `erase` does; return the entries.
+
+        Retired ones, records, tags and turns, too. Entries that were written to since then stay.
+        """
         ...
 
     def tag(self, tenant: str, name: str, limits: Limits) -> int:

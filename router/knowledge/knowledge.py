@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -336,18 +337,13 @@ class KnowledgeBase:
     async def erase(self, tenant: str, entries: Sequence[str] | None, before_s: float | None = None) -> int:
         """Erase entries with their history, or all of a tenant (None); return how many there were.
 
-        `before_s`: Unix time; of all, those that were changed since then stay.
+        `before_s`: Unix time; of all, what was written since then stays.
         """
 
         def work() -> int:
-            if entries is None and before_s is not None:
-                heads = self.store.heads(tenant)
-                old = [one.ref.entry for one in heads if one.at_s <= before_s]
-                if len(old) < len(heads):
-                    return self.store.erase_all(tenant, old)
-            return (
-                self.store.erase(tenant, None) if entries is None else self.store.erase_all(tenant, entries)
-            )
+            if entries is not None:
+                return self.store.erase_all(tenant, entries)
+            return self.store.erase_before(tenant, math.inf if before_s is None else before_s)
 
         return await self.run(tenant, work, is_long=True, must_run=True)
 

@@ -60,6 +60,22 @@ CREATE INDEX records_by_end ON records(expires_s);
 SCHEMAS = (_ENTRIES, _RECORDS)
 """What each format of the file adds to the one before; the first one is format 1."""
 
+OLD_ENTRIES = (
+    "SELECT h.entry FROM heads h WHERE h.tenant = %s AND NOT EXISTS (SELECT 1 FROM versions v WHERE"
+    " v.tenant = h.tenant AND v.entry = h.entry AND v.at_s > %s AND v.operation <> 'retire')"
+)
+"""What leaves with all of before a time: retired entries, too, and what was only retired since then."""
+OLD_PARTS = (
+    (
+        "tags",
+        "NOT EXISTS (SELECT 1 FROM versions v WHERE v.tenant = tags.tenant AND v.seq <= tags.seq"
+        " AND v.at_s > %s)",
+    ),
+    ("turns", "%s IS NOT NULL"),  # all: nothing says when they were, and they have no text of their own
+    ("records", "at_s <= %s"),
+)
+"""What else leaves, before the entries do, and of which table. Tags of states since then stay."""
+
 
 def copy_tenant(db: sqlite3.Connection, source: Path, tenant: str) -> None:
     """Fill an empty database with the newest versions of a tenant, and with what finds them."""
@@ -132,3 +148,24 @@ def refs_of(text: str) -> tuple[EntryRef, ...]:
 def refs_text(refs: Sequence[EntryRef]) -> str:
     """Return versions as JSON."""
     return json.dumps([[ref.entry, ref.number] for ref in refs], separators=(",", ":"))
+
+
+def check_integrity(db: sqlite3.Connection) -> None:
+    """Raise `AssertionError` if the file is damaged, or what is derived from the versions is not so."""
+    assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    newest = db.execute(
+        "SELECT count(*) FROM (SELECT max(number) AS number, tenant, entry FROM versions GROUP BY tenant,"
+        " entry) n JOIN versions v USING(tenant, entry, number) JOIN heads h USING(tenant, entry, seq)"
+    ).fetchone()
+    assert newest == db.execute("SELECT count(*) FROM heads").fetchone(), "heads are the newest versions"
+    gaps = "SELECT count(*), max(number) FROM versions GROUP BY tenant, entry HAVING count(*) <> max(number)"
+    assert db.execute(gaps).fetchall() == [], "a version is missing"
+    live = "SELECT seq FROM heads WHERE NOT is_retired"
+    for table in ("vectors", "names"):
+        stray = db.execute(f"SELECT count(*) FROM {table} WHERE seq NOT IN ({live})").fetchone()
+        assert stray == (0,), f"{table} of what is not retrieved"
+    for number, tenant in db.execute("SELECT number, tenant FROM tenants").fetchall():
+        db.execute(f"INSERT INTO words_{number}(words_{number}) VALUES('integrity-check')")
+        indexed = db.execute(f"SELECT count(*) FROM words_{number}").fetchone()
+        own = "SELECT count(*) FROM heads WHERE tenant = ? AND NOT is_retired"
+        assert indexed == db.execute(own, (tenant,)).fetchone(), "words of what is not retrieved"

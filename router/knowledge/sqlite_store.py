@@ -10,6 +10,7 @@ Each tenant has a table of words of its own: BM25 counts documents, and counts m
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import threading
 import time
@@ -43,8 +44,11 @@ from router.knowledge.records import StoredRecords
 from router.knowledge.sqlite_file import IN_MEMORY, SqliteFile, SqliteTables
 from router.knowledge.sqlite_schema import (
     COLUMNS,
+    OLD_ENTRIES,
+    OLD_PARTS,
     SCHEMAS,
     WEIGHTS,
+    check_integrity,
     copy_tenant,
     make_words,
     of_kinds,
@@ -417,43 +421,51 @@ class SqliteStore:
             self._changed(db, tenant)
 
     def erase(self, tenant: str, entry: str | None) -> int:
-        return self._erase(tenant, None if entry is None else [entry])
+        return self.erase_before(tenant) if entry is None else self.erase_all(tenant, [entry])
 
     def erase_all(self, tenant: str, entries: Collection[str]) -> int:
-        return self._erase(tenant, entries)
-
-    def _erase(self, tenant: str, entries: Collection[str] | None) -> int:
         with self._file.transaction() as db:
-            table = self._words_table(db, tenant)
-            asked = (
-                [row[0] for row in db.execute("SELECT entry FROM heads WHERE tenant = ?", (tenant,))]
-                if entries is None
-                else entries
-            )
-            found = [(one, head) for one in asked if (head := self._head(db, tenant, one)) is not None]
-            for one, head in found:
-                self._unindex(db, table, head)
+            count = self._erase(db, tenant, entries)
+        return self._erased(tenant, count)
+
+    def erase_before(self, tenant: str, at_s: float = math.inf) -> int:
+        with self._file.transaction() as db:
+            for table, old in OLD_PARTS:
                 db.execute(
-                    "DELETE FROM records WHERE tenant = ? AND turn IN (SELECT turn FROM versions"
-                    " WHERE tenant = ? AND entry = ?)",
-                    (tenant, tenant, one),
+                    f"DELETE FROM {table} WHERE tenant = ? AND {old.replace('%s', '?')}", (tenant, at_s)
                 )
-                db.execute("DELETE FROM heads WHERE tenant = ? AND entry = ?", (tenant, one))
-                db.execute("DELETE FROM versions WHERE tenant = ? AND entry = ?", (tenant, one))
-            if entries is None:
-                if table:
-                    db.execute(f"DROP TABLE {table}")
-                for other in ("tenants", "tags", "turns", "records"):
-                    db.execute(f"DELETE FROM {other} WHERE tenant = ?", (tenant,))
-            elif found:
-                # The index keeps the words of what was deleted until its parts are merged into one.
-                db.execute(f"INSERT INTO {table}({table}) VALUES('optimize')")
-                self._changed(db, tenant)
+            asked = db.execute(OLD_ENTRIES.replace("%s", "?"), (tenant, at_s)).fetchall()
+            count = self._erase(db, tenant, [row[0] for row in asked])
+            table = self._words_table(db, tenant)
+            if at_s == math.inf and table:
+                db.execute(f"DROP TABLE {table}")
+                db.execute("DELETE FROM tenants WHERE tenant = ?", (tenant,))
+        return self._erased(tenant, count)
+
+    def _erase(self, db: sqlite3.Connection, tenant: str, entries: Collection[str]) -> int:
+        table = self._words_table(db, tenant)
+        found = [(one, head) for one in entries if (head := self._head(db, tenant, one)) is not None]
+        for one, head in found:
+            self._unindex(db, table, head)
+            db.execute(
+                "DELETE FROM records WHERE tenant = ? AND turn IN (SELECT turn FROM versions"
+                " WHERE tenant = ? AND entry = ?)",
+                (tenant, tenant, one),
+            )
+            db.execute("DELETE FROM heads WHERE tenant = ? AND entry = ?", (tenant, one))
+            db.execute("DELETE FROM versions WHERE tenant = ? AND entry = ?", (tenant, one))
+        if found:
+            # The index keeps the words of what was deleted until its parts are merged into one.
+            db.execute(f"INSERT INTO {table}({table}) VALUES('optimize')")
+            self._changed(db, tenant)
+        return len(found)
+
+    def _erased(self, tenant: str, count: int) -> int:
         with self._lock:
             self._matrices.pop(tenant, None)
         # Even if nothing was there: who repeats a deletion that could not empty the log wants just that.
         self._file.empty_log()
-        return len(found)
+        return count
 
     def tag(self, tenant: str, name: str, limits: Limits) -> int:
         with self._file.transaction() as db:
@@ -562,26 +574,7 @@ class SqliteStore:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the file is damaged, or what is derived from the versions is not so."""
-        db = self._file.db
-        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        newest = db.execute(
-            "SELECT count(*) FROM (SELECT max(number) AS number, tenant, entry FROM versions GROUP BY tenant,"
-            " entry) n JOIN versions v USING(tenant, entry, number) JOIN heads h USING(tenant, entry, seq)"
-        ).fetchone()
-        assert newest == db.execute("SELECT count(*) FROM heads").fetchone(), "heads are the newest versions"
-        gaps = (
-            "SELECT count(*), max(number) FROM versions GROUP BY tenant, entry HAVING count(*) <> max(number)"
-        )
-        assert db.execute(gaps).fetchall() == [], "a version is missing"
-        live = "SELECT seq FROM heads WHERE NOT is_retired"
-        for table in ("vectors", "names"):
-            stray = db.execute(f"SELECT count(*) FROM {table} WHERE seq NOT IN ({live})").fetchone()
-            assert stray == (0,), f"{table} of what is not retrieved"
-        for number, tenant in db.execute("SELECT number, tenant FROM tenants").fetchall():
-            db.execute(f"INSERT INTO words_{number}(words_{number}) VALUES('integrity-check')")
-            indexed = db.execute(f"SELECT count(*) FROM words_{number}").fetchone()
-            own = "SELECT count(*) FROM heads WHERE tenant = ? AND NOT is_retired"
-            assert indexed == db.execute(own, (tenant,)).fetchone(), "words of what is not retrieved"
+        check_integrity(self._file.db)
 
     def close(self) -> None:
         self._file.close()

@@ -299,6 +299,70 @@ async def test_what_a_process_that_is_gone_has_left_is_taken_over(tmp_path: Path
     await alone.stop()
 
 
+@pytest.mark.guarantee("G12")
+async def test_a_place_that_is_switched_off_is_asked_when_it_is_back(tmp_path: Path) -> None:
+    first, places = clears_in(tmp_path, "one", "two")
+    await first.start()
+    places.broken = {"one", "two"}
+    what = Erasure("sessions", "tenant", ("ab" * 16,))
+    with pytest.raises(ApiError):
+        await first.erase(what)
+    await first.stop()
+    without, places = clears_in(tmp_path, "two")
+    await without.start()
+    await until(lambda: places.asked == ["two"] and without.unfinished == {what: ("one",)})
+    await without.erase(what)  # who repeats it ends no more of it
+    assert without.unfinished == {what: ("one",)}
+    await without.stop()
+    again, places = clears_in(tmp_path, "one", "two")
+    await again.start()
+    await until(lambda: not again.unfinished)
+    assert places.asked == ["one"]
+    await again.stop()
+
+
+@pytest.mark.guarantee("G12")
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_of_equal_deletions_at_once_the_last_wish_says_what_is_left(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    """The first one succeeds, the second one does not: whoever ends last."""
+    clears, _ = clears_in(tmp_path, "one")
+    answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    seen = list[float]()
+
+    async def erase(what: Erasure) -> Cleared:
+        seen.append(what.at_s)
+        if await answers[int(what.at_s) - 1]:
+            return Cleared()
+        raise OSError("full")
+
+    clears.places["sessions"]["one"] = erase
+    asked = [asyncio.create_task(clears.erase(Erasure("sessions", "t", None, at_s))) for at_s in (1.0, 2.0)]
+    await until(lambda: len(seen) == 2)
+    for number in order:
+        answers[number].set_result(number == 0)
+        await asyncio.gather(asked[number], return_exceptions=True)
+    assert [one.at_s for one in clears.unfinished] == [2.0]
+    await clears.stop()
+
+
+async def test_two_processes_that_left_parts_of_the_same_leave_both(tmp_path: Path) -> None:
+    doors = [clears_in(tmp_path, "one", "two") for _ in range(2)]
+    for (clears, places), name in zip(doors, ("one", "two"), strict=True):
+        await clears.start()
+        places.broken = {name}
+        with pytest.raises(ApiError):
+            await clears.erase(Erasure("sessions", "t", None))
+    for clears, _ in doors:
+        await clears.stop()
+    alone, places = clears_in(tmp_path, "one", "two")
+    await alone.start()
+    await until(lambda: not alone.unfinished)
+    assert sorted(places.asked) == ["one", "two"]
+    await alone.stop()
+
+
 def test_a_state_that_is_torn_leaves_the_one_before(tmp_path: Path) -> None:
     file = UnfinishedFile(tmp_path)
     assert file.open() == []

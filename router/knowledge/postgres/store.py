@@ -7,6 +7,7 @@ each statement names its tenant, and each table shows a transaction the rows of 
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 import time
@@ -42,7 +43,15 @@ from router.knowledge.postgres.transfer import backup, copy_newest, restore
 from router.knowledge.postgres.words import Tokenizer, best
 from router.knowledge.records import StoredRecords
 from router.knowledge.sqlite_file import IN_MEMORY
-from router.knowledge.sqlite_schema import COLUMNS, refs_of, refs_text, version_bytes, version_of
+from router.knowledge.sqlite_schema import (
+    COLUMNS,
+    OLD_ENTRIES,
+    OLD_PARTS,
+    refs_of,
+    refs_text,
+    version_bytes,
+    version_of,
+)
 from router.knowledge.sqlite_store import PRUNE_EVERY, PRUNE_SHARE, SqliteStore
 
 STATE_MAX = 10**9
@@ -314,28 +323,36 @@ class PostgresStore:
             )
 
     def erase(self, tenant: str, entry: str | None) -> int:
-        return self._erase(tenant, None if entry is None else [entry])
+        return self.erase_before(tenant) if entry is None else self.erase_all(tenant, [entry])
 
     def erase_all(self, tenant: str, entries: Collection[str]) -> int:
-        return self._erase(tenant, list(entries))
-
-    def _erase(self, tenant: str, entries: list[str] | None) -> int:
         with self._database.transaction(tenant) as db:
             self._changed(db, tenant)
-            asked = "tenant = %s AND (%s OR entry = ANY(%s))"
-            values = (tenant, entries is None, entries or [])
-            found = [row[0] for row in db.execute(f"SELECT entry FROM heads WHERE {asked}", values)]
-            unindex(db, tenant, found)
-            db.execute(
-                "DELETE FROM records WHERE tenant = %s AND turn IN"
-                f" (SELECT turn FROM versions WHERE {asked})",
-                (tenant, *values),
-            )
-            db.execute(f"DELETE FROM versions WHERE {asked}", values)
-            if entries is None:
-                for table in ("tenants", "tags", "turns", "records"):
-                    db.execute(f"DELETE FROM {table} WHERE tenant = %s", (tenant,))
+            count = self._erase(db, tenant, list(entries))
         self._database.vacuum()
+        return count
+
+    def erase_before(self, tenant: str, at_s: float = math.inf) -> int:
+        with self._database.transaction(tenant) as db:
+            self._changed(db, tenant)  # no write is under way: what is looked for stays so
+            for table, old in OLD_PARTS:
+                db.execute(f"DELETE FROM {table} WHERE tenant = %s AND {old}", (tenant, at_s))
+            asked = db.execute(OLD_ENTRIES, (tenant, at_s)).fetchall()
+            count = self._erase(db, tenant, [row[0] for row in asked])
+            if at_s == math.inf:
+                db.execute("DELETE FROM tenants WHERE tenant = %s", (tenant,))
+        self._database.vacuum()
+        return count
+
+    def _erase(self, db: Connection, tenant: str, entries: list[str]) -> int:
+        asked, values = "tenant = %s AND entry = ANY(%s)", (tenant, entries)
+        found = [row[0] for row in db.execute(f"SELECT entry FROM heads WHERE {asked}", values)]
+        unindex(db, tenant, found)
+        db.execute(
+            f"DELETE FROM records WHERE tenant = %s AND turn IN (SELECT turn FROM versions WHERE {asked})",
+            (tenant, *values),
+        )
+        db.execute(f"DELETE FROM versions WHERE {asked}", values)
         return len(found)
 
     def tag(self, tenant: str, name: str, limits: Limits) -> int:

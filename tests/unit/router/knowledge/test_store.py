@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from configs.optional_sections import KnowledgeSettings
 from router.knowledge import (
     Authorship,
     Change,
     EntryNotFound,
     EntryRef,
+    KnowledgeBase,
     KnowledgeError,
     Limits,
     LoopRecord,
@@ -262,6 +264,36 @@ def test_records_go_with_their_entry_session_and_tenant_and_leave_no_byte(desk: 
     assert left() == "q"
     desk.store.erase("tea", None)
     assert left() == ""
+
+
+@pytest.mark.guarantee("G12")
+async def test_a_late_erasure_of_all_leaves_no_byte_of_before_and_what_came_since(desk: Desk) -> None:
+    """Also of retired entries, of their history, and of records that no entry was learned from."""
+    base = KnowledgeBase(desk.store, None, None, KnowledgeSettings())  # type: ignore[arg-type]
+    bounds, words = RecordBounds(9, 10_000), [b"xylophoneninety", b"zanzibarsixty", b"quartzkey", b"oldtag"]
+    retired, retired_since = desk.add("xylophoneninety", place=1), desk.add("xylophoneninety", place=2)
+    desk.change(retired.entry, "zanzibarsixty")
+    desk.change(retired.entry, "zanzibarsixty", operation="retire")
+    desk.add("xylophoneninety")
+    kept = LoopRecord("turn", "turn-9", '"quartzkey"', turn="turn-9", session=b"s", at_s=1000.0)
+    desk.store.records.put("tea", kept, bounds)
+    desk.store.note_turn("tea", b"s", b"oldtag", PlacedTurn((retired,)))
+    desk.store.tag("tea", "oldtag", LIMITS)
+    assert len(desk.seen(words)) == 4
+    desk.now_s = 1002.0
+    desk.change(retired_since.entry, "xylophoneninety", operation="retire")
+    new = desk.add("since then")
+    desk.store.records.put("tea", LoopRecord("turn", "turn-10", '"since"', at_s=1002.0), bounds)
+    desk.store.tag("tea", "newtag", LIMITS)
+    desk.add("of another xylophone", tenant="coffee")
+    assert await base.erase("tea", None, 1001.0) == 3
+    assert desk.seen(words) == []
+    assert [one.ref for one in desk.store.heads("tea")] == [new]
+    assert desk.found("since") == [new.entry]
+    assert [one.id for one in desk.store.records.find("tea", "turn")] == ["turn-10"]
+    assert list(desk.store.tags("tea")) == ["newtag"]
+    assert len(desk.store.heads("coffee")) == 1
+    base.turns.close(wait=True)
 
 
 def test_history_has_pages(desk: Desk) -> None:
