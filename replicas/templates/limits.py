@@ -50,8 +50,8 @@ FREE_METHODS = frozenset(
     str.split(
         "capitalize casefold count decode encode endswith escape find fromhex hex index isalnum isalpha"
         " isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper"
-        " lower lstrip maketrans partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split"
-        " splitlines startswith strip striptags swapcase title unescape upper"
+        " lower lstrip maketrans partition removeprefix removesuffix rfind rindex rpartition rsplit"
+        " rstrip split splitlines startswith strip striptags swapcase title unescape upper"
     )
 )
 """Methods of texts that make no more than the text, but for escapes."""
