@@ -11,7 +11,7 @@ import pytest
 
 from configs.settings import Settings
 from replicas.messages import ModelRefused
-from replicas.reply import ReplyReading, declared_format, patterns, read_reply
+from replicas.reply import ReplyReading, declared_format, formats, patterns, read_reply
 from replicas.templates import limits as template_limits
 from replicas.templates.limits import TemplateLimit, within_limits
 from router.prompt import PromptBuilder
@@ -32,6 +32,8 @@ HOSTILE = {
     "{% set b %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = b %}{% endfor %}",
     "text doubles by replacing": "{% set n = namespace(s='a' * 999) %}{% for i in range(60) %}"
     "{% set n.s = n.s | replace('a', n.s) %}{% endfor %}",
+    "text doubles by names": "{% set n = namespace(s='a' * 999) %}{% for i in range(60) %}"
+    "{% set n.s = n.s | replace(new=n.s, old='a') %}{% endfor %}",
     "text doubles by a method": "{% set n = namespace(s='a' * 999) %}{% for i in range(60) %}"
     "{% set n.s = n.s.replace('a', n.s) %}{% endfor %}",
     "list doubles": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}"
@@ -50,6 +52,39 @@ HOSTILE = {
     "width of a format": "{{ '%*d' % (10**11, 1) }}",
     "width of format": "{{ '{:99999999999}'.format(1) }}",
     "width given to format": "{{ '{:{}}'.format(1, 10**11) }}",
+    "fields of a format": "{{ ('{0}' * 2000).format('a' * 50000) }}",
+    "fields of a percent format": "{{ ('%(a)s' * 2000) % {'a': 'a' * 50000} }}",
+    "fields of the filter": "{{ ('%(a)s' * 2000) | format(a='a' * 50000) }}",
+    "range joined": "{{ range(2000) | join('a' * 50000) }}",
+    "text joined": "{{ ('a' * 2000) | join('a' * 50000) }}",
+    "text joined by a method": "{{ ('a' * 50000).join('a' * 2000) }}",
+    "iterator joined": "{{ range(2000) | map('string') | join('a' * 50000) }}",
+    "iterator joined by a method": "{{ ('a' * 50000).join(range(2000) | map('string')) }}",
+    "keys joined": "{{ dict.fromkeys(range(2000), 1).keys() | join('a' * 50000) }}",
+    "tabs": "{{ ('\t' * 10001).expandtabs(10000) }}",
+    "tabs by name": "{{ ('\t' * 10001).expandtabs(tabsize=10000) }}",
+    "width of bytes": "{{ '%99999999d'.encode() % 1 }}",
+    "bytes replaced": "{{ ('a' * 10000).encode().replace('a'.encode(), ('a' * 10000).encode()) }}",
+    "wrapped": "{{ ('a' * 10000) | wordwrap(1, true, 'a' * 10000) }}",
+    "lines indented": "{{ ('a\n' * 10001) | indent(10000) }}",
+    "lines indented by a text": "{{ ('a\n' * 10001) | indent('a' * 10000) }}",
+    "translated": "{{ ('a' * 10000).translate({97: 'a' * 10000}) }}",
+    "width in the argument": "{{ '{:{}}'.format(1, '99999999') }}",
+    "width in a mapping": "{{ '{a:{b}}'.format_map({'a': 1, 'b': 99999999}) }}",
+    "width behind a key": "{{ '%(a key of more than forty characters, which is long)99999999d'"
+    " % {'a key of more than forty characters, which is long': 1} }}",
+    "width behind a bracket": "{{ '{0[}]:99999999}'.format({'}': 1}) }}",
+    "separators": "{{ range(5000) | list | tojson(separators=('a' * 50000, ':')) }}",
+    "lists summed": "{{ ([[1] * 1000] * 10000) | sum(start=[]) | length }}",
+    "list doubles as a text": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
+    "list doubles in a filter": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s | string | length }}",
+    "list doubles in a title": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s | title | length }}",
+    "number doubles": "{% set n = namespace(s=3) %}{% for i in range(40) %}"
+    "{% set n.s = n.s * n.s %}{% endfor %}",
+    "date": "{{ strftime_now('%c' * 10**6) }}",
     "recursion": "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
 }
 
@@ -71,6 +106,12 @@ def builder(template: str) -> PromptBuilder:
 def test_a_hostile_template_is_refused_at_the_start(what: str) -> None:
     with pytest.raises(ModelRefused, match="chat template"):
         builder(HOSTILE[what] + PLAIN)
+
+
+def test_a_step_that_would_fit_into_memory_is_refused_before() -> None:
+    for text, count in (("a", 200 << 20), ("a" * 50000, 2000)):
+        with pytest.raises(TemplateLimit, match="a product"):
+            template_limits._times(text, count)
 
 
 @pytest.mark.parametrize("what", ["two loops", "text doubles by a block", "product", "recursion"])
@@ -166,6 +207,41 @@ def test_an_interrupt_hits_its_rendering_and_nothing_behind_it(monkeypatch: pyte
     assert not template_limits._WATCHDOG._armed
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_watchdog_outlives_a_thread_that_ends_and_is_replaced_if_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def clock_of_none(*_: object) -> str:
+        raise OSError("no such thread")
+
+    def broken(*_: object) -> str:
+        raise RuntimeError("a fault of the watchdog")
+
+    def spend() -> None:
+        while True:
+            pass
+
+    watchdog = template_limits._Watchdog()
+    with monkeypatch.context() as patched:
+        patched.setattr(template_limits, "_fault_of", clock_of_none)
+        gone = template_limits._Armed()
+        watchdog._armed[10**9] = gone
+        watchdog._wake()
+        assert watchdog._thread is not None
+        while watchdog._armed and watchdog._thread.is_alive():
+            time.sleep(0.01)
+        assert watchdog._thread.is_alive()
+    with pytest.raises(TemplateLimit, match="CPU seconds"):
+        watchdog.run(spend)
+    first = watchdog._thread
+    with monkeypatch.context() as patched:
+        patched.setattr(template_limits, "_fault_of", broken)
+        watchdog.run(lambda: first.join(60))
+        assert not first.is_alive()
+    with pytest.raises(TemplateLimit, match="CPU seconds"):
+        watchdog.run(spend)
+
+
 def test_what_a_rendering_raises_itself_is_passed_on() -> None:
     with pytest.raises(KeyError):
         within_limits(lambda: dict[str, int]()["x"])
@@ -204,3 +280,66 @@ def test_what_stands_between_tags_is_looked_for_in_time(monkeypatch: pytest.Monk
     assert patterns.without_tags("<(?P<key>b)>", "a<b>c") == "ac"
     with pytest.raises(ValueError, match="takes longer"):
         patterns.without_tags("(?:a|aa)+[0-9]", "a" * 3000)
+
+
+class Robbed:
+    """A pattern whose search is said to be late, which it is not by its own thread's clock."""
+
+    groupindex: dict[str, int] = {}
+    pattern = "robbed"
+
+    def __init__(self, late: int) -> None:
+        self.late = late
+
+    def search(self, text: str, pos: int = 0, timeout: float = 0.0) -> str:
+        self.late -= 1
+        if self.late >= 0:
+            raise TimeoutError
+        return text
+
+
+def test_what_other_threads_take_is_no_fault_of_a_pattern() -> None:
+    pattern = Robbed(0)
+    timed = patterns.TimedPattern(pattern)
+    for _ in range(5):
+        pattern.late = 2
+        assert timed.search("a") == "a"
+    pattern.late = 1000
+    for _ in range(5):
+        assert timed.search("a") is None
+    pattern.late = 0
+    assert timed.search("a") == "a"
+
+
+def test_strikes_end_with_a_search_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "PATTERN_S_MAX", -1.0)  # each late search was its own fault
+    pattern = Robbed(0)
+    timed = patterns.TimedPattern(pattern)
+    for _ in range(5):
+        pattern.late = 1
+        assert timed.search("a") is None
+        assert timed.search("a") == "a"
+    pattern.late = 3
+    assert [timed.search("a") for _ in range(4)] == [None] * 4
+
+
+def test_tags_are_looked_for_again_when_other_threads_took_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import regex
+
+    whole, late = regex.sub, iter([True, True])
+
+    def sub(*args: Any, **how: Any) -> Any:
+        if next(late, False):
+            raise TimeoutError
+        return whole(*args, **how)
+
+    monkeypatch.setattr(regex, "sub", sub)
+    assert patterns.without_tags("<b>", "a<b>c") == "ac"
+
+
+def test_every_pattern_that_a_model_declares_is_timed() -> None:
+    field = {"open_pattern": "<c>|<d>", "close_pattern": "</c>|</d>", "repeats": True}
+    made = formats._compiled({"start_anchor": "<s>", "fields": {"tool_calls": field, "content": {}}})
+    timed = made.fields["tool_calls"]
+    assert isinstance(timed.open_re, patterns.TimedPattern)
+    assert isinstance(timed.close_re, patterns.TimedPattern)
