@@ -182,7 +182,7 @@ class DocumentShelf:
         if found.state != "ready":
             raise _not_ready(found)
         state: Prefilled = "none" if wanted == "never" else "waiting"
-        fields = {"prefill": wanted, "prefilled": state, "prefill_reason": "", "prefilled_tokens": 0}
+        fields = dict[str, Any](prefill=wanted, prefilled=state, prefill_reason="", prefilled_tokens=0)
         change = partial(self.store.change, tenant, document, **fields)
         changed = await self._run(tenant, change)
         if await self._stop_stage(tenant, document):  # it served the wish before, and may have written since

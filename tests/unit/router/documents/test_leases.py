@@ -22,8 +22,8 @@ async def test_a_lease_is_kept_while_a_stage_takes_longer(
     store._clock = lambda: now_s[0]
     renew, loop = store.renew, asyncio.get_running_loop()
 
-    def seen(*given: str) -> bool:
-        is_own = renew(*given)
+    def seen(tenant: str, document: str, owner: str) -> bool:
+        is_own = renew(tenant, document, owner)
         loop.call_soon_threadsafe(renewed.set)
         return is_own
 
