@@ -6,10 +6,17 @@ Nothing imports it while `knowledge.enabled` is false.
 from router.documents.body import DocumentBody, PrefillBody
 from router.documents.document import Document, DocumentFailed, Quota
 from router.documents.pdf import read_pdf
-from router.documents.placement import Whole, end_of_documents, fenced_document, in_order, place_documents
+from router.documents.placement import (
+    PlacedDocuments,
+    Whole,
+    end_of_documents,
+    fenced_document,
+    in_order,
+    place_documents,
+)
 from router.documents.prefill import Front, Prefill, PrefillBusy, document_session, pinned
 from router.documents.routes import document_routes, open_documents
-from router.documents.shelf import DocumentShelf, PlacedDocuments
+from router.documents.shelf import DocumentShelf
 from router.documents.store import DocumentStore
 from router.documents.text import chunks_of, text_of
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from router.knowledge import as_data
 from router.openai import ChatMessage, led, split_front
@@ -24,6 +25,25 @@ class Whole:
     id: str
     title: str
     fence: str
+
+
+@dataclass(slots=True)
+class PlacedDocuments:
+    """The documents in one prompt, for the receipt. `measure` first, then `told`."""
+
+    documents: Sequence[Whole]
+    tenant: str
+    nodes: tuple[str, ...] = ()  # where their blocks were computed, and can be asked for
+    places: tuple[int, int] | None = None  # first token, tokens
+
+    def told(self, cached_tokens: int) -> dict[str, Any]:
+        """Return the receipt's part: which documents, their tokens, how many of these were cached."""
+        first, count = self.places or (0, 0)
+        return {
+            "ids": [one.id for one in self.documents],
+            "tokens": None if self.places is None else count,
+            "cached_tokens": None if self.places is None else max(0, min(cached_tokens - first, count)),
+        }
 
 
 def fenced_document(document: str, title: str, text: str, marks: Collection[str]) -> Whole:

@@ -12,9 +12,9 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from router.documents.document import (
 )
 from router.documents.pdf import read_pdf
 from router.documents.placement import (
+    PlacedDocuments,
     Whole,
     end_of_documents,
     fenced_document,
@@ -40,7 +41,7 @@ from router.documents.placement import (
     text_of_documents,
 )
 from router.documents.prefill import Prefill, PrefillBusy, document_session
-from router.documents.store import DocumentStore
+from router.documents.store import UNKNOWN, DocumentStore
 from router.documents.text import chunks_of, text_of
 from router.documents.turns import DocumentTurns
 from router.knowledge import (
@@ -82,30 +83,13 @@ CLEARED_AT_ONCE = 64
 ERASED_AT_ONCE = 256
 """Chunks of one write."""
 CHUNK_BYTES_PER_CHAR = 4
+RENEWALS = 3
+"""In the time of a lease: two of them may fail."""
 WORKERS = 2
 """Documents that an ingress works on at once, each of another tenant: so a PDF that takes all its time holds
 one of them. Each may have a reader of `documents.pdf_bytes_max` beside it, so there are no more."""
 PROCESSING_MAX = 256
 """A tenant's documents that wait to be read: what is behind them would wait for hours."""
-
-
-@dataclass(slots=True)
-class PlacedDocuments:
-    """The documents in one prompt, for the receipt. `measure` first, then `told`."""
-
-    documents: Sequence[Whole]
-    tenant: str
-    nodes: tuple[str, ...] = ()  # where their blocks were computed, and can be asked for
-    places: tuple[int, int] | None = None  # first token, tokens
-
-    def told(self, cached_tokens: int) -> dict[str, Any]:
-        """Return the receipt's part: which documents, their tokens, how many of these were cached."""
-        first, count = self.places or (0, 0)
-        return {
-            "ids": [one.id for one in self.documents],
-            "tokens": None if self.places is None else count,
-            "cached_tokens": None if self.places is None else max(0, min(cached_tokens - first, count)),
-        }
 
 
 class DocumentShelf:
@@ -198,7 +182,7 @@ class DocumentShelf:
         if found.state != "ready":
             raise _not_ready(found)
         state: Prefilled = "none" if wanted == "never" else "waiting"
-        fields = {"prefill": wanted, "prefilled": state, "prefill_reason": "", "prefilled_tokens": 0}
+        fields = dict[str, Any](prefill=wanted, prefilled=state, prefill_reason="", prefilled_tokens=0)
         change = partial(self.store.change, tenant, document, **fields)
         changed = await self._run(tenant, change)
         if await self._stop_stage(tenant, document):  # it served the wish before, and may have written since
@@ -385,6 +369,7 @@ class DocumentShelf:
     async def _staged(self, document: Document) -> None:
         key = document.tenant, document.id
         stage = self._stages[key] = asyncio.create_task(self._one(document))
+        keeping = asyncio.create_task(self._keep(document))
         try:
             await asyncio.wait([stage])
         except asyncio.CancelledError:
@@ -392,7 +377,17 @@ class DocumentShelf:
             await asyncio.gather(stage, return_exceptions=True)
             raise
         finally:
+            keeping.cancel()
             del self._stages[key]
+
+    async def _keep(self, document: Document) -> None:
+        """Keep the lease of a document; a stage that has lost it fails when it next writes."""
+        is_own = document.state != "deleting"  # which two may do
+        while is_own:
+            await asyncio.sleep(self.store.lease_s / RENEWALS)
+            with suppress(ApiError):  # the next may succeed in time
+                renew = partial(self.store.renew, document.tenant, document.id, self._owner)
+                is_own = await self._base.run("", renew, must_run=True)
 
     async def _one(self, document: Document) -> None:
         tenant, one = document.tenant, document.id
@@ -423,7 +418,11 @@ class DocumentShelf:
             later = later or document.state == "deleting"  # what is left of it is not tried without a pause
             with suppress(KnowledgeError, ApiError):
                 await asyncio.shield(
-                    self._base.run(tenant, partial(self.store.put_back, document, later=later), must_run=True)
+                    self._base.run(
+                        tenant,
+                        partial(self.store.put_back, document, self._owner, later=later),
+                        must_run=True,
+                    )
                 )
 
     async def _clear_late(self, tenant: str, one: str) -> None:
@@ -444,7 +443,12 @@ class DocumentShelf:
             fields: dict[str, Any] = {"state": "failed", "reason": reason}
             if found.state == "ready":
                 fields = {"prefilled": "failed", "prefill_reason": reason}
-            await self._run(tenant, partial(self.store.change, tenant, one, **fields))
+            await self._change(found, **fields)
+
+    async def _change(self, document: Document, **fields: Any) -> None:
+        """Set fields of a document that is worked on; 404 if it is gone, or another ingress has it."""
+        change = partial(self.store.change, document.tenant, document.id, owner=self._owner, **fields)
+        await self._run(document.tenant, change)
 
     async def _read(self, document: Document) -> Document:
         """Read a document's text and have its chunks found. Raises `DocumentFailed`."""
@@ -454,8 +458,9 @@ class DocumentShelf:
             source = await self._run(tenant, partial(self.store.source, tenant, one)) or b""
             raw, pages = await read_pdf(source, settings) if document.format == "pdf" else (source, 0)
             text = await self._long(tenant, partial(_text, raw, settings.chars_max))
-            await self._long(tenant, partial(self.store.put_text, tenant, one, text, self._quota))
-            await self._run(tenant, partial(self.store.change, tenant, one, pages=pages))
+            put = partial(self.store.put_text, tenant, one, text, self._quota, owner=self._owner)
+            await self._long(tenant, put)
+            await self._change(document, pages=pages)
         chunks = await self._long(tenant, partial(self._chunks, document, text))
         changed: Document = await self._long(tenant, partial(self._write_chunks, document, chunks))
         return changed
@@ -474,6 +479,8 @@ class DocumentShelf:
 
         All on one thread, which nothing interrupts: those of a document that was deleted meanwhile go.
         """
+        if not self.store.renew(document.tenant, document.id, self._owner):
+            raise EntryNotFound(UNKNOWN)  # before the chunks of another ingress that has it go
         self._erase_entries(document.tenant, self._entries_of(document))
         origin = Provenance(document.tenant, _why(document.id))
         changes = [Change(Content("document_chunk", title, text), origin) for title, text in chunks]
@@ -485,7 +492,7 @@ class DocumentShelf:
         prefilled: Prefilled = "none" if document.prefill == "never" else "waiting"
         fields = {"entries": entries, "state": "ready", "prefilled": prefilled, "ready_s": self._wall_clock()}
         try:
-            return self.store.change(document.tenant, document.id, **fields)
+            return self.store.change(document.tenant, document.id, owner=self._owner, **fields)
         except EntryNotFound:
             self._erase_entries(document.tenant, entries)
             raise
@@ -495,11 +502,10 @@ class DocumentShelf:
             self._base.store.erase_all(tenant, entries[at : at + ERASED_AT_ONCE])
 
     def _entries_of(self, document: Document) -> list[str]:
-        """Return the entries of a document's chunks; looked for, if they were never written down."""
-        if document.entries:
-            return list(document.entries)
+        """Return the entries of a document's chunks: those that are listed, and others that were not yet."""
         heads = self._base.store.heads(document.tenant, kinds=CHUNKS)
-        return [one.ref.entry for one in heads if one.provenance.why == _why(document.id)]
+        found = [one.ref.entry for one in heads if one.provenance.why == _why(document.id)]
+        return list(dict.fromkeys((*document.entries, *found)))
 
     async def _prefilled(self, document: Document) -> None:
         tenant, one = document.tenant, document.id
@@ -519,7 +525,7 @@ class DocumentShelf:
                     "model": self._prefill.model,
                     "node": step.node,
                 }
-                await self._run(tenant, partial(self.store.change, tenant, one, **fields))
+                await self._change(document, **fields)
 
     async def _erase(self, document: Document) -> int:
         """Erase all that was made of a document, each whatever became of the others; itself at last.

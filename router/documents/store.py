@@ -47,7 +47,8 @@ class DocumentStore:
 
     `tables`: see `KnowledgeStore.beside`. A tenant sees its own only. Every call blocks and raises
     `KnowledgeError`. `clock`: Unix time. Work on a document is leased: an ingress that began it and is gone
-    loses it to another one after `lease_s`.
+    loses it to another one after `lease_s`. What is written as `owner` is not if the lease is another's: that
+    is told as if there were no document.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class DocumentStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._tables = tables
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._clock = clock
 
     def add(self, document: Document, source: bytes, quota: Quota) -> Document:
@@ -122,11 +123,13 @@ class DocumentStore:
             raise EntryNotFound(UNKNOWN)
         return row[0]
 
-    def put_text(self, tenant: str, document: str, text: str, quota: Quota) -> None:
+    def put_text(
+        self, tenant: str, document: str, text: str, quota: Quota, *, owner: str | None = None
+    ) -> None:
         """Store the text in place of what was sent. Raises `QuotaExceeded`, `EntryNotFound`."""
         size = len(text.encode())
         with self._tables.writing(tenant, WRITES) as db:
-            self._change(db, tenant, document, {"text_bytes": size})
+            self._change(db, tenant, document, {"text_bytes": size}, owner)
             ((nbytes,),) = db.execute(
                 "SELECT sum(source_bytes + text_bytes) FROM documents WHERE tenant = ?", (tenant,)
             ).fetchall()
@@ -136,19 +139,22 @@ class DocumentStore:
                 (text, tenant, document),
             )
 
-    def change(self, tenant: str, document: str, **fields: Any) -> Document:
+    def change(self, tenant: str, document: str, *, owner: str | None = None, **fields: Any) -> Document:
         """Set fields of `Document`, unless it is being deleted. Raises `EntryNotFound`."""
         with self._tables.writing(tenant, WRITES) as db:
-            self._change(db, tenant, document, fields)
+            self._change(db, tenant, document, fields, owner)
         return self.get(tenant, document)
 
-    def _change(self, db: Rows, tenant: str, document: str, fields: dict[str, Any]) -> None:
+    def _change(
+        self, db: Rows, tenant: str, document: str, fields: dict[str, Any], owner: str | None
+    ) -> None:
         fields = {name: json.dumps(value) if name == "entries" else value for name, value in fields.items()}
         assigned = ", ".join(f"{name} = ?" for name in fields)
+        is_own, owners = ("", ()) if owner is None else (" AND lease = ?", (owner,))
         done = db.execute(
             f"UPDATE documents SET {assigned}, lease_until_s = ? WHERE tenant = ? AND id = ?"
-            " AND state <> 'deleting'",
-            (*fields.values(), self._clock() + self._lease_s, tenant, document),
+            f" AND state <> 'deleting'{is_own}",
+            (*fields.values(), self._clock() + self.lease_s, tenant, document, *owners),
         )
         if done.rowcount == 0:
             raise EntryNotFound(UNKNOWN)
@@ -184,7 +190,7 @@ class DocumentStore:
             found = _document(row)
             db.execute(
                 "UPDATE documents SET lease = ?, lease_until_s = ? WHERE seq = ?",
-                (owner, now_s + self._lease_s, found.seq),
+                (owner, now_s + self.lease_s, found.seq),
             )
             return found
 
@@ -194,7 +200,7 @@ class DocumentStore:
             done = db.execute(
                 "UPDATE documents SET lease_until_s = ? WHERE tenant = ? AND id = ? AND lease = ?"
                 " AND state <> 'deleting'",
-                (self._clock() + self._lease_s, tenant, document, owner),
+                (self._clock() + self.lease_s, tenant, document, owner),
             )
             return bool(done.rowcount)
 
@@ -203,13 +209,16 @@ class DocumentStore:
         with self._tables.writing("") as db, self._tables.everyone(db):
             db.execute("UPDATE documents SET lease = '', lease_until_s = 0 WHERE lease = ?", (owner,))
 
-    def put_back(self, document: Document, *, later: bool) -> None:
-        """Give back a lease; `later`: what is left to do is not begun again before `lease_s` have passed."""
-        lease, until_s = ("later", self._clock() + self._lease_s) if later else ("", 0.0)
+    def put_back(self, document: Document, owner: str, *, later: bool) -> None:
+        """Give back a lease, if it is still the owner's.
+
+        `later`: what is left to do is not begun again before `lease_s` have passed.
+        """
+        lease, until_s = ("later", self._clock() + self.lease_s) if later else ("", 0.0)
         with self._tables.writing(document.tenant) as db:
             db.execute(
-                "UPDATE documents SET lease = ?, lease_until_s = ? WHERE seq = ?",
-                (lease, until_s, document.seq),
+                "UPDATE documents SET lease = ?, lease_until_s = ? WHERE seq = ? AND lease = ?",
+                (lease, until_s, document.seq, owner),
             )
 
     def note_uses(self, tenant: str, documents: list[str], session: bytes, most: int) -> None:

@@ -142,9 +142,19 @@ def test_each_document_is_worked_on_by_one_ingress_until_its_lease_ends(shop: Sh
     assert found is not None
     assert found.seq == made[0].seq, "the longest waiting first"
     assert other.renew("coffee", found.id, "late")
-    other.put_back(found, later=False)
+    other.put_back(found, "late", later=False)
     assert other.claim("next", "coffee") == found
-    other.put_back(found, later=True)
+    for write in (
+        lambda: other.change("coffee", found.id, owner="late", entries=["kb_1"]),
+        lambda: other.put_text("coffee", found.id, "text", QUOTA, owner="late"),
+    ):
+        with pytest.raises(EntryNotFound):
+            write()
+    other.put_back(found, "late", later=False)
+    assert other.get("coffee", found.id) == found
+    assert (other.waiting(), other.claim("third", "coffee").seq > found.seq) == (["tea", "coffee"], True)  # type: ignore[union-attr]
+    other.release("third")
+    other.put_back(found, "next", later=True)
     assert other.waiting() == ["tea", "coffee"]
     next_one = other.claim("next", "coffee")
     assert next_one is not None

@@ -350,7 +350,7 @@ async def test_chunks_of_an_attempt_before_are_not_there_twice(tmp_path: Path) -
             return kept(*given, **fields)
 
         shelf.store.change = crash  # type: ignore[method-assign]
-        document = await shelf._base.run("", lambda: shelf.store.claim("me", "local"))
+        document = await shelf._base.run("", lambda: shelf.store.claim(shelf._owner, "local"))
         assert document is not None
         with pytest.raises(KeyboardInterrupt):
             shelf._write_chunks(document, [("", "one"), ("", "two")])
