@@ -26,7 +26,7 @@ from calls import (
     system,
 )
 from instructor import Mode
-from instructor.core.exceptions import InstructorRetryException
+from instructor.core.exceptions import IncompleteOutputException, InstructorRetryException
 
 
 def client(mode: Mode) -> instructor.Instructor:
@@ -64,7 +64,7 @@ def json_mode() -> dict[str, Any]:
     """An object is promised, not this one: that it is another one, or too long, is the model's choice."""
     try:
         order(Mode.JSON)
-    except InstructorRetryException as error:
+    except (InstructorRetryException, IncompleteOutputException) as error:
         if not any(sign in str(error) for sign in ("validation error", "incomplete", "max_tokens")):
             raise
         return {"detail": "an object, which is no order"}

@@ -83,7 +83,8 @@ def tool_loop(model: Model) -> dict[str, Any]:
 
     def settings(context: Any) -> Any:
         choice = "required" if context.run_step == 1 else "none"
-        return {"max_tokens": OBJECT_TOKENS, "timeout": REQUEST_S, "tool_choice": choice}
+        one = {"parallel_tool_calls": False}  # a toy goes on calling, and the last call is cut: an error here
+        return {"max_tokens": OBJECT_TOKENS, "timeout": REQUEST_S, "tool_choice": choice, **one}
 
     helper: Agent[None, str] = Agent(model, instructions=system(), model_settings=settings, retries=0)
 
