@@ -45,15 +45,15 @@ class Player:
     def now_s(self) -> float:
         return time.process_time() + self._skipped_s
 
-    def send(self, rank: int, prompt_tokens: int, answer_tokens: int) -> None:
+    def send(self, priority: int, prompt_tokens: int, answer_tokens: int) -> None:
         self._keys += 1
         ids = [self._rng.randrange(100, 40_000) for _ in range(prompt_tokens)]
         params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
-        asked: dict[str, Any] = {"priority": rank} if rank else {}
+        asked: dict[str, Any] = {"priority": priority} if priority else {}
         refused = self._engine.add(self._keys, GenerateRequest(f"bench-{self._keys}", ids, params, **asked))
         if refused is not None:
             raise RuntimeError(refused.message)
-        self._came[self._keys] = rank, self.now_s()
+        self._came[self._keys] = priority, self.now_s()
 
     def waiting(self) -> int:
         return len(self._engine.scheduler.waiting)
@@ -62,13 +62,13 @@ class Player:
         for key, event in self._engine.step():
             if not isinstance(event, Delta):
                 continue
-            rank, came_s = self._came[key]
+            priority, came_s = self._came[key]
             self.tokens += len(event.token_ids)
             if came_s >= 0 and event.token_ids:
-                self.ttft_s[rank].append(self.now_s() - came_s)
-                self._came[key] = rank, -1.0
+                self.ttft_s[priority].append(self.now_s() - came_s)
+                self._came[key] = priority, -1.0
             if event.finish_reason is not None:
-                self.ended[rank] += 1
+                self.ended[priority] += 1
 
     def drain(self) -> None:
         while self._engine.has_work:

@@ -211,7 +211,7 @@ class Engine:
             owner=request.tenant + request.session,
             index=0 if request.resume is None else request.resume.choice,
             forks=request.n,
-            rank=request.priority,
+            priority=request.priority,
             grammar=self.sampler.open_grammar(params.grammar),
             score_from=_score_from(request),
         )

@@ -49,7 +49,7 @@ def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler
 def _no_place(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
     """Return why a request cannot wait, or None.
 
-    What yields to it takes none of its places, so that a flood of one rank refuses no better one; but no
+    What yields to it takes none of its places, so that a flood of one priority refuses no better one; but no
     queue is ever longer than twice its limit.
     """
     own = list(scheduler.waiting.of(request.tenant))

@@ -21,8 +21,8 @@ class Preemption:
 class PreemptionPolicy:
     """Decides which sequence is preempted and what happens to its blocks.
 
-    The victim is of the worst rank; among those, where prices are known, what is cheapest to bring back for
-    what it would hold on (`held`); else, and of equals, the newest: it loses least service and delays no
+    The victim is of the worst priority; among those, where prices are known, what is cheapest to bring back
+    for what it would hold on (`held`); else, and of equals, the newest: it loses least service and delays no
     earlier one. `drop` frees its pages and computes them again later; `swap` copies the blocks out and in.
     """
 
@@ -32,8 +32,8 @@ class PreemptionPolicy:
     def choose(self, candidates: Listing[Sequence]) -> Preemption:
         """Choose one of `candidates` (running, oldest first, never empty) to give up its pages."""
         yielding = [one for one in candidates if not one.is_due] or candidates
-        worst = max(one.rank for one in yielding)
-        victim = min(reversed([one for one in yielding if one.rank == worst]), key=self.price)
+        worst = max(one.priority for one in yielding)
+        victim = min(reversed([one for one in yielding if one.priority == worst]), key=self.price)
         return Preemption(victim, self.how(victim))
 
     def price(self, sequence: Sequence) -> float:
@@ -51,7 +51,7 @@ class PreemptionPolicy:
 
 
 class DropNewest(PreemptionPolicy):
-    """Preempts the newest sequence of the worst rank, whose blocks are computed again."""
+    """Preempts the newest sequence of the worst priority, whose blocks are computed again."""
 
 
 class SwapPrices(Protocol):
@@ -99,7 +99,7 @@ class ByPrice(PreemptionPolicy):
 
 
 class SwapNewest(PreemptionPolicy):
-    """Preempts the newest sequence of the worst rank; always swaps its blocks out if there is room."""
+    """Preempts the newest sequence of the worst priority; always swaps its blocks out if there is room."""
 
     def how(self, victim: Sequence) -> Literal["drop", "swap"]:
         """Return that they are swapped."""

@@ -26,8 +26,8 @@ from replicas.drafting import Drafter
 from replicas.kv import PagePool, session_owner
 from replicas.scheduling.page_tables import PageTables
 from replicas.scheduling.preemption import Preemption, PreemptionPolicy
+from replicas.scheduling.priorities import Priorities, foremost, gives, giving_way
 from replicas.scheduling.prompt_order import PromptOrder
-from replicas.scheduling.ranks import Ranks, foremost, gives, giving_way
 from replicas.scheduling.sequence import Restorer, Sequence
 from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import Chunk as Chunk
@@ -80,7 +80,7 @@ class Scheduler:
         self.weights = dict(weights or {})
         self._turns = PrefillTurns(quantum_tokens, self.weights)
         self._rests = DecodeRests(quantum_tokens)
-        self._ranks = Ranks(step_tokens_max)
+        self._priorities = Priorities(step_tokens_max)
         self._order = PromptOrder(self.budget.passed_tokens_max)
         self._held_up: set[bytes] = set()  # tenants whose next sequence the last step did not admit
         self.waiting: FairQueue[bytes, Sequence] = FairQueue(quantum_tokens, self.weights)
@@ -121,10 +121,10 @@ class Scheduler:
 
         Of its answer, which may end early, at most `quantum_tokens` count.
         """
-        self._ranks.came(sequence)
+        self._priorities.came(sequence)
         sequence.known_tokens = len(self.tables.resident(sequence)) * self.pool.block_tokens
         cost = len(sequence.tokens) - sequence.known_tokens + self._answer(sequence)
-        self.waiting.put(sequence.tenant, sequence, cost, sequence.rank)
+        self.waiting.put(sequence.tenant, sequence, cost, sequence.priority)
 
     def _answer(self, sequence: Sequence) -> int:
         """Return what a sequence's answers count for, in tokens."""
@@ -135,12 +135,12 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step and reserve its pages. Follow it with `commit`."""
         self._forget_copied()
-        self._ranks.begin(self.running, self._first_waiting())
+        self._priorities.begin(self.running, self._first_waiting())
         plan = StepPlan()
         active, stuck = self._prefilling()
         groups = self._turns.order(active)
         able = [one for one in self.running if one.is_decode and not one.holds]
-        decodes = [one for one in able if not self._ranks.sits_out(one)]
+        decodes = [one for one in able if not self._priorities.sits_out(one)]
         if not (groups or stuck):  # most steps: no prompts, and nothing to share out
             self._plan_decodes(plan, decodes)
             self._add_drafts(plan)
@@ -158,7 +158,7 @@ class Scheduler:
         if resting and not plan.prompts:  # the prompts that they rested for found no pages
             self._plan_decodes(plan, rested)
         if not plan.chunks:  # nor did those for which others sat out
-            self._ranks.share()
+            self._priorities.share()
             self._plan_decodes(plan, [one for one in able if one not in plan.preempted])
             held_up = self._plan_groups(plan, room, groups, stuck)
         self._own_drafts(plan)
@@ -247,7 +247,7 @@ class Scheduler:
             if left:
                 following = ahead[self._order.first(ahead)]
                 left.remove(following)
-                if not self._ranks.sits_out(following):
+                if not self._priorities.sits_out(following):
                     self._plan_prompt(following, plan, room, left)
                 left = [one for one in left if one not in plan.preempted]
 
@@ -256,7 +256,7 @@ class Scheduler:
     ) -> None:
         """Plan what there is room for; `others` of its turn are not planned yet."""
         count = room.takes(sequence.computable, sequence.computed)
-        count = self._ranks.part(sequence, plan.prompts, count)
+        count = self._priorities.part(sequence, plan.prompts, count)
         if count and self._make_room(sequence, count, plan) and (count := sequence.begin(count)):
             chunk = Chunk(sequence, sequence.computed, count)
             plan.chunks.append(chunk)
@@ -304,7 +304,9 @@ class Scheduler:
         self._keep_copied(victim, plan)
         self._release(victim)
         victim.forget_computed()
-        self.waiting.put_first(victim.tenant, victim, victim.rank, len(victim.tokens) + self._answer(victim))
+        self.waiting.put_first(
+            victim.tenant, victim, victim.priority, len(victim.tokens) + self._answer(victim)
+        )
         plan.preempted.append(victim)
         self.preemptions += 1
 
@@ -338,7 +340,7 @@ class Scheduler:
             sequence = self.waiting.pick(self._is_ready, held_up.union(others))
             if sequence is None:
                 break
-            if self._ranks.sits_out(sequence) and not self.waiting.is_due(sequence):
+            if self._priorities.sits_out(sequence) and not self.waiting.is_due(sequence):
                 others = {*others, sequence.tenant}
                 continue
             if not self._may_pass(sequence, held_up) or not self._try_admit(sequence, plan, room, held_up):
@@ -369,9 +371,9 @@ class Scheduler:
             line = self.waiting.of(tenant)
             before = self._order.may_go_before(line, prompts, than, self.pool.block_tokens)
             if tenant == than.tenant:
-                before = {one for one in before if not one.yields_to(than.rank)}
+                before = {one for one in before if not one.yields_to(than.priority)}
                 ready = filter(self._is_ready, self.waiting.of(tenant))
-                before.update(one for one in islice(ready, 1) if than.yields_to(one.rank))
+                before.update(one for one in islice(ready, 1) if than.yields_to(one.priority))
             able |= before
         while able and not plan.preempted and not plan.is_short:
             sequence = self.waiting.pick(lambda one: one in able and self._is_ready(one), held_up | tried)
@@ -464,7 +466,7 @@ class Scheduler:
         self.waiting.take(sequence)
         self._insert_running(sequence)
         if not sequence.holds:
-            self._ranks.entered(sequence)
+            self._priorities.entered(sequence)
         plan.admitted.append(sequence)
 
     def _insert_running(self, sequence: Sequence) -> None:

@@ -71,8 +71,10 @@ class Sequence:
     is_cleared: bool = False  # forgotten while it ran: none of its blocks are kept
     index: int = 0  # which of the request's choices
     forks: int = 1  # choices that exist once the prompt is computed
-    rank: int = 0  # smaller = sooner, among its tenant's
-    is_due: bool = False  # better ranks have had their share before it: it yields to none of them any more
+    priority: int = 0  # smaller = sooner, among its tenant's
+    is_due: bool = (
+        False  # better priorities have had their share before it: it yields to none of them any more
+    )
     grammar: GrammarState | None = None  # what its answer must look like; has accepted the sampled tokens
     # First slot whose logits are wanted for a log-probability of the prompt and not computed; None: none.
     score_from: int | None = None
@@ -165,9 +167,9 @@ class Sequence:
     def is_decode(self) -> bool:
         return self.pending == 1 and self.computed > 0
 
-    def yields_to(self, rank: int) -> bool:
-        """Whether it gives way to its tenant's sequences of this rank."""
-        return rank < self.rank and not self.is_due
+    def yields_to(self, priority: int) -> bool:
+        """Whether it gives way to its tenant's sequences of this priority."""
+        return priority < self.priority and not self.is_due
 
     def fork(self, index: int) -> Sequence:
         """Return a sibling with the same computed tokens; the caller adds the references to its pages."""
@@ -182,7 +184,7 @@ class Sequence:
             owner=self.owner,
             is_cleared=self.is_cleared,
             index=index,
-            rank=self.rank,
+            priority=self.priority,
             is_due=self.is_due,
             grammar=None if self.grammar is None else self.grammar.copy(),
             computed=self.computed,

@@ -1,12 +1,12 @@
 """Fair queue of several tenants: deficit round robin (Shreedhar and Varghese, 1996). Pure.
 
-Each tenant has a line: by rank, the lowest number first, and within a rank FIFO. On its turn a tenant gets
-`quantum` times its weight of credit and is served while the credit covers the cost of its first item. So
+Each tenant has a line: by priority, the lowest number first, and within a priority FIFO. On its turn a tenant
+gets `quantum` times its weight of credit and is served while the credit covers the cost of its first item. So
 tenants that always have items waiting are served in proportion to their weights, whatever the cost and number
-of their items; a single tenant has a plain FIFO queue. Ranks order a tenant's own items and are nothing to
-others. An item of a worse rank is due after better ones were served `RANK_SHARE` times its size: nothing
-waits for ever. Used for sequences that wait for a replica (cost in tokens), for prompts that wait for the
-tokenizer (cost in bytes), and for work whose cost is known when it is done (seconds: see `charge`).
+of their items; a single tenant has a plain FIFO queue. Priorities order a tenant's own items and are nothing
+to others. An item of a worse one is due after better ones were served `PRIORITY_SHARE` times its size:
+nothing waits for ever. Used for sequences that wait for a replica (cost in tokens), for prompts that wait for
+the tokenizer (cost in bytes), and for work whose cost is known when it is done (seconds: see `charge`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Item = TypeVar("Item", bound=Hashable)
 Tenant = TypeVar("Tenant", bound=Hashable)
 
 
-RANK_SHARE = 32.0
-"""How much of better ranks goes before an item of a worse one, in its own size."""
+PRIORITY_SHARE = 32.0
+"""How much of better priorities goes before an item of a worse one, in its own size."""
 
 
 class _Lane(Generic[Item]):
-    """One rank of a tenant's line.
+    """One priority of a tenant's line.
 
-    `costs`: waiting items, in order. `waited`: its part of what better ranks were served meanwhile.
+    `costs`: waiting items, in order. `waited`: its part of what better priorities were served meanwhile.
     """
 
     __slots__ = ("costs", "waited")
@@ -43,7 +43,7 @@ class _Lane(Generic[Item]):
 class _Line(Generic[Item]):
     """One tenant's line.
 
-    `lanes`: by rank, the best first. `sizes`: of items whose cost is paid. `has_turn`: `credit` already
+    `lanes`: by priority, the best first. `sizes`: of items whose cost is paid. `has_turn`: `credit` already
     includes this turn's share.
     """
 
@@ -59,20 +59,20 @@ class _Line(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return (item for lane in self.lanes.values() for item in lane.costs)
 
-    def lane(self, rank: int) -> _Lane[Item]:
-        if rank not in self.lanes:
-            self.lanes[rank] = _Lane()
+    def lane(self, priority: int) -> _Lane[Item]:
+        if priority not in self.lanes:
+            self.lanes[priority] = _Lane()
             self.lanes = dict(sorted(self.lanes.items()))
-        return self.lanes[rank]
+        return self.lanes[priority]
 
-    def rank_of(self, item: Item) -> int:
-        return next(rank for rank, lane in self.lanes.items() if item in lane.costs)
+    def priority_of(self, item: Item) -> int:
+        return next(priority for priority, lane in self.lanes.items() if item in lane.costs)
 
     def size(self, item: Item, cost: float) -> float:
         return self.sizes.get(item, cost)
 
     def first(self, is_ready: Callable[[Item], bool] | None) -> tuple[Item, float] | None:
-        """Return the next item and its cost: of a rank that is due, else of the best rank."""
+        """Return the next item and its cost: of a priority that is due, else of the best priority."""
         best: tuple[Item, float] | None = None
         for lane in self.lanes.values():
             if best is not None and not lane.waited:
@@ -87,25 +87,25 @@ class _Line(Generic[Item]):
         return best
 
     def is_due(self, item: Item) -> bool:
-        """Whether an item is due before better ranks."""
-        lane = self.lanes[self.rank_of(item)]
+        """Whether an item is due before better priorities."""
+        lane = self.lanes[self.priority_of(item)]
         return 0 < self.size(item, lane.costs[item]) <= lane.waited
 
     def served(self, item: Item) -> None:
-        """Count a served item, before it is removed: worse ranks have waited for it."""
-        rank = self.rank_of(item)
-        size = self.size(item, self.lanes[rank].costs[item])
-        self.lanes[rank].waited = max(0.0, self.lanes[rank].waited - size)
+        """Count a served item, before it is removed: worse priorities have waited for it."""
+        priority = self.priority_of(item)
+        size = self.size(item, self.lanes[priority].costs[item])
+        self.lanes[priority].waited = max(0.0, self.lanes[priority].waited - size)
         for other, lane in self.lanes.items():
-            if other > rank:
-                lane.waited += size / RANK_SHARE
+            if other > priority:
+                lane.waited += size / PRIORITY_SHARE
 
     def remove(self, item: Item) -> float:
-        rank = self.rank_of(item)
-        cost = self.lanes[rank].costs.pop(item)
+        priority = self.priority_of(item)
+        cost = self.lanes[priority].costs.pop(item)
         self.sizes.pop(item, None)
-        if not self.lanes[rank].costs:
-            del self.lanes[rank]
+        if not self.lanes[priority].costs:
+            del self.lanes[priority]
         return cost
 
 
@@ -144,24 +144,24 @@ class FairQueue(Generic[Tenant, Item]):
         """Return the tenants that have a waiting item that is ready."""
         return {tenant for tenant, line in self._lines.items() if line.first(is_ready) is not None}
 
-    def put(self, tenant: Tenant, item: Item, cost: float, rank: int = 0) -> None:
-        """Append an item to its rank of its tenant's line."""
-        self._line(tenant).lane(rank).costs[item] = cost
+    def put(self, tenant: Tenant, item: Item, cost: float, priority: int = 0) -> None:
+        """Append an item to its priority of its tenant's line."""
+        self._line(tenant).lane(priority).costs[item] = cost
         self._tenant_of[item] = tenant
 
-    def put_first(self, tenant: Tenant, item: Item, rank: int = 0, size: float = 0.0) -> None:
-        """Return an item to the front of its rank, at no cost: its tenant has already paid for it.
+    def put_first(self, tenant: Tenant, item: Item, priority: int = 0, size: float = 0.0) -> None:
+        """Return an item to the front of its priority, at no cost: its tenant has already paid for it.
 
-        `size`: what it will take again, which better ranks of its tenant need not wait for.
+        `size`: what it will take again, which better priorities of its tenant need not wait for.
         """
-        self.put(tenant, item, 0.0, rank)
+        self.put(tenant, item, 0.0, priority)
         line = self._lines[tenant]
-        line.lane(rank).costs.move_to_end(item, last=False)
+        line.lane(priority).costs.move_to_end(item, last=False)
         if size:
             line.sizes[item] = size
 
     def is_due(self, item: Item) -> bool:
-        """Whether an item goes before better ranks of its tenant: they have had their share."""
+        """Whether an item goes before better priorities of its tenant: they have had their share."""
         return self._lines[self._tenant_of[item]].is_due(item)
 
     def pick(
@@ -243,8 +243,8 @@ class FairQueue(Generic[Tenant, Item]):
         assert not self._debts.keys() & self._lines.keys(), "a charge is not in its tenant's line"
         for line in self._lines.values():
             assert line.lanes, "an empty line is remembered"
-            assert list(line.lanes) == sorted(line.lanes), "ranks are out of order"
-            assert all(lane.costs for lane in line.lanes.values()), "an empty rank is remembered"
+            assert list(line.lanes) == sorted(line.lanes), "priorities are out of order"
+            assert all(lane.costs for lane in line.lanes.values()), "an empty priority is remembered"
             assert line.sizes.keys() <= set(line), "the size of an item that is gone"
             assert line.credit >= -DEBT_ROUNDS_MAX * line.share, "a tenant is charged more than it ever is"
             most = max(cost for lane in line.lanes.values() for cost in lane.costs.values()) + line.share

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -29,6 +28,12 @@ BEGIN_CHARS_MAX = 400
 ESCAPE_CHARS = 12
 """Of the longest escape, a pair."""
 
+_CONTROL = re.compile("[\x00-\x1f]")  # models write line ends as they are
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
+
 
 class InputReader:
     """Reads the input in a call's arguments while they are written; each character once."""
@@ -52,7 +57,7 @@ class InputReader:
         assert whole is not None
         self._unread = self._unread[whole.end() :]
         self._is_over = self._unread.startswith('"') or len(self._unread) >= ESCAPE_CHARS
-        text: str = json.loads(f'"{whole[0]}"', strict=False)
+        text: str = parse_json(f'"{_CONTROL.sub(_escaped, whole[0])}"')
         return text
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cache_tiers.blocks import Address, BadRecord, Bytes, Placement, Record, TierError, TierFull, TierMiss
 from cache_tiers.blocks.record import decode_header
@@ -123,7 +124,8 @@ def test_a_rotten_record_is_seen_and_put_aside(tmp_path: Path) -> None:
     db.close()
 
     second = node_of(path, incarnation="second")
-    assert second.load(wanted) is None
+    with pytest.raises(BadRecord, match="as a replica sees it"):  # which takes the good blocks in front
+        second.load(wanted)
     assert second.copies(wanted) == ()
     assert second.tiers["nvme"].purge_quarantine(TENANT) == 1
     second.node.check_integrity()

@@ -17,10 +17,10 @@ from replicas.kv.page_pool import PagePool
 from replicas.messages import GenerateRequest, SamplingParams
 from replicas.scheduling.answer_lengths import AnswerLengths
 from replicas.scheduling.preemption import ByPrice, DropNewest, PreemptionPolicy
-from replicas.scheduling.ranks import SHARED_STEPS
+from replicas.scheduling.priorities import SHARED_STEPS
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import Sequence
-from replicas.turns.fair_queue import RANK_SHARE, FairQueue
+from replicas.turns.fair_queue import PRIORITY_SHARE, FairQueue
 from tests.support.amounts import examples
 
 BLOCK = 16
@@ -51,11 +51,13 @@ class Replica:
         self.arrivals = 0
         self.now = 0
         self.came: dict[Sequence, int] = {}
-        self.first: dict[int, list[int]] = defaultdict(list)  # rank -> tokens computed until a first token
+        self.first: dict[int, list[int]] = defaultdict(
+            list
+        )  # priority -> tokens computed until a first token
         self.ended: Counter[int] = Counter()
         self.preempted: list[Sequence] = []
 
-    def send(self, rank: int, *, prompt: int = 40, answer: int = 20, tenant: bytes = ALICE) -> Sequence:
+    def send(self, priority: int, *, prompt: int = 40, answer: int = 20, tenant: bytes = ALICE) -> Sequence:
         self.arrivals += 1
         sequence = Sequence(
             request_id=str(self.arrivals),
@@ -66,7 +68,7 @@ class Replica:
             sampling=SamplingParams(max_tokens=answer),
             seed=0,
             owner=tenant + bytes(TAG_BYTES),
-            rank=rank,
+            priority=priority,
         )
         self.came[sequence] = self.now
         self.scheduler.add(sequence)
@@ -81,11 +83,11 @@ class Replica:
             one = chunk.sequence
             if chunk.samples:
                 if not one.output_tokens:
-                    self.first[one.rank].append(self.now - self.came[one])
+                    self.first[one.priority].append(self.now - self.came[one])
                 one.tokens.append(0)
                 if one.output_tokens == one.sampling.max_tokens:
                     self.scheduler.finish(one)
-                    self.ended[one.rank] += 1
+                    self.ended[one.priority] += 1
         self.scheduler.check_integrity()
 
     def run(self) -> None:
@@ -93,7 +95,7 @@ class Replica:
             self.step()
 
 
-def test_better_ranks_are_admitted_first_and_take_places_of_worse_ones() -> None:
+def test_better_priorities_are_admitted_first_and_take_places_of_worse_ones() -> None:
     replica = Replica(places=2)
     low = [replica.send(5) for _ in range(4)]
     for _ in range(3):
@@ -108,7 +110,7 @@ def test_better_ranks_are_admitted_first_and_take_places_of_worse_ones() -> None
     assert replica.ended == {0: 2, 5: 4}
 
 
-def test_a_better_rank_takes_pages_of_worse_ones_and_never_the_other_way() -> None:
+def test_a_better_priority_takes_pages_of_worse_ones_and_never_the_other_way() -> None:
     replica = Replica(places=8, pages=16)
     low = [replica.send(5, prompt=60, answer=60) for _ in range(2)]
     for _ in range(4):
@@ -121,7 +123,7 @@ def test_a_better_rank_takes_pages_of_worse_ones_and_never_the_other_way() -> No
     assert replica.ended == {0: 1, 5: 2}
 
 
-def test_a_waiting_prompt_goes_before_a_long_one_of_a_worse_rank() -> None:
+def test_a_waiting_prompt_goes_before_a_long_one_of_a_worse_priority() -> None:
     replica = Replica(pages=400)
     long = replica.send(5, prompt=2000, answer=1)
     for _ in range(3):
@@ -131,10 +133,10 @@ def test_a_waiting_prompt_goes_before_a_long_one_of_a_worse_rank() -> None:
     replica.run()
     assert replica.first[0][0] <= 600, "the long one's chunks went on before it"
     assert long.computed or replica.ended[5] == 2
-    assert high.rank == 0
+    assert high.priority == 0
 
 
-def test_decodes_of_a_worse_rank_rest_while_a_better_prompt_is_computed() -> None:
+def test_decodes_of_a_worse_priority_rest_while_a_better_prompt_is_computed() -> None:
     replica = Replica(places=16, step_tokens=32)
     low = [replica.send(3, prompt=16, answer=400) for _ in range(8)]
     while not all(one.is_decode for one in low):
@@ -148,17 +150,17 @@ def test_decodes_of_a_worse_rank_rest_while_a_better_prompt_is_computed() -> Non
     replica.run()
 
 
-def test_ranks_are_nothing_to_other_tenants() -> None:
-    def ttft(rank: int) -> list[int]:
+def test_priorities_are_nothing_to_other_tenants() -> None:
+    def ttft(priority: int) -> list[int]:
         replica = Replica(places=4)
         for _ in range(30):
             replica.send(0, tenant=BOB)
-            replica.send(rank, tenant=ALICE)
+            replica.send(priority, tenant=ALICE)
         order = []
         while replica.scheduler.has_work:
             replica.step()
             order.append(len(replica.first[0]))
-        return order if rank == 0 else [sum(map(len, replica.first.values()))]
+        return order if priority == 0 else [sum(map(len, replica.first.values()))]
 
     alone = Replica(places=4)
     for _ in range(30):
@@ -168,11 +170,11 @@ def test_ranks_are_nothing_to_other_tenants() -> None:
     while any(not one.output_tokens for one in bobs[:15]):
         alone.step()
     served = sum(one.output_tokens > 0 for one in alone.came if one.tenant == ALICE)
-    assert served <= 15 + 4, "a better rank does not take another tenant's turns"
+    assert served <= 15 + 4, "a better priority does not take another tenant's turns"
     assert ttft(0)[-1] == 60
 
 
-def test_a_better_rank_that_cannot_enter_stops_nobody() -> None:
+def test_a_better_priority_that_cannot_enter_stops_nobody() -> None:
     """Of one tenant a prompt is computed, of another one waits for pages; a better one comes behind it."""
     for pages in range(30, 60):
         replica = Replica(pages=pages)
@@ -190,7 +192,7 @@ def test_a_better_rank_that_cannot_enter_stops_nobody() -> None:
         assert sum(replica.ended.values()) == 3
 
 
-def test_a_long_prompt_of_a_worse_rank_goes_on_beside_an_endless_stream_of_better_ones() -> None:
+def test_a_long_prompt_of_a_worse_priority_goes_on_beside_an_endless_stream_of_better_ones() -> None:
     replica = Replica(pages=400)
     long = replica.send(5, prompt=1000, answer=1)
     replica.step()
@@ -205,12 +207,12 @@ def test_a_long_prompt_of_a_worse_rank_goes_on_beside_an_endless_stream_of_bette
 @given(st.integers(0, 10**6))
 @settings(max_examples=examples(60), deadline=None)
 def test_some_work_is_planned_in_each_step(seed: int) -> None:
-    """Whatever tenants, ranks and sizes: where there is work, a step computes something, and all ends."""
+    """Whatever tenants, priorities and sizes: each step with work computes something, and all ends."""
     rng = random.Random(seed)
     replica = Replica(places=rng.choice((1, 3, 8)), pages=rng.choice((30, 45, 90)))
     for _ in range(rng.randrange(3, 25)):
-        tenant, rank = rng.choice((ALICE, BOB)), rng.choice((-5, 0, 0, 5))
-        replica.send(rank, prompt=rng.randrange(2, 300), answer=rng.randrange(1, 40), tenant=tenant)
+        tenant, priority = rng.choice((ALICE, BOB)), rng.choice((-5, 0, 0, 5))
+        replica.send(priority, prompt=rng.randrange(2, 300), answer=rng.randrange(1, 40), tenant=tenant)
         for _ in range(rng.randrange(4)):
             if replica.scheduler.has_work:
                 before = replica.now
@@ -224,8 +226,8 @@ def test_some_work_is_planned_in_each_step(seed: int) -> None:
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=examples(60), deadline=None)
-def test_no_rank_starves(seed: int) -> None:
-    """While better ranks keep all places busy for ever, what waits ends after a bounded amount of work."""
+def test_no_priority_starves(seed: int) -> None:
+    """While better ones keep all places busy for ever, what waits ends after a bounded amount of work."""
     rng = random.Random(seed)
     replica = Replica(places=rng.choice((2, 4)), pages=rng.choice((24, 80)))
     low = [replica.send(9, prompt=rng.randrange(20, 200), answer=rng.randrange(1, 40)) for _ in range(3)]
@@ -237,17 +239,17 @@ def test_no_rank_starves(seed: int) -> None:
         if replica.ended[9] == 3:
             break
     assert replica.ended[9] == 3
-    assert replica.now <= 6 * RANK_SHARE * (size + 400), "the bound holds"
+    assert replica.now <= 6 * PRIORITY_SHARE * (size + 400), "the bound holds"
 
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=examples(40), deadline=None)
-def test_all_of_one_rank_is_as_without_ranks(seed: int) -> None:
-    def order(rank: int) -> list[tuple[int, int]]:
+def test_all_of_one_priority_is_as_without_priorities(seed: int) -> None:
+    def order(priority: int) -> list[tuple[int, int]]:
         rng, replica = random.Random(seed), Replica(places=4, pages=40)
         for _ in range(20):
             replica.send(
-                rank,
+                priority,
                 prompt=rng.randrange(5, 200),
                 answer=rng.randrange(1, 60),
                 tenant=rng.choice((ALICE, BOB)),
@@ -255,7 +257,7 @@ def test_all_of_one_rank_is_as_without_ranks(seed: int) -> None:
             for _ in range(rng.randrange(4)):
                 replica.step()
         replica.run()
-        return [(one, replica.now) for one in replica.first[rank]]
+        return [(one, replica.now) for one in replica.first[priority]]
 
     assert order(0) == order(7) == order(-3)
 
@@ -308,7 +310,9 @@ class Swap:
         return TierPrice(0.001, 1e9)
 
 
-def running(arrival: int, computed: int, output: int, answer: int, rank: int = 0, pages: int = 4) -> Sequence:
+def running(
+    arrival: int, computed: int, output: int, answer: int, priority: int = 0, pages: int = 4
+) -> Sequence:
     prompt = computed - output + 1
     return Sequence(
         request_id=str(arrival),
@@ -318,28 +322,28 @@ def running(arrival: int, computed: int, output: int, answer: int, rank: int = 0
         prompt_tokens=prompt,
         sampling=SamplingParams(max_tokens=answer),
         seed=0,
-        rank=rank,
+        priority=priority,
         computed=computed,
         pages=list(range(pages)),
     )
 
 
-def test_the_victim_is_of_the_worst_rank_then_what_is_cheapest_for_what_it_holds() -> None:
+def test_the_victim_is_of_the_worst_priority_then_what_is_cheapest_for_what_it_holds() -> None:
     policy = ByPrice(lambda: PrefillPrice(0.0, 1e-3, 0.0), Swap(), 10**9, BLOCK)
     short, long = running(1, 100, 0, 400), running(2, 1000, 0, 400)
     assert policy.choose([short, long]).victim is short, "the newer is dearer to compute again"
     ending, begun = running(1, 100, 399, 400), running(2, 120, 1, 400)
     assert policy.choose([begun, ending]).victim is begun, "the other will give its pages back by itself"
-    worse = running(3, 5000, 0, 400, rank=2)
+    worse = running(3, 5000, 0, 400, priority=2)
     assert policy.choose([short, long, worse]).victim is worse
-    due = running(4, 10, 0, 400, rank=9)
+    due = running(4, 10, 0, 400, priority=9)
     due.is_due = True
     assert policy.choose([short, due]).victim is short
     same = [running(number, 100, 0, 400) for number in range(3)]
     assert policy.choose(same).victim is same[-1], "of equals the newest"
 
 
-def test_pages_of_another_tenants_earlier_answer_are_not_taken_by_rank() -> None:
+def test_pages_of_another_tenants_earlier_answer_are_not_taken_by_priority() -> None:
     replica = Replica(places=4, pages=20)
     bob = replica.send(0, prompt=100, answer=60, tenant=BOB)
     replica.step()
@@ -349,14 +353,16 @@ def test_pages_of_another_tenants_earlier_answer_are_not_taken_by_rank() -> None
         assert bob not in replica.preempted, "it came first, and has no more than its share"
 
 
-def test_a_full_queue_of_a_worse_rank_refuses_no_better_one() -> None:
+def test_a_full_queue_of_a_worse_priority_refuses_no_better_one() -> None:
     replica = Replica(places=1)
     limits = EngineLimits(
         vocab=10_000, context_tokens_max=1000, queue_max=4, retry_after_s=1.0, tenant_queue_max=2
     )
 
-    def asked(rank: int) -> str | None:
-        request = GenerateRequest("r", [1] * 10, SamplingParams(max_tokens=5), tenant=ALICE, priority=rank)
+    def asked(priority: int) -> str | None:
+        request = GenerateRequest(
+            "r", [1] * 10, SamplingParams(max_tokens=5), tenant=ALICE, priority=priority
+        )
         refused = refusal(request, limits, replica.scheduler)
         return None if refused is None else refused.reason
 
@@ -373,7 +379,7 @@ def test_a_full_queue_of_a_worse_rank_refuses_no_better_one() -> None:
     assert asked(-1) == "queue_full", "twice the limit is the most"
 
 
-def test_the_queue_alone_keeps_ranks_in_order_and_serves_each() -> None:
+def test_the_queue_alone_keeps_priorities_in_order_and_serves_each() -> None:
     queue: FairQueue[str, str] = FairQueue(100.0)
     queue.put("a", "low", 10.0, 5)
     served = []
@@ -388,6 +394,6 @@ def test_the_queue_alone_keeps_ranks_in_order_and_serves_each() -> None:
         if item == "low":
             assert is_due
             break
-    assert served.index("low") == RANK_SHARE
+    assert served.index("low") == PRIORITY_SHARE
     queue.put_first("a", "back", 5, size=50.0)
-    assert queue.pick() == f"high {RANK_SHARE:.0f}"
+    assert queue.pick() == f"high {PRIORITY_SHARE:.0f}"

@@ -224,7 +224,12 @@ async def test_what_of_a_schema_is_not_followed_is_listed(client: httpx.AsyncCli
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
     listed = response.headers["x-ignored-fields"].split(", ")
-    places = {COMPLETIONS: ["guided_json"], "/v1/messages": ["tools.get"]}.get(path, [SCHEMA, "tools.get"])
+    places = {
+        CHAT: [SCHEMA, "tools.get"],
+        COMPLETIONS: ["guided_json"],
+        "/v1/messages": ["tools.get"],
+        "/v1/responses": ["text.format.schema", "tools.get"],
+    }[path]
     wanted = {f"{place}.{word}" for place in places for word in words}
     assert wanted <= set(listed)
     free = chat("hi", tools=[{"type": "function", "function": {"name": "get", "parameters": schema}}])

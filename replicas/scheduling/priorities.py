@@ -1,8 +1,8 @@
-"""Ranks among one tenant's sequences: who takes part in a step, and who gives way. Pure.
+"""Priorities among one tenant's sequences: who takes part in a step, and who gives way. Pure.
 
-A rank is a request's priority: a smaller number is better. While a better rank runs, worse ones of its tenant
-sit a step out, but for what is due (`FairQueue`) and for each `SHARED_STEPS`-th step, in which all take part:
-nothing waits for ever. Of different tenants ranks are not compared.
+A smaller number is better. While a better priority runs, worse ones of its tenant sit a step out, but for
+what is due (`FairQueue`) and for each `SHARED_STEPS`-th step, in which all take part: nothing waits for ever.
+Of different tenants priorities are not compared.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk
 
 SHARED_STEPS = 128
-"""Each such step of a tenant's better ranks is shared with its worse ones."""
+"""Each such step of a tenant's better priorities is shared with its worse ones."""
 LATELY_STEPS = 1024
-"""For so many steps a rank that has come counts as one that may come again at any time."""
+"""For so many steps a priority that has come counts as one that may come again at any time."""
 PROMPT_PARTS = 8
-"""Prompts of a worse rank than has come lately get this part of a step's tokens, as one may come again."""
+"""Prompts of a worse priority than has come lately get this part of a step's tokens: one may come again."""
 
 
-class Ranks:
-    """The ranks of one replica's sequences, step by step. `step_tokens_max`: of a step."""
+class Priorities:
+    """The priorities of one replica's sequences, step by step. `step_tokens_max`: of a step."""
 
     def __init__(self, step_tokens_max: int) -> None:
         self._part = max(1, step_tokens_max // PROMPT_PARTS)
@@ -30,15 +30,15 @@ class Ranks:
         self._apart = 0  # steps in which some sat out
         self._lately: dict[
             bytes, tuple[int, int]
-        ] = {}  # tenant -> best rank, the last step for which it counts
-        self._running: dict[bytes, int] = {}  # tenant -> best rank that takes part in this step
+        ] = {}  # tenant -> best priority, the last step for which it counts
+        self._running: dict[bytes, int] = {}  # tenant -> best priority that takes part in this step
         self._is_shared = False
 
     def came(self, sequence: Sequence) -> None:
         """Note a new request."""
-        rank, until = self._lately.get(sequence.tenant, (sequence.rank, 0))
-        if sequence.rank <= rank or until < self._steps:
-            self._lately[sequence.tenant] = sequence.rank, self._steps + LATELY_STEPS
+        priority, until = self._lately.get(sequence.tenant, (sequence.priority, 0))
+        if sequence.priority <= priority or until < self._steps:
+            self._lately[sequence.tenant] = sequence.priority, self._steps + LATELY_STEPS
 
     def begin(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
         """Begin a step: `running` are all that have pages; those that wait for a load take no part.
@@ -58,7 +58,7 @@ class Ranks:
 
     def entered(self, one: Sequence) -> None:
         """Note a sequence that takes part in this step."""
-        self._running[one.tenant] = min(one.rank, self._running.get(one.tenant, one.rank))
+        self._running[one.tenant] = min(one.priority, self._running.get(one.tenant, one.priority))
 
     def share(self) -> None:
         """Let all take part in this step."""
@@ -66,7 +66,7 @@ class Ranks:
 
     def sits_out(self, one: Sequence) -> bool:
         """Return whether a sequence takes no part in this step."""
-        return not self._is_shared and one.yields_to(self._running.get(one.tenant, one.rank))
+        return not self._is_shared and one.yields_to(self._running.get(one.tenant, one.priority))
 
     def part(self, sequence: Sequence, prompts: Iterable[Chunk], tokens: int) -> int:
         """Return how many of `tokens` of a prompt this step may compute beside these."""
@@ -76,15 +76,15 @@ class Ranks:
         return min(tokens, max(0, self._part - taken))
 
     def _may_be_outranked(self, sequence: Sequence) -> bool:
-        rank, until = self._lately.get(sequence.tenant, (sequence.rank, 0))
-        return until >= self._steps and rank < sequence.rank
+        priority, until = self._lately.get(sequence.tenant, (sequence.priority, 0))
+        return until >= self._steps and priority < sequence.priority
 
 
 def foremost(sequences: Listing[Sequence]) -> list[Sequence]:
     """Return the sequences that yield to no other of their tenant among these, in the order given."""
     best: dict[bytes, int] = {}
     for one in sequences:
-        best[one.tenant] = min(best.get(one.tenant, one.rank), one.rank)
+        best[one.tenant] = min(best.get(one.tenant, one.priority), one.priority)
     return [one for one in sequences if not one.yields_to(best[one.tenant])]
 
 
@@ -92,7 +92,7 @@ def gives(one: Sequence, sequence: Sequence, *, is_later: bool) -> bool:
     """Return whether a running sequence may lose its pages to another: later ones, and those that yield."""
     if one.tenant != sequence.tenant or one is sequence:
         return is_later or one is sequence
-    return one.yields_to(sequence.rank) or (is_later and not sequence.yields_to(one.rank))
+    return one.yields_to(sequence.priority) or (is_later and not sequence.yields_to(one.priority))
 
 
 def giving_way(
@@ -102,12 +102,12 @@ def giving_way(
     freed_pages: Callable[[Sequence], int],
     choose: Callable[[Listing[Sequence]], Sequence],
 ) -> list[Sequence]:
-    """Choose which sequences of its tenant yield, so that one of a better rank can run.
+    """Choose which sequences of its tenant yield, so that one of a better priority can run.
 
     Empty: not enough do. `short`, `freed_pages`: see `TenantShares.victims_for`. `choose`: the next one.
     """
     places_short, pages_short = short
-    left = [one for one in running if one.tenant == sequence.tenant and one.yields_to(sequence.rank)]
+    left = [one for one in running if one.tenant == sequence.tenant and one.yields_to(sequence.priority)]
     gone: list[Sequence] = []
     while places_short > 0 or pages_short > 0:
         if not left:
