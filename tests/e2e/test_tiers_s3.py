@@ -222,7 +222,9 @@ def test_f11_garbage_in_the_bucket_is_found_and_nothing_of_it_is_run(s3: S3Servi
             path.write_bytes(spoil(path.read_bytes()))
     for name in kinds:
         for reply in s3.returns(name):
-            assert reply.by_tier["s3"] == 0
+            # The blocks in front of a flipped bit are as good as before; of the others there are none.
+            most = reply.prompt_tokens // 2 if name == "rotten" else 0
+            assert reply.by_tier["s3"] <= most, (name, reply.receipt)
     spoilt = sum(NAMES[name] for name in kinds)
     assert sum(s3.service.tier("s3")["verify_failures"].values()) >= spoilt
     assert s3.service.total("samovar_verify_failures_total", tier="s3") >= spoilt
