@@ -74,7 +74,8 @@ def _too_large(chars_max: int) -> SchemaRefused:
 
 def _rounded(root: Schema) -> dict[int, int]:
     """Return by their ids the schemas in which a number would be rounded, each with such a number."""
-    found, above, rounded = [root], {id(root): list[int]()}, dict[int, int]()
+    found: list[Any] = [root]
+    above, rounded = {id(root): list[int]()}, dict[int, int]()
     while found:
         one = found.pop()
         for inner in _within(one, root):
@@ -269,11 +270,11 @@ def _drop_unused(schema: Schema) -> None:
 def _is_closed(schema: Schema) -> bool:
     """Return whether a schema is of an object that has the properties it lists, and no others."""
     given, needed = schema.get("properties"), schema.get("required", [])
-    is_known = isinstance(given, dict) and isinstance(needed, list)
-    is_known = is_known and all(isinstance(name, str) and name in given for name in needed)
-    return (
-        is_known and schema.get("additionalProperties") is False and schema.get("type", "object") == "object"
-    )
+    if not isinstance(given, dict) or not isinstance(needed, list):
+        return False
+    is_known = all(isinstance(name, str) and name in given for name in needed)
+    is_closed = schema.get("additionalProperties") is False
+    return is_known and is_closed and schema.get("type", "object") == "object"
 
 
 def _members(pairs: dict[str, str], needed: set[str], blank: str) -> str:
