@@ -273,9 +273,8 @@ def _is_closed(schema: Schema) -> bool:
     if not isinstance(given, dict) or not isinstance(needed, list):
         return False
     is_known = all(isinstance(name, str) and name in given for name in needed)
-    return (
-        is_known and schema.get("additionalProperties") is False and schema.get("type", "object") == "object"
-    )
+    is_closed = schema.get("additionalProperties") is False
+    return is_known and is_closed and schema.get("type", "object") == "object"
 
 
 def _members(pairs: dict[str, str], needed: set[str], blank: str) -> str:

@@ -315,6 +315,11 @@ def test_a_schema_is_refused_before_it_is_written_if_it_stands_for_too_much(sche
     assert peak < 64 * WRITTEN_CHARS_MAX
 
 
+def test_definitions_in_many_places_are_counted_in_each() -> None:
+    with pytest.raises(SchemaRefused, match="more than"):
+        embedded_json(of_definitions())  # 6 MB: little enough for a planted bug to write
+
+
 def test_definitions_are_where_they_are_needed() -> None:
     """Each part of a schema had all of them."""
     schema = of_definitions()
