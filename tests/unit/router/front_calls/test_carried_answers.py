@@ -95,6 +95,10 @@ ASKED: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+def _without_times(one: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in one.items() if name != "created"}
+
+
 @pytest.mark.parametrize(("method", "path", "options"), ASKED)
 async def test_both_roads_give_the_same_answer(method: str, path: str, options: dict[str, Any]) -> None:
     answers = []
@@ -104,9 +108,10 @@ async def test_both_roads_give_the_same_answer(method: str, path: str, options: 
             headers = {"authorization": f"Bearer {KEY}", "x-request-id": "r", **options.get("headers", {})}
             answer = await client.request(method, path, **{**options, "headers": headers})
             assert (len(there.serve.carried), there.serve.counted) == ((0, 1) if takes else (1, 1))
-            told = json.loads(answer.content) if answer.content.startswith(b"{") else answer.content
-            for part in ("id", "created"):
-                told.pop(part, None) if isinstance(told, dict) else None
+            told = answer.content
+            if told.startswith(b"{"):
+                told = json.loads(told, object_hook=_without_times)
+                told.pop("id", None)
             head = sorted(one for one in answer.headers.multi_items() if one[0] != "x-ingress")
             answers.append((answer.status_code, head, told))
             await until(lambda there=there: there.door.calls.open == 0)  # type: ignore[misc]
