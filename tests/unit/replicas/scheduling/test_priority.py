@@ -17,7 +17,7 @@ from replicas.kv.page_pool import PagePool
 from replicas.messages import GenerateRequest, SamplingParams
 from replicas.scheduling.answer_lengths import AnswerLengths
 from replicas.scheduling.preemption import ByPrice, DropNewest, PreemptionPolicy
-from replicas.scheduling.priorities import SHARED_STEPS
+from replicas.scheduling.priorities import SHARED_STEPS, gives
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import Sequence
 from replicas.turns.fair_queue import PRIORITY_SHARE, FairQueue
@@ -351,6 +351,10 @@ def test_pages_of_another_tenants_earlier_answer_are_not_taken_by_priority() -> 
     while replica.scheduler.has_work:
         replica.step()
         assert bob not in replica.preempted, "it came first, and has no more than its share"
+    mine, theirs = running(2, 100, 0, 400, priority=-50), running(1, 100, 0, 400)
+    assert gives(theirs, mine, is_later=False), "of one tenant"
+    theirs.owner = bytes([9]) * 2 * TAG_BYTES
+    assert not gives(theirs, mine, is_later=False), "of two"
 
 
 def test_a_full_queue_of_a_worse_priority_refuses_no_better_one() -> None:
