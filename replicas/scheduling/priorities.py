@@ -28,10 +28,9 @@ class Priorities:
         self._part = max(1, step_tokens_max // PROMPT_PARTS)
         self._steps = 0
         self._apart = 0  # steps in which some sat out
-        self._lately: dict[
-            bytes, tuple[int, int]
-        ] = {}  # tenant -> best priority, the last step for which it counts
-        self._running: dict[bytes, int] = {}  # tenant -> best priority that takes part in this step
+        # By tenant: its best priority, and the last step for which that counts; its best one in this step.
+        self._lately: dict[bytes, tuple[int, int]] = {}
+        self._running: dict[bytes, int] = {}
         self._is_shared = False
 
     def came(self, sequence: Sequence) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Literal
 
 from cache_tiers.blocks import TAG_BYTES
@@ -184,10 +183,11 @@ class Scheduler:
 
     def _first_waiting(self) -> list[Sequence]:
         """Return the next sequence of each tenant, of those that are ready and were not refused just now."""
-        found: list[Sequence] = []
-        for tenant in self.waiting.tenants(self._is_ready) - self._held_up:
-            found += islice(filter(self._is_ready, self.waiting.of(tenant)), 1)
-        return found
+        found = map(self._next_of, self.waiting.tenants() - self._held_up)
+        return [one for one in found if one is not None]
+
+    def _next_of(self, tenant: bytes) -> Sequence | None:
+        return next(filter(self._is_ready, self.waiting.of(tenant)), None)
 
     def _prefilling(self) -> tuple[set[bytes], set[bytes]]:
         """Return the tenants whose prompts could be computed now, and those that wait for places or pages.
@@ -304,9 +304,8 @@ class Scheduler:
         self._keep_copied(victim, plan)
         self._release(victim)
         victim.forget_computed()
-        self.waiting.put_first(
-            victim.tenant, victim, victim.priority, len(victim.tokens) + self._answer(victim)
-        )
+        size = len(victim.tokens) + self._answer(victim)
+        self.waiting.put_first(victim.tenant, victim, victim.priority, size)
         plan.preempted.append(victim)
         self.preemptions += 1
 
@@ -372,8 +371,8 @@ class Scheduler:
             before = self._order.may_go_before(line, prompts, than, self.pool.block_tokens)
             if tenant == than.tenant:
                 before = {one for one in before if not one.yields_to(than.priority)}
-                ready = filter(self._is_ready, self.waiting.of(tenant))
-                before.update(one for one in islice(ready, 1) if than.yields_to(one.priority))
+                following = self._next_of(tenant)
+                before |= {following} if following and than.yields_to(following.priority) else set()
             able |= before
         while able and not plan.preempted and not plan.is_short:
             sequence = self.waiting.pick(lambda one: one in able and self._is_ready(one), held_up | tried)

@@ -72,9 +72,7 @@ class Sequence:
     index: int = 0  # which of the request's choices
     forks: int = 1  # choices that exist once the prompt is computed
     priority: int = 0  # smaller = sooner, among its tenant's
-    is_due: bool = (
-        False  # better priorities have had their share before it: it yields to none of them any more
-    )
+    is_due: bool = False  # better priorities have had their share before it: it yields to none any more
     grammar: GrammarState | None = None  # what its answer must look like; has accepted the sampled tokens
     # First slot whose logits are wanted for a log-probability of the prompt and not computed; None: none.
     score_from: int | None = None

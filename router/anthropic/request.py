@@ -126,12 +126,12 @@ class MessagesParser:
             request["metadata"] = {"user_id": asked.metadata.user_id}
         if asked.messages[-1].role == "assistant":  # Anthropic's way to begin the answer for the model
             request["continue_final_message"] = True
+        names = names_here(FIELDS, asked) | made.places
         try:
             chat = self._parser.translated(request)
         except ApiError as error:
-            raise rename(error, names_here(FIELDS, asked) | made.places) from None
+            raise rename(error, names) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
-        names = names_here(FIELDS, asked) | made.places
         altered = (place_here(place, names) for place in chat.ignored_fields)
         held["ignored_fields"] = (*(asked.model_extra or {}), *made.ignored, *altered)
         held["is_length_default"] = True  # it is an upper bound, as in Anthropic's own API

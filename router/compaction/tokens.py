@@ -48,7 +48,7 @@ class MessageTokens:
         asked = replace(
             like, messages=(*front, ChatMessage("user", PROBE)), begins_turn=True, continues=False
         )
-        tools = like.offer.tools if like.offer else ()
+        tools = like.tools
         texts = [*(one.content for one in front), *(one.text for one in tools)]
         parts = [like.lead, *texts, repr(like.template_kwargs)]
         made = hashlib.blake2b(digest_size=16, person=b"front")

@@ -28,7 +28,7 @@ from router.openai.errors import (
     validated,
 )
 from router.openai.formats import grammar_of, not_followed
-from router.openai.messages import ChatMessage, ToolOffer, messages_of, offer_of
+from router.openai.messages import ChatMessage, Tool, ToolOffer, messages_of, offer_of
 from router.openai.schema import (
     CacheOptions,
     ChatBody,
@@ -160,6 +160,11 @@ class ParsedChat(ParsedRequest):
     compaction: CompactionWish | None = None
     lead: str = ""
     entries: tuple[str, ...] = ()
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools that it offers."""
+        return self.offer.tools if self.offer is not None else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

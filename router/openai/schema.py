@@ -477,10 +477,10 @@ def passed_fields(limits: LimitsSettings, own: type[BaseModel]) -> dict[str, Any
 
     They mean the same there, and become the chat's as they are.
     """
-    chat = bounded_chat(limits)
+    fields = {name: (field.annotation, field) for name, field in ChatBody.model_fields.items()}
     return {
-        name: (field.annotation, field)
-        for name, field in chat.model_fields.items()
+        name: field
+        for name, field in (fields | _bounded_fields(limits)).items()
         if name not in own.model_fields and name not in UNBUILT and name not in NOT_PASSED
     }
 

@@ -341,13 +341,10 @@ class PromptBuilder:
         if request.offer is not None and not self.template.reads_tools:
             raise UnsupportedParameter("tools", "tools is not supported: model.tool_parser is 'none'.")
         request, kept_by = without_volatile(_led(request), self._prefix)
+        tools = [tool_digest(tool, self._prefix_key) for tool in request.tools]
         if owner is not None and self._prefix.tools == "ordered":
-            request, tools, words = self._as_before(salt, request, owner)
+            request, tools, words = self._as_before(salt, request, tools, owner)
             kept_by += words
-        else:
-            tools = (
-                [tool_digest(one, self._prefix_key) for one in request.offer.tools] if request.offer else []
-            )
         prompt, is_cut = self._chat(salt, request), request.truncate_tokens is not None
         left: PrefixLeft | None = None
         try:
@@ -368,13 +365,16 @@ class PromptBuilder:
         )
 
     def _as_before(
-        self, salt: str, request: ParsedChat, owner: Owner
+        self, salt: str, request: ParsedChat, tools: list[bytes], owner: Owner
     ) -> tuple[ParsedChat, list[bytes], tuple[str, ...]]:
         """Return the request with tools and calls as the turns before had them, and its tools' digests."""
-        key = self._prefix_key
+
+        def spell(texts: Sequence[tuple[bytes, str]]) -> list[str]:
+            with self._memory_lock:
+                return self._spellings.spell(salt, owner, texts)
+
+        request, is_other = as_before(request, tools, spell, self._prefix_key)
         with self._memory_lock:
-            request, is_other = as_before(request, self._spellings, salt, owner, key)
-            tools = [tool_digest(tool, key) for tool in request.offer.tools] if request.offer else []
             before = self._prefixes.tools_like(salt, owner, tools) if tools else None
         if before is None or before == tools:
             return request, tools, ("ordered JSON",) if is_other else ()
@@ -422,8 +422,7 @@ class PromptBuilder:
     ) -> PrefixLeft | None:
         ids = ids_of(prompt.token_ids)
         parts = parts_of(request.messages, prompt.rendered or "", ids, self._sizes, self._prefix_key)
-        offered = request.offer.tools if request.offer else ()
-        written = digest_of_texts([tool.text for tool in offered], self._prefix_key)
+        written = digest_of_texts([tool.text for tool in request.tools], self._prefix_key)
         digest = replace(digest_of(ids, parts, self._prefix_key), tools=tuple(tools), tools_text=written)
         with self._memory_lock:
             if forgets != self._memory.forgets(owner.tenant):
@@ -573,8 +572,7 @@ def _led(request: ParsedChat) -> ParsedChat:
 
 def chars_of(request: ParsedChat) -> int:
     """Return the characters of a conversation and its tools."""
-    tools = request.offer.tools if request.offer else ()
-    beside = len(request.lead) + sum(len(tool.text) for tool in tools)
+    beside = len(request.lead) + sum(len(tool.text) for tool in request.tools)
     return beside + sum(
         len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.calls)
         for one in request.messages

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import takewhile
@@ -144,11 +144,18 @@ def _cost(held: dict[bytes, bytes]) -> int:
     return ROW_OVERHEAD_BYTES + sum(len(text) + TEXT_OVERHEAD_BYTES for text in held.values())
 
 
+Spell = Callable[[Sequence[tuple[bytes, str]]], list[str]]
+"""`JsonSpellings.spell` of a session."""
+
+
 def as_before(
-    request: ParsedChat, spellings: JsonSpellings, salt: str, owner: Owner, key: bytes
+    request: ParsedChat, digests: Sequence[bytes], spell: Spell, key: bytes
 ) -> tuple[ParsedChat, bool]:
-    """Return the request with its tools and calls written as the session wrote them; whether any differs."""
-    tools = request.offer.tools if request.offer else ()
+    """Return the request with its tools and calls written as the session wrote them; whether any differs.
+
+    `digests`: of its tools, which stay the same.
+    """
+    tools = request.tools
     calls = [
         call
         for message in request.messages
@@ -157,10 +164,11 @@ def as_before(
     ]
     if not tools and not calls:
         return request, False
-    is_promised = request.offer is not None and request.offer.must_call
-    given = [(tool_digest(tool, key, is_promised=is_promised), tool.text) for tool in tools]
+    if request.offer is not None and request.offer.must_call:  # the order of properties is the answer's, too
+        digests = [tool_digest(tool, key, is_promised=True) for tool in tools]
+    given = [(digest, tool.text) for digest, tool in zip(digests, tools, strict=True)]
     given += [(_call_digest(call, key), call.arguments) for call in calls]
-    spelled = spellings.spell(salt, owner, given)
+    spelled = spell(given)
     if all(text == now for (_, text), now in zip(given, spelled, strict=True)):
         return request, False
     offer = request.offer

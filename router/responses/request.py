@@ -146,12 +146,12 @@ class ResponsesParser:
         request |= {"messages": [*front, *said.messages], "tools": tools}
         if not tools:
             request.pop("parallel_tool_calls", None)
+        here = names_here(FIELDS, asked) | places | tool_places
         try:
             chat = self._parser.translated(request)
         except ApiError as error:
-            raise rename(error, names_here(FIELDS, asked) | places | tool_places) from None
+            raise rename(error, here) from None
         held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
-        here = names_here(FIELDS, asked) | places | tool_places
         altered = (place_here(place, here) for place in chat.ignored_fields)
         held["ignored_fields"] = (*(asked.model_extra or {}), *ignored, *said.ignored, *altered)
         return ParsedResponse(

@@ -13,82 +13,51 @@ from hypothesis import strategies as st
 from cache_tiers.blocks import TAG_BYTES
 from cache_tiers.pricing import PrefillPrice, TierPrice
 from replicas.engine.limits import EngineLimits, refusal
-from replicas.kv.page_pool import PagePool
 from replicas.messages import GenerateRequest, SamplingParams
 from replicas.scheduling.answer_lengths import AnswerLengths
-from replicas.scheduling.preemption import ByPrice, DropNewest, PreemptionPolicy
+from replicas.scheduling.preemption import ByPrice
 from replicas.scheduling.priorities import SHARED_STEPS, gives
-from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.step import StepPlan
 from replicas.turns.fair_queue import PRIORITY_SHARE, FairQueue
 from tests.support.amounts import examples
-
-BLOCK = 16
-ALICE, BOB = (bytes([number]) * TAG_BYTES for number in (1, 2))
-
+from tests.unit.replicas.scheduling.test_tenants import ALICE, BLOCK, BOB
+from tests.unit.replicas.scheduling.test_tenants import Replica as ReplicaOfTenants
 
 STEP_TOKENS = 36
 """What a step costs beside its tokens, in tokens: as of the default model on one core."""
 
 
-class Replica:
-    """A scheduler whose model answers with zeros; its clock counts what its steps cost, in tokens."""
+class Replica(ReplicaOfTenants):
+    """One whose requests have priorities; its clock counts what its steps cost, in tokens."""
 
-    def __init__(
-        self,
-        *,
-        places: int = 8,
-        pages: int = 200,
-        step_tokens: int = 64,
-        policy: PreemptionPolicy | None = None,
-    ) -> None:
-        self.scheduler = Scheduler(
-            PagePool(pages + 1, BLOCK),
-            step_tokens_max=step_tokens,
-            sequences_max=places,
-            policy=policy or DropNewest(),
-        )
-        self.arrivals = 0
+    def __init__(self, *, places: int = 8, pages: int = 200, step_tokens: int = 64) -> None:
+        super().__init__(places, pages, step_tokens)
         self.now = 0
         self.came: dict[Sequence, int] = {}
-        self.first: dict[int, list[int]] = defaultdict(
-            list
-        )  # priority -> tokens computed until a first token
+        self.silent: set[Sequence] = set()  # no token yet
+        self.first: dict[int, list[int]] = defaultdict(list)  # by priority: the time until a first token
         self.ended: Counter[int] = Counter()
         self.preempted: list[Sequence] = []
 
-    def send(self, priority: int, *, prompt: int = 40, answer: int = 20, tenant: bytes = ALICE) -> Sequence:
-        self.arrivals += 1
-        sequence = Sequence(
-            request_id=str(self.arrivals),
-            arrival=self.arrivals,
-            namespace=2 * tenant,
-            tokens=array("I", [self.arrivals, *range(prompt - 1)]),
-            prompt_tokens=prompt,
-            sampling=SamplingParams(max_tokens=answer),
-            seed=0,
-            owner=tenant + bytes(TAG_BYTES),
-            priority=priority,
-        )
+    def ask(self, priority: int, *, prompt: int = 40, answer: int = 20, tenant: bytes = ALICE) -> Sequence:
+        sequence = self.sequence(tenant, prompt, answer, priority=priority)
         self.came[sequence] = self.now
+        self.silent.add(sequence)
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> None:
-        plan = self.scheduler.schedule()
+    def step(self) -> StepPlan:
+        done = len(self.finished)
+        plan = super().step()
         self.preempted += plan.preempted
-        self.scheduler.commit(plan)
         self.now += plan.tokens + (STEP_TOKENS if plan.tokens else 0)
-        for chunk in plan.chunks:
-            one = chunk.sequence
-            if chunk.samples:
-                if not one.output_tokens:
-                    self.first[one.priority].append(self.now - self.came[one])
-                one.tokens.append(0)
-                if one.output_tokens == one.sampling.max_tokens:
-                    self.scheduler.finish(one)
-                    self.ended[one.priority] += 1
-        self.scheduler.check_integrity()
+        for one in dict.fromkeys(chunk.sequence for chunk in plan.chunks):
+            if one in self.silent and one.output_tokens:
+                self.first[one.priority].append(self.now - self.came[one])
+                self.silent.remove(one)
+        self.ended.update(one.priority for one in self.finished[done:])
+        return plan
 
     def run(self) -> None:
         while self.scheduler.has_work:
@@ -97,11 +66,11 @@ class Replica:
 
 def test_better_priorities_are_admitted_first_and_take_places_of_worse_ones() -> None:
     replica = Replica(places=2)
-    low = [replica.send(5) for _ in range(4)]
+    low = [replica.ask(5) for _ in range(4)]
     for _ in range(3):
         replica.step()
     assert set(replica.scheduler.running) == set(low[:2])
-    high = [replica.send(0) for _ in range(2)]
+    high = [replica.ask(0) for _ in range(2)]
     for _ in range(3):
         replica.step()
     assert set(replica.scheduler.running) == set(high)
@@ -112,10 +81,10 @@ def test_better_priorities_are_admitted_first_and_take_places_of_worse_ones() ->
 
 def test_a_better_priority_takes_pages_of_worse_ones_and_never_the_other_way() -> None:
     replica = Replica(places=8, pages=16)
-    low = [replica.send(5, prompt=60, answer=60) for _ in range(2)]
+    low = [replica.ask(5, prompt=60, answer=60) for _ in range(2)]
     for _ in range(4):
         replica.step()
-    high = replica.send(0, prompt=100, answer=60)
+    high = replica.ask(0, prompt=100, answer=60)
     while replica.scheduler.has_work:
         replica.step()
         assert high not in replica.preempted
@@ -125,11 +94,11 @@ def test_a_better_priority_takes_pages_of_worse_ones_and_never_the_other_way() -
 
 def test_a_waiting_prompt_goes_before_a_long_one_of_a_worse_priority() -> None:
     replica = Replica(pages=400)
-    long = replica.send(5, prompt=2000, answer=1)
+    long = replica.ask(5, prompt=2000, answer=1)
     for _ in range(3):
         replica.step()
-    high = replica.send(0, prompt=300, answer=1)
-    replica.send(5, prompt=20, answer=1)
+    high = replica.ask(0, prompt=300, answer=1)
+    replica.ask(5, prompt=20, answer=1)
     replica.run()
     assert replica.first[0][0] <= 600, "the long one's chunks went on before it"
     assert long.computed or replica.ended[5] == 2
@@ -138,11 +107,11 @@ def test_a_waiting_prompt_goes_before_a_long_one_of_a_worse_priority() -> None:
 
 def test_decodes_of_a_worse_priority_rest_while_a_better_prompt_is_computed() -> None:
     replica = Replica(places=16, step_tokens=32)
-    low = [replica.send(3, prompt=16, answer=400) for _ in range(8)]
+    low = [replica.ask(3, prompt=16, answer=400) for _ in range(8)]
     while not all(one.is_decode for one in low):
         replica.step()
     before = [one.output_tokens for one in low]
-    replica.send(0, prompt=200, answer=1)
+    replica.ask(0, prompt=200, answer=1)
     while not replica.first[0]:
         replica.step()
     assert replica.first[0][0] <= 7 * (32 + STEP_TOKENS), "32 tokens a step, all of them the prompt's"
@@ -154,8 +123,8 @@ def test_priorities_are_nothing_to_other_tenants() -> None:
     def ttft(priority: int) -> list[int]:
         replica = Replica(places=4)
         for _ in range(30):
-            replica.send(0, tenant=BOB)
-            replica.send(priority, tenant=ALICE)
+            replica.ask(0, tenant=BOB)
+            replica.ask(priority, tenant=ALICE)
         order = []
         while replica.scheduler.has_work:
             replica.step()
@@ -164,8 +133,8 @@ def test_priorities_are_nothing_to_other_tenants() -> None:
 
     alone = Replica(places=4)
     for _ in range(30):
-        alone.send(0, tenant=BOB)
-        alone.send(-50, tenant=ALICE)
+        alone.ask(0, tenant=BOB)
+        alone.ask(-50, tenant=ALICE)
     bobs = [sequence for sequence in alone.came if sequence.tenant == BOB]
     while any(not one.output_tokens for one in bobs[:15]):
         alone.step()
@@ -178,11 +147,11 @@ def test_a_better_priority_that_cannot_enter_stops_nobody() -> None:
     """Of one tenant a prompt is computed, of another one waits for pages; a better one comes behind it."""
     for pages in range(30, 60):
         replica = Replica(pages=pages)
-        replica.send(5, prompt=400, answer=4)
+        replica.ask(5, prompt=400, answer=4)
         replica.step()
-        replica.send(0, prompt=300, answer=4, tenant=BOB)
+        replica.ask(0, prompt=300, answer=4, tenant=BOB)
         replica.step()
-        replica.send(0, prompt=48, answer=4)
+        replica.ask(0, prompt=48, answer=4)
         for _ in range(400):
             if not replica.scheduler.has_work:
                 break
@@ -194,10 +163,10 @@ def test_a_better_priority_that_cannot_enter_stops_nobody() -> None:
 
 def test_a_long_prompt_of_a_worse_priority_goes_on_beside_an_endless_stream_of_better_ones() -> None:
     replica = Replica(pages=400)
-    long = replica.send(5, prompt=1000, answer=1)
+    long = replica.ask(5, prompt=1000, answer=1)
     replica.step()
     for _ in range(40 * SHARED_STEPS):
-        replica.send(0, prompt=20, answer=1)
+        replica.ask(0, prompt=20, answer=1)
         replica.step()
         if replica.ended[5]:
             break
@@ -212,7 +181,7 @@ def test_some_work_is_planned_in_each_step(seed: int) -> None:
     replica = Replica(places=rng.choice((1, 3, 8)), pages=rng.choice((30, 45, 90)))
     for _ in range(rng.randrange(3, 25)):
         tenant, priority = rng.choice((ALICE, BOB)), rng.choice((-5, 0, 0, 5))
-        replica.send(priority, prompt=rng.randrange(2, 300), answer=rng.randrange(1, 40), tenant=tenant)
+        replica.ask(priority, prompt=rng.randrange(2, 300), answer=rng.randrange(1, 40), tenant=tenant)
         for _ in range(rng.randrange(4)):
             if replica.scheduler.has_work:
                 before = replica.now
@@ -230,11 +199,11 @@ def test_no_priority_starves(seed: int) -> None:
     """While better ones keep all places busy for ever, what waits ends after a bounded amount of work."""
     rng = random.Random(seed)
     replica = Replica(places=rng.choice((2, 4)), pages=rng.choice((24, 80)))
-    low = [replica.send(9, prompt=rng.randrange(20, 200), answer=rng.randrange(1, 40)) for _ in range(3)]
+    low = [replica.ask(9, prompt=rng.randrange(20, 200), answer=rng.randrange(1, 40)) for _ in range(3)]
     size = sum(one.prompt_tokens + one.sampling.max_tokens for one in low)
     for _ in range(40_000):
         while len(replica.scheduler.waiting) < 6:
-            replica.send(rng.choice((0, 1)), prompt=rng.randrange(5, 100), answer=rng.randrange(1, 40))
+            replica.ask(rng.choice((0, 1)), prompt=rng.randrange(5, 100), answer=rng.randrange(1, 40))
         replica.step()
         if replica.ended[9] == 3:
             break
@@ -248,7 +217,7 @@ def test_all_of_one_priority_is_as_without_priorities(seed: int) -> None:
     def order(priority: int) -> list[tuple[int, int]]:
         rng, replica = random.Random(seed), Replica(places=4, pages=40)
         for _ in range(20):
-            replica.send(
+            replica.ask(
                 priority,
                 prompt=rng.randrange(5, 200),
                 answer=rng.randrange(1, 60),
@@ -270,10 +239,10 @@ def test_two_classes_at_twice_the_load() -> None:
         following = 0.0
         while replica.now < 300_000:
             while following <= replica.now:  # half of what the replica can do, at random
-                replica.send(0, prompt=80, answer=20)
+                replica.ask(0, prompt=80, answer=20)
                 following += rng.expovariate(1 / 900)
             while has_low and len(replica.scheduler.waiting) < 12:
-                replica.send(5, prompt=rng.randrange(40, 120), answer=40)
+                replica.ask(5, prompt=rng.randrange(40, 120), answer=40)
             replica.step()
             if not replica.scheduler.has_work:
                 replica.now += STEP_TOKENS
@@ -345,9 +314,9 @@ def test_the_victim_is_of_the_worst_priority_then_what_is_cheapest_for_what_it_h
 
 def test_pages_of_another_tenants_earlier_answer_are_not_taken_by_priority() -> None:
     replica = Replica(places=4, pages=20)
-    bob = replica.send(0, prompt=100, answer=60, tenant=BOB)
+    bob = replica.ask(0, prompt=100, answer=60, tenant=BOB)
     replica.step()
-    replica.send(-50, prompt=100, answer=120)
+    replica.ask(-50, prompt=100, answer=120)
     while replica.scheduler.has_work:
         replica.step()
         assert bob not in replica.preempted, "it came first, and has no more than its share"
@@ -370,15 +339,15 @@ def test_a_full_queue_of_a_worse_priority_refuses_no_better_one() -> None:
         refused = refusal(request, limits, replica.scheduler)
         return None if refused is None else refused.reason
 
-    replica.send(0)
+    replica.ask(0)
     replica.step()
     for _ in range(2):
         assert asked(5) is None
-        replica.send(5)
+        replica.ask(5)
     assert asked(5) == "queue_full"
     for _ in range(2):
         assert asked(0) is None
-        replica.send(0)
+        replica.ask(0)
     assert asked(0) == "queue_full"
     assert asked(-1) == "queue_full", "twice the limit is the most"
 

@@ -45,21 +45,25 @@ class Replica:
 
     def send(self, tenant: bytes, sequences: int = 1, prompt: int = 20, answer: int = 50, n: int = 1) -> None:
         for _ in range(sequences):
-            self.arrivals += 1
-            self.scheduler.add(
-                Sequence(
-                    request_id=str(self.arrivals),
-                    arrival=self.arrivals,
-                    namespace=2 * tenant,
-                    # No two prompts are alike, so that nothing is shared by chance.
-                    tokens=array("I", [self.arrivals, *range(prompt - 1)]),
-                    prompt_tokens=prompt,
-                    sampling=SamplingParams(max_tokens=answer),
-                    seed=0,
-                    owner=tenant + bytes(TAG_BYTES),
-                    forks=n,
-                )
-            )
+            self.scheduler.add(self.sequence(tenant, prompt, answer, forks=n))
+
+    def sequence(
+        self, tenant: bytes, prompt: int, answer: int, *, forks: int = 1, priority: int = 0
+    ) -> Sequence:
+        """The next one to come. No two prompts are alike, so that nothing is shared by chance."""
+        self.arrivals += 1
+        return Sequence(
+            request_id=str(self.arrivals),
+            arrival=self.arrivals,
+            namespace=2 * tenant,
+            tokens=array("I", [self.arrivals, *range(prompt - 1)]),
+            prompt_tokens=prompt,
+            sampling=SamplingParams(max_tokens=answer),
+            seed=0,
+            owner=tenant + bytes(TAG_BYTES),
+            forks=forks,
+            priority=priority,
+        )
 
     def step(self) -> StepPlan:
         scheduler = self.scheduler
