@@ -343,7 +343,7 @@ class PromptBuilder:
         request, kept_by = without_volatile(_led(request), self._prefix)
         tools = [tool_digest(tool, self._prefix_key) for tool in request.tools]
         if owner is not None and self._prefix.tools == "ordered":
-            request, tools, words = self._as_before(salt, request, tools, owner)
+            request, tools, words = self._as_before(salt, request, tools, owner, forgets)
             kept_by += words
         prompt, is_cut = self._chat(salt, request), request.truncate_tokens is not None
         left: PrefixLeft | None = None
@@ -365,12 +365,14 @@ class PromptBuilder:
         )
 
     def _as_before(
-        self, salt: str, request: ParsedChat, tools: list[bytes], owner: Owner
+        self, salt: str, request: ParsedChat, tools: list[bytes], owner: Owner, forgets: int
     ) -> tuple[ParsedChat, list[bytes], tuple[str, ...]]:
         """Return the request with tools and calls as the turns before had them, and its tools' digests."""
 
         def spell(texts: Sequence[tuple[bytes, str]]) -> list[str]:
             with self._memory_lock:
+                if forgets != self._memory.forgets(owner.tenant):  # cleared since: nothing of it is kept
+                    return [text for _, text in texts]
                 return self._spellings.spell(salt, owner, texts)
 
         request, is_other = as_before(request, tools, spell, self._prefix_key)

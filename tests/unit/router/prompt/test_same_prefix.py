@@ -211,3 +211,16 @@ async def test_the_order_of_a_promised_tools_properties_is_its_requests(
             texts.append((await built(builder, request)).rendered or "")
         assert texts[1].index('"why"') < texts[1].index('"answer"')
         assert texts[0] != texts[1]
+
+
+async def test_nothing_is_kept_of_a_request_that_came_before_a_clear(
+    made: Callable[..., PromptBuilder],
+) -> None:
+    builder = made(None)
+    request = parsed([{"role": "user", "content": "u"}], tools=[offered(SCHEMA)])
+    owner, forgets = Owner("tenant", b"session"), builder.forgets("tenant")
+    await builder.forget("tenant", [b"session"])
+    await builder.chat("salt", request, "tenant", owner=owner, forgets=forgets)
+    backwards = parsed([{"role": "user", "content": "u"}], tools=[offered(dict(reversed(SCHEMA.items())))])
+    later = await builder.chat("salt", backwards, "tenant", owner=owner, forgets=builder.forgets("tenant"))
+    assert later.kept_by == (), "how the cleared request wrote its tools is forgotten"
