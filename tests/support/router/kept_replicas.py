@@ -19,7 +19,7 @@ from replicas.answers import KeptAnswers, SweepTimer
 from replicas.deployment import Replica, _call_later, places
 from replicas.engine import EngineThread
 from replicas.links import DoorLoads, Inlet, Links
-from replicas.messages import Event, GenerateRequest, KeptAnswer
+from replicas.messages import Delta, Event, GenerateRequest, KeptAnswer
 from replicas.turns import TenantThreads
 from router.routing import ReplicaLost
 from router.routing.kept_search import KeptSearch
@@ -105,6 +105,7 @@ class KeptReplicas(FakeReplicas):
     def __init__(self, replicas: list[TinyReplica]) -> None:
         super().__init__(lambda request: say([]))
         self.tiny = replicas
+        self.heard = 0  # tokens that have come, of all replicas
         self.cuts = 0  # of connections that end with the next events, of replicas that live on
         self.search = KeptSearch(60.0)
         self.has_links = True
@@ -129,6 +130,7 @@ class KeptReplicas(FakeReplicas):
         try:
             async for events in call:
                 choices_open -= choices_ended(events, choices_open)
+                self.heard += sum(len(one.token_ids) for one in events if isinstance(one, Delta))
                 yield events
                 if self.cuts > 0:
                     self.cuts -= 1
