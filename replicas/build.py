@@ -12,25 +12,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from pydantic import TypeAdapter
 
-from cache_tiers.actors import StagingBuffer, open_outbox
-from cache_tiers.blocks import SumsSetup, TierName, compile_sums, namespace_digest, tenant_tag
+from cache_tiers.blocks import SumsSetup, TierName, compile_sums, namespace_digest
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
-from configs.sections import TierSettings
-from configs.settings import AuthSettings, EngineSettings, Settings
+from configs.settings import EngineSettings, Settings
 from replicas.checkpoint import load_vocabulary
 from replicas.drafting import Drafter, DraftLimits
 from replicas.engine import Auditor, Engine, EngineLimits, TokenText
 from replicas.forward import CudaCapture, Runner, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
-from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
+from replicas.kv import (
+    KvGeometry,
+    KvPool,
+    PageIo,
+    PagePlan,
+    PagePool,
+    free_memory_bytes,
+    page_io,
+    plan_pages,
+    register_object_store,
+)
 from replicas.measure import (
     SAMPLE_BYTES,
     Roads,
@@ -59,12 +66,12 @@ from replicas.offload import (
     TierAccess,
     TurnReporter,
     TurnStore,
-    WorkerPools,
 )
 from replicas.ranks import ChannelPlan, Launch, LeadingRunner, RankGroup, RankStart, RankSubprocess
 from replicas.sampling import Sampler
 from replicas.scheduling import DropNewest, PreemptionPolicy, Scheduler, StepBudget, preemption_policy
 from replicas.step_choice import StepChoice, expects_native, return_freed_memory
+from replicas.tier_access import by_tag
 
 logger = logging.getLogger(__name__)
 
@@ -114,49 +121,9 @@ def build_offload(
     )
 
 
-Value = TypeVar("Value")
-
-
-def by_tag(auth: AuthSettings, of_tenant: Mapping[str, Value]) -> dict[bytes, Value]:
-    """Map each tenant's tag to its value; empty without the server secret that tags are derived from."""
-    if auth.server_secret is None:
-        return {}
-    key = auth.server_secret.get_secret_value().encode()
-    return {tenant_tag(key, tenant): value for tenant, value in of_tenant.items()}
-
-
-def shared_tiers(settings: Settings) -> TierSettings:
-    """Return the tier settings with one tenant's share filled in: the tiers know no API keys."""
-    share = settings.share_of_tenant(settings.tiers.tenant_share)
-    return settings.tiers.model_copy(update={"tenant_share": share})
-
-
-def open_tiers(settings: Settings) -> TierAccess:
-    """Connect to this node's tier actor, creating it if there is none yet."""
-    import ray  # here, as an engine without tiers runs where Ray is not installed
-
-    from cache_tiers.actors import tier_actor
-    from replicas.offload import ray_link
-
-    tiers = shared_tiers(settings)
-    shares = by_tag(settings.auth, tiers.tenant_shares)
-    context = ray.get_runtime_context()
-    find = partial(
-        tier_actor,
-        tiers,
-        context.get_node_id(),
-        settings.nvme_dir,
-        shares,
-        settings.telemetry,
-        SumsSetup.of(settings),
-    )
-    outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
-    open_outbox(outbox)
-    lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)
-    return TierAccess(ray_link.RayLink(find, context.current_actor, tiers), outbox, lanes)
-
-
 CORES = os.cpu_count() or 1
+REGISTER_S_MAX = 30.0
+"""What is not registered with the GPU by then is while the replica serves; loads are slower meanwhile."""
 GEMM, SAMPLES = TypeAdapter(GemmSeconds), TypeAdapter(list[Sample])
 COPY, ROADS = TypeAdapter(TierPrice | None), TypeAdapter(Mapping[TierName, TierPrice])
 """The forms in which measurements are kept."""
@@ -240,6 +207,8 @@ def build_engine(
     geometry = kv_geometry(settings.engine, spec, dtype)
     begin("weights")
     ranks = _start_ranks(settings, spec, geometry, device, threads, launch, inspected_dir)
+    is_reached = device.type == "cuda" and ranks is None and tiers is not None
+    registered = register_object_store(device) if is_reached else None
     kept = KeptMeasurements(
         keep,
         settings.engine.measurements_ttl_s,
@@ -298,8 +267,11 @@ def build_engine(
     def open_io(arena_bytes: int) -> PageIo:
         if ranks is not None:  # its moves go through memory that the ranks share
             return ranks.page_io(geometry, page_io(runner.pool))
-        return page_io(runner.pool, arena_bytes)
+        return page_io(runner.pool, arena_bytes, registered)
 
+    if registered is not None:  # before: a load that waits for the driver says nothing of those to come
+        begin("memory")
+        registered.settle(REGISTER_S_MAX)
     begin("measure")
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)

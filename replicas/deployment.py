@@ -175,11 +175,11 @@ class Replica:
         with collector_paused():
             from replicas.answers import KeptAnswers as Kept
             from replicas.answers import SweepTimer as Sweeps
-            from replicas.build import open_tiers
             from replicas.engine import EngineThread
             from replicas.links import Links
             from replicas.model import ensure_model
             from replicas.start_notes import StartNotes as Notes
+            from replicas.tier_access import open_tiers
             from replicas.tracing import TracedLink
 
         set_up_logs(settings.telemetry)

@@ -23,6 +23,7 @@ from configs.sections import MIB
 from replicas.kv.copy_device import DONE, CopyDevice, CopyEvent, HostDevice, Told
 from replicas.kv.cuda_device import CudaDevice
 from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.kv.registered import RegisteredMemory
 
 STAGING_BYTES = 16 * MIB
 """Size of each half of the staging memory, of which there are two each way; at least one block."""
@@ -216,11 +217,12 @@ class _Staging:
         return self._halves[-1]
 
 
-def page_io(pool: KvPool, arena_bytes: int = 0) -> PageIo:
+def page_io(pool: KvPool, arena_bytes: int = 0, registered: RegisteredMemory | None = None) -> PageIo:
     """Return what moves blocks of the pool, on its device.
 
-    `arena_bytes`: of the registered memory for records, where there is a GPU.
+    Where there is a GPU, `arena_bytes`: of the registered memory for records; `registered`: what else is.
     """
     pages = pool.page_bytes
-    device: CopyDevice = CudaDevice(pages, arena_bytes) if pages.is_cuda else HostDevice(pages.numpy())
-    return PageIo(device, pool.geometry)
+    if not pages.is_cuda:
+        return PageIo(HostDevice(pages.numpy()), pool.geometry)
+    return PageIo(CudaDevice(pages, arena_bytes, registered), pool.geometry)

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,19 +37,31 @@ PORTABLE = 1
 """`cudaHostRegisterPortable`."""
 
 
+def register_object_store(device: torch.device) -> RegisteredMemory:
+    """Begin to register the object store with a GPU, as far as it is mapped, in the background.
+
+    Tens of GB that nothing has used take as long as the weights of a model: so it begins before them.
+    """
+    calls = HostCalls(partial(_register, device), _unregister, populate_pages, read_maps, is_mapped, do_later)
+    registered = RegisteredMemory(calls)
+    registered.begin()
+    return registered
+
+
 class CudaDevice:
     """Pages on a GPU, u8 `[pages, block_bytes]`.
 
-    `arena_bytes`: of the memory for records, registered at once and as a whole; 0: none.
+    `arena_bytes`: of the memory for records, registered at once and as a whole; 0: none. `registered`: what
+    is by now; closed with this.
     """
 
-    def __init__(self, pages: torch.Tensor, arena_bytes: int) -> None:
+    def __init__(
+        self, pages: torch.Tensor, arena_bytes: int, registered: RegisteredMemory | None = None
+    ) -> None:
         self._pages = pages
         self._watchers: list[_Watcher] = []
         self._steps_watcher = self._watcher()
-        calls = HostCalls(self._register, _unregister, populate_pages, read_maps, is_mapped, do_later)
-        self._registered = RegisteredMemory(calls)
-        self._registered.begin()
+        self._registered = registered or register_object_store(pages.device)
         self._arena = self._open_arena(arena_bytes)
 
     def mark(self) -> CopyEvent:
@@ -100,17 +113,6 @@ class CudaDevice:
             return None
         return RecordArena(memory)
 
-    def _register(self, start: int, nbytes: int) -> bool:
-        result = int(_runtime().cudaHostRegister(start, nbytes, PORTABLE))
-        if result == 0:
-            return True
-        logger.warning("cudaHostRegister refuses %d bytes: error %d", nbytes, result)
-        try:  # the next kernel launched by this thread reports that error
-            torch.zeros(1, device=self._pages.device)
-        except RuntimeError:
-            logger.debug("the error of cudaHostRegister is cleared")
-        return False
-
 
 def _event(stream: torch.cuda.Stream, watcher: _Watcher) -> CopyEvent:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -120,6 +122,18 @@ def _event(stream: torch.cuda.Stream, watcher: _Watcher) -> CopyEvent:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _register(device: torch.device, start: int, nbytes: int) -> bool:
+    result = int(_runtime().cudaHostRegister(start, nbytes, PORTABLE))
+    if result == 0:
+        return True
+    logger.warning("cudaHostRegister refuses %d bytes: error %d", nbytes, result)
+    try:  # the next kernel launched by this thread reports that error
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        logger.debug("the error of cudaHostRegister is cleared")
+    return False
 
 
 def _unregister(start: int) -> None:

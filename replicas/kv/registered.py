@@ -29,6 +29,12 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 64 * MIB
 """What is registered at a time; the first load from a part of the object store waits for that."""
 
+PIECE_BYTES = 2 * MIB
+"""What is brought into memory in one call: until it returns nothing else can be mapped in this process, and
+who waits to map holds up every page fault behind it. In a virtual machine new memory takes .75 ms a MiB."""
+THREADS = 4
+"""That bring the object store into memory; more gain nothing (`docs/benchmarks/gpu.md`)."""
+
 SHARED_MEMORY = "/dev/shm/"
 OBJECT_STORE = "/dev/shm/plasma"
 """Of the files that Ray's object store maps."""
@@ -78,7 +84,8 @@ class HostCalls:
 
     `register`: False if the driver refuses. `populate`: brings pages into memory; raises `OSError`. `maps`:
     the text of /proc/self/maps, some thousand lines in a process with a GPU. `is_mapped`: whether a mapping
-    is still there; False as well where only `maps` can tell. `later`: does work on a thread of its own.
+    is still there; False as well where only `maps` can tell. `later`: does work on a thread of its own; False
+    if none can be started.
     """
 
     register: Callable[[int, int], bool]
@@ -86,17 +93,19 @@ class HostCalls:
     populate: Callable[[int, int], None]
     maps: Callable[[], str]
     is_mapped: Callable[[Mapping], bool]
-    later: Callable[[Callable[[], None]], None]
+    later: Callable[[Callable[[], None]], bool]
 
 
 def populate_pages(start: int, nbytes: int) -> None:
     """Bring the pages of mapped memory into main memory: registering needs them. Raises `OSError`."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), POPULATE_READ):
-        error = ctypes.get_errno()
-        if error == errno.EINVAL:
-            raise OSError(error, "MADV_POPULATE_READ needs Linux 5.14: without it nothing is registered")
-        raise OSError(error, f"{nbytes} bytes could not be brought into memory")
+    for at in range(start, start + nbytes, PIECE_BYTES):
+        piece = min(PIECE_BYTES, start + nbytes - at)
+        if libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(piece), POPULATE_READ):
+            error = ctypes.get_errno()
+            if error == errno.EINVAL:
+                raise OSError(error, "MADV_POPULATE_READ needs Linux 5.14: without it nothing is registered")
+            raise OSError(error, f"{piece} bytes could not be brought into memory")
 
 
 def read_maps() -> str:
@@ -135,7 +144,7 @@ class RegisteredMemory:
     """Registers memory in chunks of `chunk_bytes`, each once.
 
     Memory of this process (`add`) is registered at once. Shared memory that others map here, such as Ray's
-    object store, is registered by a thread of its own from its first use on (`begin`: from now on), and
+    object store, is registered by `THREADS` of its own from its first use on (`begin`: from now on), and
     before that chunk by chunk where it is used. While its bytes are in use a mapping cannot go away, but
     between two uses it may have, and another one may be at its addresses: it is looked at each time.
     Registered memory that is no longer mapped would be copied from silently, so it is unregistered before
@@ -151,6 +160,7 @@ class RegisteredMemory:
         self._own: list[Mapping] = []
         self._shared: dict[int, _Known] = {}  # by the mapping's start
         self._starts: list[int] = []  # of registered chunks, in order
+        self._behind = 0  # threads that register ahead of any use
         self._is_closed = False
 
     def begin(self) -> None:
@@ -160,6 +170,11 @@ class RegisteredMemory:
             with self._changed:
                 known = self._shared.setdefault(mapping.start, _Known(mapping))
             self._register_behind(known)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until nothing is registered in the background any more; return whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._behind, timeout_s)
 
     def add(self, start: int, nbytes: int, *, is_populated: bool = True) -> bool:
         """Register memory of this process, which stays mapped until `close`.
@@ -232,12 +247,26 @@ class RegisteredMemory:
             return self._shared.setdefault(mapping.start, _Known(mapping))
 
     def _register_behind(self, known: _Known) -> None:
-        def register() -> None:
-            for chunk in self._chunks(known.mapping, known.mapping.start, known.mapping.end):
-                if self._is_closed or not self._ensure(known, chunk):
-                    return
+        chunks = deque(self._chunks(known.mapping, known.mapping.start, known.mapping.end))
 
-        self._calls.later(register)
+        def register() -> None:
+            try:
+                while chunks and not self._is_closed and self._ensure(known, chunks.popleft()):
+                    pass
+            except IndexError:
+                logger.debug("another thread took the last chunk")
+            finally:
+                self._count_behind(-1)
+
+        for _ in range(min(THREADS, len(chunks))):
+            self._count_behind(1)
+            if not self._calls.later(register):
+                self._count_behind(-1)
+
+    def _count_behind(self, threads: int) -> None:
+        with self._changed:
+            self._behind += threads
+            self._changed.notify_all()
 
     def _drop_unmapped(self, address: int, now: Mapping | None) -> None:
         """Unregister the chunks of mappings that were at this address and are not there any more."""
@@ -301,12 +330,14 @@ class RegisteredMemory:
         self._calls.unregister(chunk)
 
 
-def do_later(work: Callable[[], None]) -> None:
-    """Do work on a thread of its own; nothing, if none can be started."""
+def do_later(work: Callable[[], None]) -> bool:
+    """Do work on a thread of its own. False: none can be started."""
     try:
         threading.Thread(target=work, name="samovar-register", daemon=True).start()
     except RuntimeError as error:  # each load registers what it uses, then
         logger.warning("the object store is not registered ahead: %s", error)
+        return False
+    return True
 
 
 class RecordArena:

@@ -255,7 +255,7 @@ def tiered(
     access = TierAccess(link(the_node), outbox, lanes, clock)
     devices: list[SimulatedDevice] = []
 
-    def simulated(pool: KvPool, arena_bytes: int = 0) -> PageIo:
+    def simulated(pool: KvPool, *_: object) -> PageIo:
         assert copies is not None
         devices.append(SimulatedDevice(pool.page_bytes.numpy(), copies))
         return PageIo(devices[-1], pool.geometry, staging_bytes=3 * pool.geometry.block_bytes)

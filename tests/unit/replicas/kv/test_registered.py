@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -9,12 +10,14 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.sections import MIB
 from replicas.kv.registered import (
     HostCalls,
     Mapping,
@@ -44,6 +47,7 @@ class Driver:
     reads: int = 0
     later: list[Callable[[], None]] = field(default_factory=list)
     knows_files: bool = True
+    has_threads: bool = True
 
     def register(self, start: int, nbytes: int) -> bool:
         assert nbytes > 0, "cudaHostRegister fails with size 0"
@@ -71,7 +75,12 @@ class Driver:
 
     def calls(self) -> HostCalls:
         calls = self.register, self.unregister, self.populate, self.read, self.is_mapped
-        return HostCalls(*calls, self.later.append)
+        return HostCalls(*calls, self.do)
+
+    def do(self, work: Callable[[], None]) -> bool:
+        if self.has_threads:
+            self.later.append(work)
+        return self.has_threads
 
     def do_later(self) -> None:
         while self.later:
@@ -146,6 +155,46 @@ def test_the_rest_of_the_object_store_is_registered_behind_its_first_use_or_at_o
     assert driver.reads == reads, "no load reads all mappings"
     memory.close()
     assert not driver.registered
+
+
+def test_a_start_waits_for_what_is_registered_behind_it_and_not_for_ever() -> None:
+    driver = Driver()
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    assert memory.settle(10)
+    memory.begin()
+    assert len(driver.later) == 4, "as many as there are chunks, or threads are of use"
+    assert not memory.settle(0.01)
+    work = [threading.Thread(target=one) for one in driver.later]
+    for thread in work:
+        thread.start()
+    assert memory.settle(10)
+    assert sorted(driver.registered) == [0x1000 + at for at in range(0, 0x140, CHUNK)]
+    assert len(driver.log) == len(driver.registered), "each chunk by one of them"
+    driver.has_threads = False
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    memory.begin()
+    assert memory.settle(0), "none could be started"
+
+
+def test_a_driver_that_refuses_ends_what_registers_behind() -> None:
+    driver = Driver(refuses={0x1000})
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    memory.begin()
+    driver.do_later()
+    assert memory.settle(0)
+    assert not driver.registered
+
+
+def test_memory_is_populated_in_pieces_that_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[tuple[int, int]] = []
+
+    def madvise(start: ctypes.c_void_p, nbytes: ctypes.c_size_t, _: int) -> int:
+        pieces.append((start.value or 0, nbytes.value))
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(madvise=madvise))
+    populate_pages(64 * MIB, 5 * MIB)
+    assert pieces == [(64 * MIB, 2 * MIB), (66 * MIB, 2 * MIB), (68 * MIB, MIB)]
 
 
 def test_without_the_systems_files_all_mappings_are_read_as_before() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from cache_tiers.blocks.extent import TAG_BYTES
 from cache_tiers.blocks.keys import namespace_digest
 from configs.settings import Settings
-from replicas.build import shared_tiers
 from replicas.kv.page_pool import OutOfPages, PagePool
+from replicas.tier_access import shared_tiers
 from tests.support.router.router_harness import KEY, OTHER_KEY, make_settings
 from tests.unit.replicas.kv.test_page_pool import BLOCK, keys_of
 

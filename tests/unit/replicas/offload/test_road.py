@@ -71,7 +71,7 @@ def machine(model: Path, folder: Path, step_s: float) -> Machine:
     """An engine whose pool has lost a long conversation that its tier holds, and that answers another."""
     time, devices = VirtualTime(), list[VirtualDevice]()
 
-    def virtual(pool: KvPool, arena_bytes: int = 0) -> PageIo:
+    def virtual(pool: KvPool, *_: object) -> PageIo:
         devices.append(VirtualDevice(pool.page_bytes.numpy(), time, float("inf")))
         return PageIo(devices[0], pool.geometry)
 

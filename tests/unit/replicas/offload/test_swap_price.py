@@ -44,7 +44,7 @@ def on(
     clock = OnMachine.clock = Clock()
     OnMachine.bytes_per_s = bytes_per_s
 
-    def page_io(pool: KvPool, arena_bytes: int) -> PageIo:
+    def page_io(pool: KvPool, *_: object) -> PageIo:
         return OnMachine(HostDevice(pool.page_bytes.numpy()), pool.geometry)
 
     monkeypatch.setattr("replicas.build.page_io", page_io)
