@@ -78,6 +78,7 @@ class NodeReads:
         finally:
             with books.work:
                 books.fetches -= 1
+                books.fetched_s = books.clock()
                 if not books.fetches:
                     books.work.notify()  # guesses may go on
 

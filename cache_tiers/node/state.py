@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 from collections import Counter
@@ -304,6 +305,7 @@ class NodeState:
         self.work = threading.Condition(self.lock)
         """Notified when a worker of `NodeStores` may have something to do."""
         self.fetches = 0
+        self.fetched_s = -math.inf  # when the latest fetch ended
         """Loads of replicas in flight: as long as there are any, no guess is begun."""
         self._save_lock = threading.Lock()
         self.stores: Counter[str] = Counter()

@@ -120,6 +120,8 @@ class CopyQueue:
 CallFor = Callable[[object, int], Record]
 """(source, ticket) -> the sealed record, within `store_s_max`. Blocks; raises `TierError`."""
 
+QUIET_S = 0.1
+"""So long after a fetch a load is taken to go on: of what main memory holds only a reference is fetched."""
 SINK_SHARE = 0.9
 """Fill level above which a tier demotes its coldest extents, so that the next store finds room."""
 
@@ -162,6 +164,8 @@ class NodeStores:
         self._read_s_max = settings.load_s_max
         self._stores: deque[_Store] = deque()
         self._copies = CopyQueue(settings.transfer_queue_max)
+        # A lower tier takes a worker for a quarter of a second an extent, main memory for a hundredth.
+        self._copying, self._copying_max = 0, max(1, settings.io_threads // 2)
         self._reserving = 0  # offers between the queue check and their place in it
         self._stopped = threading.Event()
 
@@ -236,33 +240,42 @@ class NodeStores:
     def work(self) -> bool:
         """Carry out the next waiting task in this thread; False if none waits."""
         with self._books.lock:
-            task: _Store | Copy | None
+            task: _Store | Copy | None = None
             if self._stores:
                 task = self._stores.popleft()
-            else:
+            elif self._may_copy():
                 task = self._copies.take(may_guess=not self._books.fetches)
+                self._copying += task is not None
         if task is None:
             return False
         if isinstance(task, _Store):
             self._do_store(task)
             return True
+        try:
+            self._copy(task)
+        finally:
+            with self._books.work:
+                self._copying -= 1
+                self._books.work.notify()
+        return True
+
+    def _copy(self, task: Copy) -> None:
         if task.if_worth and not self._is_worth(task):
             with self._books.lock:
                 self._books.stores["copy dropped:unlikely"] += 1
-            return True
+            return
         is_there = False
         try:
             is_there = self._do_copy(task)
         finally:
             if task.ended is not None:
                 task.ended(is_there)
-        return True
 
     def work_until_stopped(self) -> None:
         """Run a worker until it is stopped."""
         while True:
             with self._books.work:
-                self._books.work.wait_for(self._is_called)
+                self._books.work.wait_for(self._is_called, QUIET_S if len(self._copies) else None)
                 if self._stopped.is_set():
                     return
             try:
@@ -273,7 +286,16 @@ class NodeStores:
     def _is_called(self) -> bool:
         if self._stopped.is_set() or self._stores:
             return True
-        return self._copies.has_next(may_guess=not self._books.fetches)
+        return self._may_copy() and self._copies.has_next(may_guess=not self._books.fetches)
+
+    def _may_copy(self) -> bool:
+        """Return whether one more copy may be made now: one at a time beside loads, and never by all workers.
+
+        Who waits for a load or a store waits for main memory, not for a disk.
+        """
+        books = self._books
+        is_busy = books.fetches > 0 or bool(self._stores) or books.clock() < books.fetched_s + QUIET_S
+        return self._copying < (1 if is_busy else self._copying_max)
 
     def stop(self) -> None:
         """Stop the workers after their current task; waiting tasks are dropped."""
