@@ -1,4 +1,4 @@
-"""Connects a replica to the cache tiers of its node, with what they are told of tenants."""
+"""Connects a replica to the cache tiers of its node, which know no tenants but their tags and shares."""
 
 from __future__ import annotations
 
