@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from bench._context_facts import ADVICE, PEOPLE, PLACES, THINGS
 from configs.optional_sections import CompactionSettings
 from replicas.messages import SamplingParams
-from router.compaction import CutMemory, Fitter, MessageTokens, SummaryStore
-from router.knowledge import Embedder
+from router.context.compaction import CutMemory, Fitter, MessageTokens, SummaryStore
+from router.context.knowledge import Embedder
 from router.openai import ChatMessage, CompactionWish, ParsedChat
 from router.prompt import PromptBuilder
 

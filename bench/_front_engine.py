@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from replicas.deployment import Replica
 from replicas.messages import (
     Admitted,
     Delta,
@@ -28,6 +27,7 @@ from replicas.messages import (
     Refused,
     ReplicaInfo,
 )
+from replicas.serving.deployment import Replica
 
 STEP_VARIABLE = "BENCH_STEP_MS"
 PRICE = SimpleNamespace(c0_s=0.0, a_s=0.0, b_s=0.0, step_tokens=512)

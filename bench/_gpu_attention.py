@@ -12,12 +12,11 @@ from bench._gpu_device import Ceilings, Device, dtype_name, share
 from bench._gpu_engine import Sizes, shape_of
 from bench._gpu_model import Caller, tokens_of
 from bench._gpu_run import Rows, at_least, at_most, must_be
-from replicas.engine import bare_sequence
 from replicas.forward import GatherSdpa, Runner
 from replicas.forward.attention import AttentionBackend, AttentionForm
 from replicas.forward.inputs import StepInputs, StepPacker
 from replicas.kv import KvGeometry, KvPool
-from replicas.scheduling import Chunk
+from replicas.scheduling import Chunk, bare_sequence
 
 LAYERS = 8
 """Layers that are read in turn, so that none is still in the cache."""

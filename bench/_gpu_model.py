@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from bench._gpu_device import Device
 from cache_tiers.blocks import Placement
-from replicas.build import BuiltEngine
 from replicas.engine import Engine
 from replicas.messages import (
     Admitted,
@@ -34,6 +33,7 @@ from replicas.messages import (
     SamplingParams,
 )
 from replicas.model import ModelSpec
+from replicas.start.build import BuiltEngine
 from tests.support.engines.tiny_models import BOS_ID, EOS_ID, PAD_ID, VOCAB_MIN, make_tiny_tokenizer
 
 FIRST_ID = 3

@@ -16,9 +16,9 @@ from cache_tiers.node import TierNode
 from configs.loader import load
 from configs.sections import GIB, MIB
 from configs.settings import Settings
-from replicas.build import build_engine
 from replicas.model import ModelSpec
 from replicas.offload import WorkerPools
+from replicas.start.build import build_engine
 
 SEQUENCES_MIN = 8
 """So many answers may be running, however small the batches are: `limits.n_max` asks for it."""

@@ -1,9 +1,9 @@
 """What conversations lose by what is sent beside them, at several cache sizes.
 
-A trace is replayed plain, and with a pattern added (`cluster/traces/patterns.py`): once as a server does that
-keeps one row for a whole session (before), once with a row for each lineage (after). Counted are hit tokens
-of the conversations' own turns, which are the same in all of them. What is sent beside needs room of its own
-while it runs: what an oracle loses by that, which knows when each lineage resumes, no policy can keep.
+A trace is replayed plain, and with a pattern added (`cluster/plan/traces/patterns.py`): once as a server does
+that keeps one row for a whole session (before), once with a row for each lineage (after). Counted are hit
+tokens of the conversations' own turns, which are the same in all of them. What is sent beside needs room
+of its own while it runs: what an oracle loses by that, which knows when each lineage resumes, none can keep.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
-from cluster.simulator.single_tier import hits_with
-from cluster.traces.generator import GeneratorOptions, Shape, generate
-from cluster.traces.patterns import mixed, parse_patterns
-from cluster.traces.replay import by_session, forecasts, next_starts_s
-from cluster.traces.trace import Trace, TraceTurn
+from cluster.plan.simulator.single_tier import hits_with
+from cluster.plan.traces.generator import GeneratorOptions, Shape, generate
+from cluster.plan.traces.patterns import mixed, parse_patterns
+from cluster.plan.traces.replay import by_session, forecasts, next_starts_s
+from cluster.plan.traces.trace import Trace, TraceTurn
 from configs.sections import PolicyName, PolicySettings, PredictorSettings
 
 MARGIN = 0.002

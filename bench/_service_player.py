@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from cluster.traces.trace import TraceTurn
+from cluster.plan.traces.trace import TraceTurn
 
 IDS = range(1000, 40_000)
 ANSWER_TOKENS = 2

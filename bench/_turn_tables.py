@@ -23,9 +23,9 @@ from typing import Final, Literal
 import numpy as np
 
 from cache_tiers.forecast.turns import SessionKey, Stop, Turn
-from cluster.traces.patterns import Patterns, mixed
-from cluster.traces.readers import TraceOptions, open_trace
-from cluster.traces.trace import TraceKind
+from cluster.plan.traces.patterns import Patterns, mixed
+from cluster.plan.traces.readers import TraceOptions, open_trace
+from cluster.plan.traces.trace import TraceKind
 
 Kind = Literal["chat", "agentic"]
 

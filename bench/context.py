@@ -39,9 +39,7 @@ from cache_tiers.blocks import block_key
 from configs.optional_sections import KnowledgeSettings
 from configs.settings import Settings
 from replicas.messages import SamplingParams
-from router.http.app import open_prompts
-from router.http.knowledge_routes import ServedText
-from router.knowledge import (
+from router.context.knowledge import (
     RANKINGS,
     Change,
     Content,
@@ -53,6 +51,8 @@ from router.knowledge import (
     fenced,
     open_embedder,
 )
+from router.ingress.app import open_prompts
+from router.ingress.knowledge_routes import ServedText
 from router.openai import ChatMessage, KnowledgeWish, ParsedChat
 from router.prompt import PromptBuilder
 

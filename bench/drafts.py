@@ -22,10 +22,10 @@ from tqdm import tqdm
 from bench import _report as report
 from configs.sections import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas.build import build_engine
 from replicas.engine.engine import Engine
 from replicas.messages import Delta, GenerateRequest, Refused, SamplingParams
 from replicas.model.store import ensure_model
+from replicas.start.build import build_engine
 
 CODE = Path(__file__).parent.parent / "replicas" / "checkpoint" / "vocabulary.py"
 CODE_LINES = slice(20, 50)

@@ -27,10 +27,10 @@ from bench import _report as report
 from bench._stream_stalls import Limits, stream_rows
 from configs.sections import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas.build import build_engine
 from replicas.engine.engine import Engine
 from replicas.messages import GenerateRequest, SamplingParams
 from replicas.model.store import ensure_model
+from replicas.start.build import build_engine
 
 PREFILL_TOKENS = (128, 512, 2048)
 BATCHES = (1, 4, 8)

@@ -18,12 +18,11 @@ import torch
 
 from bench import _report as report
 from configs.settings import EngineSettings, ModelSettings
-from replicas.build import kv_geometry
-from replicas.engine import bare_sequence
 from replicas.forward import GatherSdpa, Runner, load_model
 from replicas.kv import TRASH_PAGE, KvGeometry, KvPool
 from replicas.model import ensure_model, inspect_model, load_tokenizer
-from replicas.scheduling import Chunk
+from replicas.scheduling import Chunk, bare_sequence
+from replicas.start.build import kv_geometry
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {"prose": "docs/how-it-works.md", "code": "replicas/kv/page_pool.py", "legal": "LICENSE"}

@@ -27,11 +27,11 @@ from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import Forecast
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
-from cluster.simulator.single_tier import belady_hits, hits_with
-from cluster.traces.generator import Shape
-from cluster.traces.readers import TraceOptions, detect, open_trace
-from cluster.traces.replay import forecasts, next_starts_s
-from cluster.traces.trace import Trace, TraceTurn
+from cluster.plan.simulator.single_tier import belady_hits, hits_with
+from cluster.plan.traces.generator import Shape
+from cluster.plan.traces.readers import TraceOptions, detect, open_trace
+from cluster.plan.traces.replay import forecasts, next_starts_s
+from cluster.plan.traces.trace import Trace, TraceTurn
 from configs.sections import PolicySettings, PredictorSettings
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"

@@ -39,7 +39,7 @@ from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import BINS, EDGES, Curves, bin_of, curve_of, resume_probability
 from cache_tiers.forecast.turns import SessionKey, Turn
 from cache_tiers.policy.idle_sessions import IdleSessions
-from cluster.traces.patterns import parse_patterns
+from cluster.plan.traces.patterns import parse_patterns
 from configs.sections import PredictorSettings
 
 TRACES: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"

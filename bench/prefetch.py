@@ -30,12 +30,12 @@ from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import Forecast
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
-from cluster.simulator.fleet import GB, Fleet
-from cluster.simulator.sim import Foresight, Sim
-from cluster.traces.generator import GeneratorOptions, generate
-from cluster.traces.readers import TraceOptions, detect, open_trace
-from cluster.traces.replay import ended_s, forecasts, next_starts_s
-from cluster.traces.trace import TraceTurn
+from cluster.plan.simulator.fleet import GB, Fleet
+from cluster.plan.simulator.sim import Foresight, Sim
+from cluster.plan.traces.generator import GeneratorOptions, generate
+from cluster.plan.traces.readers import TraceOptions, detect, open_trace
+from cluster.plan.traces.replay import ended_s, forecasts, next_starts_s
+from cluster.plan.traces.trace import TraceTurn
 from configs.sections import GIB, PredictorSettings, PrefetchSettings
 
 HINT_SHARE = 0.5

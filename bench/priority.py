@@ -19,10 +19,10 @@ from typing import Any
 from bench import _report as report
 from configs.sections import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas.build import build_engine
 from replicas.engine.engine import Engine
 from replicas.messages import Delta, GenerateRequest, SamplingParams
 from replicas.model.store import ensure_model
+from replicas.start.build import build_engine
 
 HIGH, LOW = -10, 10
 PROMPT_TOKENS, ANSWER_TOKENS = 200, 40

@@ -29,12 +29,12 @@ from bench._service_player import Played, Player, Script, scripts
 from bench.soak import working_directory
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.policies import make_policy
+from cluster.plan.simulator.single_tier import Hits, hits_with
+from cluster.plan.traces.generator import GeneratorOptions, generate
+from cluster.plan.traces.patterns import mixed, parse_patterns
+from cluster.plan.traces.readers import open_trace
+from cluster.plan.traces.replay import forecasts
 from cluster.serve.app import interrupt_on_signals
-from cluster.simulator.single_tier import Hits, hits_with
-from cluster.traces.generator import GeneratorOptions, generate
-from cluster.traces.patterns import mixed, parse_patterns
-from cluster.traces.readers import open_trace
-from cluster.traces.replay import forecasts
 from configs.sections import MIB, PolicySettings, PredictorSettings
 from tests.support.services.service import MODEL, serving
 

@@ -23,10 +23,10 @@ from tqdm import tqdm
 from bench import _report as report
 from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.policy.policies import make_policy
-from cluster.simulator.fleet import Fleet
-from cluster.simulator.sim import Sim
-from cluster.traces.generator import GeneratorOptions, generate
-from cluster.traces.trace import TraceTurn
+from cluster.plan.simulator.fleet import Fleet
+from cluster.plan.simulator.sim import Sim
+from cluster.plan.traces.generator import GeneratorOptions, generate
+from cluster.plan.traces.trace import TraceTurn
 from configs.sections import GIB, MIB, PolicySettings, PredictorSettings
 
 GOAL_TURNS = 10_000_000

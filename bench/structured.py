@@ -22,10 +22,10 @@ from bench import _report as report
 from cache_tiers.pricing.meters import UNKNOWN_PREFILL
 from configs.sections import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas.build import build_engine
 from replicas.engine.engine import Engine
 from replicas.messages import Delta, GenerateRequest, Grammar, Refused, SamplingParams
 from replicas.model.store import ensure_model
+from replicas.start.build import build_engine
 
 BATCH = 8
 COST_BATCHES = (1, 8)

@@ -395,3 +395,15 @@ class NodeGlance:
 
     lineages: dict[bytes, LineageGlance] = field(default_factory=dict)
     stats: NodeStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHeld:
+    """What a node's tiers hold of one lineage; `nbytes` by tier. `idle_s`: since its last use there."""
+
+    tenant: bytes
+    session: bytes
+    nbytes: dict[str, int]
+    blocks: int
+    tokens: int
+    idle_s: float

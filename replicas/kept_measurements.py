@@ -34,12 +34,12 @@ CODE = (
     "checkpoint",
     "forward",
     "kv",
-    "measure.py",
+    "start/measure.py",
     "model",
     "native",
     "offload",
     "ranks",
-    "step_choice.py",
+    "start/step_choice.py",
     "engine/audit.py",
 )
 """What computes, in this package: another version of it is measured again."""

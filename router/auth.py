@@ -20,7 +20,7 @@ from typing import Literal
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from cache_tiers.doors import Use
+from cache_tiers.sessions import Use
 from configs.settings import AuthSettings, LimitsSettings
 from router.openai import AuthenticationFailed, Forbidden, InvalidValue, TooManyRequests
 

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cache_tiers.messages import NodeStats
-from cache_tiers.session_table import SessionState
+from cache_tiers.sessions import SessionState
 from replicas.messages import EngineStats, Source
 from router.routing import Outcome
 from router.tier_metrics import tier_metrics

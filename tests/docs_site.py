@@ -19,8 +19,8 @@ import yaml
 
 from configs.fields import setting_fields
 from configs.settings import LimitsSettings
-from router.http.app import version
-from router.http.operations import openapi_document
+from router.ingress.app import version
+from router.ingress.operations import openapi_document
 from tests.support.pages import FENCE, LINK, ROOT
 
 DOCS = ROOT / "docs"

@@ -18,6 +18,8 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("configs", "cache_tiers", "replicas", "router", "cluster")
 """In the order in which they may import each other."""
+WINGS = ("router.context", "router.observe", "cluster.plan")
+"""Folders of rooms: optional parts of the product."""
 
 
 @cache
@@ -37,9 +39,21 @@ def module_of(path: Path, root: Path) -> str:
 
 
 def room_of(module: str, root: Path) -> str:
-    """The folder a module lies in, or the module itself where it lies in a package's top folder."""
+    """The folder a module lies in, or the module itself where it lies in a package's top folder.
+
+    What lies deeper is of the same room, but for the rooms that a `WINGS` folder has.
+    """
     parts = module.split(".")
-    return ".".join(parts[:2]) if len(parts) > 1 else module
+    wing = ".".join(parts[:2])
+    if wing in WINGS and (root / "/".join(parts[:3])).is_dir():
+        return ".".join(parts[:3])
+    return wing if len(parts) > 1 else module
+
+
+def has_face(room: str, root: Path) -> bool:
+    """Whether a room says what others may import; else its modules are imported one by one."""
+    face = root / room.replace(".", "/") / "__init__.py"
+    return face.exists() and "__all__" in face.read_text(encoding="utf-8")
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
@@ -112,8 +126,9 @@ def past_faces(path: Path, root: Path = ROOT) -> list[str]:
     found = []
     for line, name, _ in imports(tree_of(path)):
         is_ours = name.split(".")[0] in PACKAGES and not name.startswith("cluster.")
-        if is_ours and name.count(".") > 1 and room_of(name, root) != here:
-            found.append(f"{path.name}:{line}: imports {name}, not {room_of(name, root)}")
+        there = room_of(name, root)
+        if is_ours and name.count(".") > there.count(".") and there != here and has_face(there, root):
+            found.append(f"{path.name}:{line}: imports {name}, not {there}")
     return found
 
 
@@ -125,6 +140,17 @@ def constructors(path: Path) -> Iterator[tuple[str, int]]:
                 if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                     given = method.args
                     yield node.name, len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1
+
+
+def class_sizes(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Classes, their lines, and how many public methods and properties they have."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ClassDef):
+            methods = [
+                one.name for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
+            ]
+            public = sum(not name.startswith("_") for name in set(methods))
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1, public
 
 
 def argument_tuples(path: Path) -> list[int]:
@@ -176,7 +202,7 @@ def diagram(package: str, root: Path = ROOT) -> str:
         if here.startswith(f"{package}.") and (root / here.replace(".", "/")).is_dir()
     }
     lines = [
-        f"    {here.split('.')[1]} --> {there.split('.')[1]}"
+        f"    {here.partition('.')[2]} --> {there.partition('.')[2]}"
         for here in sorted(graph)
         for there in sorted(graph[here])
     ]

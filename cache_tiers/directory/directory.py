@@ -30,9 +30,8 @@ from cache_tiers.directory.types import (
 )
 from cache_tiers.forecast import SessionKey
 from cache_tiers.media import Scanned
-from cache_tiers.messages import AbsentRun, BlockRange, Lookup, PartialBlock
+from cache_tiers.messages import AbsentRun, BlockRange, Lookup, PartialBlock, SessionHeld
 from cache_tiers.policy import IdleSessions, ResidencyPolicy
-from cache_tiers.session_table import SessionHeld
 from configs.sections import PolicySettings
 
 ADOPTED_IDLE_SHARE = 0.9

@@ -17,9 +17,8 @@ from typing import TypeVar
 
 from cache_tiers.blocks import ROOT, TIERS, Address, TierName, session_of
 from cache_tiers.directory.extents import SESSIONS_MAX, HeldCopy, HeldExtent
-from cache_tiers.messages import BlockRange, PartialBlock
+from cache_tiers.messages import BlockRange, PartialBlock, SessionHeld
 from cache_tiers.policy import LazyHeap, Place
-from cache_tiers.session_table import SessionHeld
 
 ROW_SCAN_MAX = 64
 """Extents examined per block, newest first.

@@ -1,6 +1,6 @@
 """Measures a medium's read speed with one record of random bytes: for `samovar doctor`, without a service.
 
-What a load takes is measured by the replica that loads (`replicas/measure.py` `Roads`).
+What a load takes is measured by the replica that loads (`replicas/start/measure.py` `Roads`).
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ from cache_tiers.messages import (
     NodeGlance,
     NodeStats,
     SampleRequest,
+    SessionHeld,
     StoreReply,
     StoreRequest,
     TierStats,
@@ -68,7 +69,6 @@ from cache_tiers.node.store import CallFor, NodeStores
 from cache_tiers.node.transfer import TransferRunner
 from cache_tiers.policy import IdleSessions, Prefetcher, make_policy
 from cache_tiers.pricing import TierMeter, TierPrice
-from cache_tiers.session_table import SessionHeld
 from cache_tiers.transport import LazyLink, PeerCalls
 from configs.sections import TierSettings
 

@@ -25,7 +25,7 @@ from cluster.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from router.diagnosis import Diagnosis, Snapshot
+    from router.observe.diagnosis import Diagnosis, Snapshot
 
 PIPE_COLUMNS = 120
 PERIOD_S_MAX = 3600
@@ -76,7 +76,7 @@ def diagnose(
             now, before = snapshot(address, api_key), now
     except StatusFailed as error:
         refuse(str(error))
-    from router.diagnosis import diagnose as judge
+    from router.observe.diagnosis import diagnose as judge
 
     found = judge(now, before)
     _print(found, address, every=every, as_json=as_json)
@@ -86,7 +86,7 @@ def diagnose(
 def snapshot(url: str, api_key: str | None, *, transport: httpx.BaseTransport | None = None) -> Snapshot:
     """Return what the server at `url` counts now. Raises `StatusFailed`."""
     from cluster.cli.status import StatusFailed, get, get_json, open_client
-    from router.diagnosis import NoSnapshot, snapshot_of
+    from router.observe.diagnosis import NoSnapshot, snapshot_of
 
     with open_client(url, api_key, transport) as client:
         stats, metrics = get_json(client, "/cache/stats"), get(client, "/metrics").text
@@ -101,8 +101,8 @@ def _watch(url: str, api_key: str | None, every_s: float, *, every: bool, as_jso
     from rich.live import Live
 
     from cluster.cli.status import or_why_not
-    from cluster.diagnosis.view import diagnosis_view
-    from router.diagnosis import diagnose as judge
+    from cluster.doctor.view import diagnosis_view
+    from router.observe.diagnosis import diagnose as judge
 
     pause, before = threading.Event(), None
 
@@ -132,7 +132,7 @@ def _print(found: Diagnosis, url: str, *, every: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.json(), indent=2, ensure_ascii=False))
         return
-    from cluster.diagnosis.view import diagnosis_view
+    from cluster.doctor.view import diagnosis_view
 
     _console().print(diagnosis_view(found, url, every=every))
 
@@ -158,9 +158,9 @@ def doctor(
 
     settings = load_or_exit(config, None, None, None, None, ctx.args).settings
     from cluster.cli.running import RunningServers
-    from cluster.diagnosis.check import Checked, run_checks
-    from cluster.diagnosis.doctor import checks_of
-    from cluster.diagnosis.view import doctor_view
+    from cluster.doctor.check import Checked, run_checks
+    from cluster.doctor.doctor import checks_of
+    from cluster.doctor.view import doctor_view
 
     ours = [server.url for server in RunningServers.of_user(os.environ).living()]
     checks = checks_of(settings, running=ours)

@@ -28,7 +28,7 @@ from cluster.cli.options import (
 if TYPE_CHECKING:
     import httpx
 
-    from router.knowledge import KnowledgeStore
+    from router.context.knowledge import KnowledgeStore
 
 ROUTE = "/v1/knowledge"
 CANDIDATES = f"{ROUTE}/candidates"
@@ -258,7 +258,7 @@ def run_questions(
 
 def _ask_model(server: _Server, asked: Sequence[Any], report: dict[str, Any]) -> None:
     """Add the failures of checks of answers: each question alone, at temperature 0, always the same seed."""
-    from router.knowledge import Check, broken
+    from router.context.knowledge import Check, broken
 
     model = server.ask("GET", "/v1/models")["data"][0]["id"]
     for question, verdict in zip(asked, report["questions"], strict=True):
@@ -380,7 +380,7 @@ def compact(config: ConfigOption = None) -> None:
 
 def _local(config: str | None, work: Any, must_exist: bool = False) -> None:
     from configs.extras import ExtraMissing
-    from router.knowledge import KnowledgeError, open_store, store_file
+    from router.context.knowledge import KnowledgeError, open_store, store_file
 
     settings = load_or_exit(config, None, None, None, None, []).settings
     path = store_file(settings.knowledge, settings.model.cache_dir)

@@ -195,8 +195,8 @@ def _run_trace(
 ) -> int:
     from cluster.plan.plan import PlanAsk, run_plan
     from cluster.plan.runs import PlanRefused
+    from cluster.plan.simulator.fleet import Prices
     from cluster.plan.sizing import kv_format, read_model
-    from cluster.simulator.fleet import Prices
 
     ask = {key: value for key, value in given.items() if value is not None}
     prices = {"usd_gpu_hour": "gpu_hour", "usd_ram": "cpu_gib_month"}
@@ -254,7 +254,7 @@ def _exit_with(run: Any, *args: Any) -> NoReturn:
     from rich.console import Console
 
     from cluster.plan.runs import PlanRefused
-    from cluster.traces.files import TraceError
+    from cluster.plan.traces.files import TraceError
     from replicas.messages import ModelRefused
 
     console = Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)

@@ -1,6 +1,7 @@
 """Runs `samovar plan --live`: tables of what fits the running service, and where loading beats computing.
 
-The sizing itself is `router.diagnosis`', whose numbers the live page shows too. All but `run_live` is pure.
+The sizing itself is that of `router.observe.diagnosis`, whose numbers the live page shows too. All but
+`run_live` is pure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.text import Text
 from cluster.plan.runs import PlanRefused
 from cluster.plan.sizing import in_bytes, in_seconds, in_tokens, parse_contexts
 from cluster.serve.startup_table import TIER_WORDS
-from router.diagnosis import LiveSizing, Snapshot, size_live, wins_in_words
+from router.observe.diagnosis import LiveSizing, Snapshot, size_live, wins_in_words
 
 CONTEXTS = "2k,8k,32k,128k"
 

@@ -29,8 +29,8 @@ from cluster.plan.runs import (
     sweep_fleets,
     sweep_of,
 )
-from cluster.simulator.fleet import Fleet, Prices
-from cluster.traces.readers import TraceOptions
+from cluster.plan.simulator.fleet import Fleet, Prices
+from cluster.plan.traces.readers import TraceOptions
 from configs.extras import ExtraMissing, require
 from configs.sections import GIB, KIB, PrefetchSettings
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from cluster.plan.report import TIER_WORDS, chosen, in_gib
 from cluster.plan.runs import Sweep
-from cluster.simulator.fleet import Fleet
+from cluster.plan.simulator.fleet import Fleet
 
 # Distinguishable by the colour-blind (Okabe and Ito, 2008), and by their markers in print.
 COLOURS = {

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.plan.runs import BUSY_SHARE, Result, Sweep, SweptTier, Traffic
-from cluster.simulator.fleet import Fleet, Prices
+from cluster.plan.simulator.fleet import Fleet, Prices
 from configs.sections import GIB
 
 TIERS = ("gpu", "cpu", "nvme", "s3", "peer")

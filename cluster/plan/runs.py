@@ -16,11 +16,11 @@ from typing import Literal, get_args
 
 from cache_tiers.forecast import Forecast, Predictor, TypeKm
 from cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
-from cluster.simulator.fleet import Fleet
-from cluster.simulator.sim import Foresight, Sim
-from cluster.traces.readers import TraceOptions, open_trace
-from cluster.traces.replay import forecasts, next_starts_s, with_blocks
-from cluster.traces.trace import TraceTurn
+from cluster.plan.simulator.fleet import Fleet
+from cluster.plan.simulator.sim import Foresight, Sim
+from cluster.plan.traces.readers import TraceOptions, open_trace
+from cluster.plan.traces.replay import forecasts, next_starts_s, with_blocks
+from cluster.plan.traces.trace import TraceTurn
 from configs.sections import GIB, PolicyName, PolicySettings, PredictorSettings
 
 SweptTier = Literal["gpu", "cpu", "nvme"]

@@ -62,10 +62,10 @@ from configs.extras import ExtraMissing
 from configs.loader import ConfigError
 from configs.model_reference import DEFAULT_NAME
 from configs.settings import Settings
-from replicas.deployment import Replica
 from replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
 from replicas.model import check_heads, ensure_model, inspect_model
-from replicas.start_notes import forget_notes, stage_noted
+from replicas.serving.deployment import Replica
+from replicas.start.start_notes import forget_notes, stage_noted
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from configs.cluster import AutoscalingSettings
-from replicas.deployment import FIELDS, PREFIX, ReplicaLoad
+from replicas.serving.deployment import FIELDS, PREFIX, ReplicaLoad
 
 logger = logging.getLogger(__name__)
 

@@ -184,7 +184,7 @@ def ray_environment(settings: Settings) -> dict[str, str]:
 
 def required_environment(settings: Settings) -> dict[str, str]:
     """Return the variables that Samovar depends on; they override what the user has set."""
-    from router.http import proxy_environment  # it takes a second, and sizes are checked before that
+    from router.proxy import proxy_environment  # it takes a second, and sizes are checked before that
 
     return proxy_environment(settings) | TOKEN_MODE | OFFLINE
 
@@ -193,6 +193,6 @@ def application_environment() -> dict[str, str]:
     """Return the variables that applications on a running cluster are sent.
 
     None of the proxies': those have what Ray was started with, and front doors must not take proxies for
-    guarded that are not (`router/front_calls`).
+    guarded that are not (`router/proxy`).
     """
     return PROCESS_ENVIRONMENT | TOKEN_MODE | OFFLINE

@@ -13,15 +13,15 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from cache_tiers.actors import ON_HEAD
+from cache_tiers.sessions import ON_HEAD
 from cluster.serve.autoscale import autoscaling_config
 from cluster.serve.front_doors import one_door_per_node
 from cluster.serve.preflight import uses_gpu
 from configs.settings import Settings
-from replicas.deployment import Replica
 from replicas.messages import REPLICA_DEPLOYMENT
-from router.doors import door_count
-from router.http import app as ingress_app
+from replicas.serving.deployment import Replica
+from router.ingress import app as ingress_app
+from router.ingresses import door_count
 
 FRONT_APP = "samovar"
 MODEL_APP_PREFIX = "samovar-model-"
@@ -32,7 +32,7 @@ REQUEST_ROUTERS = {
 }
 """`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's default."""
 
-DOOR_ROUTER = "router.doors.door_router.DoorRouter"
+DOOR_ROUTER = "router.proxy.door_router.DoorRouter"
 HEALTH_PERIOD_S = 2.0
 RANK_CPUS = 0.001
 """Of a rank without a GPU where replicas reserve no CPU: Ray refuses an empty bundle."""
@@ -131,7 +131,7 @@ def run_targets(
 def _where(settings: Settings, *, has_gpu: bool) -> dict[str, Any]:
     """Return what a replica reserves: on several GPUs a bundle for each, all on one node.
 
-    The replica is in the first bundle, and starts a rank in each of the others (`replicas/ray_ranks.py`).
+    The replica is in the first bundle, and starts a rank in each other one (`replicas/start/ray_ranks.py`).
     """
     cluster, ranks = settings.cluster, settings.engine.tensor_parallel
     own: dict[str, Any] = {

@@ -88,7 +88,7 @@ def smaller_than_pools(tier_bytes: int, pools_bytes: int) -> str:
 
 def load_rows(info: ReplicaInfo, prices: Mapping[str, TierPrice]) -> list[tuple[str, str]]:
     """Return (row, from how many tokens on a load pays, and both prices) for each tier with a price."""
-    from router.diagnosis import computing_in_words, loading_in_words, wins_in_words
+    from router.observe.diagnosis import computing_in_words, loading_in_words, wins_in_words
 
     if info.prefill is None:
         return []

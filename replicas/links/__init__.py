@@ -6,25 +6,17 @@ link: one message for all streams of a step (docs/adr/015). So do calls, to proc
 """
 
 from replicas.links.calls import CLOSING, FAILED, FULL, Calls, Handler, LinkCall
-from replicas.links.door_loads import DoorLoad, DoorLoads, others_load
 from replicas.links.events import EventSender, events_of, pack_event, said_events, whole_bytes
 from replicas.links.inlet import Inlet, open_inlet
 from replicas.links.link import Link, Links
 from replicas.links.mailbox import Mailbox
-from replicas.links.requests import BadRequestBytes, pack_request, request_form, unpack_request
-from replicas.links.served import UNREACHED, UNREADABLE, Places, call_handler
 from replicas.links.wire import LinkLost, Pace
 
 __all__ = [
     "CLOSING",
     "FAILED",
     "FULL",
-    "UNREACHED",
-    "UNREADABLE",
-    "BadRequestBytes",
     "Calls",
-    "DoorLoad",
-    "DoorLoads",
     "EventSender",
     "Handler",
     "Inlet",
@@ -34,15 +26,9 @@ __all__ = [
     "Links",
     "Mailbox",
     "Pace",
-    "Places",
-    "call_handler",
     "events_of",
     "open_inlet",
-    "others_load",
     "pack_event",
-    "pack_request",
-    "request_form",
     "said_events",
-    "unpack_request",
     "whole_bytes",
 ]

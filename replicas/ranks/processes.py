@@ -1,6 +1,6 @@
 """Ranks as plain processes of this machine: for tests, benchmarks, and machines without Ray.
 
-The service runs them as actors (`replicas/ray_ranks.py`).
+The service runs them as actors (`replicas/start/ray_ranks.py`).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class DocumentContext(Context, Protocol):
 
 
 class DocumentSource(Protocol):
-    """Documents that chats name (`router/documents`), worked on in the background. See `Placer`."""
+    """Documents that chats name (`router/context/documents`), worked on in the background. See `Placer`."""
 
     async def place(
         self, request: ParsedChat, tenant: str, session: bytes
@@ -70,7 +70,7 @@ class DocumentSource(Protocol):
 
 
 class ContextSource(Placer, Protocol):
-    """Where context comes from: a knowledge base (`router/knowledge`), where one is switched on."""
+    """Where context comes from: a knowledge base (`router/context/knowledge`), where one is switched on."""
 
     async def answered(self, context: Any, said: ChatMessage, is_deleted: Callable[[], bool]) -> None:
         """Take note of the answer to a prompt with a context, before the receipt is told.
@@ -98,7 +98,7 @@ async def with_documents(
 ) -> tuple[ParsedChat, DocumentContext | None]:
     """Return a chat with the documents that it names in front, where documents are served.
 
-    `source`: the documents (`router/documents`). Raises `UnsupportedParameter` where there are none.
+    `source`: the documents (`router/context/documents`). Raises `UnsupportedParameter` where there are none.
     """
     if source is not None:
         return await source.place(request, tenant, session)
@@ -139,7 +139,7 @@ class AskedTurn:
 
 
 class WindowKeeper(Protocol):
-    """What makes a long conversation fit the window: `router/compaction`, where that is switched on."""
+    """What makes a long conversation fit the window: `router/context/compaction`, where it is switched on."""
 
     def demand(self) -> AbstractContextManager[None]:
         """Give way to a request for as long as it is served."""

@@ -24,7 +24,6 @@ from cache_tiers.blocks import Placement, tenant_tag
 from configs.telemetry import Span
 from replicas.messages import Delta, GenerateRequest, TurnContext
 from router.auth import RequestLease, tenant_of, tenant_salt
-from router.doors import SessionTurn
 from router.generation.answer import Answer, answer_headers
 from router.generation.context import (
     AskedTurn,
@@ -46,6 +45,7 @@ from router.generation.resumption import (
     NamedAnswers,
 )
 from router.generation.services import IngressServices
+from router.ingresses import SessionTurn
 from router.metrics import RequestTimer
 from router.openai import (
     PING_BEHIND_IDS,

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from configs.settings import Settings
 from configs.telemetry import Tracer
 from router.auth import ConcurrencyLimit
-from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
 from router.erasure import Erasures
 from router.generation.context import ContextSource, DocumentSource, WindowKeeper
 from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder
 from router.generation.usage import UsageBook
+from router.ingresses import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
 from router.metrics import Metrics
 from router.openai import ModelNotFound
 from router.prompt import PromptBuilder

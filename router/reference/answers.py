@@ -1,6 +1,6 @@
 """The JSON of answers, as the OpenAPI document tells it. Types only: the shapes are made where answers are.
 
-`tests/unit/router/http/test_openapi.py` compares what the routes answer with these, so neither has a field
+`tests/unit/router/ingress/test_openapi.py` compares what the routes answer with these, so neither has a field
 that the other lacks.
 """
 

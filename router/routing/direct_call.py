@@ -9,20 +9,9 @@ from __future__ import annotations
 import logging
 
 from configs.cluster import LinkSettings
-from replicas.links import (
-    CLOSING,
-    FAILED,
-    FULL,
-    Inlet,
-    Link,
-    LinkLost,
-    Links,
-    events_of,
-    pack_request,
-    request_form,
-    said_events,
-)
+from replicas.links import CLOSING, FAILED, FULL, Inlet, Link, LinkLost, Links, events_of, said_events
 from replicas.messages import Event, GenerateRequest
+from replicas.serving.requests import pack_request, request_form
 from router.routing import load_tracker, roster
 from router.routing.linked_call import READ_BYTES
 from router.routing.score import Ranking

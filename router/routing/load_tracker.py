@@ -23,8 +23,8 @@ from time import monotonic
 from typing import get_args
 
 from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice, TierMeter
-from replicas.links import DoorLoad, others_load
 from replicas.messages import Receipt
+from replicas.serving.door_loads import DoorLoad, others_load
 from router.routing.score import (
     NOWHERE,
     Elsewhere,

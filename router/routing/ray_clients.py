@@ -19,10 +19,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from cache_tiers.actors import rpc
 from cache_tiers.blocks import Clear
-from cache_tiers.doors import Item, Kind, Use
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance, NodeStats
-from cache_tiers.session_table import Move, Recalled, SessionRow, SessionsCleared, Sync, Synced
+from cache_tiers.sessions import Item, Kind, Move, Recalled, SessionRow, SessionsCleared, Sync, Synced, Use
 from cache_tiers.transport import PeerError
 from configs.telemetry import Tracer
 from replicas.links import FAILED, Inlet, LinkLost, Links

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cache_tiers.blocks import Clear, lineage_tag, session_of
-from cache_tiers.doors import Item, Kind, Use
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
 from cache_tiers.pricing import PrefillPrice
-from cache_tiers.session_table import (
+from cache_tiers.sessions import (
+    Item,
+    Kind,
     Move,
     Recalled,
     SessionRow,
@@ -28,6 +29,7 @@ from cache_tiers.session_table import (
     SessionTable,
     Sync,
     Synced,
+    Use,
 )
 from configs.settings import RouterSettings
 from replicas.messages import Route

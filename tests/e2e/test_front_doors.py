@@ -23,7 +23,7 @@ import pytest
 
 from tests.support.services.service import MODEL, Service, serving, until
 
-pytestmark = pytest.mark.slow  # the gate has three front doors in one process: tests/unit/router/doors
+pytestmark = pytest.mark.slow  # the gate has three front doors in one process: tests/unit/router/ingresses
 DOORS = 3
 INGRESS = "ServeReplica:samovar:Ingress"
 BLOCK_TOKENS = 16

@@ -21,7 +21,7 @@ import pytest
 from cache_tiers.blocks import session_of
 from cluster.serve.s3_demo import S3Demo
 from router.auth import LOCAL_TENANT
-from router.documents import document_session
+from router.context.documents import document_session
 from router.routing.session import tags_of_id
 from tests.support.services.guests import Conversation, Reply, words
 from tests.support.services.service import MODEL, free_port, until

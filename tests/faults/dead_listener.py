@@ -25,7 +25,8 @@ async def listen() -> None:
     from starlette.responses import PlainTextResponse
 
     from replicas.links import Inlet
-    from router.front_calls import ADDRESS, RequestTaker
+    from router.ingress.taker import RequestTaker
+    from router.proxy import ADDRESS
     from tests.support.router.linked_replicas import LINKS, LOOPBACK
 
     taker = RequestTaker(Inlet(LOOPBACK, LINKS, 0.0), 60.0)

@@ -110,7 +110,7 @@ def test_g3_a_namespace_is_all_that_tells_them_apart(
     other = tmp_path / tiny_llama.name
     shutil.copytree(tiny_llama, other)
     other_weights(other)
-    monkeypatch.setattr("replicas.build.model_namespace", lambda *_: bytes(32))
+    monkeypatch.setattr("replicas.start.build.model_namespace", lambda *_: bytes(32))
     told(tiny_llama, tmp_path / "kv")
     answer = told(other, tmp_path / "kv")
     assert loaded(answer) > 90

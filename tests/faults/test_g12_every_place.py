@@ -19,11 +19,11 @@ from cache_tiers.blocks import tenant_tag
 from cache_tiers.messages import Cleared as NodeCleared
 from configs.settings import ModelSettings
 from replicas.messages import Forgotten
-from router.compaction import Compactor, Summary
-from router.doors import ToldDoors
+from router.context.compaction import Compactor, Summary
+from router.context.knowledge import KnowledgeError
 from router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, UnfinishedFile
-from router.http.places import unfinished_dir
-from router.knowledge import KnowledgeError
+from router.ingress.places import unfinished_dir
+from router.ingresses import ToldDoors
 from router.openai import ApiError, Unavailable
 from tests.faults.test_nvme_full import small_disk
 from tests.support.router.fake_directory import FakeLink

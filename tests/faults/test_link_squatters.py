@@ -20,11 +20,13 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from configs.settings import EngineSettings
-from replicas.deployment import places
-from replicas.links import UNREACHED, LinkCall, Links, Mailbox, call_handler, pack_request
+from replicas.links import LinkCall, Links, Mailbox
 from replicas.messages import Delta, Event, GenerateRequest, ReplyTo, Route, SamplingParams
-from router.front_calls import Door
-from router.front_calls.wire import packed_request
+from replicas.serving.deployment import places
+from replicas.serving.requests import pack_request
+from replicas.serving.served import UNREACHED, call_handler
+from router.proxy import Door
+from router.proxy.wire import packed_request
 from router.routing import roster
 from tests.faults.dead_listener import NOBODY
 from tests.support.engines.engines import prompt_of

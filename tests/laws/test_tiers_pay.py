@@ -18,11 +18,11 @@ from cache_tiers.blocks.extent import LoadSource
 from cache_tiers.policy.policies import make_policy
 from cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
 from cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
-from cluster.simulator.fleet import Fleet
-from cluster.simulator.node import PIECE_BLOCKS
-from cluster.simulator.sim import Sim
-from cluster.simulator.tier import SimLink
-from cluster.traces.trace import TraceTurn
+from cluster.plan.simulator.fleet import Fleet
+from cluster.plan.simulator.node import PIECE_BLOCKS
+from cluster.plan.simulator.sim import Sim
+from cluster.plan.simulator.tier import SimLink
+from cluster.plan.traces.trace import TraceTurn
 from configs.sections import PolicySettings, TierSettings
 from tests.support.traffic import turn
 

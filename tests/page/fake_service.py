@@ -24,10 +24,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from configs.optional_sections import LiveSettings
-from router.diagnosis import Snapshot
-from router.live.advice import advice_of
-from router.live.merge_patch import diff
-from router.live.page_files import PageFiles
+from router.observe.diagnosis import Snapshot
+from router.observe.live.advice import advice_of
+from router.observe.live.merge_patch import diff
+from router.observe.live.page_files import PageFiles
 from tests.support.router.snapshots import HEALTHY
 
 MODEL = "play-model"

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-const PAGE = new URL("../../router/live/page/", import.meta.url);
+const PAGE = new URL("../../router/observe/live/page/", import.meta.url);
 const { mergePatch } = await import(new URL("base/merge.js", PAGE));
 const { EventParser } = await import(new URL("base/sse.js", PAGE));
 const format = await import(new URL("base/format.js", PAGE));

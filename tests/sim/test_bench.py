@@ -10,7 +10,7 @@ import pytest
 
 from bench import _report, policy, prefetch
 from bench.policy import Row, broken_bars
-from cluster.traces.replay import ended_s, next_starts_s
+from cluster.plan.traces.replay import ended_s, next_starts_s
 from tests.support.traffic import made
 
 

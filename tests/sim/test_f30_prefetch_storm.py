@@ -8,10 +8,10 @@ import pytest
 from cache_tiers.forecast.survival import BINS, curve_of
 from cache_tiers.policy.policies import LikelyReturn
 from cache_tiers.pricing.meters import TierMeter
-from cluster.simulator.fleet import NVME, Fleet
-from cluster.simulator.node import SimNode
-from cluster.simulator.prefetch import SimPrefetch
-from cluster.simulator.tier import SimLink
+from cluster.plan.simulator.fleet import NVME, Fleet
+from cluster.plan.simulator.node import SimNode
+from cluster.plan.simulator.prefetch import SimPrefetch
+from cluster.plan.simulator.tier import SimLink
 from configs.sections import GIB, MIB, PrefetchSettings
 from tests.support.clock import Clock
 from tests.support.traffic import BLOCK

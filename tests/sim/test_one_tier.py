@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.idle_sessions import IdleSessions
 from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
-from cluster.simulator.single_tier import belady_hits, hits_with
-from cluster.simulator.tier import SimTier
-from cluster.traces.readers import TraceOptions, open_trace
-from cluster.traces.replay import events, forecasts, next_starts_s, with_blocks
-from cluster.traces.trace import TraceTurn
+from cluster.plan.simulator.single_tier import belady_hits, hits_with
+from cluster.plan.simulator.tier import SimTier
+from cluster.plan.traces.readers import TraceOptions, open_trace
+from cluster.plan.traces.replay import events, forecasts, next_starts_s, with_blocks
+from cluster.plan.traces.trace import TraceTurn
 from configs.sections import PolicyName, PolicySettings, PredictorSettings
 from tests.support.traffic import BLOCK, made, turn
 

@@ -10,11 +10,11 @@ import pytest
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import LAST_S, Forecast, resume_within
 from cache_tiers.policy.policies import make_policy
-from cluster.simulator.single_tier import Hits, hits_with
-from cluster.traces.generator import GeneratorOptions, generate
-from cluster.traces.patterns import parse_patterns
-from cluster.traces.replay import forecasts
-from cluster.traces.trace import TraceTurn
+from cluster.plan.simulator.single_tier import Hits, hits_with
+from cluster.plan.traces.generator import GeneratorOptions, generate
+from cluster.plan.traces.patterns import parse_patterns
+from cluster.plan.traces.replay import forecasts
+from cluster.plan.traces.trace import TraceTurn
 from configs.sections import PolicyName, PolicySettings, PredictorSettings
 from tests.support.traffic import BLOCK
 

@@ -18,11 +18,12 @@ from cache_tiers.actors.tier import TierActor
 from configs.optional_sections import TelemetrySettings
 from configs.settings import Settings
 from configs.telemetry import Tracer
-from replicas.deployment import Replica, places
-from replicas.links import DoorLoads, Links
+from replicas.links import Links
 from replicas.messages import Event, GenerateRequest
 from replicas.offload import TierLink
-from replicas.tracing import TracedLink
+from replicas.serving.deployment import Replica, places
+from replicas.serving.door_loads import DoorLoads
+from replicas.serving.tracing import TracedLink
 from replicas.turns import TenantThreads
 from tests.support.engines.tier_engines import Tiered, tiered
 from tests.support.router.router_harness import House

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.traces.generator import GeneratorOptions, Shape, generate
-from cluster.traces.trace import TraceTurn
+from cluster.plan.traces.generator import GeneratorOptions, Shape, generate
+from cluster.plan.traces.trace import TraceTurn
 
 BLOCK = 512
 

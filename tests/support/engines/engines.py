@@ -14,11 +14,11 @@ from cache_tiers.pricing.meters import UNKNOWN_PREFILL, PrefillPrice
 from configs.cluster import ClusterSettings
 from configs.sections import TierSettings
 from configs.settings import EngineSettings, LimitsSettings, ModelSettings, Settings
-from replicas.build import BuiltEngine, build_engine
 from replicas.engine.engine import Engine
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
 from replicas.offload.tier_client import TierAccess
 from replicas.ranks import Launch, RankSubprocess
+from replicas.start.build import BuiltEngine, build_engine
 from tests.support.engines import exactness
 from tests.support.engines.other_cpu import is_played
 

@@ -30,11 +30,11 @@ from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNod
 from cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
 from cache_tiers.transport import LazyLink, PeerCalls
 from configs.sections import TierSettings
-from replicas.build import BuiltEngine
 from replicas.kv.block_io import PageIo
 from replicas.kv.kv_pool import KvPool
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
 from replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
+from replicas.start.build import BuiltEngine
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_kv, assert_same_logprobs
@@ -260,7 +260,7 @@ def tiered(
         devices.append(SimulatedDevice(pool.page_bytes.numpy(), copies))
         return PageIo(devices[-1], pool.geometry, staging_bytes=3 * pool.geometry.block_bytes)
 
-    with nullcontext() if copies is None else mock.patch("replicas.build.page_io", simulated):
+    with nullcontext() if copies is None else mock.patch("replicas.start.build.page_io", simulated):
         built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
     built.engine.scheduler.budget.pace.ran = lambda *_, **__: None  # type: ignore[method-assign]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cache_tiers.actors.sessions import SessionActor
 from cache_tiers.blocks.extent import Clear
-from cache_tiers.doors import Item, Kind, Use
 from cache_tiers.forecast.turns import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
-from cache_tiers.session_table import Move, Recalled, SessionRow, SessionsCleared, Sync, Synced
+from cache_tiers.sessions import Item, Kind, Use
+from cache_tiers.sessions.actor import SessionActor
+from cache_tiers.sessions.session_table import Move, Recalled, SessionRow, SessionsCleared, Sync, Synced
 from router.routing.session_directory import DirectoryLost
 
 

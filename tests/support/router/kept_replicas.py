@@ -16,10 +16,11 @@ from typing import Any
 from configs.optional_sections import AnswerSettings
 from configs.settings import Settings
 from replicas.answers import KeptAnswers, SweepTimer
-from replicas.deployment import Replica, _call_later, places
 from replicas.engine import EngineThread
-from replicas.links import DoorLoads, Inlet, Links
+from replicas.links import Inlet, Links
 from replicas.messages import Delta, Event, GenerateRequest, KeptAnswer
+from replicas.serving.deployment import Replica, _call_later, places
+from replicas.serving.door_loads import DoorLoads
 from replicas.turns import TenantThreads
 from router.routing import ReplicaLost
 from router.routing.kept_search import KeptSearch

@@ -11,15 +11,8 @@ import numpy as np
 from pydantic import SecretStr
 
 from configs.optional_sections import KnowledgeSettings, PostgresSettings
-from router.knowledge import (
-    Change,
-    Content,
-    EntryRef,
-    Limits,
-    Provenance,
-    SqliteStore,
-)
-from router.knowledge.postgres.store import PostgresStore
+from router.context.knowledge import Change, Content, EntryRef, Limits, Provenance, SqliteStore
+from router.context.knowledge.postgres.store import PostgresStore
 
 if TYPE_CHECKING:
     from tests.support.services.postgres_server import PostgresServer
@@ -43,7 +36,7 @@ class Desk:
     """A store. `code`: an expression that opens it in another process, which imports `IMPORTS`."""
 
     IMPORTS = (
-        "from pathlib import Path\nfrom router.knowledge import *\n"
+        "from pathlib import Path\nfrom router.context.knowledge import *\n"
         "from tests.support.router.knowledge_desks import postgres\n"
     )
     code: str

@@ -16,9 +16,9 @@ from configs.cluster import LinkSettings
 from configs.settings import LimitsSettings
 from replicas.links import EventSender, Inlet, Links
 from replicas.messages import Event, GenerateRequest, ReplyTo
-from router.doors import KeptBodies
-from router.front_calls import ADDRESS, KNOWN, Door, KnownDoors, RequestCarrier, RequestTaker
-from router.http.proxy_guard import ProxyGuard
+from router.ingress.taker import RequestTaker
+from router.proxy import ADDRESS, KNOWN, Door, KeptBodies, KnownDoors, RequestCarrier
+from router.proxy.proxy_guard import ProxyGuard
 from router.routing.linked_call import LinkedCall
 from tests.support.router.fake_replica import FakeReplicas, Script
 from tests.support.router.router_harness import House
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class LinkedReplicas(FakeReplicas):
-    """`FakeReplicas` at the far end of a link, as `replicas.deployment.Replica` is."""
+    """`FakeReplicas` at the far end of a link, as `replicas.serving.deployment.Replica` is."""
 
     def __init__(self, script: Callable[[GenerateRequest], Script]) -> None:
         super().__init__(script)

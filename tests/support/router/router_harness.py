@@ -19,9 +19,9 @@ from configs.sections import TierSettings
 from configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
 from configs.telemetry import Tracer
 from replicas.messages import FinishReason, GenerateRequest
-from router.doors import DoorPeers
 from router.generation import IngressServices
-from router.http.app import build_api, build_service
+from router.ingress.app import build_api, build_service
+from router.ingresses import DoorPeers
 from router.prompt.prompt import PromptBuilder
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.session_directory import DirectoryLink, SessionDirectory

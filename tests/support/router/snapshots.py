@@ -10,7 +10,7 @@ from cache_tiers.pricing import TierPrice
 from configs.sections import GIB, MIB
 from configs.settings import Settings
 from replicas.messages import EngineStats, ReplicaInfo
-from router.diagnosis import FrontDoor, Snapshot, settings_told
+from router.observe.diagnosis import FrontDoor, Snapshot, settings_told
 from tests.support.router.fake_replica import INFO
 
 PREFILL = (0.01, 1e-3, 1e-8)

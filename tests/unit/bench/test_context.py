@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 
 from bench.context import BlockCount, orders, recall
-from router.http.knowledge_routes import ServedText
-from router.knowledge import open_embedder
+from router.context.knowledge import open_embedder
+from router.ingress.knowledge_routes import ServedText
 from router.prompt import PromptBuilder
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.router_harness import TOKENIZER, make_settings

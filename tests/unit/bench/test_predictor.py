@@ -12,7 +12,7 @@ from bench import _turn_tables as turn_tables
 from bench import predictor as bench
 from bench._forecast_scores import auc, brier, censored_ece, ece
 from cache_tiers.forecast.predictor import Predictor
-from cluster.traces.patterns import Patterns
+from cluster.plan.traces.patterns import Patterns
 from configs.sections import PredictorSettings
 
 CHAT = (

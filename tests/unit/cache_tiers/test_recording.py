@@ -25,8 +25,8 @@ from cache_tiers.recording import (
     read_row,
     runs,
 )
-from cluster.traces.files import TraceError
-from cluster.traces.readers import open_trace
+from cluster.plan.traces.files import TraceError
+from cluster.plan.traces.readers import open_trace
 
 MIB = 1 << 20
 

@@ -44,7 +44,7 @@ ONLY_WHERE_USED = {
     "cluster/plan/plot.py",
     "replicas/forward/paged_kernels.py",
     "replicas/kv/page_sums.py",
-    *(f"router/knowledge/postgres/{name}.py" for name in ("connections", "database", "store")),
+    *(f"router/context/knowledge/postgres/{name}.py" for name in ("connections", "database", "store")),
 }
 """Imported after a look whether the package is there, and where a GPU's kernel is launched."""
 

@@ -15,11 +15,11 @@ from configs.optional_sections import AnswerSettings
 from configs.sections import GrammarSettings
 from configs.settings import Settings
 from replicas.answers import KeptAnswers
-from replicas.deployment import Replica
 from replicas.grammar import GrammarCompiler
-from replicas.links import Places
 from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, ReplyTo, SamplingParams
 from replicas.sampling import Sampler
+from replicas.serving.deployment import Replica
+from replicas.serving.served import Places
 from replicas.turns import TenantThreads
 from tests.support.clock import Clock
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer

@@ -16,10 +16,10 @@ from cache_tiers.pricing import fit_prefill
 from configs.sections import TierSettings
 from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas import kept_measurements
-from replicas.build import BuiltEngine, build_engine
 from replicas.engine import Probe, ProbeResult
 from replicas.forward import GatherSdpa
 from replicas.kept_measurements import KeptMeasurements
+from replicas.start.build import BuiltEngine, build_engine
 from tests.support.clock import Clock
 
 NUMBER = TypeAdapter(float)
@@ -180,7 +180,7 @@ def test_another_attention_backend_is_measured_anew(
         taken.append(tokens_max)
         return [(16, 0, 1.0 + len(taken)), (64, 0, 4.0)]
 
-    monkeypatch.setattr("replicas.build.measure_prefill", noting)
+    monkeypatch.setattr("replicas.start.build.measure_prefill", noting)
     first = start(tiny_llama, tmp_path, exact=False)
     assert start(tiny_llama, tmp_path, exact=False).engine.meter.price == first.engine.meter.price
     assert len(taken) == 1

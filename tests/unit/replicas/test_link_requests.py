@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_tiers.blocks import Placement
-from replicas.links import BadRequestBytes, Places, pack_request, request_form, unpack_request
 from replicas.messages import (
     Admitted,
     Delta,
@@ -28,6 +27,8 @@ from replicas.messages import (
 )
 from replicas.reply import ReplyReading
 from replicas.reply.formats import format_named
+from replicas.serving.requests import BadRequestBytes, pack_request, request_form, unpack_request
+from replicas.serving.served import Places
 from tests.support.router.router_harness import until
 
 KEEP = Keep(

@@ -17,8 +17,8 @@ from configs.sections import MIB, TierSettings
 from replicas.kv.block_io import PageIo, Ticket
 from replicas.kv.copy_device import CopyEvent, HostDevice
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.measure import Roads
 from replicas.offload.tier_client import TierAccess, WorkerPools
+from replicas.start.measure import Roads
 from tests.support.clock import Clock
 from tests.support.engines.tier_engines import InlineExecutor, make_node, nvme
 

@@ -20,7 +20,7 @@ from replicas.messages import ModelRefused
 from replicas.model.spec import inspect_model
 from replicas.native import NotNative
 from replicas.native.build import AVX512_BF16
-from replicas.step_choice import ChosenStep, StepChoice, expects_native
+from replicas.start.step_choice import ChosenStep, StepChoice, expects_native
 from tests.support.engines.engines import small_engine
 from tests.support.engines.tiny_models import make_tiny_model
 
@@ -222,8 +222,8 @@ def test_whether_the_native_step_is_to_be_expected_is_known_before_the_model_is_
             raise NotNative("planted")
         return tmp_path
 
-    monkeypatch.setattr("replicas.step_choice.build_library", build_library)
-    monkeypatch.setattr("replicas.step_choice.pair_variant_here", lambda: AVX512_BF16)
+    monkeypatch.setattr("replicas.start.step_choice.build_library", build_library)
+    monkeypatch.setattr("replicas.start.step_choice.pair_variant_here", lambda: AVX512_BF16)
     settings, spec = EngineSettings.model_validate(engine), Mock(model_type=model_type, rope="{}")
     assert expects_native(settings, spec, CPU, tmp_path) == expected
     for factor in (1.0, 0.5):

@@ -13,7 +13,35 @@ from tests import house
 from tests.house import PACKAGES as ORDER
 from tests.house import ROOT, dotted, imports, sources
 
-FILE_LINES_MAX = 600
+FILE_LINES_MAX = 900
+CLASS_LINES_MAX, PUBLIC_METHODS_MAX = 300, 20
+LARGE = {
+    "CallText": (317, 2),
+    "Directory": (417, 26),
+    "DocumentShelf": (485, 11),
+    "Engine": (524, 14),
+    "FaultyTier": (165, 25),
+    "GenerationEndpoint": (477, 0),
+    "KnowledgeBase": (411, 18),
+    "KnowledgeStore": (158, 31),
+    "LearningLoop": (330, 10),
+    "NodeStores": (374, 11),
+    "NvmeTier": (392, 18),
+    "Offload": (445, 17),
+    "PagePool": (302, 24),
+    "PostgresStore": (434, 31),
+    "Prefetcher": (313, 13),
+    "PromptBuilder": (410, 12),
+    "Replica": (404, 19),
+    "S3Tier": (351, 18),
+    "Scheduler": (553, 18),
+    "Sim": (312, 3),
+    "SqliteStore": (502, 31),
+    "Tier": (125, 22),
+    "TierNode": (269, 21),
+    "TurnStore": (350, 11),
+}
+"""Classes that are larger still: lines, public methods. This list only shrinks."""
 FOLDER_FILES_MAX = 12
 PARAMETERS_MAX = 8
 WIDE = {"Engine": 14, "Offload": 13, "Scheduler": 9, "SimTier": 9}
@@ -76,6 +104,18 @@ def too_long(path: Path) -> list[str]:
     return [f"{path}: {lines} lines, at most {FILE_LINES_MAX}"] if lines > FILE_LINES_MAX else []
 
 
+def test_classes_hold_one_noun_each() -> None:
+    found = {
+        name: (lines, methods)
+        for path in sources()
+        for name, lines, methods in house.class_sizes(path)
+        if lines > CLASS_LINES_MAX or methods > PUBLIC_METHODS_MAX
+    }
+    grown = {name: size for name, size in found.items() if size > LARGE.get(name, (0, 0))}
+    assert not grown, "larger than they were, or new: cut them by noun"
+    assert found.keys() == LARGE.keys(), "small now: take them off the list"
+
+
 def test_the_rooms_are_all_there() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in sources()} == set(ORDER)
 
@@ -131,7 +171,7 @@ def test_arguments_are_written_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["replicas.messages", "cluster.simulator.sim", "cluster.plan.plan", "cluster.launch.up"]
+    "name", ["replicas.messages", "cluster.plan.simulator.sim", "cluster.plan.plan", "cluster.launch.up"]
 )
 def test_what_a_command_imports_is_light(name: str) -> None:
     """Faces import their whole folder, so they leave out what would bring one of these."""
@@ -146,6 +186,7 @@ def test_planted_faults_of_the_house_are_found(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).with_suffix(".py").write_text("")
     score, errors = tmp_path / "router/routing/score.py", tmp_path / "router/openai/errors.py"
+    (errors.parent / "__init__.py").write_text("__all__ = []\n")
     score.write_text("from router.openai.errors import ApiError\nfrom router.openai import errors\n")
     errors.write_text("def f():\n    from router.routing import rank\n")
     assert len(house.past_faces(score, tmp_path)) == 1
@@ -214,5 +255,5 @@ def test_a_method_named_eval_is_fine(tmp_path: Path) -> None:
 
 def test_planted_long_code_is_found(tmp_path: Path) -> None:
     path = tmp_path / "planted.py"
-    path.write_text("x = 1\n" * 601)
+    path.write_text("x = 1\n" * (FILE_LINES_MAX + 1))
     assert len(too_long(path)) == 1

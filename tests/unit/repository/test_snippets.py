@@ -22,7 +22,7 @@ import yaml
 from configs.fields import section_keys, setting_fields
 from configs.loader import ConfigError, load
 from configs.settings import ModelSettings
-from router.http.operations import OPERATIONS
+from router.ingress.operations import OPERATIONS
 from tests.support.pages import PAGES, ROOT, Block, Command, blocks_of, commands_of, prose_of
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.router_harness import House, make_settings, spoken

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from cache_tiers.session_table import SessionRow, SessionTable, SessionView
+from cache_tiers.sessions.session_table import SessionRow, SessionTable, SessionView
 from configs.settings import AuthSettings, LimitsSettings, Settings
 from router.openai.errors import TooManyRequests
 from router.prompt.tokenizer_threads import TokenizerThreads

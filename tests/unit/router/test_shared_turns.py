@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from configs.optional_sections import DocumentsSettings
-from router.compaction import IdleQueue
-from router.documents import DocumentShelf, shelf
-from router.knowledge import KnowledgeBase, harness
-from router.knowledge.knowledge import QuestionTime
+from router.context.compaction import IdleQueue
+from router.context.documents import DocumentShelf, shelf
+from router.context.knowledge import KnowledgeBase, harness
+from router.context.knowledge.knowledge import QuestionTime
 from tests.support.router.router_harness import (
     KEY,
     OTHER_KEY,

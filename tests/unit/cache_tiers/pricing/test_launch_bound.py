@@ -26,7 +26,7 @@ from cache_tiers.pricing.meters import (
     worth_storing,
 )
 from replicas.forward.runner import Runner
-from replicas.measure import SAMPLES, measure_prefill
+from replicas.start.measure import SAMPLES, measure_prefill
 from router.routing.request_router import _prefill as told_price
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
@@ -89,8 +89,8 @@ def on(
             clock.now_s += device(sum(chunk.count for chunk in chunks), chunks[0].start)
             return super().run(chunks, copies, score)
 
-    monkeypatch.setattr("replicas.build.Runner", OnDevice)
-    monkeypatch.setattr("replicas.build.measure_prefill", partial(measure_prefill, clock=clock))
+    monkeypatch.setattr("replicas.start.build.Runner", OnDevice)
+    monkeypatch.setattr("replicas.start.build.measure_prefill", partial(measure_prefill, clock=clock))
     engine = tiered(
         model,
         folder,

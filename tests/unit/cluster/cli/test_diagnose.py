@@ -19,10 +19,10 @@ from cache_tiers.pricing import TierPrice
 from cluster.cli import diagnose as commands
 from cluster.cli import main as cli
 from cluster.cli.status import StatusFailed
-from cluster.diagnosis import doctor
-from cluster.diagnosis.check import MachineCheck
-from cluster.diagnosis.view import diagnosis_view
-from router.diagnosis import BY_NAME, Snapshot, diagnose, snapshot_of
+from cluster.doctor import doctor
+from cluster.doctor.check import MachineCheck
+from cluster.doctor.view import diagnosis_view
+from router.observe.diagnosis import BY_NAME, Snapshot, diagnose, snapshot_of
 from tests.support.router.router_harness import House
 from tests.support.router.snapshots import HEALTHY, NODE, PLANTED, REPLICA
 

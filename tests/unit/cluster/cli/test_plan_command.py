@@ -173,7 +173,7 @@ def test_help_imports_neither_torch_nor_the_simulator_nor_matplotlib() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from cluster.cli.main import app\n"
         "assert CliRunner().invoke(app, ['plan', '--help']).exit_code == 0\n"
-        "heavy = ('torch', 'ray', 'matplotlib', 'numpy', 'cluster.simulator.sim')\n"
+        "heavy = ('torch', 'ray', 'matplotlib', 'numpy', 'cluster.plan.simulator.sim')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

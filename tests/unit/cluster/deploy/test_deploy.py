@@ -37,8 +37,7 @@ from cluster.serve.ray_cluster import asks_for_token, refuse_open_cluster
 from cluster.serve.rollout import Patience, exchange, steps
 from configs.fields import merged, public_tree, secret_tree
 from configs.settings import EngineSettings, Settings
-from router.front_calls import are_proxies_guarded
-from router.http import proxy_environment
+from router.proxy import are_proxies_guarded, proxy_environment
 
 KEY, SECRET = "a-key-of-team-one", "a-secret-of-the-server"
 SECRETS = {"auth": {"api_keys": {"team": KEY}, "server_secret": SECRET}}

@@ -26,9 +26,9 @@ from cluster.plan.runs import (
     sweep_fleets,
     sweep_of,
 )
-from cluster.simulator.fleet import Fleet, Prices
-from cluster.traces.generator import GeneratorOptions, generate
-from cluster.traces.replay import next_starts_s
+from cluster.plan.simulator.fleet import Fleet, Prices
+from cluster.plan.traces.generator import GeneratorOptions, generate
+from cluster.plan.traces.replay import next_starts_s
 from configs.sections import GIB
 
 CHAT = Path(__file__).resolve().parents[5] / "shared/traces/mooncake_conversation_first40min.jsonl.gz"

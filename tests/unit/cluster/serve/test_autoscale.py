@@ -25,7 +25,7 @@ from cluster.serve.autoscale import (
 from cluster.serve.graph import build_front_app, build_model_app
 from configs.cluster import AutoscalingSettings, ClusterSettings
 from configs.settings import Settings
-from replicas.deployment import FIELDS, PREFIX, ReplicaLoad
+from replicas.serving.deployment import FIELDS, PREFIX, ReplicaLoad
 from router.generation.readiness import Readiness
 
 IDLE = ReplicaLoad(0, 0, 8, 0, 0.0, 0.0, 0.0, 0.0, 0.0)

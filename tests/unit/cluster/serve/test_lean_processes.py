@@ -19,7 +19,7 @@ from configs.settings import Settings
 from replicas.messages import ModelRefused
 from replicas.model import apart, inspect_model
 from replicas.model.apart import ENTRY
-from router.http.app import open_prompts
+from router.ingress.app import open_prompts
 from router.openai import RequestParser
 from tests.house import ROOT
 from tests.support.engines.tiny_models import make_tiny_model
@@ -62,7 +62,7 @@ import asyncio
 from configs.settings import Settings
 from replicas.messages import Grammar
 from replicas.model import leave_torch_out
-from router.http.app import Ingress, open_prompts
+from router.ingress.app import Ingress, open_prompts
 from router.openai import RequestParser
 
 settings = Settings.model_validate_json(sys.argv[2])
@@ -81,8 +81,8 @@ prompts.close()
 """
 
 OTHERS = """
-import router.http.proxy_guard, router.routing.request_router  # Serve's proxy
-import cluster.serve.autoscale, replicas.deployment  # Serve's controller
+import router.proxy.proxy_guard, router.routing.request_router  # Serve's proxy
+import cluster.serve.autoscale, replicas.serving.deployment  # Serve's controller
 import cache_tiers.actors, cache_tiers.actors.tier, cache_tiers.actors.sessions  # of a node, of the cluster
 import cache_tiers.node, cache_tiers.transport, replicas.messages
 """

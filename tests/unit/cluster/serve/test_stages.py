@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.serve.stages import IN_WORDS, StartStages
-from replicas.start_notes import REPLICA_STAGES, StartNotes, forget_notes, stage_noted
+from replicas.start.start_notes import REPLICA_STAGES, StartNotes, forget_notes, stage_noted
 from tests.support.clock import Clock
 
 

@@ -107,7 +107,7 @@ from pathlib import Path
 from tests.support.engines.engines import Driver
 from configs.sections import TierSettings
 from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas.build import build_engine
+from replicas.start.build import build_engine
 
 model, keep = map(Path, sys.argv[1:])
 settings = Settings(

@@ -16,13 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas import build
 from replicas.engine.engine import Engine
 from replicas.forward.attention import GatherSdpa
 from replicas.forward.attention_choice import ChosenAttention
 from replicas.forward.runner import Runner, load_model
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.measure import hold_step_memory, run_largest_steps
 from replicas.messages import ModelRefused
 from replicas.model.device_errors import is_device_lost, is_memory_short
 from replicas.model.spec import inspect_model
@@ -31,6 +29,8 @@ from replicas.sampling.draws import draw_tokens
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import CHUNK_TOKENS, Chunk
+from replicas.start import build
+from replicas.start.measure import hold_step_memory, run_largest_steps
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.unit.replicas.engine.test_audit import Audited
 

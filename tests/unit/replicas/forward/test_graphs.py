@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from configs.settings import EngineSettings
-from replicas import build
-from replicas.build import BuiltEngine
 from replicas.engine.audit import bare_sequence
 from replicas.forward import inputs as inputs_module
 from replicas.forward.attention import AttentionForm
@@ -25,6 +23,8 @@ from replicas.messages import ModelRefused
 from replicas.model.spec import inspect_model
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk
+from replicas.start import build
+from replicas.start.build import BuiltEngine
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 
 CPU = torch.device("cpu")

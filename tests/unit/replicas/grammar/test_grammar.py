@@ -338,7 +338,7 @@ def test_a_mask_computed_beside_is_the_same() -> None:
 def test_the_library_is_loaded_for_the_first_grammar() -> None:
     code = """
 import sys
-import replicas.build, replicas.offload, router.http.app
+import replicas.start.build, replicas.offload, router.ingress.app
 from configs.sections import GrammarSettings
 from replicas.grammar import GrammarCompiler
 GrammarCompiler(str, 512, (2,), GrammarSettings())

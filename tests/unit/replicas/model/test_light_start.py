@@ -116,9 +116,9 @@ def test_serve_and_the_ingress_load_no_model_classes(tiny_llama: Path, tmp_path:
     code = f"""
 import sys
 from pathlib import Path
-import replicas.deployment, cluster.serve.autoscale
+import replicas.serving.deployment, cluster.serve.autoscale
 assert "torch" not in sys.modules
-import cluster.serve.app, router.http.app
+import cluster.serve.app, router.ingress.app
 from replicas.model import inspect_model, load_tokenizer
 inspect_model(Path({str(tiny_llama)!r}), Path({str(tmp_path)!r}))
 assert "transformers" not in sys.modules

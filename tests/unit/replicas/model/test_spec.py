@@ -25,10 +25,10 @@ from transformers import (
     T5Config,
 )
 
-from replicas.build import model_namespace
 from replicas.kv.kv_pool import KvGeometry
 from replicas.model.families import SERVED_TYPES
 from replicas.model.spec import ModelRefused, ModelSpec, inspect_model
+from replicas.start.build import model_namespace
 from tests.support.engines.tiny_models import EOS_ID, PAD_ID, Family, make_tiny_model
 
 FAMILIES: tuple[Family, ...] = get_args(Family)

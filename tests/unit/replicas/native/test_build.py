@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from configs.settings import ModelSettings, Settings
-from replicas import step_choice
 from replicas.messages import ModelRefused
 from replicas.native import build
 from replicas.native.build import (
@@ -21,6 +20,7 @@ from replicas.native.build import (
     variant_of,
 )
 from replicas.native.native_step import NotNative
+from replicas.start import step_choice
 from tests.support.engines import native_steps
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 

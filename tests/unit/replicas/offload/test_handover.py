@@ -11,8 +11,8 @@ from cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.pricing.meters import PrefillPrice
 from configs.sections import TierSettings
-from replicas.deployment import ReplicaLoad, load_of
 from replicas.offload.handover import Handover
+from replicas.serving.deployment import ReplicaLoad, load_of
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered
 

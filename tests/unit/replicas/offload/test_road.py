@@ -78,7 +78,7 @@ def machine(model: Path, folder: Path, step_s: float) -> Machine:
     fetches, moves = VirtualWorkers(time, THREADS, 0.0), VirtualWorkers(time, THREADS, 0.0)
     inline = [InlineExecutor() for _ in range(5)]
     lanes = WorkerPools(inline[0], fetches, *inline[1:], moves=moves)
-    with mock.patch("replicas.build.page_io", virtual):
+    with mock.patch("replicas.start.build.page_io", virtual):
         engine = tiered(
             model,
             folder,

@@ -17,7 +17,7 @@ from replicas.messages import ModelRefused
 from replicas.model import inspect_model, spec
 from replicas.model.gguf import convert_gguf
 from replicas.templates import end_of_turn
-from router.http.app import open_prompts
+from router.ingress.app import open_prompts
 from tests.support.engines.tiny_models import (
     CHAT_TEMPLATE,
     EOS_ID,

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from configs.settings import RouterSettings
-from replicas.deployment import Replica
-from replicas.links import Places
 from replicas.messages import (
     Admitted,
     Delta,
@@ -25,6 +23,8 @@ from replicas.messages import (
     Route,
     SamplingParams,
 )
+from replicas.serving.deployment import Replica
+from replicas.serving.served import Places
 from router.generation.failover import resuming
 from router.routing import ReplicaFailed, ReplicaLost, load_tracker, roster
 from tests.support.engines.engines import prompt_of

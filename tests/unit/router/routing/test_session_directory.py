@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from cache_tiers.actors import sessions as session_actor
 from cache_tiers.actors.rpc import ActorRef
-from cache_tiers.actors.sessions import SessionActor
 from cache_tiers.blocks import session_of
 from cache_tiers.blocks.extent import Clear
-from cache_tiers.doors import Use
-from cache_tiers.messages import Cleared
-from cache_tiers.session_table import SessionHeld, Sync, Synced
+from cache_tiers.messages import Cleared, SessionHeld
+from cache_tiers.sessions import Use
+from cache_tiers.sessions import actor as session_actor
+from cache_tiers.sessions.actor import SessionActor
+from cache_tiers.sessions.session_table import Sync, Synced
 from configs.settings import RouterSettings
 from replicas.messages import Route
 from router.routing import session_directory

@@ -1,0 +1,266 @@
+"""Checks a machine before a service runs on it: what would not start, be slow, or be open to others.
+
+Each check looks at one thing, changes nothing, and returns (state, what was found, what to do). What
+`samovar serve` refuses is asked of its own checks (`cluster/serve/preflight.py`). The arguments behind the
+settings are for tests.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+
+from cluster.doctor.check import ROOT, CheckState, MachineCheck, Result, existing
+from cluster.doctor.media import MEASURE_S, disk_price, disk_tier, prices, s3_tier, serves_here
+from cluster.doctor.safety import CHILD_S_MAX, nixl, open_binds, ray_cluster, secrets_files
+from cluster.serve import preflight
+from cluster.serve.startup_table import smaller_than_pools
+from configs.sections import GIB
+from configs.settings import Settings
+from replicas.messages import ModelRefused
+from replicas.model import find_early, gpus_seen, refuse_early, torch_version, why_no_gpu
+from replicas.start.machine_prices import MachinePrices, kept_prices, measurements_dir
+from router.observe.diagnosis import in_bytes
+
+PYTHON_MIN, PYTHON_LAST_TRIED = (3, 11), (3, 13)
+FREE_FOR_MODELS = 2 * GIB
+S3_S_MAX, TORCH_S_MAX = 30.0, 60.0
+ASK_S = 5.0
+
+
+def checks_of(
+    settings: Settings, *, running: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> list[MachineCheck]:
+    """Return all checks of this machine for a service with these settings.
+
+    `running`: URLs of this user's services.
+    """
+    disk = cache(partial(disk_price, settings))  # measured once, for two checks
+    return [
+        MachineCheck("python", "Python", python),
+        MachineCheck("packages", "packages", partial(packages, settings)),
+        MachineCheck("model", "model", partial(model, settings)),
+        MachineCheck("native", "native step", partial(native_step, settings, environ), TORCH_S_MAX),
+        MachineCheck("gpu", "GPU", partial(gpu, settings), TORCH_S_MAX),
+        MachineCheck("port", "port", partial(port, settings, running)),
+        MachineCheck("shm", "/dev/shm", partial(shared_memory, settings)),
+        MachineCheck("cache_dir", "model cache", partial(cache_dir, settings)),
+        MachineCheck(
+            "disk", "disk tier", partial(disk_tier, settings, disk, running=running), MEASURE_S + 10
+        ),
+        MachineCheck("s3", "S3 tier", partial(s3_tier, settings), S3_S_MAX),
+        MachineCheck("nixl", "NIXL", partial(nixl, settings), CHILD_S_MAX + 5),
+        MachineCheck("ray", "Ray", partial(ray_cluster, settings, environ), CHILD_S_MAX),
+        MachineCheck("binds", "open ports", partial(open_binds, settings)),
+        MachineCheck("secrets", "secrets", partial(secrets_files, settings)),
+        MachineCheck("prices", "load or compute", partial(prices, settings, disk), MEASURE_S + 10),
+    ]
+
+
+def python(version: tuple[int, ...] = sys.version_info[:3], system: str = sys.platform) -> Result:
+    """Look at the interpreter and the system."""
+    said = f"{'.'.join(map(str, version))} on {platform.platform(terse=True)}"
+    if version[:2] < PYTHON_MIN:
+        return "error", said, f"install Python {'.'.join(map(str, PYTHON_MIN))} or later"
+    if system != "linux":
+        return "warning", said, "Samovar is made for Linux: /dev/shm, O_DIRECT and NIXL are not elsewhere"
+    if version[:2] > PYTHON_LAST_TRIED:
+        return "warning", said, "later than was tried: if a package fails, use 3.11 to 3.13"
+    return "ok", said, ""
+
+
+def packages(
+    settings: Settings,
+    required: Iterable[str] | None = None,
+    installed: Callable[[str], str] = metadata.version,
+) -> Result:
+    """Compare the installed packages with what this version requires, and with what the tiers need."""
+    from packaging.requirements import Requirement
+
+    wrong, count = [], 0
+    for line in required if required is not None else requirements():
+        asked = Requirement(line)
+        if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
+            continue
+        count += 1
+        try:
+            found = installed(asked.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{asked.name} is not installed")
+            continue
+        if not asked.specifier.contains(found, prereleases=True):
+            wrong.append(f"{asked.name} is {found}, not {asked.specifier}")
+    if wrong:
+        return (
+            "error",
+            "; ".join(wrong),
+            "install again: `make setup`, or pip install --force-reinstall samovar",
+        )
+    try:
+        preflight.check_extras(settings)
+    except preflight.StartFailed as error:
+        return "error", str(error), "install the extra that is named"
+    return "ok", f"{count} packages as required", ""
+
+
+def requirements() -> list[str]:
+    """Return what the installed distribution requires, or, in a bare checkout, its pyproject.toml."""
+    try:
+        return metadata.requires("samovar") or []
+    except metadata.PackageNotFoundError:
+        import tomllib
+
+        listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        return [str(one) for one in listed]
+
+
+def model(settings: Settings) -> Result:
+    """Ask the start's own check whether the configured model can be served, as far as its files tell."""
+    try:
+        found = find_early(settings.model)
+        if found is not None:
+            refuse_early(found)
+    except ModelRefused as error:
+        return "error", error.reason, error.fix
+    return (
+        "ok",
+        str(settings.model.path or "the default model") + ("" if found else " (from the hub or converted)"),
+        "",
+    )
+
+
+def native_step(settings: Settings, environ: Mapping[str, str]) -> Result:
+    """Look for the compiler and the instructions that the native step needs."""
+    if settings.engine.step not in ("auto", "native"):
+        return "ok", f"not used: engine.step is {settings.engine.step}", ""
+    if settings.engine.device == "cuda":
+        return "ok", "not used: engine.device is cuda", ""
+    from configs.compiled import NotCompiled, find_compiler
+    from replicas.native import NotNative, variant_here
+
+    try:
+        variant = variant_here()
+        compiler = find_compiler(environ, wait_s=ASK_S)
+    except (NotNative, NotCompiled) as error:
+        libraries = len(list(settings.native_dir.glob("step-*.so"))) if settings.native_dir.is_dir() else 0
+        if libraries:
+            return "ok", f"{error}; {libraries} steps were compiled before and can be used", ""
+        state: CheckState = "error" if settings.engine.step == "native" else "warning"
+        return (
+            state,
+            str(error),
+            "install a C++ compiler (Debian: apt-get install g++); else torch computes, slower",
+        )
+    said = compiler.version.strip().splitlines()
+    return "ok", f"{variant.name}, {said[0] if said else compiler.command[0]}", ""
+
+
+def gpu(
+    settings: Settings,
+    version: Callable[[], str] = torch_version,
+    why_not: Callable[[str], str | None] = why_no_gpu,
+    count: Callable[[], int] = gpus_seen,
+) -> Result:
+    """Ask the start's own check for GPUs, and the driver for its version."""
+    if settings.engine.device == "cpu":
+        return "ok", "not used: engine.device is cpu", ""
+    reason = why_not(version())
+    if reason is not None:
+        if settings.engine.device == "cuda":
+            return "error", f"engine.device is cuda and {reason}", preflight.CUDA_FIX
+        return "ok", f"none, so the CPU computes: {reason}", ""
+    seen = count()
+    if not seen:
+        state: CheckState = "error" if settings.engine.device == "cuda" else "warning"
+        return (
+            state,
+            "there is a driver, and torch sees no GPU",
+            "install a driver that fits torch's CUDA build",
+        )
+    try:
+        preflight.check_gpus(settings)
+    except (preflight.StartFailed, ModelRefused) as error:
+        return "error", str(error), "lower cluster.replicas or engine.tensor_parallel"
+    return "ok", f"{seen} for torch {version()}{_driver()}", ""
+
+
+def _driver() -> str:
+    """Return the GPU's name and driver as nvidia-smi tells them."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    asked = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    said = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=ASK_S).stdout
+    lines = said.strip().splitlines()
+    return f" ({lines[0]})" if lines else ""
+
+
+def port(settings: Settings, running: Sequence[str] = ()) -> Result:
+    """Ask the start's own check whether the port is free."""
+    host, number = settings.server.host, settings.server.port
+    try:
+        preflight.check_port(host, number)
+    except preflight.StartFailed as error:
+        if mine := serves_here(settings, running):
+            return "ok", f"{host}:{number} is served by Samovar itself ({mine})", ""
+        text, _, fix = str(error).partition(". ")
+        return "error", text, fix
+    return "ok", f"{host}:{number} is free", ""
+
+
+def shared_memory(
+    settings: Settings,
+    free: Callable[[], int | None] = preflight.shm_free_bytes,
+    kept: Callable[[Path], MachinePrices | None] = kept_prices,
+) -> Result:
+    """Ask the start's own sizing whether Ray's object store, with the cpu tier, fits."""
+    free_bytes, known = free(), kept(measurements_dir(settings))
+    try:
+        memory = preflight.free_memory(settings, _weights_bytes(settings))
+        sized, warning = preflight.with_object_store(settings, free_bytes, memory)
+    except preflight.StartFailed as error:
+        text, _, fix = str(error).partition(". ")
+        return "error", text, fix
+    if warning:
+        text, _, fix = warning.partition(". ")
+        return "warning", text, fix
+    store, tier_bytes = in_bytes(sized.cluster.object_store_bytes or 0), sized.tiers.cpu.bytes_planned
+    room = "no /dev/shm" if free_bytes is None else f"{in_bytes(free_bytes)} free"
+    said = f"{room}; Ray's store takes {store}, {in_bytes(tier_bytes)} of it the cpu tier"
+    pools_bytes = 0 if known is None else known.pool_bytes * settings.cluster.replicas_first
+    if settings.tiers.enabled and (why := smaller_than_pools(tier_bytes, pools_bytes)):
+        return "ok", f"{said}, {why}", ""
+    return "ok", said, ""
+
+
+def _weights_bytes(settings: Settings) -> int:
+    """Return the size of the model's weights as far as they are here; `model` tells what is wrong."""
+    try:
+        found = find_early(settings.model)
+    except ModelRefused:
+        return 0
+    return 0 if found is None else sum(file.stat().st_size for file in found.glob("*.safetensors"))
+
+
+def cache_dir(settings: Settings) -> Result:
+    """See whether models can be kept, and how much room there is."""
+    where = settings.model.cache_dir.expanduser()
+    place = existing(where)
+    if not os.access(place, os.W_OK | os.X_OK):
+        return "error", f"{place} cannot be written", "make it writable, or choose another model.cache_dir"
+    free = shutil.disk_usage(place).free
+    said = f"{where}, {in_bytes(free)} free"
+    if free < FREE_FOR_MODELS:
+        return (
+            "warning",
+            said,
+            "free some room, or choose another model.cache_dir: converted models are kept there",
+        )
+    return "ok", said, ""

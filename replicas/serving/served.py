@@ -1,0 +1,121 @@
+"""How a replica serves the calls that come to it over links, beside those that Ray Serve carries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from replicas.links import FULL, Handler, Link, LinkCall, LinkLost, Links, pack_event
+from replicas.messages import Event, GenerateRequest
+from replicas.serving.requests import BadRequestBytes, request_form, unpack_request
+
+logger = logging.getLogger(__name__)
+
+UNREACHED, UNREADABLE = "unreached", "unreadable"
+"""Why a call is refused: the front door is not reached, or what came is no request. Serve may carry it."""
+
+Generate = Callable[[GenerateRequest], AsyncGenerator[list[Event], None]]
+
+
+class Places:
+    """Counts the requests that a replica has open, however they came. For one event loop.
+
+    `places`: from so many on calls over links are refused, which try another replica. Requests that Serve
+    carries have been queued by then, and Serve counts only those: they wait here, at most `waiting_max`; more
+    are let in, for the engine to refuse.
+    """
+
+    def __init__(self, places: int, waiting_max: int) -> None:
+        self._places = places
+        self._waiting_max = waiting_max
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.taken = 0
+
+    def take_now(self) -> bool:
+        """Take a place, if one is free and no request waits; return whether."""
+        if self.taken >= self._places or self._waiting:
+            return False
+        self.taken += 1
+        return True
+
+    async def take(self) -> None:
+        """Take a place, as soon as there is one."""
+        if self.take_now():
+            return
+        if len(self._waiting) >= self._waiting_max:
+            self.taken += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn  # who leaves has taken the place for us
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave()
+            elif turn in self._waiting:
+                self._waiting.remove(turn)
+            raise
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self.taken -= 1
+        while self._waiting and self.taken < self._places:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self.taken += 1
+                turn.set_result(None)
+
+
+def call_handler(links: Links, places: Places, generate: Generate) -> Handler:
+    """Return what serves a front door's call. `generate` yields what it has not sent over a link itself."""
+    request_form()
+
+    async def handle(call: LinkCall) -> None:
+        try:
+            request = unpack_request(call.payload)
+        except BadRequestBytes as error:
+            logger.warning("a call over a link is no request: %s", error)
+            call.refuse(UNREADABLE)
+            return
+        link = await links.reach(request.reply_to)
+        if link is None:
+            call.refuse(UNREACHED)
+            return
+        if not places.take_now():
+            call.refuse(FULL)
+            return
+        try:
+            async with aclosing(generate(request)) as unsent:
+                await _send(link, request.route.ticket, unsent)
+        except LinkLost:
+            call.refuse(UNREACHED)
+        finally:
+            places.leave()
+
+    return handle
+
+
+async def _send(link: Link, ticket: str, unsent: AsyncGenerator[list[Event], None]) -> None:
+    """Send what is not sent yet. Raises `LinkLost` if the front door is not reached any more."""
+    is_open = False
+    try:
+        async for events in unsent:
+            if not is_open:
+                link.open(ticket, _noted_later)
+                is_open = True
+            for event in events:
+                link.send(ticket, pack_event(event))
+            if not events:
+                link.send(ticket, None)
+            if not link.is_open:
+                raise LinkLost("the connection has ended")
+    finally:
+        if is_open:
+            link.close(ticket)
+
+
+def _noted_later() -> None:
+    """Do nothing: `_send` looks each time."""

@@ -1,0 +1,138 @@
+"""Routes of /v1/documents, and the documents of an ingress over its parts.
+
+Imported only where the knowledge base is switched on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from configs.settings import Settings
+from router.auth import ConcurrencyLimit, tenant_of
+from router.context.documents.body import DocumentBody, PrefillBody, source_of, title_of
+from router.context.documents.document import ForgetBlocks, ForgetEntries
+from router.context.documents.prefill import Front, Prefill
+from router.context.documents.shelf import DocumentShelf
+from router.context.documents.store import FILE_NAME, SCHEMAS, DocumentStore
+from router.context.knowledge import KnowledgeBase, PromptText
+from router.erasure import Cleared, Erasure
+from router.generation import IngressServices
+from router.openai import check_structure, cursor, read_body, validated, whole_number
+from router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
+from router.prompt import PromptBuilder
+from router.routing import ReplicaClient, SessionDirectory
+
+PAGE_DEFAULT, PAGE_MAX = 100, 1000
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def open_documents(
+    settings: Settings,
+    base: KnowledgeBase,
+    text: PromptText,
+    client: ReplicaClient,
+    prompts: PromptBuilder,
+    directory: SessionDirectory,
+    front: Front,
+    secret: bytes,
+) -> DocumentShelf:
+    """Open the documents of the settings, beside the entries of the knowledge base.
+
+    Tables that cannot be opened give 503 and are tried again.
+    """
+    own = settings.documents
+    store = DocumentStore(base.store.beside(FILE_NAME, SCHEMAS), lease_s=own.lease_s)
+    prefill = Prefill(client, prompts, directory, front, settings, secret=secret)
+    prefix = settings.router.prefix
+    volatile = () if prefix.volatile == "keep" else prefix.volatile_lines
+    return DocumentShelf(store, base, prefill, text, own, secret=secret, volatile_lines=volatile)
+
+
+def document_routes(service: IngressServices, clears: ForgetBlocks, forgets: ForgetEntries) -> list[Route]:
+    """Return the routes of an ingress whose documents are open.
+
+    `clears`: forgets blocks everywhere, `forgets`: what was made of entries.
+    """
+    assert isinstance(service.documents, DocumentShelf)
+    shelf = service.documents
+    shelf.clears, shelf.forgets = clears, forgets
+
+    async def erase(what: Erasure) -> Cleared:
+        return Cleared(chunks=sum([await shelf.delete(what.tenant, one) for one in what.names or ()]))
+
+    service.clears.places["document"] |= {"the document": erase}
+    return DocumentRoutes(service, shelf).routes()
+
+
+class DocumentRoutes:
+    """Handlers of /v1/documents. They raise `ApiError`. A tenant sees and changes its own documents only."""
+
+    def __init__(self, service: IngressServices, shelf: DocumentShelf) -> None:
+        self._limits = service.settings.limits
+        self._reads: ConcurrencyLimit = service.reads
+        self._work: ConcurrencyLimit = service.concurrency
+        self._clears = service.clears
+        self._shelf = shelf
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(DOCUMENTS, self.all),
+            Route(DOCUMENTS, self.add, methods=["POST"]),
+            Route(DOCUMENT_ROUTE, self.one),
+            Route(DOCUMENT_ROUTE, self.delete, methods=["DELETE"]),
+            Route(PREFILL_ROUTE, self.prefill, methods=["POST"]),
+        ]
+
+    async def add(self, request: Request) -> Response:
+        """Handle POST /v1/documents: take it in; reading, chunking and prefilling go on behind the answer."""
+        tenant, body = await self._body(request, DocumentBody)
+        with self._reads.lease(tenant):
+            source = partial(source_of, body)
+            made = await self._shelf.add(tenant, title_of(body), body.format, source, body.prefill)
+        return JSONResponse(made.card(), status_code=202)
+
+    async def all(self, request: Request) -> Response:
+        """Handle GET /v1/documents?limit=&after=: documents by id."""
+        tenant, params = tenant_of(request.scope), request.query_params
+        limit, after = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX), cursor(params)
+        with self._reads.lease(tenant):
+            page = await self._shelf.all(tenant, limit + 1, after)
+        data = [one.card() for one in page[:limit]]
+        return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
+
+    async def one(self, request: Request) -> Response:
+        """Handle GET /v1/documents/{id}: its state and how far it is."""
+        tenant = tenant_of(request.scope)
+        with self._reads.lease(tenant):
+            found = await self._shelf.get(tenant, request.path_params["document"])
+        return JSONResponse(found.card())
+
+    async def prefill(self, request: Request) -> Response:
+        """Handle POST /v1/documents/{id}/prefill: compute and store its KV again."""
+        tenant, body = await self._body(request, PrefillBody)
+        with self._reads.lease(tenant):
+            changed = await self._shelf.prefill(tenant, request.path_params["document"], body.prefill)
+        return JSONResponse(changed.card(), status_code=202)
+
+    async def delete(self, request: Request) -> Response:
+        """Handle DELETE /v1/documents/{id}: erase it, its chunks, and the blocks that hold it."""
+        tenant, document = tenant_of(request.scope), request.path_params["document"]
+        with self._work.lease(tenant):
+            (cleared,) = await self._clears.erase(Erasure("document", tenant, (document,)))
+        told: dict[str, Any] = {"id": document, "object": "document", "deleted": True}
+        told["chunks"] = cleared["chunks"]
+        return JSONResponse(told)
+
+    async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
+        tenant = tenant_of(request.scope)
+        raw = await read_body(request.receive, request.headers, self._limits)
+        check_structure(raw, self._limits)
+        return tenant, validated(model, raw or b"{}")

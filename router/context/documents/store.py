@@ -1,0 +1,294 @@
+"""The documents of all tenants: what was sent, their text, and how far they are."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from configs.json_text import parse_json
+from router.context.documents.document import Document, Quota
+from router.context.knowledge import EntryNotFound, QuotaExceeded, Rows, Tables
+
+FILE_NAME = "documents.sqlite"
+SCHEMA = """
+CREATE TABLE documents(seq INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL,
+    title TEXT NOT NULL, format TEXT NOT NULL, state TEXT NOT NULL, prefill TEXT NOT NULL,
+    source_bytes INTEGER NOT NULL, created_s REAL NOT NULL, reason TEXT NOT NULL, text_bytes INTEGER NOT NULL,
+    pages INTEGER NOT NULL, entries TEXT NOT NULL, prefilled TEXT NOT NULL, prefill_reason TEXT NOT NULL,
+    prefill_s REAL NOT NULL, tokens INTEGER NOT NULL, prefilled_tokens INTEGER NOT NULL, model TEXT NOT NULL,
+    ready_s REAL NOT NULL, lease TEXT NOT NULL, lease_until_s REAL NOT NULL, UNIQUE(tenant, id));
+CREATE INDEX open_documents ON documents(seq)
+    WHERE state IN ('processing', 'deleting') OR prefilled IN ('waiting', 'running');
+CREATE TABLE texts(tenant TEXT NOT NULL, id TEXT NOT NULL, source BLOB, text TEXT, PRIMARY KEY(tenant, id));
+CREATE TABLE uses(tenant TEXT NOT NULL, id TEXT NOT NULL, session BLOB NOT NULL,
+    PRIMARY KEY(tenant, id, session)) WITHOUT ROWID;
+"""
+WITH_NODE = """
+ALTER TABLE documents ADD COLUMN node TEXT NOT NULL DEFAULT '';
+"""
+SCHEMAS = (SCHEMA, WITH_NODE)
+OPEN = "(state IN ('processing', 'deleting') OR prefilled IN ('waiting', 'running'))"
+FREE = "(lease = '' OR lease_until_s < ?)"
+COLUMNS = (
+    "id", "tenant", "title", "format", "state", "prefill", "source_bytes", "created_s", "seq", "reason",
+    "text_bytes", "pages", "entries", "prefilled", "prefill_reason", "prefill_s", "tokens",
+    "prefilled_tokens", "model", "ready_s", "node",
+)  # fmt: skip
+LISTED = ", ".join(COLUMNS)
+WRITES = "documents"
+UNKNOWN = "there is no such document"
+
+
+class DocumentStore:
+    """Documents in the tables of `SCHEMAS`, which several ingresses may use at once. Thread-safe.
+
+    `tables`: see `KnowledgeStore.beside`. A tenant sees its own only. Every call blocks and raises
+    `KnowledgeError`. `clock`: Unix time. Work on a document is leased: an ingress that began it and is gone
+    loses it to another one after `lease_s`. What is written as `owner` is not if the lease is another's: that
+    is told as if there were no document.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        *,
+        lease_s: float = 30.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._tables = tables
+        self.lease_s = lease_s
+        self._clock = clock
+
+    def add(self, document: Document, source: bytes, quota: Quota) -> Document:
+        """Store a new document and what was sent. Raises `QuotaExceeded`."""
+        with self._tables.writing(document.tenant, WRITES) as db:
+            ((count, nbytes),) = db.execute(
+                "SELECT count(*), coalesce(sum(source_bytes + text_bytes), 0) FROM documents"
+                " WHERE tenant = ?",
+                (document.tenant,),
+            ).fetchall()
+            if count >= quota.documents_max:
+                raise QuotaExceeded(f"there are {count} documents (documents.documents_max)")
+            _check_bytes(int(nbytes) + len(source), quota)
+            row = _row(document) | {"lease": "", "lease_until_s": 0.0}
+            del row["seq"]
+            names, marks = ", ".join(row), ", ".join("?" * len(row))
+            ((seq,),) = db.execute(
+                f"INSERT INTO documents({names}) VALUES({marks}) RETURNING seq", tuple(row.values())
+            ).fetchall()
+            db.execute(
+                "INSERT INTO texts(tenant, id, source) VALUES(?, ?, ?)",
+                (document.tenant, document.id, source),
+            )
+            return replace(document, seq=seq)
+
+    def get(self, tenant: str, document: str) -> Document:
+        """Return a document. Raises `EntryNotFound`."""
+        with self._tables.reading(tenant) as db:
+            row = db.execute(
+                f"SELECT {LISTED} FROM documents WHERE tenant = ? AND id = ?", (tenant, document)
+            ).fetchone()
+        if row is None:
+            raise EntryNotFound(UNKNOWN)
+        return _document(row)
+
+    def all(self, tenant: str, limit: int, after: str = "") -> list[Document]:
+        """Return a tenant's documents by id."""
+        with self._tables.reading(tenant) as db:
+            rows = db.execute(
+                f"SELECT {LISTED} FROM documents WHERE tenant = ? AND id > ? ORDER BY id LIMIT ?",
+                (tenant, after, limit),
+            ).fetchall()
+        return [_document(row) for row in rows]
+
+    def text(self, tenant: str, document: str) -> str | None:
+        """Return a document's text; None before it is read. Raises `EntryNotFound`."""
+        found: str | None = self._part("text", tenant, document)
+        return found
+
+    def source(self, tenant: str, document: str) -> bytes | None:
+        """Return what was sent; None once the text is read. Raises `EntryNotFound`."""
+        found: bytes | None = self._part("source", tenant, document)
+        return found
+
+    def _part(self, name: str, tenant: str, document: str) -> Any:
+        with self._tables.reading(tenant) as db:
+            row = db.execute(
+                f"SELECT {name} FROM texts WHERE tenant = ? AND id = ?", (tenant, document)
+            ).fetchone()
+        if row is None:
+            raise EntryNotFound(UNKNOWN)
+        return row[0]
+
+    def put_text(
+        self, tenant: str, document: str, text: str, quota: Quota, *, owner: str | None = None
+    ) -> None:
+        """Store the text in place of what was sent. Raises `QuotaExceeded`, `EntryNotFound`."""
+        size = len(text.encode())
+        with self._tables.writing(tenant, WRITES) as db:
+            self._change(db, tenant, document, {"text_bytes": size}, owner)
+            ((nbytes,),) = db.execute(
+                "SELECT sum(source_bytes + text_bytes) FROM documents WHERE tenant = ?", (tenant,)
+            ).fetchall()
+            _check_bytes(int(nbytes), quota)
+            db.execute(
+                "UPDATE texts SET source = NULL, text = ? WHERE tenant = ? AND id = ?",
+                (text, tenant, document),
+            )
+
+    def change(self, tenant: str, document: str, *, owner: str | None = None, **fields: Any) -> Document:
+        """Set fields of `Document`, unless it is being deleted. Raises `EntryNotFound`."""
+        with self._tables.writing(tenant, WRITES) as db:
+            self._change(db, tenant, document, fields, owner)
+        return self.get(tenant, document)
+
+    def _change(
+        self, db: Rows, tenant: str, document: str, fields: dict[str, Any], owner: str | None
+    ) -> None:
+        fields = {name: json.dumps(value) if name == "entries" else value for name, value in fields.items()}
+        assigned = ", ".join(f"{name} = ?" for name in fields)
+        is_own, owners = ("", ()) if owner is None else (" AND lease = ?", (owner,))
+        done = db.execute(
+            f"UPDATE documents SET {assigned}, lease_until_s = ? WHERE tenant = ? AND id = ?"
+            f" AND state <> 'deleting'{is_own}",
+            (*fields.values(), self._clock() + self.lease_s, tenant, document, *owners),
+        )
+        if done.rowcount == 0:
+            raise EntryNotFound(UNKNOWN)
+
+    def waiting(self) -> list[str]:
+        """Return the tenants with open work that no ingress works on, the longest waiting first."""
+        with self._tables.reading("") as db, self._tables.everyone(db):
+            rows = db.execute(
+                f"SELECT tenant FROM documents WHERE {OPEN} AND {FREE} GROUP BY tenant ORDER BY min(seq)",
+                (self._clock(),),
+            ).fetchall()
+        return [row[0] for row in rows]
+
+    def processing(self, tenant: str) -> int:
+        """Return how many of a tenant's documents are not read yet."""
+        with self._tables.reading(tenant) as db:
+            ((count,),) = db.execute(
+                "SELECT count(*) FROM documents WHERE tenant = ? AND state = 'processing'", (tenant,)
+            ).fetchall()
+        return int(count)
+
+    def claim(self, owner: str, tenant: str) -> Document | None:
+        """Lease a tenant's next document with open work that no ingress works on, the oldest first."""
+        now_s = self._clock()
+        with self._tables.writing(tenant) as db:
+            row = db.execute(
+                f"SELECT {LISTED} FROM documents WHERE {OPEN} AND {FREE} AND tenant = ? ORDER BY seq LIMIT 1"
+                f"{self._tables.skip_locked}",
+                (now_s, tenant),
+            ).fetchone()
+            if row is None:
+                return None
+            found = _document(row)
+            db.execute(
+                "UPDATE documents SET lease = ?, lease_until_s = ? WHERE seq = ?",
+                (owner, now_s + self.lease_s, found.seq),
+            )
+            return found
+
+    def renew(self, tenant: str, document: str, owner: str) -> bool:
+        """Keep a lease; False if it is lost or the document is gone or to be deleted."""
+        with self._tables.writing(tenant, WRITES) as db:
+            done = db.execute(
+                "UPDATE documents SET lease_until_s = ? WHERE tenant = ? AND id = ? AND lease = ?"
+                " AND state <> 'deleting'",
+                (self._clock() + self.lease_s, tenant, document, owner),
+            )
+            return bool(done.rowcount)
+
+    def release(self, owner: str) -> None:
+        """Give back all leases of an owner that stops."""
+        with self._tables.writing("") as db, self._tables.everyone(db):
+            db.execute("UPDATE documents SET lease = '', lease_until_s = 0 WHERE lease = ?", (owner,))
+
+    def put_back(self, document: Document, owner: str, *, later: bool) -> None:
+        """Give back a lease, if it is still the owner's.
+
+        `later`: what is left to do is not begun again before `lease_s` have passed.
+        """
+        lease, until_s = ("later", self._clock() + self.lease_s) if later else ("", 0.0)
+        with self._tables.writing(document.tenant) as db:
+            db.execute(
+                "UPDATE documents SET lease = ?, lease_until_s = ? WHERE seq = ? AND lease = ?",
+                (lease, until_s, document.seq, owner),
+            )
+
+    def note_uses(self, tenant: str, documents: list[str], session: bytes, most: int) -> None:
+        """Record that a session's blocks hold these documents. Raises `EntryNotFound` if one is gone.
+
+        Beyond `most` sessions none is recorded, which `sessions_of` tells.
+        """
+        with self._tables.writing(tenant, WRITES) as db:
+            for one in documents:
+                known = db.execute(
+                    "SELECT state FROM documents WHERE tenant = ? AND id = ?", (tenant, one)
+                ).fetchone()
+                if known is None or known[0] == "deleting":
+                    raise EntryNotFound(UNKNOWN)
+                ((count,),) = db.execute(
+                    "SELECT count(*) FROM (SELECT 1 FROM uses WHERE tenant = ? AND id = ? LIMIT ?) AS known",
+                    (tenant, one, most + 1),
+                ).fetchall()
+                if count <= most:  # one more than the most: so many that they are not all known
+                    db.execute(
+                        "INSERT INTO uses(tenant, id, session) VALUES(?, ?, ?) ON CONFLICT DO NOTHING",
+                        (tenant, one, session),
+                    )
+
+    def sessions_of(self, tenant: str, document: str) -> list[bytes]:
+        """Return the sessions whose blocks hold a document; more than `most` if not all are known."""
+        with self._tables.reading(tenant) as db:
+            rows = db.execute(
+                "SELECT session FROM uses WHERE tenant = ? AND id = ?", (tenant, document)
+            ).fetchall()
+        return [row[0] for row in rows]
+
+    def mark_deleting(self, tenant: str, document: str) -> Document:
+        """Serve nothing of a document any more. Raises `EntryNotFound`."""
+        with self._tables.writing(tenant, WRITES) as db:
+            done = db.execute(
+                "UPDATE documents SET state = 'deleting' WHERE tenant = ? AND id = ?", (tenant, document)
+            )
+            if done.rowcount == 0:
+                raise EntryNotFound(UNKNOWN)
+        return self.get(tenant, document)
+
+    def erase(self, tenant: str, document: str) -> None:
+        """Erase a document, so that neither the file nor its log holds a byte of it."""
+        with self._tables.writing(tenant, WRITES) as db:
+            for table in ("documents", "texts", "uses"):
+                db.execute(f"DELETE FROM {table} WHERE tenant = ? AND id = ?", (tenant, document))
+        self._tables.erased()
+
+    def erased(self) -> None:
+        """Empty what holds what was erased: a file's write-ahead log."""
+        self._tables.erased()
+
+    def close(self) -> None:
+        """Close the tables."""
+        self._tables.close()
+
+
+def _check_bytes(nbytes: int, quota: Quota) -> None:
+    if nbytes > quota.bytes_max:
+        raise QuotaExceeded(
+            f"documents have {nbytes} bytes with it, and may have {quota.bytes_max} (documents.bytes_max)"
+        )
+
+
+def _row(document: Document) -> dict[str, Any]:
+    values = {name: getattr(document, name) for name in COLUMNS}
+    return values | {"entries": json.dumps(document.entries)}
+
+
+def _document(row: tuple[Any, ...]) -> Document:
+    values = dict(zip(COLUMNS, row, strict=True))
+    return Document(**values | {"entries": tuple(parse_json(values["entries"]))})

@@ -1,0 +1,42 @@
+"""What answers teach: turns are kept, feedback makes candidates, and few of them become entries.
+
+Nothing enters the knowledge base without a person's word, or a policy that the operator has switched on.
+Nothing imports it while `knowledge.enabled` is false.
+"""
+
+from router.context.learning.bodies import ConfirmBody, FeedbackBody, LoopVerdict, QuestionsBody, RejectBody
+from router.context.learning.candidates import (
+    CandidateEntry,
+    Evidence,
+    KeptTurn,
+    State,
+    TurnCall,
+    says_the_same,
+)
+from router.context.learning.feedback_routes import FEEDBACK, feedback_routes
+from router.context.learning.gate import Gate, asked
+from router.context.learning.learning import LearningLoop, LoopMemory
+from router.context.learning.policy import AUTHOR, CaptureCounts, capture_refusals
+
+__all__ = [
+    "AUTHOR",
+    "FEEDBACK",
+    "CandidateEntry",
+    "CaptureCounts",
+    "ConfirmBody",
+    "Evidence",
+    "FeedbackBody",
+    "Gate",
+    "KeptTurn",
+    "LearningLoop",
+    "LoopMemory",
+    "LoopVerdict",
+    "QuestionsBody",
+    "RejectBody",
+    "State",
+    "TurnCall",
+    "asked",
+    "capture_refusals",
+    "feedback_routes",
+    "says_the_same",
+]

@@ -1,0 +1,209 @@
+"""The places of one front door's service where something of a tenant may lie, and how each is cleared."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+
+from cache_tiers.blocks import Clear, tenant_tag
+from cache_tiers.sessions import SessionsCleared
+from configs.settings import Settings
+from router.erasure import Cleared, Erasure, Erasures, Left
+from router.generation import IngressServices
+from router.openai import ApiError
+from router.routing import DirectoryLost
+
+HERE = ("replies", "summaries of conversations")
+"""The places of a front door itself, which the others ask it to clear."""
+
+
+def unfinished_dir(settings: Settings, secret: bytes) -> Path:
+    """Return the folder of the deletions that are left: a service's with these stores, and no other's."""
+    own = settings.knowledge
+    url = own.postgres.url
+    stores = (
+        settings.nvme_dir,
+        own.dir,
+        None if url is None else url.get_secret_value(),
+        own.postgres.schema_name,
+        settings.compaction.dir,
+    )
+    told = hmac.digest(secret, b"samovar deletions\0" + repr(stores).encode(), "sha256").hex()
+    return settings.model.cache_dir.expanduser() / "clears" / told[:16]
+
+
+def add_places(service: IngressServices) -> None:
+    """Tell the service's `Erasures` of each place that the service has."""
+    own, places = _Places(service), service.clears.places
+    places["sessions"] |= {"replies": own.replies}
+    if service.compaction is not None:  # behind: it asks the counter of the prompts whether it is too late
+        places["sessions"] |= {"summaries of conversations": own.summaries}
+        places["made"] |= {"summaries of conversations": own.summaries_of_entries}
+    if service.directory.link is not None:
+        places["sessions"] |= {"the session directory": own.directory}
+    if service.peers is not None:
+        places["sessions"] |= {"front doors": own.doors}
+        if service.compaction is not None:
+            places["made"] |= {"front doors": own.doors_entries}
+    places["sessions"] |= {"replicas": own.replicas}
+    if service.directory.link is not None and service.settings.tiers.enabled:
+        places["sessions"] |= {"tiers": own.tiers}
+    if service.knowledge is not None:
+        places["sessions"] |= {"knowledge of conversations": own.knowledge}
+    places["response"] |= {"stored responses": own.response}
+    if service.peers is not None:
+        places["response"] |= {"front doors": own.doors_response}
+
+
+class _Places:
+    """Clears each place, or raises what is left there."""
+
+    def __init__(self, service: IngressServices) -> None:
+        self._service = service
+
+    async def replies(self, what: Erasure) -> Cleared:
+        """Forget stored responses and replies here. A tenant that is no longer configured has none."""
+        service = self._service
+        for one in self._cleared(what):
+            service.directory.forget(one.tenant, one.session)
+        service.responses.forget(what.tenant, what.tags)
+        return Cleared(replies=await service.prompts.forget(what.tenant, what.tags))
+
+    async def summaries(self, what: Erasure) -> Cleared:
+        assert self._service.compaction is not None
+        await self._service.compaction.forget(what.tenant, what.tags)
+        return Cleared()
+
+    async def summaries_of_entries(self, what: Erasure) -> Cleared:
+        assert self._service.compaction is not None
+        await self._service.compaction.forget_entries(what.tenant, what.names)
+        return Cleared()
+
+    async def directory(self, what: Erasure) -> Cleared:
+        link = self._service.directory.link
+        assert link is not None
+        try:
+            await link.forget(self._cleared(what))
+        except DirectoryLost as lost:
+            message = f"replies that ingresses keep for each other are not all forgotten ({lost})"
+            raise Left(message) from lost
+        return Cleared()
+
+    async def doors(self, what: Erasure) -> Cleared:
+        assert self._service.peers is not None
+        told = await self._service.peers.forget(what.tenant, what.tags)
+        cleared = Cleared(replies=told.replies)
+        if told.silent:
+            raise Left("a front door did not answer: replies that it keeps are not all forgotten", cleared)
+        if told.unfinished:
+            message = "a front door has not forgotten all yet, and goes on"
+            raise Left(message, cleared, is_known_there=True)
+        return cleared
+
+    async def doors_entries(self, what: Erasure) -> Cleared:
+        assert self._service.peers is not None
+        if await self._service.peers.forget_entries(what.tenant, what.names):
+            raise Left("summaries that other ingresses made of it are not all erased")
+        return Cleared()
+
+    async def doors_response(self, what: Erasure) -> Cleared:
+        assert self._service.peers is not None
+        for name in what.names or ():
+            if await self._service.peers.discard(what.tenant, name):
+                raise Left("a front door did not answer")
+        return Cleared()
+
+    async def response(self, what: Erasure) -> Cleared:
+        discard = self._service.responses.discard
+        return Cleared(responses=sum([await discard(what.tenant, name) for name in what.names or ()]))
+
+    async def replicas(self, what: Erasure) -> Cleared:
+        service, readiness = self._service, self._service.readiness
+        if what.is_late and len(readiness.replicas) < readiness.wanted:
+            raise Left("not all replicas are there")  # and those that are have been asked
+        counts = await service.client.clear(self._tag(what), what.tags)
+        cleared = Cleared(
+            pages=counts.pages, extents=counts.extents, bytes=counts.nbytes, replicas=counts.replicas
+        )
+        wanted = max(readiness.wanted, counts.replicas + counts.silent)
+        if counts.replicas < wanted:
+            raise Left(f"{wanted - counts.replicas} of {wanted} replicas did not answer", cleared)
+        if counts.unreachable:
+            raise _unreachable(counts.unreachable, cleared)
+        return cleared
+
+    async def tiers(self, what: Erasure) -> Cleared:
+        """Clear nodes without replicas, too."""
+        link, tenant, tags = self._service.directory.link, self._tag(what), what.tags
+        assert link is not None
+        clear = Clear(tenant) if tags is None else Clear(tenant, tags[0], tags[1:])
+        try:
+            done = list((await link.clear(clear)).values())
+        except DirectoryLost as lost:
+            raise Left("the tiers of some nodes did not answer") from lost
+        heard = [one for one in done if one is not None]
+        cleared = Cleared(extents=sum(one.extents for one in heard), bytes=sum(one.nbytes for one in heard))
+        if len(heard) < len(done):
+            raise Left("the tiers of some nodes did not answer", cleared)
+        tiers = tuple(dict.fromkeys(tier for one in heard for tier in one.unreachable))
+        if tiers:
+            raise _unreachable(tiers, cleared)
+        return cleared
+
+    async def knowledge(self, what: Erasure) -> Cleared:
+        assert self._service.knowledge is not None
+        await self._service.knowledge.forget(what.tenant, what.tags)
+        return Cleared()
+
+    def _tag(self, what: Erasure) -> bytes:
+        return tenant_tag(self._service.secret, what.tenant)
+
+    def _cleared(self, what: Erasure) -> tuple[SessionsCleared, ...]:
+        """Return what the session tables are told, with the time of the wish."""
+        tag, tags = self._tag(what), what.tags
+        return tuple(SessionsCleared(tag, one, what.at_s) for one in ((None,) if tags is None else tags))
+
+
+def _unreachable(tiers: tuple[str, ...], cleared: Cleared) -> Left:
+    message = f"the tiers {', '.join(tiers)} did not answer; they delete their data as soon as they do"
+    return Left(message, cleared, is_known_there=True)
+
+
+def of_sessions(tenant: str, tags: Sequence[bytes] | None) -> Erasure:
+    """Return the wish to clear these sessions of a tenant, or all (None)."""
+    return Erasure("sessions", tenant, None if tags is None else tuple(one.hex() for one in tags))
+
+
+async def forget_here(
+    service: IngressServices, tenant: str, tags: Sequence[bytes] | None
+) -> tuple[int, bool]:
+    """Forget sessions in this front door's own places; return how many replies, and whether that was all.
+
+    What is left is gone on with.
+    """
+    try:
+        cleared = await service.clears.erase_here(of_sessions(tenant, tags), HERE)
+    except ApiError:
+        return 0, False
+    return cleared["replies"], True
+
+
+async def forget_entries_here(service: IngressServices, tenant: str, entries: Sequence[str] | None) -> bool:
+    """Erase what this front door made of these entries, or of any; return whether that is done."""
+    names = None if entries is None else tuple(entries)
+    try:
+        await service.clears.erase_here(Erasure("made", tenant, names), HERE)
+    except ApiError:
+        return False
+    return True
+
+
+async def forget_sessions(clears: Erasures, tenant: str, tags: tuple[bytes, ...] | None) -> None:
+    """Clear these sessions of a tenant, or all (None), everywhere. Raises `ApiError` if something is left."""
+    await clears.erase(of_sessions(tenant, tags))
+
+
+async def forget_made(clears: Erasures, tenant: str, entries: Sequence[str] | None) -> None:
+    """Erase everywhere what was made of these entries, or of any. Raises `ApiError` if something is left."""
+    await clears.erase(Erasure("made", tenant, None if entries is None else tuple(entries)))

@@ -1,0 +1,167 @@
+"""Stored responses (`store` of /v1/responses) that any front door finds, whichever made them.
+
+Each front door has those that it made or has used; the session directory has all, in memory. What is deleted
+is deleted there first, and then at all front doors (`peers.py`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import msgpack
+
+from cache_tiers.sessions import Item
+from configs.optional_sections import DoorSettings
+from router.openai import Unavailable
+from router.responses import ResponseNotFound, ResponseStore, StoredResponse
+from router.routing import DirectoryLost, SessionDirectory
+
+logger = logging.getLogger(__name__)
+
+Parsed = TypeVar("Parsed")
+
+FETCHES_MAX = 64
+"""Responses that one request may have fetched, by their ids or by those of their items."""
+DIGEST_BYTES = sha256().digest_size
+
+
+class KeptResponses(ResponseStore):
+    """A store whose responses are told to the session directory, and asked for there. Not thread-safe.
+
+    `tag_of`: a tenant's tag; `salt_of`: what its items are packed under.
+    """
+
+    def __init__(
+        self,
+        count_max: int,
+        bytes_max: int,
+        *,
+        directory: SessionDirectory,
+        settings: DoorSettings,
+        tag_of: Callable[[str], bytes],
+        salt_of: Callable[[str], bytes],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(count_max, bytes_max)
+        self._directory = directory
+        self._settings = settings
+        self._tag_of = tag_of
+        self._salt_of = salt_of
+        self._wall_clock = wall_clock
+        self._untold: list[Item] = []
+
+    def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
+        """Keep a response as `ResponseStore` does; `tell` sends it to the directory."""
+        if not super().put(tenant, response_id, stored, forgets=forgets):
+            return False
+        if self._is_on:
+            self._untold += self._items(tenant, response_id, stored)
+        return True
+
+    async def parsed(self, parse: Callable[[bytes, str], Parsed], body: bytes, tenant: str) -> Parsed:
+        """Return the request of a body; responses that it names are fetched. Raises as `parse` does."""
+        for _ in range(FETCHES_MAX):
+            try:
+                return parse(body, tenant)
+            except ResponseNotFound as missing:
+                if not await self.fetch(tenant, missing.wanted_id):
+                    raise
+        return parse(body, tenant)
+
+    async def tell(self) -> None:
+        """Tell the directory of what was put; if it does not answer, other front doors do not find it."""
+        items, self._untold = self._untold, []
+        link = self._directory.link
+        if not items or link is None:
+            return
+        try:
+            await link.keep(tuple(items), ())
+        except DirectoryLost as lost:
+            logger.warning("a stored response is known to this front door only: %s", lost)
+
+    async def fetch(self, tenant: str, wanted_id: str) -> bool:
+        """Take over the response of that id, or with an item of that id; return whether there is one.
+
+        Raises `Unavailable` if the directory does not answer: there may be one.
+        """
+        link = self._directory.link
+        if link is None or not self._is_on:
+            return False
+        forgets, tag, salt = self.forgets(tenant), self._tag_of(tenant), self._salt_of(tenant)
+        try:
+            found = await link.kept(tag, "response", _name(salt, wanted_id))
+            fields = None if found is None else _unpacked(salt, found.body)
+            if isinstance(fields, str):  # an item's: the response's id
+                wanted_id = fields
+                found = await link.kept(tag, "response", _name(salt, wanted_id))
+                fields = None if found is None else _unpacked(salt, found.body)
+        except DirectoryLost as lost:
+            message = f"It is not known whether {wanted_id[:64]!r} is stored: the session directory is away."
+            raise Unavailable(message, 1.0, code="directory_lost") from lost
+        if not isinstance(fields, StoredResponse):
+            return False
+        return super().put(tenant, wanted_id, fields, forgets=forgets)
+
+    async def discard(self, tenant: str, response_id: str) -> bool:
+        """Delete a tenant's response here and in the directory; return whether there was one.
+
+        Raises `Unavailable` if the directory does not answer.
+        """
+        was_here = self.delete(tenant, response_id)
+        link = self._directory.link
+        if link is None or not self._is_on:
+            return was_here
+        try:
+            name = _name(self._salt_of(tenant), response_id)
+            return await link.discard(self._tag_of(tenant), "response", name) or was_here
+        except DirectoryLost as lost:
+            message = "The response is not deleted everywhere: the session directory is away. Repeat it."
+            raise Unavailable(message, 1.0, code="directory_lost") from lost
+
+    @property
+    def _is_on(self) -> bool:
+        return self._settings.kept_bytes_max > 0
+
+    def _items(self, tenant: str, response_id: str, stored: StoredResponse) -> list[Item]:
+        salt, tag, now_s = self._salt_of(tenant), self._tag_of(tenant), self._wall_clock()
+        whole = [stored.response, stored.messages, stored.session, list(stored.items)]
+        bodies: dict[str, object] = {response_id: whole} | dict.fromkeys(stored.items, response_id)
+        return [
+            Item(
+                tag,
+                stored.session,
+                "response",
+                _name(salt, one),
+                _packed(salt, body),
+                now_s,
+                now_s + self._settings.kept_s_max,
+            )
+            for one, body in bodies.items()
+        ]
+
+
+def _name(salt: bytes, given_id: str) -> bytes:
+    return hmac.digest(salt, b"response\0" + given_id.encode("utf-8", "surrogatepass"), "sha256")
+
+
+def _packed(salt: bytes, body: object) -> bytes:
+    data: bytes = msgpack.packb(body)
+    return hmac.digest(salt, data, "sha256") + data
+
+
+def _unpacked(salt: bytes, data: bytes) -> StoredResponse | str | None:
+    """Return a response, or the id of that which an item belongs to; None if the bytes have changed."""
+    digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+    if not hmac.compare_digest(digest, hmac.digest(salt, body, "sha256")):
+        logger.error("a stored response has changed on its way: it is not used")
+        return None
+    fields: Any = msgpack.unpackb(body)
+    if isinstance(fields, str):
+        return fields
+    response, messages, session, items = fields
+    return StoredResponse(response, messages, session, tuple(items))

@@ -1,0 +1,52 @@
+"""Calls from one front door to all, itself included: what was deleted must be gone at each of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+
+from router.ingresses.peers import ToldDoors
+
+logger = logging.getLogger(__name__)
+
+
+class RayPeers:
+    """`DoorPeers` over the Serve handle of the front doors' own deployment."""
+
+    def __init__(self, handle: Any, timeout_s: float = 5.0) -> None:
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> ToldDoors:
+        told = await self._ask("forget_here", tenant, None if sessions is None else tuple(sessions))
+        heard = [one for one in told if isinstance(one, tuple)]
+        silent = max(1, len(told)) - len(heard)
+        return ToldDoors(sum(replies for replies, _ in heard), silent, sum(not whole for _, whole in heard))
+
+    async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
+        told = await self._ask("forget_entries_here", tenant, None if entries is None else tuple(entries))
+        return max(1, len(told)) - sum(one is True for one in told)
+
+    async def discard(self, tenant: str, response_id: str) -> int:
+        told = await self._ask("discard_here", tenant, response_id)
+        return max(1, len(told)) - sum(isinstance(one, bool) for one in told)
+
+    async def metrics(self) -> dict[str, bytes]:
+        told = await self._ask("metrics_here")
+        return dict(one for one in told if isinstance(one, tuple))
+
+    async def _ask(self, method: str, *args: object) -> list[Any]:
+        """Return each front door's answer or exception; empty if none can be asked."""
+        try:
+            response = self._handle.broadcast(method, *args)
+            answers: list[Any] = await response.results_async(
+                timeout_s=self._timeout_s, return_exceptions=True
+            )
+        except (TimeoutError, DeploymentUnavailableError, RayError, RayServeException) as failed:
+            logger.warning("%s: the front doors could not be asked: %s", method, type(failed).__name__)
+            return []
+        return answers

@@ -1,7 +1,0 @@
-"""What people watch: the live page's files, the stream of the service's state, and a tenant's usage."""
-
-from router.live.hub import LiveHub
-from router.live.page_files import PageFiles
-from router.live.routes import LiveRoutes
-
-__all__ = ["LiveHub", "LiveRoutes", "PageFiles"]

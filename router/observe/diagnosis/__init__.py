@@ -1,0 +1,51 @@
+"""What is wrong with a running service, which setting would help, and what it can hold. Pure."""
+
+from router.observe.diagnosis.conditions import BY_NAME, CONDITIONS, Condition
+from router.observe.diagnosis.diagnose import diagnose
+from router.observe.diagnosis.record import Diagnosis, Finding, SettingChange, in_bytes, in_seconds
+from router.observe.diagnosis.sizing import (
+    LiveContext,
+    LiveSizing,
+    LiveTier,
+    computing_in_words,
+    load_prices,
+    loading_in_words,
+    size_live,
+    wins_in_words,
+)
+from router.observe.diagnosis.snapshot import (
+    FrontDoor,
+    NoSnapshot,
+    Snapshot,
+    Window,
+    front_door,
+    settings_told,
+    snapshot_of,
+)
+
+__all__ = [
+    "BY_NAME",
+    "CONDITIONS",
+    "Condition",
+    "Diagnosis",
+    "Finding",
+    "FrontDoor",
+    "LiveContext",
+    "LiveSizing",
+    "LiveTier",
+    "NoSnapshot",
+    "SettingChange",
+    "Snapshot",
+    "Window",
+    "computing_in_words",
+    "diagnose",
+    "front_door",
+    "in_bytes",
+    "in_seconds",
+    "load_prices",
+    "loading_in_words",
+    "settings_told",
+    "size_live",
+    "snapshot_of",
+    "wins_in_words",
+]

@@ -1,0 +1,48 @@
+"""What of ours runs in Serve's HTTP proxy: guards, the way to the ingresses over links, and Serve's own.
+
+Requests go to an ingress over a link, without a Serve call (docs/adr/018); Serve carries what links do not.
+`door_router` imports Ray: import the module.
+"""
+
+from router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_error
+from router.proxy.carrier import EarlyBody, RequestCarrier
+from router.proxy.environment import (
+    CALLBACK,
+    CALLBACK_VARIABLE,
+    are_proxies_guarded,
+    inlet_from_environment,
+    links_environment,
+)
+from router.proxy.kept_bodies import KeptBodies
+from router.proxy.known_doors import ADDRESS, KNOWN, Door, KnownDoors
+from router.proxy.proxy_guard import proxy_environment
+from router.proxy.serve_proxy import ServeProxy
+from router.proxy.wire import CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
+
+__all__ = [
+    "ADDRESS",
+    "CALLBACK",
+    "CALLBACK_VARIABLE",
+    "CUT",
+    "GO",
+    "KNOWN",
+    "POLICY_VIOLATION",
+    "READ_BYTES",
+    "TRACED",
+    "UNREACHED",
+    "WHOLE",
+    "Door",
+    "EarlyBody",
+    "KeptBodies",
+    "KnownDoors",
+    "RequestCarrier",
+    "ServeProxy",
+    "are_proxies_guarded",
+    "inlet_from_environment",
+    "links_environment",
+    "packed_head",
+    "proxy_environment",
+    "read_request",
+    "request_id_of",
+    "send_error",
+]
