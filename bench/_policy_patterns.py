@@ -1,6 +1,6 @@
 """What conversations lose by what is sent beside them, at several cache sizes.
 
-A trace is replayed plain, and with a pattern added (`cluster/plan/traces/patterns.py`): once as a server does
+A trace is replayed plain, and with a pattern added (`bench/_trace_patterns.py`): once as a server does
 that keeps one row for a whole session (before), once with a row for each lineage (after). Counted are hit
 tokens of the conversations' own turns, which are the same in all of them. What is sent beside needs room
 of its own while it runs: what an oracle loses by that, which knows when each lineage resumes, none can keep.
@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from bench._single_tier import hits_with
+from bench._trace_generator import GeneratorOptions, Shape, generate
+from bench._trace_patterns import mixed, parse_patterns
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
-from cluster.plan.simulator.single_tier import hits_with
-from cluster.plan.traces.generator import GeneratorOptions, Shape, generate
-from cluster.plan.traces.patterns import mixed, parse_patterns
 from cluster.plan.traces.replay import by_session, forecasts, next_starts_s
 from cluster.plan.traces.trace import Trace, TraceTurn
 from configs.sections import PolicyName, PolicySettings, PredictorSettings

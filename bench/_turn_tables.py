@@ -22,8 +22,8 @@ from typing import Final, Literal
 
 import numpy as np
 
+from bench._trace_patterns import Patterns, mixed
 from cache_tiers.forecast.turns import SessionKey, Stop, Turn
-from cluster.plan.traces.patterns import Patterns, mixed
 from cluster.plan.traces.readers import TraceOptions, open_trace
 from cluster.plan.traces.trace import TraceKind
 

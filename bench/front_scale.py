@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench import _report as report
+from bench._trace_generator import GeneratorOptions, generate
 from bench.routing_cost import measure as measure_routing
 from cache_tiers.policy.policies import make_policy
 from cache_tiers.sessions.session_table import SessionTable, Sync
 from cluster.plan.simulator.fleet import Fleet
 from cluster.plan.simulator.sim import Sim
-from cluster.plan.traces.generator import GeneratorOptions, generate
 from configs.sections import GIB, PolicySettings
 from configs.settings import RouterSettings
 from router.routing.session_directory import ROWS_MAX

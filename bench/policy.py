@@ -23,12 +23,12 @@ from tqdm import tqdm
 
 from bench import _policy_patterns as patterns
 from bench import _report as report
+from bench._single_tier import belady_hits, hits_with
+from bench._trace_generator import Shape
 from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import Forecast
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
-from cluster.plan.simulator.single_tier import belady_hits, hits_with
-from cluster.plan.traces.generator import Shape
 from cluster.plan.traces.readers import TraceOptions, detect, open_trace
 from cluster.plan.traces.replay import forecasts, next_starts_s
 from cluster.plan.traces.trace import Trace, TraceTurn

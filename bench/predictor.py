@@ -33,13 +33,13 @@ from tqdm import tqdm
 from bench import _forecast_scores as scores
 from bench import _report as report
 from bench import _turn_tables as turn_tables
+from bench._trace_patterns import parse_patterns
 from bench._turn_tables import TurnTable
 from cache_tiers.forecast.kaplan_meier import KaplanMeier, TypeKm
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import BINS, EDGES, Curves, bin_of, curve_of, resume_probability
 from cache_tiers.forecast.turns import SessionKey, Turn
 from cache_tiers.policy.idle_sessions import IdleSessions
-from cluster.plan.traces.patterns import parse_patterns
 from configs.sections import PredictorSettings
 
 TRACES: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"

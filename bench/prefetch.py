@@ -25,6 +25,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bench import _report as report
+from bench._trace_generator import GeneratorOptions, generate
 from bench.policy import FILES, SESSIONS_PER_H, TRACES
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import Forecast
@@ -32,7 +33,6 @@ from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 from cluster.plan.simulator.fleet import GB, Fleet
 from cluster.plan.simulator.sim import Foresight, Sim
-from cluster.plan.traces.generator import GeneratorOptions, generate
 from cluster.plan.traces.readers import TraceOptions, detect, open_trace
 from cluster.plan.traces.replay import ended_s, forecasts, next_starts_s
 from cluster.plan.traces.trace import TraceTurn

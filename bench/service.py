@@ -26,12 +26,12 @@ from tqdm import tqdm
 
 from bench import _report as report
 from bench._service_player import Played, Player, Script, scripts
+from bench._single_tier import Hits, hits_with
+from bench._trace_generator import GeneratorOptions, generate
+from bench._trace_patterns import mixed, parse_patterns
 from bench.soak import working_directory
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.policies import make_policy
-from cluster.plan.simulator.single_tier import Hits, hits_with
-from cluster.plan.traces.generator import GeneratorOptions, generate
-from cluster.plan.traces.patterns import mixed, parse_patterns
 from cluster.plan.traces.readers import open_trace
 from cluster.plan.traces.replay import forecasts
 from cluster.serve.app import interrupt_on_signals

@@ -21,11 +21,11 @@ import psutil
 from tqdm import tqdm
 
 from bench import _report as report
+from bench._trace_generator import GeneratorOptions, generate
 from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.policy.policies import make_policy
 from cluster.plan.simulator.fleet import Fleet
 from cluster.plan.simulator.sim import Sim
-from cluster.plan.traces.generator import GeneratorOptions, generate
 from cluster.plan.traces.trace import TraceTurn
 from configs.sections import GIB, MIB, PolicySettings, PredictorSettings
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from bench._policy_patterns import COMPACTION, PatternRow, broken_bars, compacting, compare, traffic_of
+from bench._trace_generator import GeneratorOptions, generate
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.policies import make_policy
 from cluster.plan.simulator.fleet import Fleet
 from cluster.plan.simulator.sim import Sim
-from cluster.plan.traces.generator import GeneratorOptions, generate
 from cluster.plan.traces.replay import by_session
 from cluster.plan.traces.trace import TraceTurn
 from configs.sections import KIB, PredictorSettings

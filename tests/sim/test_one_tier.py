@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench._single_tier import belady_hits, hits_with
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.idle_sessions import IdleSessions
 from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
-from cluster.plan.simulator.single_tier import belady_hits, hits_with
 from cluster.plan.simulator.tier import SimTier
 from cluster.plan.traces.readers import TraceOptions, open_trace
 from cluster.plan.traces.replay import events, forecasts, next_starts_s, with_blocks

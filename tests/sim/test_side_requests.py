@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 
+from bench._single_tier import Hits, hits_with
+from bench._trace_generator import GeneratorOptions, generate
+from bench._trace_patterns import parse_patterns
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import LAST_S, Forecast, resume_within
 from cache_tiers.policy.policies import make_policy
-from cluster.plan.simulator.single_tier import Hits, hits_with
-from cluster.plan.traces.generator import GeneratorOptions, generate
-from cluster.plan.traces.patterns import parse_patterns
 from cluster.plan.traces.replay import forecasts
 from cluster.plan.traces.trace import TraceTurn
 from configs.sections import PolicyName, PolicySettings, PredictorSettings

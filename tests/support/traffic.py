@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.plan.traces.generator import GeneratorOptions, Shape, generate
+from bench._trace_generator import GeneratorOptions, Shape, generate
 from cluster.plan.traces.trace import TraceTurn
 
 BLOCK = 512

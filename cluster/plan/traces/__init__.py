@@ -1,1 +1,1 @@
-"""Reads, generates and replays traces of chat traffic."""
+"""Reads and replays traces of chat traffic."""

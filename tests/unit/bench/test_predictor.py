@@ -11,8 +11,8 @@ import pytest
 from bench import _turn_tables as turn_tables
 from bench import predictor as bench
 from bench._forecast_scores import auc, brier, censored_ece, ece
+from bench._trace_patterns import Patterns
 from cache_tiers.forecast.predictor import Predictor
-from cluster.plan.traces.patterns import Patterns
 from configs.sections import PredictorSettings
 
 CHAT = (

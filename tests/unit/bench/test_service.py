@@ -6,8 +6,8 @@ import pytest
 
 from bench import service
 from bench._service_player import scripts
-from cluster.plan.traces.generator import GeneratorOptions, generate
-from cluster.plan.traces.patterns import Patterns
+from bench._trace_generator import GeneratorOptions, generate
+from bench._trace_patterns import Patterns
 from tests.support.traffic import made
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from bench._trace_generator import GeneratorOptions, generate
 from cluster.plan import report
 from cluster.plan.plan import Plan, PlanAsk, check, fleet_of, make_plan, run_plan
 from cluster.plan.runs import (
@@ -27,7 +28,6 @@ from cluster.plan.runs import (
     sweep_of,
 )
 from cluster.plan.simulator.fleet import Fleet, Prices
-from cluster.plan.traces.generator import GeneratorOptions, generate
 from cluster.plan.traces.replay import next_starts_s
 from configs.sections import GIB
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.plan.traces.generator import COMPACT_SYSTEMS_MIN, GeneratorOptions, Shape, generate
-from cluster.plan.traces.patterns import (
+from bench._trace_generator import COMPACT_SYSTEMS_MIN, GeneratorOptions, Shape, generate
+from bench._trace_patterns import (
     AFTER_ANSWER,
     AHEAD_S,
     QUOTED_TOKENS_MAX,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
 
+from bench._trace_patterns import Patterns, mixed
 from cache_tiers.forecast import Role, Stop
-from cluster.plan.traces.patterns import Patterns, mixed
 from cluster.plan.traces.trace import ReadTally, Trace, TraceTurn
 
 Shape = Literal["chat", "agentic", "fooling"]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.plan.traces.generator import FOOL_PERIOD_S, GeneratorOptions, Shape, generate
+from bench._trace_generator import FOOL_PERIOD_S, GeneratorOptions, Shape, generate
 from cluster.plan.traces.trace import TraceTurn, common_blocks
 
 
