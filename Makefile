@@ -14,6 +14,11 @@ SERVICES := $(LONG) tests/faults/test_actor_kills.py $(filter-out $(LONG),$(wild
 TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 
+# Decisions, without torch and Ray: for every change.
+PURE := $(addprefix tests/unit/,configs $(addprefix cache_tiers/,blocks directory forecast policy pricing) replicas/scheduling replicas/turns router/routing)
+# Of programs that measure: no part of the product.
+OF_BENCHES := tests/unit/bench
+
 OTHER_CPU := tests/laws tests/unit/replicas/engine/test_resume.py tests/unit/router/generation/test_failover.py tests/unit/replicas/engine/test_exactness.py
 # What they serve is float32 there, as `auto` has it on a CPU that does not multiply bfloat16.
 OTHER_CPU_SERVICES := tests/api/test_openai_client.py tests/e2e/test_sessions.py tests/e2e/test_tiers_s3.py
@@ -46,7 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -96,16 +101,25 @@ check: $(STAMP) ## lint, formatting and types
 # Two at a time. Services in the order in which they stand above, long ones first; those that share one, one after the
 # other (tests/support/services/scheduling.py).
 # The second part runs also when the first has failed; what failed in either, and why, are the last lines.
-test: $(STAMP) ## all tests (ARGS="tests/unit/router/routing/test_ring.py -x": only those)
+test: $(STAMP) ## all tests of the product (ARGS="tests/unit/router/routing/test_ring.py -x": only those)
 ifeq ($(strip $(ARGS)),)
 	@mkdir -p build && set -o pipefail; status=0; \
-	$(PY) -m pytest -n 2 --dist worksteal $(patsubst %,--ignore=%,$(SERVICES)) 2>&1 | tee build/test-quick.log || status=$$?; \
+	$(PY) -m pytest -n 2 --dist worksteal $(patsubst %,--ignore=%,$(SERVICES) $(OF_BENCHES)) 2>&1 | tee build/test-quick.log || status=$$?; \
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 $(filter-out $(ALONE),$(SERVICES)) 2>&1 | tee build/test-services.log || status=$$?; \
 	$(PY) -m pytest $(ALONE) 2>&1 | tee build/test-alone.log || status=$$?; \
 	grep -hE '^(FAILED|ERROR) |^=+ .*(passed|failed|error).* in ' build/test-quick.log build/test-services.log build/test-alone.log; exit $$status
 else
 	$(PY) -m pytest $(ARGS)
 endif
+
+test-pure: $(STAMP) ## only decisions: pricing, eviction, forecast, scheduling, routing, settings (a minute)
+	$(PY) -m pytest -n 2 --dist worksteal $(PURE) $(ARGS)
+
+test-units: $(STAMP) ## all units of the product, without services, faults and laws (minutes)
+	$(PY) -m pytest -n 2 --dist worksteal tests/unit $(patsubst %,--ignore=%,tests/unit/repository $(OF_BENCHES)) $(ARGS)
+
+test-bench: $(STAMP) ## the tests of bench/, which `make test` leaves out
+	$(PY) -m pytest -n 2 --dist worksteal $(OF_BENCHES) $(ARGS)
 
 test-slow: $(STAMP) ## the tests that the gate leaves out: twins that start services, long traces (half an hour)
 	TESTS_SLOW=1 $(PY) -m pytest -m slow $(ARGS)

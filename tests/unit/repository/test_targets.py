@@ -11,13 +11,16 @@ import pytest
 ROOT = Path(__file__).parents[3]
 TARGETS = (
     "test",
+    "test-bench",
     "test-dashboards",
     "test-kernels",
     "test-multinode",
     "test-other-cpu",
     "test-page",
+    "test-pure",
     "test-ray-up",
     "test-terraform",
+    "test-units",
     "test-wheel",
 )
 
