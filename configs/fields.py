@@ -84,6 +84,17 @@ def former_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str
     return found
 
 
+def fixed_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, Any]:
+    """Return the values of what was a setting and is a constant, by dotted key; see `Section`."""
+    fixed = model.fixed() if issubclass(model, Section) else {}
+    found = {prefix + name: value for name, value in fixed.items()}
+    for name, info in model.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            found |= fixed_keys(section, f"{prefix}{name}.")
+    return found
+
+
 def section_keys(model: type[BaseModel] = Settings) -> set[str]:
     """Return the dotted keys that contain fields and are none themselves, such as `engine`."""
     return {key.rsplit(".", 1)[0] for key in setting_fields(model) if "." in key}

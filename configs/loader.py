@@ -24,6 +24,7 @@ from configs.fields import (
     ENV_PREFIX,
     SettingField,
     env_name,
+    fixed_keys,
     flag_name,
     former_keys,
     section_keys,
@@ -142,6 +143,15 @@ def _warn_of_former_names(layer: Layer) -> None:
             logger.warning("%s", Problem(former, entry.origin, message, f"Write {name}"))
 
 
+def _is_fixed(key: str, name: str, origin: str) -> bool:
+    """Return whether a key was a setting and is a constant now, and say so."""
+    fixed = fixed_keys()
+    if key in fixed:
+        message = f"this is no setting any more, and always {fixed[key]}; the value is not used"
+        logger.warning("%s", Problem(name, origin, message, "Leave it out"))
+    return key in fixed
+
+
 def preset_names() -> list[str]:
     folder = resources.files("configs.presets")
     return sorted(
@@ -179,7 +189,7 @@ def read_file(config: Path | str, problems: list[Problem]) -> Layer:
 def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
     """Return the entries of all `SAMOVAR_<SECTION>__<KEY>` variables; an unknown name is a problem."""
     known, former = setting_fields(), former_keys()
-    by_name = {env_name(key): key for key in (*former, *known)}
+    by_name = {env_name(key): key for key in (*former, *known, *fixed_keys())}
     layer: Layer = {}
     for name in sorted(env):
         if not name.startswith(ENV_PREFIX) or name in ENV_KNOWN_NAMES or name.startswith(ENV_KNOWN_PREFIXES):
@@ -190,6 +200,8 @@ def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
             problems.append(Problem(name, "the environment", "there is no such setting", fix))
             continue
         key, origin = former.get(given, given), f"variable {name}"
+        if _is_fixed(key, name, "the environment"):
+            continue
         if (value := _parse(known[key], env[name], origin, problems)) is not _BAD:
             renamed = None if key == given else (name, env_name(key))
             _put(layer, key, GivenValue(value, "env", origin, renamed), problems)
@@ -204,6 +216,8 @@ def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
         given = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_")
         key = former.get(given, given)
         field = known.get(key)
+        if _is_fixed(key, name, "the command line"):
+            continue
         if field is None:
             guess = did_you_mean(key, known)
             fix = _suggestion(known[guess].flag if guess else None, "Leave it out")
@@ -298,6 +312,8 @@ def _walk_tree(
         given = f"{prefix}{name}"
         origin = f"{place}, line {lines[given]}" if given in lines else place
         key = former.get(given, given)
+        if _is_fixed(key, given, origin):
+            continue
         if key in known:
             renamed = None if key == given else (given, key)
             _put(layer, key, GivenValue(value, "file", origin, renamed), problems)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
@@ -187,7 +187,7 @@ class LoopSettings(Section):
     turns_max: int = Field(
         10_000, ge=1, le=10_000_000, description="turns kept of a tenant; the oldest leave"
     )
-    turns_bytes_max: int = Field(32 * MIB, ge=KIB, le=100 * GIB, description="... and their bytes")
+    turns_bytes_max: ClassVar[int] = 32 * MIB
     turns_s: float = Field(86_400.0, gt=0, le=3.2e7, description="how long a turn is kept")
     candidates_max: int = Field(
         1000,
@@ -195,13 +195,13 @@ class LoopSettings(Section):
         le=1_000_000,
         description="candidates of a tenant; if none is decided on, no more are made",
     )
-    candidates_bytes_max: int = Field(16 * MIB, ge=KIB, le=100 * GIB, description="... and their bytes")
+    candidates_bytes_max: ClassVar[int] = 16 * MIB
     candidates_s: float = Field(2_592_000.0, gt=0, le=3.2e8, description="how long a candidate is kept")
     candidates_per_session: int = Field(20, ge=1, le=100_000, description="candidates of one conversation")
     log_max: int = Field(
         10_000, ge=1, le=10_000_000, description="feedback kept of a tenant; the oldest leaves"
     )
-    log_bytes_max: int = Field(16 * MIB, ge=KIB, le=100 * GIB, description="... and its bytes")
+    log_bytes_max: ClassVar[int] = 16 * MIB
     log_s: float = Field(2_592_000.0, gt=0, le=3.2e8, description="how long feedback is kept")
     comment_chars_max: int = Field(2000, ge=1, le=100_000, description="characters of a comment")
     questions_bytes_max: int = Field(
@@ -314,14 +314,14 @@ class KnowledgeSettings(Section):
         le=600,
         description="how long the questions of one request may take; of a change, before and after it",
     )
-    results_max: int = Field(50, ge=1, le=1000, description="entries that one search returns")
+    results_max: ClassVar[int] = 50
     candidates: int = Field(
         32, ge=1, le=1000, description="entries taken from each ranking (words, meaning, names) before fusion"
     )
     meaning_min: float = Field(
         0.15, ge=0, le=1, description="cosine below which an entry does not count as similar in meaning"
     )
-    entries_per_turn: int = Field(4, ge=1, le=100, description="entries placed beside one question")
+    entries_per_turn: ClassVar[int] = 4
     budget_tokens: int = Field(
         512, ge=16, le=1_000_000, description="tokens of the entries placed in one turn, by default"
     )
@@ -347,9 +347,7 @@ class KnowledgeSettings(Section):
         le=100 * GIB,
         description="vectors kept in an ingress's memory, all tenants together",
     )
-    query_chars_max: int = Field(
-        4000, ge=16, le=MIB, description="characters of a question that are looked up"
-    )
+    query_chars_max: ClassVar[int] = 4000
     threads: int = Field(2, ge=1, le=64, description="threads of an ingress that read and write the store")
     waiting_max: int = Field(
         64, ge=1, le=10_000, description="calls that wait for those threads; more get 429"
@@ -412,9 +410,7 @@ class DocumentsSettings(Section):
     pdf_bytes_max: int = Field(
         GIB, ge=256 * MIB, le=64 * GIB, description="address space of the process that reads one PDF"
     )
-    chunk_chars: int = Field(
-        1200, ge=100, le=100_000, description="characters of a chunk, which the knowledge base finds"
-    )
+    chunk_chars: ClassVar[int] = 1200
     chunks_max: int = Field(2000, ge=1, le=100_000, description="chunks of one document; one with more fails")
     per_request_max: int = Field(8, ge=1, le=256, description="documents that one chat request names")
     prefill: Literal["auto", "always", "never"] = Field(
@@ -483,19 +479,17 @@ class CompactionSettings(Section):
         0.15, ge=0, le=1, description="cosine below which a piece does not count as similar in meaning"
     )
     candidates: int = Field(32, ge=1, le=1000, description="pieces taken from each ranking before fusion")
-    piece_chars: int = Field(480, ge=80, le=100_000, description="characters of a piece of old turns")
-    pieces_max: int = Field(4096, ge=1, le=1_000_000, description="pieces of one conversation, the latest")
-    pieces_per_turn: int = Field(4, ge=1, le=100, description="pieces that one question gets back")
+    piece_chars: ClassVar[int] = 480
+    pieces_max: ClassVar[int] = 4096
+    pieces_per_turn: ClassVar[int] = 4
     budget_tokens: int = Field(256, ge=16, le=1_000_000, description="their tokens, by default")
     budget_tokens_max: int = Field(2048, ge=16, le=1_000_000, description="... at most, if a request asks")
-    query_chars_max: int = Field(
-        4000, ge=16, le=1024 * KIB, description="characters of a question that are looked up"
-    )
+    query_chars_max: ClassVar[int] = 4000
     summary_tokens_max: int = Field(
         384, ge=16, le=100_000, description="tokens of a summary, at most an eighth of the window"
     )
-    summaries_per_session: int = Field(4, ge=1, le=1000, description="summaries kept of a session, the last")
-    summaries_max: int = Field(100_000, ge=1, le=100_000_000, description="summaries kept in all")
+    summaries_per_session: ClassVar[int] = 4
+    summaries_max: ClassVar[int] = 100_000
     sessions_max: int = Field(
         4096,
         ge=1,

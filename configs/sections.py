@@ -18,6 +18,8 @@ class Section(BaseModel):
     """Base class of all sections: frozen, and unknown keys are refused.
 
     `FORMER`: former name -> name, accepted for one release. `load` warns; trees saved before are just read.
+    A `ClassVar` in lower case was a setting that nobody moved, and is a constant: what is given for it is not
+    used, and `load` says so.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,7 +28,11 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _current_names(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or cls.FORMER.keys().isdisjoint(given):
+        if not isinstance(given, Mapping):
+            return given
+        if fixed := cls.fixed().keys() & given.keys():
+            given = {key: value for key, value in given.items() if key not in fixed}
+        if cls.FORMER.keys().isdisjoint(given):
             return given
         for former, name in cls.FORMER.items():
             if former in given and name in given:
@@ -34,6 +40,11 @@ class Section(BaseModel):
                     f"{former} is the former name of {name}, and both are given. Leave {former} out"
                 )
         return {cls.FORMER.get(key, key): value for key, value in given.items()}
+
+    @classmethod
+    def fixed(cls) -> dict[str, Any]:
+        """Return the constants that were settings, by name."""
+        return {name: getattr(cls, name) for name in cls.__class_vars__ if name.islower() and name[0] != "_"}
 
 
 PolicyName = Literal["lru", "t-lru", "ttl", "type-km", "learned"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from configs.fields import env_name, flag_name, former_keys, merged, setting_fields
+from configs.fields import env_name, fixed_keys, flag_name, former_keys, merged, setting_fields
 from configs.loader import ConfigError, LoadedSettings, did_you_mean, load, preset_names
 from configs.settings import Settings
 
@@ -160,6 +160,26 @@ def test_a_former_name_still_works_and_each_source_warns_of_it(
         assert f"{old}  (from {origin})" in warning
         assert f"this setting is now called {new};" in warning
     assert value_of_settings(merged(json.loads(in_yaml(former, wanted)), {}), key) == wanted
+
+
+@pytest.mark.parametrize(("key", "value"), fixed_keys().items())
+def test_what_was_a_setting_is_not_used_and_each_source_says_so(
+    key: str, value: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path, in_yaml(key, 7))
+    sources: list[tuple[Path | None, dict[str, str], list[str]]] = [
+        (path, {}, []),
+        (None, {env_name(key): "7"}, []),
+        (None, {}, [flag_name(key), "7"]),
+    ]
+    for config, env, flags in sources:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            loaded = load(config, env, flags)
+        assert value_of(loaded, key) == value
+        (warning,) = caplog.messages
+        assert f"no setting any more, and always {value}" in warning
+    assert value_of_settings(merged(json.loads(in_yaml(key, 7)), {}), key) == value, "a tree saved before"
 
 
 @pytest.mark.parametrize(("former", "key"), former_keys().items())
