@@ -42,6 +42,7 @@ NAV: dict[str, dict[str, str]] = {
     "The cache": {
         "How it works": "how-it-works.md",
         "Cache semantics": "guarantees.md",
+        "Faults": "faults.md",
         "Isolation": "isolation.md",
         "Sizing": "sizing.md",
         "Knowledge": "knowledge.md",
