@@ -12,7 +12,7 @@ import pytest
 
 from configs.fields import section_keys, setting_fields
 from tests.prove import GUARANTEES, ids_in
-from tests.support.pages import PAGES, ROOT, anchors_of, broken_links, slug
+from tests.support.pages import PAGES, ROOT, anchors_of, broken_links, links_of, slug
 
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "adr"]
 """Pages that say how it is, not how it was."""
@@ -74,6 +74,18 @@ def test_each_promise_links_tests_that_prove_it() -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_the_list_of_benchmarks_leads_to_every_section() -> None:
+    folder = ROOT / "docs/benchmarks"
+    listed = set(links_of(folder / "README.md"))
+    sections = {
+        f"{page.name}#{slug(heading)}"
+        for page in folder.glob("20*.md")
+        for heading in re.findall(r"^## (.*)", page.read_text(encoding="utf-8"), re.M)
+    }
+    assert len(sections) > 40
+    assert sections - listed == set()
 
 
 MACHINES = re.compile(r"(?<![\w.}~])/(?:root|work|home|tmp|Users)/[\w.~*-]+")
