@@ -1,6 +1,6 @@
 """Defines the common form of all traces: sessions, times, prompt lengths and block ids, never text.
 
-`readers.py` reads the schemas of the published traces, `generator.py` generates one.
+`readers.py` reads the schemas of the published traces.
 
 An answer's tokens are in no turn's `blocks`. If the next prompt begins with them, its own ids include them
 (the ids of Mooncake, WEKA, Qwen-Bailian and of our recordings are those of whole prompts). Most
