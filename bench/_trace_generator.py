@@ -1,7 +1,7 @@
 """Generates seeded traffic for users without a trace: any number of turns, one at a time in time order.
 
-The shapes follow PREDICTOR.md's statistics: how many turns a session has, when it returns, how its prompt
-grows. `fooling` is made to waste prefetches: half of the time the tool calls of a kind return after a
+The shapes follow statistics of published traces: how many turns a session has, when it returns, how its
+prompt grows. `fooling` is made to waste prefetches: half of the time the tool calls of a kind return after a
 minute, half of the time none ever does, and nothing tells which it is.
 """
 

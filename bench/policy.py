@@ -39,7 +39,7 @@ FILES = ("mooncake_conversation_first40min.jsonl.gz", "weka_claudecode_turns_dev
 POLICIES = ("lru", "t-lru", "ttl", "type-km", "learned", "oracle", "belady")
 AGENTIC_BLOCK_TOKENS = 1024
 SESSIONS_PER_H = 34.0
-"""Agentic sessions begin at this rate: LRU and Belady then find what PREDICTOR.md's tables say."""
+"""Agentic sessions begin at this rate, as in the study of these traces that the predictor came from."""
 BLOCKS: Mapping[Shape, Sequence[int]] = {
     "chat": (1000, 2000, 5000, 10_000, 20_000, 40_000),
     "agentic": (1000, 1500, 2000, 3000, 4000, 8000),

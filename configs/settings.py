@@ -270,7 +270,7 @@ class EngineSettings(SplitSettings):
 
 
 class LimitsSettings(Section):
-    """Limits of one request and of one client (GUARANTEES.md, limits)."""
+    """Limits of one request and of one client (docs/limits.md)."""
 
     FORMER = {"request_wall_s": "request_timeout_s", "tokenizer_turn_bytes": "tokenizer_quantum_bytes"}
 

@@ -171,15 +171,15 @@ class GenerateRequest:
     """One prompt and its `n` answers.
 
     `salt` is mixed into the namespace of the prompt's block keys: requests with different salts can never
-    share a block (law L2). `tenant` and `session` are tags (`TAG_BYTES` each) by which their blocks can be
-    forgotten; the session's is that of the lineage (`blocks/lineage.py`). `placement`: where the turn's
-    blocks are stored at its end; None: nowhere. `model`: fingerprint of the model whose tokenizer produced
-    the ids; a replica of another model refuses (`Failed`, `replica_lost`); empty: any. `resume`: continue
-    an answer that another replica began. `trace`: context of the request's span; empty: it is not traced.
-    `reply_to`: where the events are awaited; None: they are what the call returns, as they are where that
-    cannot be reached. `keep`: the answer is kept for a while, and may be read again; None: it ends with its
-    reader. `stores_all`: its blocks are stored even where computing them again is cheaper. `priority`:
-    smaller = sooner, among the tenant's own.
+    share a block (G2 in docs/guarantees.md). `tenant` and `session` are tags (`TAG_BYTES` each) by which
+    their blocks can be forgotten; the session's is that of the lineage (`blocks/lineage.py`). `placement`:
+    where the turn's blocks are stored at its end; None: nowhere. `model`: fingerprint of the model whose
+    tokenizer produced the ids; a replica of another model refuses (`Failed`, `replica_lost`); empty: any.
+    `resume`: continue an answer that another replica began. `trace`: context of the request's span; empty: it
+    is not traced. `reply_to`: where the events are awaited; None: they are what the call returns, as they are
+    where that cannot be reached. `keep`: the answer is kept for a while, and may be read again; None: it ends
+    with its reader. `stores_all`: its blocks are stored even where computing them again is cheaper.
+    `priority`: smaller = sooner, among the tenant's own.
     """
 
     request_id: str

@@ -152,7 +152,7 @@ def server_secret(settings: AuthSettings) -> bytes:
 
 
 def tenant_salt(secret: bytes, tenant: str, cache_salt: str | None) -> bytes:
-    """Return the 32 bytes that go into the namespace of the tenant's blocks (law L2).
+    """Return the 32 bytes that go into the namespace of the tenant's blocks (G2 in docs/guarantees.md).
 
     A client's `cache_salt` is hashed under the tenant, so it can only narrow the namespace and never reach
     another tenant's blocks.

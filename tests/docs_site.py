@@ -42,6 +42,7 @@ NAV: dict[str, dict[str, str]] = {
     "The cache": {
         "How it works": "how-it-works.md",
         "Cache semantics": "guarantees.md",
+        "Faults": "faults.md",
         "Isolation": "isolation.md",
         "Sizing": "sizing.md",
         "Knowledge": "knowledge.md",
@@ -69,6 +70,7 @@ NAV: dict[str, dict[str, str]] = {
         "Measured": "benchmarks/README.md",
         "Beside the peers": "benchmarks/peers.md",
         "On a GPU": "benchmarks/gpu.md",
+        **{f"On 2026-11-{day}": f"benchmarks/2026-11-{day}.md" for day in (26, 24, 23, 22, 21)},
     },
     "Inside": {
         "Architecture": "ARCHITECTURE.md",

@@ -1,8 +1,7 @@
 """Features of a turn's end: the session's history, and the vector of numbers the model learns from.
 
-Only what a server sees of a request: lengths, times, kinds, never text (PREDICTOR.md, "Features at end of
-turn"). Impossible times, NaN and absurd lengths become bounded numbers here, so that no later module
-meets them.
+Only what a server sees of a request: lengths, times, kinds, never text. Impossible times, NaN and
+absurd lengths become bounded numbers here, so that no later module meets them.
 """
 
 from __future__ import annotations

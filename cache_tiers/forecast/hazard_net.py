@@ -1,13 +1,12 @@
 """The learned model: how a session's hazards differ from those of its kind, from a feature vector.
 
-32 hidden units and a linear skip (PREDICTOR.md, "Model"), numpy (torch would cost each
-tier actor some 190 MB), Adam (Kingma and Ba, 2015); forecasts use
-the weights' running average, which is less noisy (Polyak and Juditsky, 1992). The network's output is added
-to an offset, the log odds known without it, so an untrained network predicts the offset. It predicts at
-`KNOTS_S`, linear in log time between them, instead of each bin on its own: in most bins few sessions ever
-resume, too few to learn from in an hour. The loss is the likelihood of discrete-time survival (Tutz and
-Schmid, 2016): each bin that a session has passed counts as survived, the bin it is in by its share so far,
-the bin it resumed in as an event. Does not know what the features mean.
+32 hidden units and a linear skip, numpy (torch would cost each tier actor some 190 MB), Adam (Kingma and Ba,
+2015); forecasts use the weights' running average, which is less noisy (Polyak and Juditsky, 1992). The
+network's output is added to an offset, the log odds known without it, so an untrained network predicts the
+offset. It predicts at `KNOTS_S`, linear in log time between them, instead of each bin on its own: in most
+bins few sessions ever resume, too few to learn from in an hour. The loss is the likelihood of discrete-time
+survival (Tutz and Schmid, 2016): each bin that a session has passed counts as survived, the bin it is in by
+its share so far, the bin it resumed in as an event. Does not know what the features mean.
 """
 
 from __future__ import annotations

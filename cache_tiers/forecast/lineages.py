@@ -26,7 +26,7 @@ from cache_tiers.forecast.turns import TURN_S_MAX, Opening, SessionKey, Turn
 from configs.sections import PredictorSettings
 
 LEFT_SHARE: Final = 0.02
-"""Worth of a branch behind a fork relative to the chain that its lineage uses (PREDICTOR.md): the prior."""
+"""Worth of a branch behind a fork relative to the chain that its lineage uses: the prior."""
 LEFT_PRIOR: Final = 20.0
 """Branches that the prior counts for."""
 LEFT_WINDOW: Final = 1000.0

@@ -2,7 +2,7 @@
 
 A curve is `log S` at the bin edges, f32 `[EDGES]`, where `S(t)` is the probability that the session is
 still idle after `t` seconds. The hazard is constant within a bin and zero beyond the last edge
-(discrete-time survival analysis: Tutz and Schmid, 2016; the bins are PREDICTOR.md's). Pure arithmetic.
+(discrete-time survival analysis: Tutz and Schmid, 2016). Pure arithmetic.
 """
 
 from __future__ import annotations

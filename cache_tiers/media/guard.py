@@ -404,7 +404,7 @@ class GuardedTier:
             return operate()
         except (TierError, BadRecord):
             raise
-        except Exception as error:  # a tier's bug is a fault of that tier (G9)
+        except Exception as error:  # a tier's bug is a fault of that tier
             logger.exception("%s tier raised an unexpected exception", self.name)
             raise TierError(f"{type(error).__name__} in the {self.name} tier") from error
 

@@ -188,7 +188,7 @@ def _get(ref: Any, deadline: Deadline) -> Bytes | None:
 
     try:
         data: Bytes = ray.get(ref, timeout=deadline.left_s())
-    except ObjectLostError:  # its owner died (F19), or the node lost it
+    except ObjectLostError:  # its owner died, or the node lost it
         return None
     except GetTimeoutError:
         raise TierError(f"not read within {deadline.seconds:.3f} s") from None

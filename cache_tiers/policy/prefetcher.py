@@ -37,7 +37,7 @@ Guessed = Literal["pause", "hazard"]
 LOOKED_AT_MAX = 256
 """Likeliest sessions whose bytes are looked up in one call of `by_hazard`."""
 SWAP_MARGIN = 1.3
-"""A victim must be this factor less likely wanted (PREDICTOR.md, two-tier simulation)."""
+"""A victim must be this factor less likely wanted; chosen by a simulation of two tiers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from replicas.scheduling import Chunk, Sequence, bare_sequence
 logger = logging.getLogger(__name__)
 
 # Bound per layer without exact mode: root mean square of the difference over that of the values. Rounding by
-# chunking stays far below, a wrong block is at 1 and above (ENGINE.md section 7).
+# chunking stays far below, a wrong block is at 1 and above.
 # By what is stored: int8 rounds the last bits of float32 to neighbouring codes.
 RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1, torch.int8: 0.1}
 
@@ -56,7 +56,7 @@ class _Audit:
 
 
 class Auditor:
-    """Computes restored blocks again, off the hot path, and compares them (G14).
+    """Computes restored blocks again, off the hot path, and compares them.
 
     While the engine has nothing else to do, the tokens of a restored prompt are computed in scratch pages,
     without any cache, a few at a time. Then the slots that came from a tier are compared with the computed
@@ -198,7 +198,7 @@ TOLERANCES = {
     torch.float32: "logits within 1e-3 and the same greedy token",
     **dict.fromkeys((torch.bfloat16, torch.float16, torch.int8), _ROUNDED),
 }
-"""By what K and V are stored as: the guarantee where results are not bitwise equal (ENGINE.md section 7)."""
+"""By what K and V are stored as: what holds where results are not bitwise equal (G14, docs/guarantees.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Probe:
     """Tests on the real model at start whether exact mode holds on this machine.
 
     That a row has the same bits in any batch is a property of the math libraries in use, of the dtype and of
-    the number of threads (ENGINE.md section 7), not a promise: with 3 threads and more, torch splits
+    the number of threads, not a promise: with 3 threads and more, torch splits
     elementwise float32 work at places that depend on the number of rows. The probe computes the same tokens
     at once, in chunks and in a batch with others, and compares logits and KV; and it runs the activation
     function at every number of rows that a step may have.

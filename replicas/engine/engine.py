@@ -77,7 +77,7 @@ class _Rows(NamedTuple):
 class Engine:
     """Runs the step loop of one replica.
 
-    `namespace`: what makes the model's KV interchangeable (law L3); a request's salt is added to it.
+    `namespace`: what makes the model's KV interchangeable (G3, docs/guarantees.md); a salt is added to it.
     """
 
     def __init__(

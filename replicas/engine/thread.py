@@ -198,7 +198,7 @@ class EventStream:
     """Carries events of one request from the engine's thread to the reader of its answer, through Serve.
 
     The way where there is no link (`replicas/links`). The first token is sent at once; later ones are
-    batched, because a message through a Serve handle costs about 3 CPU-ms (FACTS.md part A, 1.6). After
+    batched, because a message through a Serve handle costs about 3 CPU-ms. After
     `heartbeat_s` without events the reader gets an empty list, so that silence means a dead replica.
 
     `choices`: answers of the request. `joins`: events that wait become one. `put` and `next` must run on one

@@ -118,8 +118,8 @@ class _GatherPlans:
 class GatherSdpa:
     """Gathers a sequence's pages and calls torch's SDPA, one sequence at a time.
 
-    `exact=True` makes every row independent of batching and chunking, bit for bit, on CPU (the rule and its
-    measurements: ENGINE.md section 7); it costs padding. A loop over sequences is faster than one padded call
+    `exact=True` makes every row independent of batching and chunking, bit for bit, on CPU; it costs
+    padding. A loop over sequences is faster than one padded call
     with a mask at every size measured there. What SDPA has not (soft caps, sinks) is computed in the same
     runs of keys, so that the rule holds for it too. The pages of a window's past stay in the pool.
     """

@@ -44,8 +44,8 @@ def load_model(
     _refuse_incomplete(spec, loading)
     model.eval().requires_grad_(False)
     if device.type == "cpu":
-        # Weights are memory-mapped from the file; decoding reads them about 10 % faster from anonymous memory
-        # (ENGINE.md section 1). Tied weights stay tied: one tensor, two names.
+        # Weights are memory-mapped from the file; decoding reads them about 10 % faster from anonymous
+        # memory. Tied weights stay tied: one tensor, two names.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     # Else each tensor goes straight from the mapped file to the device, one at a time: what is served in the

@@ -1,10 +1,10 @@
 """Moves blocks between the pool's pages and host memory, beside computing.
 
-Each way has a stream of its own. A move out waits for the event behind the kernels that wrote its pages (law
-L6), a move in for the last step that could still read them; no thread and no other stream waits for a move.
-Host memory that the device reaches is copied from and to directly, one copy for each run of adjacent pages.
-Other memory goes through two halves of staging memory: while the device copies one, the calling thread fills
-or empties the other.
+Each way has a stream of its own. A move out waits for the event behind the kernels that wrote its pages (G6
+in docs/guarantees.md), a move in for the last step that could still read them; no thread and no other stream
+waits for a move. Host memory that the device reaches is copied from and to directly, one copy for each run of
+adjacent pages. Other memory goes through two halves of staging memory: while the device copies one, the
+calling thread fills or empties the other.
 
 The pages of a move belong to it until its ticket is done; `replicas/offload/moves.py` sees to that.
 """

@@ -1,7 +1,7 @@
 """The tensor of the paged KV pool, and its size in pages.
 
 Shape `[pages, groups, layers, 2, block_tokens, heads_per_group, head_dim]`, block-major: a block (all layers,
-K and V) is one contiguous run of bytes, so moving it to another tier is one copy (ENGINE.md section 3), and
+K and V) is one contiguous run of bytes, so moving it to another tier is one copy, and
 each layer is a strided view. The KV heads of a group are one run of every block, too: what one GPU of several
 holds. In int8 a group's scales follow its codes, in the same order: `[layers, 2, block_tokens,
 heads_per_group]`. What the bytes of a block mean is known here and nowhere else; how K and V are rounded

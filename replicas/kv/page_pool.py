@@ -38,8 +38,8 @@ class PrefixIndex:
     """Maps key -> entry and page -> entry, one to one.
 
     A key is only a hash: a hit counts if the page's own token ids match *and* it was computed behind the same
-    entry that the walk came from (GHSA-rm76-4mrf-v9r8; fault test F16). So even a broken hash costs a miss,
-    never a foreign block. Pure.
+    entry that the walk came from (GHSA-rm76-4mrf-v9r8; F16 in docs/faults.md). So even a broken hash costs a
+    miss, never a foreign block. Pure.
     """
 
     def __init__(self) -> None:

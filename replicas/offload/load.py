@@ -2,7 +2,7 @@
 
 Runs on worker threads, from a piece's beginning to its end: the engine's thread has steps to compute. No part
 of a fetched record is trusted: header, namespace, every block key and every block's checksum are compared
-with what was requested (laws L1-L5, L7).
+with what was requested (G1-G5 and G7 in docs/guarantees.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Runs on the engine's thread. Blocking work (calls, checksums, copies) runs in worker threads; `collect` takes
 in their results between two steps. Only verified bytes are copied into a page, and a sequence computes on
-when they are there. A tier that is late, wrong, full or dead costs a recompute, never a request (law L9).
+when they are there. A tier that is late, wrong, full or dead costs a recompute, never a request (G9 in
+docs/guarantees.md).
 `cache_tiers/pricing/load_plan.py` decides which blocks to load.
 """
 

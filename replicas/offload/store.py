@@ -81,7 +81,7 @@ def sealed_record(
 
     `copied` is called when the pages are not needed any more.
     Only computed slots are stored: a partial block's slots behind them hold old content of the page, perhaps
-    of another tenant, and are zeroed (laws L2, L6).
+    of another tenant, and are zeroed (G2 and G6 in docs/guarantees.md).
     """
     start = header_bytes(len(run.keys), shape.layers)
     record = io.empty(start + len(run.keys) * shape.block_bytes)
@@ -586,7 +586,7 @@ def provenance_of(sequence: Sequence, visit: OffloadState, found: LookupResult) 
 def chain_of(sequence: Sequence, block_tokens: int) -> tuple[list[bytes], tuple[bytes, int] | None]:
     """Return the keys of the computed full blocks, and (key, tokens) of the partial one behind them.
 
-    The slot of the last sampled token is not computed and is in neither (law L6).
+    The slot of the last sampled token is not computed and is in neither.
     """
     full, rest = divmod(sequence.computed, block_tokens)
     keys = sequence.keys_of(full, block_tokens)

@@ -2,7 +2,8 @@
 
 Three integers drive everything (after nano-vllm): tokens known, tokens computed, tokens scheduled. A prefix
 hit, a prefill chunk, a decode and a recompute after preemption are the same arithmetic. The last sampled
-token is known but not computed: its slot was never written, so it is never published (law L6).
+token is known but not computed: its slot was never written, so it is never published (G6 in
+docs/guarantees.md).
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def kv_geometry(settings: EngineSettings, spec: ModelSpec, dtype: torch.dtype) -
 
 
 def model_namespace(spec: ModelSpec, geometry: KvGeometry, numerics: str = "") -> bytes:
-    """Return the 32-byte namespace of everything about the model that makes KV interchangeable (law L3).
+    """Return the 32-byte namespace of everything about the model that makes KV interchangeable.
 
     `numerics`: what else the bits depend on, where exactness is promised, and what weights were rounded to.
     """

@@ -124,8 +124,8 @@ class _Exchange:
 class GenerationEndpoint:
     """ASGI app of one of the routes that generate.
 
-    Needs `caller` and `request_id` in the scope's state (see `http/middleware.py`). Raises `ApiError`
-    before the first byte; after it, a stream ends with an error event.
+    Needs `caller` and `request_id` in the scope's state (see `router/ingress/middleware.py`). Raises
+    `ApiError` before the first byte; after it, a stream ends with an error event.
     """
 
     def __init__(self, dialect: Dialect, service: IngressServices) -> None:

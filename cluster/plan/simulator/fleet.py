@@ -1,7 +1,7 @@
 """Holds a simulated fleet's parameters (counts, sizes, speeds) and routes its requests.
 
 All defaults are assumptions. GPU numbers are those of an 8B model with grouped attention (128 KiB of KV per
-token in bf16) on one H100-like GPU that computes 20,000 prompt tokens per second, as PREDICTOR.md assumes;
+token in bf16) on one H100-like GPU that computes 20,000 prompt tokens per second;
 attention costs as much as all the rest at 30k tokens.
 """
 

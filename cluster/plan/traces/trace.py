@@ -1,10 +1,10 @@
 """Defines the common form of all traces: sessions, times, prompt lengths and block ids, never text.
 
-`readers.py` reads the schemas of the published traces, `generator.py` generates one.
+`readers.py` reads the schemas of the published traces.
 
 An answer's tokens are in no turn's `blocks`. If the next prompt begins with them, its own ids include them
-(the ids of Mooncake, WEKA, Qwen-Bailian and of our recordings are those of whole prompts). PREDICTOR.md's
-tables, like most in print, put no answer into the cache; a server that does keeps more.
+(the ids of Mooncake, WEKA, Qwen-Bailian and of our recordings are those of whole prompts). Most
+tables in print put no answer into the cache; a server that does keeps more.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TraceTurn:
 
 
 def assumed_service_s(input_tokens: int, output_tokens: int) -> float:
-    """Return seconds from arrival to last token if a trace has none (PREDICTOR.md's assumption)."""
+    """Return seconds from arrival to last token if a trace has none: an assumption."""
     return SERVICE_S_PER_OUTPUT * output_tokens + input_tokens / INPUT_TOKENS_PER_S
 
 

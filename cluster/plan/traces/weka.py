@@ -1,4 +1,4 @@
-"""Reads WEKA's turns of coding agents (callanjfox/kv-cache-tester, as derived in PREDICTOR.md's data).
+"""Reads WEKA's turns of coding agents (callanjfox/kv-cache-tester).
 
 A CSV of turns, session by session, with times relative to the session's start: sessions are superposed, with
 starts drawn at random. `blocks64` and `lcp_blocks64_prev` (blocks shared with the last prompt) give the

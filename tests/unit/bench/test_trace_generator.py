@@ -1,4 +1,4 @@
-"""The generator: the shapes are those of PREDICTOR.md's traces, and a trace is the same for a seed."""
+"""The generator: the shapes are those of published traces, and a trace is the same for a seed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_seed_makes_one_trace_and_another_seed_another() -> None:
 def test_chat_is_like_chat() -> None:
     turns = turns_of("chat", 20_000)
     per_session = np.array(list(Counter(turn.session for turn in turns).values()))
-    assert 0.6 < (per_session == 1).mean() < 0.75  # PREDICTOR.md: 69.5 %
+    assert 0.6 < (per_session == 1).mean() < 0.75  # of a published trace: 69.5 %
     assert 1.4 < per_session.mean() < 1.9  # 1.62
     gaps = _gaps(turns)
     assert 90 < np.median(gaps) < 150  # 123

@@ -64,3 +64,51 @@ def test_the_arrows_are_those_of_the_imports(package: str) -> None:
 def test_the_page_lists_all_folders() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert [folder for folder in house.folders() if f"| `{folder}/` |" not in text] == []
+
+
+ENTRIES = {
+    "Serve's proxy": ["router.proxy.proxy_guard", "router.proxy.door_router"],
+    "ingress": ["router.ingress.app"],
+    "replica (rank 0)": ["replicas.serving.deployment"],
+    "rank above 0": ["replicas.ranks.worker"],
+    "tier actor": ["cache_tiers.actors.tier"],
+    "session actor": ["cache_tiers.sessions.actor"],
+    "the `samovar` command": ["cluster.cli.main"],
+}
+"""Where each process of the page begins."""
+
+
+def rooms_by_process(text: str) -> dict[str, list[str]]:
+    """Process -> the folders in its row."""
+    section = text.split("## Processes and rooms\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| [^|]+ \| ([^|]*`[^|]*/`[^|]*) \|$", section, re.MULTILINE)
+    return {process: re.findall(r"`([\w/]+)/`", cell) for process, cell in rows}
+
+
+def reachable(entries: list[str]) -> set[str]:
+    """Folders of the modules that those modules import, and so on, also within functions."""
+    paths = {house.module_of(path, ROOT): path for path in house.sources()}
+    seen, left = set[str](), list(entries)
+    while left:
+        module = left.pop()
+        while module and module not in paths:
+            module = module.rpartition(".")[0]
+        if module and module not in seen:
+            seen.add(module)
+            left += [name for _, name in house.imported(paths[module], ROOT)]
+    return {str(paths[module].parent.relative_to(ROOT)) for module in seen}
+
+
+def test_every_room_runs_in_a_process_that_reaches_it() -> None:
+    told = rooms_by_process(PAGE.read_text(encoding="utf-8"))
+    assert told.keys() == ENTRIES.keys()
+    for process, rooms in told.items():
+        assert set(rooms) - reachable(ENTRIES[process]) == set(), process
+    rooms = {folder for folder in house.folders() if "/" in folder and not folder.startswith("configs/")}
+    assert rooms - {room for named in told.values() for room in named} == set()
+
+
+def test_a_room_in_the_wrong_process_is_found() -> None:
+    text = "## Processes and rooms\n| tier actor | one a node | `cache_tiers/node/`, `router/proxy/` |\n"
+    assert rooms_by_process(text) == {"tier actor": ["cache_tiers/node", "router/proxy"]}
+    assert "router/proxy" not in reachable(ENTRIES["tier actor"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from configs.fields import section_keys, setting_fields
 from tests.prove import GUARANTEES, ids_in
-from tests.support.pages import PAGES, ROOT, anchors_of, broken_links, slug
+from tests.support.pages import PAGES, ROOT, anchors_of, broken_links, links_of, slug
 
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "adr"]
 """Pages that say how it is, not how it was."""
@@ -73,6 +74,49 @@ def test_each_promise_links_tests_that_prove_it() -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_the_list_of_benchmarks_leads_to_every_section() -> None:
+    folder = ROOT / "docs/benchmarks"
+    listed = set(links_of(folder / "README.md"))
+    sections = {
+        f"{page.name}#{slug(heading)}"
+        for page in folder.glob("20*.md")
+        for heading in re.findall(r"^## (.*)", page.read_text(encoding="utf-8"), re.M)
+    }
+    assert len(sections) > 40
+    assert sections - listed == set()
+
+
+MACHINES = re.compile(r"(?<![\w.}~])/(?:root|work|home|tmp|Users)/[\w.~*-]+")
+TOLD_TO_ALL = re.compile(r"/tmp/(?:ray|ray_tmp_mount|samovar-\*)$|/home/me$")
+"""Ray's own places and ours, and the examples' user."""
+
+
+def paths_of_machines(text: str) -> list[str]:
+    """Paths of the machine on which a text was made, and that nobody else has."""
+    return [found for found in MACHINES.findall(text) if not TOLD_TO_ALL.match(found)]
+
+
+def test_no_file_has_paths_of_a_machine() -> None:
+    """But for tests, which make paths up."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    paths = [ROOT / name for name in listed if name and not name.startswith("tests/")]
+    texts = {path: path.read_bytes().decode("utf-8", "ignore") for path in paths if path.is_file()}
+    assert len(texts) > 500
+    found = {str(path.relative_to(ROOT)): paths_of_machines(text) for path, text in texts.items()}
+    assert {path: names for path, names in found.items() if names} == {}, "say FOLDER, or nothing"
+
+
+def test_paths_of_a_machine_are_found() -> None:
+    text = '"/root/out/a.json", /work/shared/x, (/home/ann), "/tmp/ray/session", /home/me/m, a/tmp/b, ~/work'
+    assert paths_of_machines(text) == ["/root/out", "/work/shared", "/home/ann"]
 
 
 def unknown_settings(text: str) -> list[str]:

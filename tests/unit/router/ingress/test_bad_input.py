@@ -1,4 +1,4 @@
-"""Bad input of all kinds, each a 4xx of OpenAI's shape: F31 to F34 of GUARANTEES.md at this level."""
+"""Bad input of all kinds, each a 4xx of OpenAI's shape: F31 to F34 of docs/faults.md at this level."""
 
 from __future__ import annotations
 
