@@ -83,7 +83,7 @@ prompts.close()
 OTHERS = """
 import router.proxy.proxy_guard, router.routing.request_router  # Serve's proxy
 import cluster.serve.autoscale, replicas.serving.deployment  # Serve's controller
-import cache_tiers.actors, cache_tiers.actors.tier, cache_tiers.actors.sessions  # of a node, of the cluster
+import cache_tiers.actors, cache_tiers.actors.tier, cache_tiers.sessions.actor  # of a node, of the cluster
 import cache_tiers.node, cache_tiers.transport, replicas.messages
 """
 
