@@ -432,6 +432,12 @@ class TierSettings(Section):
     audit_tokens_max: int = Field(2048, ge=16, description="audited tokens of a restored prompt")
     audit_step_tokens: int = Field(64, ge=16, le=4096, description="tokens of one audit step, while idle")
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes that each tier may hold on a node, by name; 0 = off."""
+        s3_bytes = self.s3.bytes_max if self.s3.bucket else 0
+        return {"cpu": self.cpu.bytes_planned, "nvme": self.nvme.bytes_max, "s3": s3_bytes}
+
 
 class GrammarSettings(Section):
     """Grammars that an answer is to follow: JSON schemas, regexes, choices."""

@@ -30,7 +30,7 @@ from cache_tiers.actors import rpc
 from cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
 from cache_tiers.actors.peer_calls import PeerActors
 from cache_tiers.actors.staging import hand_over
-from cache_tiers.blocks import Bytes, Record, SumsSetup, TierError, compile_sums
+from cache_tiers.blocks import CPU, NVME, S3, Bytes, Record, SumsSetup, TierError, compile_sums
 from cache_tiers.media import (
     FaultyTier,
     NvmeTier,
@@ -84,13 +84,13 @@ def build_tiers(
     if cpu_bytes := settings.cpu.bytes_planned:
         _add(built, make_cpu(cpu_bytes), cpu_bytes, settings.faults.cpu)
     else:
-        built.off["cpu"] = "bytes_max is 0"
+        built.off[CPU.name] = "bytes_max is 0"
     if settings.nvme.bytes_max:
         try:
             nvme = _nvme(settings, nvme_dir, wall_clock)
         except TierError as error:
             logger.warning("nvme tier: off: %s", error)
-            built.off["nvme"] = str(error)
+            built.off[NVME.name] = str(error)
         else:
             _add(built, nvme, settings.nvme.bytes_max, settings.faults.nvme)
             if why := nvme.why_not_ours():
@@ -99,17 +99,17 @@ def build_tiers(
             else:
                 built.pending_path = nvme_dir / PENDING_FILE
     else:
-        built.off["nvme"] = "bytes_max is 0"
+        built.off[NVME.name] = "bytes_max is 0"
     if not settings.s3.bucket:
-        built.off["s3"] = "no bucket"
+        built.off[S3.name] = "no bucket"
     elif not settings.s3.bytes_max:
-        built.off["s3"] = "bytes_max is 0"
+        built.off[S3.name] = "bytes_max is 0"
     else:
         try:
             s3 = s3_tier.S3Tier(settings.s3, wall_clock)
         except (ValueError, TierError) as error:
             logger.warning("s3 tier: off: %s", error)
-            built.off["s3"] = str(error)
+            built.off[S3.name] = str(error)
         else:
             _add(built, s3, settings.s3.bytes_max, settings.faults.s3)
     return built

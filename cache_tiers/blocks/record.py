@@ -23,9 +23,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-from cache_tiers.blocks.extent import TAG_BYTES, TIERS, BlockShape, Bytes, ExtentHeader, Placement
+from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, ExtentHeader, Placement
 from cache_tiers.blocks.keys import KEY_BYTES, ROOT
 from cache_tiers.blocks.layer_sums import layer_sums
+from cache_tiers.blocks.tiers import TIERS
 
 
 class TierError(Exception):
