@@ -30,14 +30,8 @@ from cache_tiers.actors import rpc
 from cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
 from cache_tiers.actors.peer_calls import PeerActors
 from cache_tiers.actors.staging import hand_over
-from cache_tiers.blocks import CPU, NVME, S3, Bytes, Record, SumsSetup, TierError, compile_sums
-from cache_tiers.media import (
-    FaultyTier,
-    NvmeTier,
-    Tier,
-    measure_direct_io,
-    memory,
-)
+from cache_tiers.blocks import CPU, NVME, S3, TIERS, Bytes, Record, SumsSetup, TierError, compile_sums
+from cache_tiers.media import FaultyTier, NvmeTier, Tier, measure_direct_io, memory, open_medium
 from cache_tiers.media import (
     s3 as s3_tier,
 )
@@ -80,6 +74,7 @@ def build_tiers(
     `nvme_dir`: where files go (`settings.nvme.dir`, or `kv` in the model cache). `make_cpu(bytes_max)`.
     Takes the directory's lock; while another service holds it, the `nvme` tier is off, and waits for it.
     """
+    TIERS.take_up(settings.more)
     built = NodeMedia()
     if cpu_bytes := settings.cpu.bytes_planned:
         _add(built, make_cpu(cpu_bytes), cpu_bytes, settings.faults.cpu)
@@ -112,6 +107,14 @@ def build_tiers(
             built.off[S3.name] = str(error)
         else:
             _add(built, s3, settings.s3.bytes_max, settings.faults.s3)
+    if settings.more.medium is not None:
+        try:
+            more = open_medium(settings.more)
+        except TierError as error:
+            logger.warning("%s tier: off: %s", settings.more.name, error)
+            built.off[settings.more.name] = str(error)
+        else:
+            _add(built, more, settings.more.bytes_max, FaultSettings())
     return built
 
 

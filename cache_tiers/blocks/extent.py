@@ -78,8 +78,9 @@ class Placement:
     """Where a turn's blocks go when it ends, how low they may be demoted, and for how long.
 
     `first`: written at once; `write_behind`: copied when the mover has time; nothing is ever
-    stored below `lowest`. An extent used within `min_ttl_s` is evicted after those that were not; one not
-    used for `ttl_s` is forgotten in every tier.
+    stored below `lowest`. These are of `PLACED`; a tier between them gets its blocks from above. An extent
+    used within `min_ttl_s` is evicted after those that were not; one not used for `ttl_s` is forgotten in
+    every tier.
     """
 
     first: TierName = CPU.name

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, overload
+from typing import TYPE_CHECKING, TypeAlias, overload
+
+if TYPE_CHECKING:
+    from configs.sections import FurtherTierSettings
 
 TierName: TypeAlias = str
 """The name of a kind in `TIERS`. A plain `str`, not a `Literal`: settings may name further tiers.
@@ -55,6 +58,18 @@ class TierTable(Sequence[TierName]):
     def __init__(self, kinds: Sequence[TierKind]) -> None:
         self._set(kinds)
 
+    def take_up(self, more: FurtherTierSettings) -> None:
+        """Add the tier of `tiers.more`, if there is one; a second time has no effect.
+
+        To be called at the start of each process that builds tiers or counts by them.
+        """
+        if more.medium is None or more.name in self:
+            return
+        # What is not known of a medium is taken at its worst: its writes are read back.
+        kind = TierKind(more.name, is_shared=False, survives_process=True, verify_writes=True)
+        at = self.index(more.after) + 1
+        self._set([*map(self.kind, self[:at]), kind, *map(self.kind, self[at:])])
+
     def kind(self, name: TierName) -> TierKind:
         """Return the kind of a tier. Raises `KeyError` for a name that is not in the table."""
         return self._kinds[name]
@@ -94,5 +109,10 @@ class TierTable(Sequence[TierName]):
         self._names = tuple(self._kinds)
 
 
-BUILT_IN = (CPU, NVME, S3)
-TIERS = TierTable(BUILT_IN)
+TIERS = TierTable((CPU, NVME, S3))
+
+PLACED: tuple[TierName, ...] = (CPU.name, NVME.name, S3.name)
+"""The tiers that a placement may name, by their numbers in records: the order is the format's.
+
+No further tier is among them: a record found by a process without that tier would say where nothing is.
+"""

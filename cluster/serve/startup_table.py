@@ -100,7 +100,7 @@ def load_rows(info: ReplicaInfo, prices: Mapping[str, TierPrice]) -> list[tuple[
         )
         loading = loading_in_words(price, info.bytes_per_token)
         value = f"pays {wins}: loading {loading}, computing {computing_in_words(info.prefill)}"
-        rows.append((f"load from {TIER_WORDS[name]}", value))
+        rows.append((f"load from {TIER_WORDS.get(name, name)}", value))
     return rows
 
 
@@ -114,6 +114,7 @@ def tier_rows(settings: Settings, states: Mapping[str, str] | None = None) -> li
         CPU.name: ("in Ray's object store", "tiers.cpu.bytes_max"),
         NVME.name: (f"in {settings.nvme_dir}", "tiers.nvme.bytes_max"),
         S3.name: (of_bucket, "tiers.s3.bucket"),
+        tiers.more.name: (f"by {tiers.more.medium}", "tiers.more.medium"),
     }
     troubled = {} if states is None else _troubled(settings, states)
     rows = []
@@ -126,7 +127,7 @@ def tier_rows(settings: Settings, states: Mapping[str, str] | None = None) -> li
 
 
 def _row_name(tier: str) -> str:
-    return f"tier {TIER_WORDS[tier]}"
+    return f"tier {TIER_WORDS.get(tier, tier)}"
 
 
 def _troubled(settings: Settings, states: Mapping[str, str]) -> dict[str, str]:

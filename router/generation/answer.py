@@ -104,7 +104,7 @@ def joined(receipts: Iterable[tuple[Receipt, int, int]], replica_ids: Sequence[s
     for receipt, prompt_tokens, cached_tokens in receipts:
         own = receipt.tokens or {"gpu": cached_tokens, "compute": prompt_tokens - cached_tokens}
         for source, count in own.items():
-            tokens[source] += count
+            tokens[source] = tokens.get(source, 0) + count  # of a replica with a tier not known here, too
         missed.update(receipt.missed)
         parts.append(receipt)
     return AnswerReceipt(

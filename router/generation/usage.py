@@ -65,7 +65,7 @@ class TenantUsage:
         self.output_tokens += other.output_tokens
         self.saved_s += other.saved_s
         for source, count in other.tokens.items():
-            self.tokens[source] += count
+            self.tokens[source] = self.tokens.get(source, 0) + count
 
 
 class UsageBook:
