@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import httpx
 import openai
@@ -31,14 +31,13 @@ from bench._soak_clients import FAILURES, Asker, Tally, guest
 from bench._soak_faults import Saboteur, disk_use, fault_flags
 from bench._soak_oracle import Oracle
 from bench._soak_watch import Growth, Sample, TierCounters, growths, sample
-from cache_tiers.blocks.extent import TierName
+from cache_tiers.blocks import TIERS
 from cache_tiers.media.files import PAGE_BYTES
 from configs.sections import MIB
 from configs.settings import ModelSettings
 from replicas.model.store import ensure_model
 from tests.support.services.service import MODEL, Service, serving, until
 
-TIERS: tuple[TierName, ...] = get_args(TierName)
 WATCH_S = 2.0
 CHECKS_AT_ONCE = 8
 QUIET_S = 180.0

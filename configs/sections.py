@@ -249,6 +249,34 @@ class S3TierSettings(Section):
         return self
 
 
+class FurtherTierSettings(Section):
+    """A tier on a medium of your own: one node's, kept over restarts. Off without `medium`."""
+
+    medium: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = Field(
+        None,
+        description="`package.module:function` that makes the tier of its name, bytes_max and options; it "
+        "must be importable on every node; empty = this tier is off",
+    )
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")] = Field(
+        "more", description="what receipts, metrics and the API call it"
+    )
+    after: Literal["cpu", "nvme"] = Field("nvme", description="tier whose blocks are demoted to it")
+    bytes_max: int = Field(8 * GIB, ge=1, le=1024 * TIB, description="bytes it may hold on a node")
+    options: dict[str, str] = Field(default_factory=dict, description="what the function is given by name")
+
+    @model_validator(mode="after")
+    def _name_is_free(self) -> FurtherTierSettings:
+        if self.name in TAKEN:
+            raise ValueError(
+                f"tiers.more.name {self.name} means another place. Choose none of {', '.join(TAKEN)}"
+            )
+        return self
+
+
+TAKEN = ("gpu", "cpu", "nvme", "s3", "peer", "compute", "replica")
+"""Names of places and sources of blocks."""
+
+
 class FaultSettings(Section):
     """Faults to inject into one tier, for tests and for seeing the effect of a bad disk. All off."""
 
@@ -366,6 +394,7 @@ class TierSettings(Section):
     cpu: CpuTierSettings = CpuTierSettings()
     nvme: NvmeTierSettings = NvmeTierSettings()
     s3: S3TierSettings = S3TierSettings()
+    more: FurtherTierSettings = FurtherTierSettings()
     profiles: ProfilesSettings = ProfilesSettings()
     peer: PeerSettings = PeerSettings()
     node: NodeSettings = NodeSettings()
@@ -442,6 +471,13 @@ class TierSettings(Section):
     )
     audit_tokens_max: int = Field(2048, ge=16, description="audited tokens of a restored prompt")
     audit_step_tokens: int = Field(64, ge=16, le=4096, description="tokens of one audit step, while idle")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes that each tier may hold on a node, by name; 0 = off."""
+        s3_bytes = self.s3.bytes_max if self.s3.bucket else 0
+        built_in = {"cpu": self.cpu.bytes_planned, "nvme": self.nvme.bytes_max, "s3": s3_bytes}
+        return built_in | ({} if self.more.medium is None else {self.more.name: self.more.bytes_max})
 
 
 class GrammarSettings(Section):

@@ -9,9 +9,9 @@ its choices have, or with `Failed`. An empty list is a heartbeat.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from cache_tiers.blocks import TAG_BYTES, Placement
+from cache_tiers.blocks import PEER, TAG_BYTES, TIERS, Placement
 from cache_tiers.forecast import Role
 from cache_tiers.pricing import PrefillPrice
 from replicas.reply import ReplyReading
@@ -19,9 +19,15 @@ from replicas.reply import ReplyReading
 REPLICA_DEPLOYMENT = "Replica"
 """Name of the Serve deployment of replicas."""
 
-Source = Literal["compute", "gpu", "cpu", "nvme", "s3", "peer"]
+Source: TypeAlias = str
+"""Where the KV of a prompt's tokens came from: one of `sources()`."""
 Decision = Literal["none", "load", "recompute", "hedge", "meet"]
 FinishReason = Literal["stop", "length"]
+
+
+def sources() -> tuple[Source, ...]:
+    """Return what a receipt counts tokens by: computed, in the pool, loaded from a tier or a peer."""
+    return ("compute", "gpu", *TIERS, PEER)
 
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark", "grammar"]

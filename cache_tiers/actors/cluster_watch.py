@@ -19,6 +19,7 @@ from ec2_metadata import EC2Metadata
 from ray._private.state import state as gcs_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
+from cache_tiers.blocks import TIERS
 from cache_tiers.node import (
     HEAD_RESOURCE,
     DrainNotice,
@@ -111,10 +112,10 @@ class ClusterWatch:
             and HEAD_RESOURCE not in alive[self._node_id]["Resources"]  # Ray never removes the head node
             and self._node_id not in homes
             and has_refuge(
-                sum(row.extents for row in stats.tiers if row.name != "s3"),
+                sum(row.extents for row in stats.tiers if row.name not in TIERS.shared),
                 others=others,
                 takers=peers,
-                s3_is_up=any(row.name == "s3" and row.state == "up" for row in stats.tiers),
+                s3_is_up=any(row.name in TIERS.shared and row.state == "up" for row in stats.tiers),
             )
         )
         if not may_leave:

@@ -30,14 +30,8 @@ from cache_tiers.actors import rpc
 from cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
 from cache_tiers.actors.peer_calls import PeerActors
 from cache_tiers.actors.staging import hand_over
-from cache_tiers.blocks import Bytes, Record, SumsSetup, TierError, compile_sums
-from cache_tiers.media import (
-    FaultyTier,
-    NvmeTier,
-    Tier,
-    measure_direct_io,
-    memory,
-)
+from cache_tiers.blocks import CPU, NVME, S3, TIERS, Bytes, Record, SumsSetup, TierError, compile_sums
+from cache_tiers.media import FaultyTier, NvmeTier, Tier, measure_direct_io, memory, open_medium
 from cache_tiers.media import (
     s3 as s3_tier,
 )
@@ -80,17 +74,18 @@ def build_tiers(
     `nvme_dir`: where files go (`settings.nvme.dir`, or `kv` in the model cache). `make_cpu(bytes_max)`.
     Takes the directory's lock; while another service holds it, the `nvme` tier is off, and waits for it.
     """
+    TIERS.take_up(settings.more)
     built = NodeMedia()
     if cpu_bytes := settings.cpu.bytes_planned:
         _add(built, make_cpu(cpu_bytes), cpu_bytes, settings.faults.cpu)
     else:
-        built.off["cpu"] = "bytes_max is 0"
+        built.off[CPU.name] = "bytes_max is 0"
     if settings.nvme.bytes_max:
         try:
             nvme = _nvme(settings, nvme_dir, wall_clock)
         except TierError as error:
             logger.warning("nvme tier: off: %s", error)
-            built.off["nvme"] = str(error)
+            built.off[NVME.name] = str(error)
         else:
             _add(built, nvme, settings.nvme.bytes_max, settings.faults.nvme)
             if why := nvme.why_not_ours():
@@ -99,19 +94,27 @@ def build_tiers(
             else:
                 built.pending_path = nvme_dir / PENDING_FILE
     else:
-        built.off["nvme"] = "bytes_max is 0"
+        built.off[NVME.name] = "bytes_max is 0"
     if not settings.s3.bucket:
-        built.off["s3"] = "no bucket"
+        built.off[S3.name] = "no bucket"
     elif not settings.s3.bytes_max:
-        built.off["s3"] = "bytes_max is 0"
+        built.off[S3.name] = "bytes_max is 0"
     else:
         try:
             s3 = s3_tier.S3Tier(settings.s3, wall_clock)
         except (ValueError, TierError) as error:
             logger.warning("s3 tier: off: %s", error)
-            built.off["s3"] = str(error)
+            built.off[S3.name] = str(error)
         else:
             _add(built, s3, settings.s3.bytes_max, settings.faults.s3)
+    if settings.more.medium is not None:
+        try:
+            more = open_medium(settings.more)
+        except TierError as error:
+            logger.warning("%s tier: off: %s", settings.more.name, error)
+            built.off[settings.more.name] = str(error)
+        else:
+            _add(built, more, settings.more.bytes_max, FaultSettings())
     return built
 
 

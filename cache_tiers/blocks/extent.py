@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_tiers.blocks.keys import KEY_BYTES
+from cache_tiers.blocks.tiers import CPU, NVME, S3, TIERS, TierName
 
 TAG_BYTES = 16
 """Length of a tenant's or session's tag: a truncated HMAC under the server's secret."""
@@ -53,15 +53,6 @@ class Clear:
         return tuple(Clear(self.tenant, session) for session in (self.session, *self.also))
 
 
-TierName = Literal["cpu", "nvme", "s3"]
-TIERS: tuple[TierName, ...] = ("cpu", "nvme", "s3")
-SHARED_TIER: TierName = "s3"
-"""The tier that all nodes see: its copies count once."""
-"""In order of cost: a block is demoted from left to right."""
-
-LoadSource = Literal["cpu", "nvme", "s3", "peer"]
-"""Where a block can be loaded from: a tier of this node, or any tier of another node ("peer")."""
-
 Bytes = npt.NDArray[np.uint8]
 Checksums = npt.NDArray[np.uint64]
 
@@ -87,18 +78,24 @@ class Placement:
     """Where a turn's blocks go when it ends, how low they may be demoted, and for how long.
 
     `first`: written at once; `write_behind`: copied when the mover has time; nothing is ever
-    stored below `lowest`. An extent used within `min_ttl_s` is evicted after those that were not; one not
-    used for `ttl_s` is forgotten in every tier.
+    stored below `lowest`. These are of `PLACED`; a tier between them gets its blocks from above. An extent
+    used within `min_ttl_s` is evicted after those that were not; one not used for `ttl_s` is forgotten in
+    every tier.
     """
 
-    first: TierName = "cpu"
-    write_behind: tuple[TierName, ...] = ("nvme",)
-    lowest: TierName = "s3"
+    first: TierName = CPU.name
+    write_behind: tuple[TierName, ...] = (NVME.name,)
+    lowest: TierName = S3.name
     min_ttl_s: float = 1800.0
     ttl_s: float = 86400.0
 
     def allows(self, tier: TierName) -> bool:
         return TIERS.index(tier) <= TIERS.index(self.lowest)
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the blocks may be where a restart leaves them."""
+        return TIERS.kind(self.lowest).survives_process
 
 
 @dataclass(frozen=True, slots=True)

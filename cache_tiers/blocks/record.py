@@ -23,9 +23,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-from cache_tiers.blocks.extent import TAG_BYTES, TIERS, BlockShape, Bytes, ExtentHeader, Placement
+from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, ExtentHeader, Placement
 from cache_tiers.blocks.keys import KEY_BYTES, ROOT
 from cache_tiers.blocks.layer_sums import layer_sums
+from cache_tiers.blocks.tiers import PLACED
 
 
 class TierError(Exception):
@@ -116,7 +117,7 @@ def seal(
     """Write the header in front of the payload already in `record`; return it as it will be decoded.
 
     `record`: writable u8 `[record_bytes(blocks, shape)]`. `placement.write_behind` is returned in the order
-    of `TIERS`. Raises `ValueError` if the arguments are inconsistent.
+    of `PLACED`. Raises `ValueError` if the arguments are inconsistent.
     """
     problem = _count_problem(len(keys), shape, first_block)
     if problem:
@@ -132,7 +133,7 @@ def seal(
         token_counts=tuple(token_counts),
         checksums=np.empty((len(keys), shape.layers), dtype=np.uint64),
         placement=replace(
-            placement, write_behind=tuple(tier for tier in TIERS if tier in placement.write_behind)
+            placement, write_behind=tuple(tier for tier in PLACED if tier in placement.write_behind)
         ),
         created_unix_s=float(created_unix_s),
         version=VERSION,
@@ -290,8 +291,8 @@ def _encode(header: ExtentHeader, view: memoryview) -> None:
     )  # fmt: skip
     _NAMES.pack_into(
         view, _PREFIX.size, header.namespace, header.tenant, header.session, header.parent,
-        header.created_unix_s, TIERS.index(placement.first),
-        sum(1 << TIERS.index(tier) for tier in placement.write_behind), TIERS.index(placement.lowest),
+        header.created_unix_s, PLACED.index(placement.first),
+        sum(1 << PLACED.index(tier) for tier in placement.write_behind), PLACED.index(placement.lowest),
         placement.min_ttl_s, placement.ttl_s,
     )  # fmt: skip
     counts = np.array(header.token_counts, dtype="<u4").tobytes()
@@ -327,7 +328,7 @@ def _parse(view: memoryview, blocks: int, shape: BlockShape, first_block: int) -
     """Parse bytes whose checksum is valid. Raises `BadRecord` if a tier number is out of range."""
     names = _NAMES.unpack_from(view, _PREFIX.size)
     namespace, tenant, session, parent, created, first, write_behind, lowest, min_ttl_s, ttl_s = names
-    if max(first, lowest) >= len(TIERS) or write_behind >> len(TIERS):
+    if max(first, lowest) >= len(PLACED) or write_behind >> len(PLACED):
         raise BadRecord("header", "a placement in a tier that does not exist")
     keys_end = _FIXED_BYTES + blocks * KEY_BYTES
     counts_end = keys_end + blocks * 4
@@ -348,9 +349,9 @@ def _parse(view: memoryview, blocks: int, shape: BlockShape, first_block: int) -
         token_counts=tuple(counts.tolist()),
         checksums=checksums.reshape(blocks, shape.layers),
         placement=Placement(
-            first=TIERS[first],
-            write_behind=tuple(tier for number, tier in enumerate(TIERS) if write_behind >> number & 1),
-            lowest=TIERS[lowest],
+            first=PLACED[first],
+            write_behind=tuple(tier for number, tier in enumerate(PLACED) if write_behind >> number & 1),
+            lowest=PLACED[lowest],
             min_ttl_s=min_ttl_s,
             ttl_s=ttl_s,
         ),

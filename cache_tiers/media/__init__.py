@@ -8,7 +8,7 @@ from cache_tiers.media.files import Syscalls, lock_owner
 from cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
 from cache_tiers.media.measure import RESERVED_NAMESPACE, measure_tier, random_record
 from cache_tiers.media.nvme import NvmeTier, measure_direct_io
-from cache_tiers.media.tier import Deadline, Scanned, Tier
+from cache_tiers.media.tier import Deadline, Scanned, Tier, open_medium
 
 __all__ = [
     "RESERVED_NAMESPACE",
@@ -25,5 +25,6 @@ __all__ = [
     "lock_owner",
     "measure_direct_io",
     "measure_tier",
+    "open_medium",
     "random_record",
 ]

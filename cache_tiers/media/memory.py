@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from cache_tiers.blocks import (
+    CPU,
     KEY_BYTES,
     TAG_BYTES,
     Address,
@@ -39,7 +40,7 @@ Held = TypeVar("Held", bound=_Sized)
 class RamTier(Tier, Generic[Held]):
     """Records in main memory, at most `bytes_max` bytes. Nothing survives the process. Thread-safe."""
 
-    name: TierName = "cpu"
+    name: TierName = CPU.name
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max

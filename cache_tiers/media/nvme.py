@@ -24,6 +24,7 @@ import numpy as np
 
 from cache_tiers.blocks import (
     KEY_BYTES,
+    NVME,
     TAG_BYTES,
     Address,
     BadRecord,
@@ -138,7 +139,7 @@ class NvmeTier(Tier):
     Raises `TierError` if the directory is unusable, or in use and not waited for.
     """
 
-    name = "nvme"
+    name = NVME.name
     keeps_bad = True
 
     def __init__(

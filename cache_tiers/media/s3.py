@@ -23,6 +23,7 @@ import numpy as np
 
 from cache_tiers.blocks import (
     HEADER_ALIGN,
+    S3,
     Address,
     BadRecord,
     Bytes,
@@ -172,7 +173,7 @@ class S3Tier(Tier):
     Construction makes no network call; raises `ValueError` without a bucket.
     """
 
-    name: TierName = "s3"
+    name: TierName = S3.name
     is_shared = True
     keeps_bad = True
 

@@ -13,9 +13,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Literal
 
 from cache_tiers.blocks import Address, Bytes, Clear, ExtentHeader, Record, TierError, TierName
+from configs.sections import FurtherTierSettings
 
 
 class Deadline:
@@ -204,3 +206,19 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release threads and handles. Called once, last."""
+
+
+def open_medium(more: FurtherTierSettings) -> Tier:
+    """Import the function that `tiers.more.medium` names and return the tier that it makes.
+
+    It is called with the tier's name, `bytes_max` and `options` by their names. Raises `TierError` if it
+    cannot be imported or refuses, or if what it makes is no tier of that name, or one that others write to.
+    """
+    module, _, function = (more.medium or "").partition(":")
+    try:
+        made = getattr(import_module(module), function)(more.name, more.bytes_max, **more.options)
+    except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
+        raise TierError(f"tiers.more.medium {more.medium}: {error}") from error
+    if not isinstance(made, Tier) or made.name != more.name or made.is_shared:
+        raise TierError(f"tiers.more.medium {more.medium} made no tier named {more.name} of this node alone")
+    return made

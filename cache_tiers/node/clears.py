@@ -22,9 +22,6 @@ from configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
-FLEETING: tuple[TierName, ...] = ("cpu",)
-"""Tiers that lose everything at a restart, so that no clear is recorded for them."""
-
 HEEDED_AT_ONCE = 256
 """Number of clears applied before the lock is released."""
 
@@ -226,4 +223,5 @@ class NodeClears:
 
 
 def _lasting(evictions: Iterable[Eviction]) -> set[TierName]:
-    return {eviction.tier for eviction in evictions}.difference(FLEETING)
+    """Return the tiers for which a clear is recorded: a restart empties the others."""
+    return {eviction.tier for eviction in evictions if TIERS.kind(eviction.tier).survives_process}

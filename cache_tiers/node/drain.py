@@ -14,15 +14,13 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from cache_tiers.blocks import Address, TierName
+from cache_tiers.blocks import SHARED_TIER, TIERS, Address
 from cache_tiers.messages import PushRequest
 from cache_tiers.node.state import NodeState
 from cache_tiers.node.store import NodeStores
 from cache_tiers.transport import PeerCalls, PeerError
 
 logger = logging.getLogger(__name__)
-
-LOCAL: tuple[TierName, ...] = ("cpu", "nvme")
 
 
 class NodeDrain:
@@ -78,8 +76,8 @@ class NodeDrain:
     def _hottest(self) -> list[Address]:
         with self._books.lock:
             directory = self._books.directory
-            found = [address for tier in LOCAL for address in directory.hottest(tier)]
-            return [address for address in dict.fromkeys(found) if "s3" not in directory.copies(address)]
+            found = [address for tier in TIERS.local for address in directory.hottest(tier)]
+            return [one for one in dict.fromkeys(found) if SHARED_TIER not in directory.copies(one)]
 
 
 class _Run:
@@ -139,11 +137,11 @@ class _Run:
             info = books.directory.info(address)
         if info is None:
             return "failed"
-        guard = books.guards.get("s3")
-        if guard is not None and guard.is_writable and info.placement.allows("s3"):
+        guard = books.guards.get(SHARED_TIER)
+        if guard is not None and guard.is_writable and info.placement.allows(SHARED_TIER):
             left_s = self._ends_s - books.clock()
-            if left_s > 0 and self._stores.copy_now(address, "s3"):
-                return "s3"
+            if left_s > 0 and self._stores.copy_now(address, SHARED_TIER):
+                return SHARED_TIER
         return "peer" if self._to_peer(address, info.sessions) else "failed"
 
     def _to_peer(self, address: Address, sessions: frozenset[bytes]) -> bool:
@@ -281,7 +279,7 @@ def is_worth_another(before: Mapping[str, int], after: Mapping[str, int]) -> boo
     def gained(*outcomes: str) -> int:
         return sum(after.get(outcome, 0) - before.get(outcome, 0) for outcome in outcomes)
 
-    return gained("left") > 0 and gained("s3", "peer") > 0
+    return gained("left") > 0 and gained(SHARED_TIER, "peer") > 0
 
 
 DEADLINE_SHARE = 0.9

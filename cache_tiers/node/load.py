@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from cache_tiers.blocks import (
+    TOP_TIER,
     Address,
     BadRecord,
     Bytes,
@@ -33,7 +34,6 @@ from cache_tiers.node.transfer import TransferRunner, verified
 
 logger = logging.getLogger(__name__)
 
-TOP: TierName = "cpu"
 PROMOTE_SHARE = 0.5
 """Share of an extent from which a fetch reads all of it and promotes it.
 
@@ -99,8 +99,8 @@ class NodeReads:
         with books.lock:
             info = books.directory.info(address)
             is_promoted = info is None or fetch.blocks >= PROMOTE_SHARE * info.blocks
-            is_below = fetch.tier != TOP and (info is None or TOP not in info.tiers)
-            joins = TOP in books.guards and is_below and is_promoted
+            is_below = fetch.tier != TOP_TIER and (info is None or TOP_TIER not in info.tiers)
+            joins = TOP_TIER in books.guards and is_below and is_promoted
             other = self._reading.get(address) if joins else None
             own = threading.Event() if joins and other is None else None
             if own is not None:
@@ -135,8 +135,8 @@ class NodeReads:
         reason, message = "gone", ""
         spoilt: Fetched | None = None
         first = fetch.tier
-        if info is not None and TOP in tiers and fetch.blocks >= PROMOTE_SHARE * info.blocks:
-            first = TOP  # promoted since the lookup
+        if info is not None and TOP_TIER in tiers and fetch.blocks >= PROMOTE_SHARE * info.blocks:
+            first = TOP_TIER  # promoted since the lookup
         for tier in sorted(tiers, key=lambda tier: tier != first):
             try:
                 return self._fetch_from(fetch, address, tier, ends_s)
@@ -187,7 +187,7 @@ class NodeReads:
         def read(start: int, nbytes: int) -> Bytes:
             return guard.read(address, start, nbytes, ends_s - self._books.clock())
 
-        if pin.tier == TOP:
+        if pin.tier == TOP_TIER:
             return Fetched(0, read(0, pin.nbytes))
         if fetch.blocks >= PROMOTE_SHARE * info.blocks:
             data = read(0, pin.nbytes)
@@ -210,7 +210,7 @@ class NodeReads:
         Raises `BadRecord` if it is not what its source should hold.
         """
         books, address = self._books, pin.address
-        transfer = self._carrier.reserve_copy(pin, TOP)
+        transfer = self._carrier.reserve_copy(pin, TOP_TIER)
         if isinstance(transfer, str):
             return None
 
@@ -220,7 +220,7 @@ class NodeReads:
         try:
             if self._carrier.run(transfer, obtain) is None:
                 return None
-            ref = books.guards[TOP].tier.ref(address)
+            ref = books.guards[TOP_TIER].tier.ref(address)
             return None if ref is None else Fetched(0, ref=[ref])
         except TierError as error:
             logger.info("a promotion from %s failed: %s", pin.tier, error)

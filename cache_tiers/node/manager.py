@@ -17,6 +17,7 @@ from pathlib import Path
 from cache_tiers.blocks import (
     KEY_BYTES,
     TIERS,
+    TOP_TIER,
     Address,
     Clear,
     ExtentHeader,
@@ -180,9 +181,6 @@ def _row(books: NodeState, guard: GuardedTier) -> TierStats:
     )
 
 
-TOP: TierName = "cpu"
-
-
 class NodeSessions:
     """Lists a node's lineages, and demotes one at a hint. See `SessionHeld`.
 
@@ -220,18 +218,18 @@ class NodeSessions:
             above = [
                 extent
                 for extent in books.directory.extents_of(tenant, session)
-                if TOP in extent.tiers and all(is_of(tag, session) for tag in extent.sessions)
+                if TOP_TIER in extent.tiers and all(is_of(tag, session) for tag in extent.sessions)
             ]
         for extent in above:
             target = self._lowest(extent.placement)
             if target is None:
                 continue
             if target not in extent.tiers:
-                done += self._stores.copy(extent.address, target, sinks_from=TOP, is_urgent=True)
+                done += self._stores.copy(extent.address, target, sinks_from=TOP_TIER, is_urgent=True)
                 continue
             with books.lock:
                 is_safe = target in books.directory.copies(extent.address)
-                eviction = books.directory.lose(extent.address, TOP) if is_safe else None
+                eviction = books.directory.lose(extent.address, TOP_TIER) if is_safe else None
             if eviction is not None:
                 books.drop([eviction])
                 done += 1

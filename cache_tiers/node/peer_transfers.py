@@ -10,6 +10,10 @@ from functools import partial
 
 from cache_tiers.blocks import (
     HEADER_ALIGN,
+    PEER,
+    SHARED_TIER,
+    TIERS,
+    TOP_TIER,
     Address,
     BadRecord,
     Bytes,
@@ -102,7 +106,7 @@ class PeerExports:
         if self._is_only_in_s3(ask):
             return FetchFailed(IN_S3)
         address, books = ask.address, self._books
-        guard = books.guards.get("cpu")
+        guard = books.guards.get(TOP_TIER)
         if guard is not None and guard.is_up:
             try:
                 ref = guard.tier.ref(address)
@@ -131,7 +135,7 @@ class PeerExports:
 
     def _is_only_in_s3(self, ask: ExtentRequest) -> bool:
         with self._books.lock:
-            return ask.reads_s3 and self._books.directory.copies(ask.address) == ("s3",)
+            return ask.reads_s3 and self._books.directory.copies(ask.address) == (SHARED_TIER,)
 
     def _whole(self, address: Address, ends_s: float) -> Bytes | FetchFailed:
         """Return the record from the cheapest tier with it, or a failure: gone | error | timeout | down."""
@@ -172,10 +176,6 @@ class PeerExports:
         finally:
             with books.lock:
                 books.directory.unpin(pin)
-
-
-KEPT_IN: tuple[TierName, ...] = ("cpu", "nvme")
-"""Tiers that keep pulled extents: a fetch does not wait for a write to S3."""
 
 
 class _NotThisWay(Exception):
@@ -272,7 +272,7 @@ class PeerPulls:
                 continue
             with books.lock:
                 self._peers.pulled(node, way, record.nbytes, books.clock() - began_s)
-            return self._keep(record, header, "s3" if way == "s3" else "peer", clear_seq)
+            return self._keep(record, header, SHARED_TIER if way == SHARED_TIER else PEER, clear_seq)
         return failure
 
     def _ways(self, node: str) -> Iterator[Way]:
@@ -285,16 +285,16 @@ class PeerPulls:
             yield "nixl"
         if is_up:
             yield "ray"
-        guard = books.guards.get("s3")
+        guard = books.guards.get(SHARED_TIER)
         if guard is not None and guard.is_up:
-            yield "s3"
+            yield SHARED_TIER
 
     def _come(self, way: Way, address: Address, node: str, ends_s: float) -> tuple[Bytes, ExtentHeader]:
         """Transfer and verify the record by one way. Raises `_NotThisWay`."""
-        if way == "s3":
+        if way == SHARED_TIER:
             return self._by_s3(address, ends_s)
         left_s = min(ends_s - self._books.clock(), self._settings.pull_s_max)
-        ask = ExtentRequest(address, left_s, reads_s3="s3" in self._books.guards)
+        ask = ExtentRequest(address, left_s, reads_s3=SHARED_TIER in self._books.guards)
         try:
             data = self._by_link(node, ask) if way == "nixl" else self._by_ray(node, ask)
             header = verified(data, address, data.nbytes)
@@ -363,7 +363,7 @@ class PeerPulls:
 
     def _by_s3(self, address: Address, ends_s: float) -> tuple[Bytes, ExtentHeader]:
         """Read the record from S3 by address, even if unknown here. Raises `_NotThisWay`."""
-        guard, clock = self._books.guards["s3"], self._books.clock
+        guard, clock = self._books.guards[SHARED_TIER], self._books.clock
         try:
             head = guard.read(address, 0, HEADER_ALIGN, ends_s - clock())
             length = read_header_bytes(head)
@@ -385,7 +385,7 @@ class PeerPulls:
     ) -> Fetched | FetchFailed:
         """Store it in the first tier with room and hand it out; a failure if it was cleared."""
         kept: TierName | None = None
-        for tier in KEPT_IN:
+        for tier in TIERS.local:  # a fetch does not wait for a write that leaves the node
             if self._is_cleared(header):
                 break
             transfer = self._carrier.reserve(header, data.nbytes, source, tier, clear_seq=clear_seq)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, TIERS, Address, LoadSource
+from cache_tiers.blocks import KEY_BYTES, SHARED_TIER, TAG_BYTES, TIERS, Address, LoadSource
 from cache_tiers.directory import TAILS_MAX
 from cache_tiers.messages import (
     BlockRange,
@@ -172,7 +172,7 @@ class NodePeers:
         if silent and self._look_again is not None and not covers(found.spans, blocks):
             again_s = books.clock()
             found = self._look_again(lookup, silent)
-            seconds["s3"] = books.clock() - again_s
+            seconds[SHARED_TIER] = books.clock() - again_s
             for node, theirs in answers:
                 found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
         is_there = any(span.tier == "peer" for span in found.spans) or any(

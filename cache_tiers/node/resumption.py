@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Address, Clear, TierName, session_of
+from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TOP_TIER, Address, Clear, session_of
 from cache_tiers.directory import ExtentInfo
 from cache_tiers.forecast import (
     EDGES,
@@ -63,7 +63,6 @@ def runs_of(extents: Iterable[ExtentInfo]) -> tuple[tuple[str, int], ...]:
     return tuple(runs)
 
 
-TOP: TierName = "cpu"
 LOOKED_AT_A_TICK = 1000
 """Number of sessions with guesses checked per tick for extents that were evicted unused."""
 
@@ -120,7 +119,7 @@ class NodePrefetch:
             late = self._prefetcher.returned(
                 owner,
                 self._clock(),
-                up_bytes=sum(span.nbytes for span in spans if span.tier == TOP),
+                up_bytes=sum(span.nbytes for span in spans if span.tier == TOP_TIER),
                 asked_bytes=sum(span.nbytes for span in spans),
                 used_bytes=sum(nbytes for address, nbytes in up.items() if address in used),
             )
@@ -150,7 +149,7 @@ class NodePrefetch:
                 self._look_after(owner)
                 if owner in self._up:
                     self._up.move_to_end(owner)
-            if TOP not in self._books.guards:
+            if TOP_TIER not in self._books.guards:
                 return
             guesses = self._prefetcher.by_hazard(
                 self._sessions,
@@ -193,18 +192,18 @@ class NodePrefetch:
 
     def _below(self, owner: bytes) -> list[ExtentInfo]:
         """Return the chain's extents that are not in main memory and could be, in chain order."""
-        if TOP not in self._books.guards:
+        if TOP_TIER not in self._books.guards:
             return []
         tenant, session = owner[:TAG_BYTES], owner[TAG_BYTES:]
         extents = self._books.directory.extents_of(tenant, session)
-        return [extent for extent in extents if TOP not in extent.tiers]
+        return [extent for extent in extents if TOP_TIER not in extent.tiers]
 
     def _below_bytes(self, session: SessionKey) -> int:
         return sum(extent.nbytes for extent in self._below(_owner(session)))
 
     def _room_bytes(self) -> int:
-        guard = self._books.guards.get(TOP)
-        return 0 if guard is None else guard.bytes_max - self._books.directory.usage(TOP).bytes_accounted
+        guard = self._books.guards.get(TOP_TIER)
+        return 0 if guard is None else guard.bytes_max - self._books.directory.usage(TOP_TIER).bytes_accounted
 
     def _begin(
         self, owner: bytes, below: Sequence[ExtentInfo], granted: int, *, is_guess: bool
@@ -219,7 +218,7 @@ class NodePrefetch:
         for extent in chosen if is_guess else reversed(chosen):  # the last one queued is done first
             address, nbytes = extent.address, extent.nbytes
             ended = partial(self._ended, owner, address, nbytes, is_guess)
-            if self._stores.copy(address, TOP, is_urgent=not is_guess, is_guess=is_guess, ended=ended):
+            if self._stores.copy(address, TOP_TIER, is_urgent=not is_guess, is_guess=is_guess, ended=ended):
                 begun.append(address)
                 granted -= nbytes
                 if is_guess:
@@ -245,13 +244,13 @@ class NodePrefetch:
 
     def _call_off(self, owner: bytes) -> None:
         for address, nbytes in self._moving.pop(owner, {}).items():
-            if self._stores.cancel_guess(address, TOP):
+            if self._stores.cancel_guess(address, TOP_TIER):
                 self._prefetcher.unmoved(nbytes)
 
     def _look_after(self, owner: bytes) -> None:
         """Note which of its guesses were evicted or have expired."""
         up = self._up.get(owner, {})
-        gone = [address for address in up if TOP not in self._books.directory.copies(address)]
+        gone = [address for address in up if TOP_TIER not in self._books.directory.copies(address)]
         for address in gone:
             self._prefetcher.left(owner, up.pop(address), self._clock())
         if gone and not up:

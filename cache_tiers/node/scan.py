@@ -12,15 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from cache_tiers.blocks import Address, BadRecord, Clear, TierError, TierName
+from cache_tiers.blocks import TIERS, Address, BadRecord, Clear, TierError, TierName
 from cache_tiers.directory import ClearSet
 from cache_tiers.media import GuardedTier, Scanned, Tier
 from cache_tiers.node.state import NodeState
 from configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
-
-IN_BACKGROUND: tuple[TierName, ...] = ("s3",)
 
 
 class TierScans:
@@ -47,9 +45,9 @@ class TierScans:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Scan the local tiers and return when done (or failed); S3 continues in the background."""
+        """Scan the local tiers and return when done (or failed); shared ones go on in the background."""
         for name, guard in self._books.guards.items():
-            if name in IN_BACKGROUND:
+            if name in TIERS.shared:
                 guard.ready = True
                 self._run(guard)
                 threading.Thread(target=_warm, args=(guard,), name=f"warm-{name}", daemon=True).start()

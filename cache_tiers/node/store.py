@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from cache_tiers.blocks import (
     TIERS,
+    TOP_TIER,
     Address,
     BadRecord,
     ExtentHeader,
@@ -318,12 +319,12 @@ class NodeStores:
         done = {"written": 0, "failed": 0, "left": 0}
         while clock() < ends_s and self.work():
             pass
-        target = self._below("cpu")
-        if target is None or "cpu" not in self._books.guards:
+        target = self._below(TOP_TIER)
+        if target is None or TOP_TIER not in self._books.guards:
             return done
         with self._books.lock:
-            extents = self._books.directory.usage("cpu").extents
-            cold = self._books.directory.sinking("cpu", target, 0.0, extents_max=max(extents, 1))
+            extents = self._books.directory.usage(TOP_TIER).extents
+            cold = self._books.directory.sinking(TOP_TIER, target, 0.0, extents_max=max(extents, 1))
         for address in reversed(cold):
             if clock() >= ends_s:
                 done["left"] += 1

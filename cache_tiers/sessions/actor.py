@@ -19,7 +19,7 @@ import ray
 from ray._private.state import state as gcs_state
 
 from cache_tiers.actors import rpc, tier_actors
-from cache_tiers.blocks import SHARED_TIER, Clear
+from cache_tiers.blocks import TIERS, Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
 from cache_tiers.sessions.door_deaths import DoorDeaths
@@ -196,7 +196,7 @@ class SessionActor:
         held: Counter[str] = Counter()
         for answer in self._ask_all("tenant_bytes", tenant).values():
             for tier, nbytes in answer.items():
-                held[tier] = max(held[tier], nbytes) if tier == SHARED_TIER else held[tier] + nbytes
+                held[tier] = max(held[tier], nbytes) if tier in TIERS.shared else held[tier] + nbytes
         return dict(held)
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]

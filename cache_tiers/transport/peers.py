@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol, TypeAlias
 
 from cache_tiers.blocks import Bytes
 from cache_tiers.media import Breaker
@@ -20,7 +20,8 @@ from configs.sections import PeerSettings
 
 logger = logging.getLogger(__name__)
 
-Way = Literal["nixl", "ray", "s3"]
+Way: TypeAlias = str
+"""How a record comes from a node: `nixl`, `ray`, or a shared tier's name."""
 
 PEERS_ASKED_MAX = 2
 """Nodes asked in one lookup, while the request waits."""

@@ -194,7 +194,7 @@ def _run_trace(
     given: dict[str, Any],
 ) -> int:
     from cluster.plan.plan import PlanAsk, run_plan
-    from cluster.plan.runs import PlanRefused
+    from cluster.plan.runs import SWEPT, PlanRefused
     from cluster.plan.simulator.fleet import Prices
     from cluster.plan.sizing import kv_format, read_model
 
@@ -206,7 +206,7 @@ def _run_trace(
         ask["policies"] = tuple(name.strip() for name in ask.pop("policy").split(",") if name.strip())
     if "plot" in ask:
         ask["plot_to"] = ask.pop("plot")
-    if ask.get("sweep", "cpu") not in ("gpu", "cpu", "nvme", "none"):
+    if ask.get("sweep", "none") not in (*SWEPT, "none"):
         raise PlanRefused(f"--sweep {ask['sweep']!r:.40}: give gpu, cpu, nvme or none")
     if ask.get("sweep") == "none":
         ask["sweep"] = None

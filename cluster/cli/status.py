@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from cache_tiers.blocks import TIERS
 from cluster.cli.options import print_table
 from cluster.serve.startup_table import TIER_WORDS, WELL, state_in_words
 
@@ -405,7 +406,7 @@ def short_rows(status: Status) -> list[Row]:
             by_name.setdefault(str(tier["name"]), []).append(tier)
     for name, tiers in by_name.items():
         held, room, tokens = (
-            _together([tier[key] for tier in tiers], is_shared=name == "s3")
+            _together([tier[key] for tier in tiers], is_shared=name in TIERS.shared)
             for key in ("bytes_held", "bytes_max", "tokens")
         )
         rows.append(

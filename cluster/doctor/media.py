@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from cache_tiers.blocks import CPU, NVME
 from cache_tiers.pricing import TierPrice
 from cluster.doctor.check import Result, existing
 from cluster.plan.sizing import in_seconds, in_tokens
@@ -195,10 +196,10 @@ def prices(
     known = kept(measurements_dir(settings))
     if known is None:
         return "ok", "not known before the first start: `samovar serve` measures what computing takes", ""
-    found = {"cpu": (memory or memory_price)()}
+    found = {CPU.name: (memory or memory_price)()}
     is_wanted = settings.tiers.enabled and settings.tiers.nvme.bytes_max
     if is_wanted and (measured := disk()) is not None:
-        found["nvme"] = measured
+        found[NVME.name] = measured
     tiers = load_prices(found, known.prefill, known.bytes_per_token, CONTEXTS)
     lines = [
         f"{known.model_name} on {known.device}, {known.bytes_per_token:,} bytes of KV a token "

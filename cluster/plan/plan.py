@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from tqdm import tqdm
 
+from cache_tiers.blocks import CPU, NVME, S3
 from cluster.plan import report
 from cluster.plan.runs import (
     POLICIES,
     PlanRefused,
     Result,
     Sweep,
-    SweptTier,
     Traffic,
     check_gpus_a_replica,
     enough_replicas,
@@ -57,7 +57,7 @@ class PlanAsk:
     bytes_per_token: int = 128 * KIB
     bytes_from: str = "Llama-3-8B's in bf16"
     prefetch: bool = True
-    sweep: SweptTier | None = "cpu"
+    sweep: str | None = CPU.name
     points: int = 5
     json_to: Path | None = None
     plot_to: Path | None = None
@@ -163,9 +163,9 @@ def check(ask: PlanAsk) -> None:
         raise PlanRefused(f"--trace: there is no file {ask.trace}")
     for option, gib in (
         ("gpu", ask.gpu_gib),
-        ("cpu", ask.cpu_gib),
-        ("nvme", ask.nvme_gib),
-        ("s3", ask.s3_gib),
+        (CPU.name, ask.cpu_gib),
+        (NVME.name, ask.nvme_gib),
+        (S3.name, ask.s3_gib),
     ):
         if not 0 <= gib <= GIB_MAX or (option == "gpu" and gib == 0):
             least = "more than 0" if option == "gpu" else "0 or more"

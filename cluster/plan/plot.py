@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from cache_tiers.blocks import CPU, NVME
 from cluster.plan.report import TIER_WORDS, chosen, in_gib
 from cluster.plan.runs import Sweep
 from cluster.plan.simulator.fleet import Fleet
@@ -43,7 +44,7 @@ def plot(sweep: Sweep, fleet: Fleet, name: str, path: Path) -> None:
     axes.set_xlabel(f"{TIER_WORDS[sweep.tier]} (log scale; no lower tier)")
     axes.set_ylabel(
         "prompt tokens found in gpu"
-        + {"gpu": "", "cpu": " or cpu", "nvme": ", cpu or nvme"}[sweep.tier]
+        + {"gpu": "", CPU.name: " or cpu", NVME.name: ", cpu or nvme"}[sweep.tier]
         + ", %"
     )
     axes.set_title(

@@ -10,12 +10,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cluster.plan.runs import BUSY_SHARE, Result, Sweep, SweptTier, Traffic
+from cache_tiers.blocks import CPU, NVME, PEER, TIERS
+from cluster.plan.runs import BUSY_SHARE, Result, Sweep, Traffic
 from cluster.plan.simulator.fleet import Fleet, Prices
 from configs.sections import GIB
 
-TIERS = ("gpu", "cpu", "nvme", "s3", "peer")
-TIER_WORDS: dict[SweptTier, str] = {"gpu": "GPU memory a replica", "cpu": "RAM a node", "nvme": "NVMe a node"}
+TIER_WORDS = {"gpu": "GPU memory a replica", CPU.name: "RAM a node", NVME.name: "NVMe a node"}
 WORTH_SHARE = 0.01
 """A gain below this share of the prompt tokens is not worth more memory."""
 QUEUES_FROM = 3.0
@@ -53,14 +53,10 @@ def facts(traffic: Traffic, fleet: Fleet, prices: Prices, bytes_from: str, *, is
     tokens = sum(turn.input_tokens for turn in traffic.turns)
     sessions = len({turn.session for turn in traffic.turns})
     tiers = ", ".join(
-        f"{name} {in_gib(size) if size else 'none'}{per}"
-        for name, size, per in (
-            ("cpu", fleet.cpu_bytes, " a node"),
-            ("nvme", fleet.nvme_bytes, " a node"),
-            ("s3", fleet.s3_bytes, ""),
-        )
+        f"{name} {in_gib(size) if size else 'none'}{'' if name in TIERS.shared else ' a node'}"
+        for name, size in fleet.tier_bytes.items()
     )
-    speeds = ", ".join(f"{tier} {fleet.price_of(tier).bytes_per_s / 1e9:g}" for tier in ("cpu", "nvme", "s3"))
+    speeds = ", ".join(f"{tier} {fleet.price_of(tier).bytes_per_s / 1e9:g}" for tier in fleet.tier_bytes)
     why = f" (so many that computing every prompt would keep them {BUSY_SHARE:.0%} busy)" if is_enough else ""
     of_gpus = f" of {fleet.gpus} GPUs" if fleet.gpus > 1 else ""
     rows = [
@@ -97,7 +93,7 @@ def facts(traffic: Traffic, fleet: Fleet, prices: Prices, bytes_from: str, *, is
 
 def policy_table(results: Sequence[Result], traffic: Traffic, prices: Prices) -> Table:
     """Return the table with one row per policy."""
-    tiers = [tier for tier in TIERS if any(result.hit_tokens.get(tier) for result in results)]
+    tiers = [tier for tier in ("gpu", *TIERS, PEER) if any(result.hit_tokens.get(tier) for result in results)]
     table = Table(title="By policy", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("policy")
     heads = [
@@ -210,7 +206,7 @@ def answer(sweep: Sweep, traffic: Traffic, fleet: Fleet) -> str:
     )
     if full <= knee:
         return f"{said}, of {sweep.most:.0%} that any cache could find."
-    if sweep.tier == "cpu":
+    if sweep.tier == CPU.name:
         rest = sweep.sizes[full] - sweep.sizes[knee]
         more = f"{in_gib(rest)} of NVMe below it raise that to {hits[full]:.0%}"
         return f"{said}; {more} of {sweep.most:.0%} that any cache could find{_worth(traffic, fleet)}."
@@ -246,12 +242,7 @@ def as_json(
         "replicas": fleet.replicas,
         "gpus": fleet.replicas * fleet.gpus,
         "nodes": fleet.nodes,
-        "tiers": {
-            "gpu": fleet.gpu_bytes,
-            "cpu": fleet.cpu_bytes,
-            "nvme": fleet.nvme_bytes,
-            "s3": fleet.s3_bytes,
-        },
+        "tiers": {"gpu": fleet.gpu_bytes, **fleet.tier_bytes},
         "notes": list(traffic.notes),
         "policies": [_row(result, traffic, prices) for result in results],
         "sweep": None,

@@ -12,8 +12,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
+from cache_tiers.blocks import CPU, NVME
 from cache_tiers.forecast import Forecast, Predictor, TypeKm
 from cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
 from cluster.plan.simulator.fleet import Fleet
@@ -23,7 +24,8 @@ from cluster.plan.traces.replay import forecasts, next_starts_s, with_blocks
 from cluster.plan.traces.trace import TraceTurn
 from configs.sections import GIB, PolicyName, PolicySettings, PredictorSettings
 
-SweptTier = Literal["gpu", "cpu", "nvme"]
+SWEPT = ("gpu", CPU.name, NVME.name)
+"""Tiers whose size can be varied."""
 POLICIES: tuple[str, ...] = (*get_args(PolicyName), "oracle")
 BUSY_SHARE = 0.6
 """The default number of replicas is such that computing every prompt would keep them this busy."""
@@ -116,7 +118,7 @@ class Sweep:
     hit rate of an unbounded cache.
     """
 
-    tier: SweptTier
+    tier: str
     sizes: tuple[int, ...]
     results: Mapping[str, tuple[Result, ...]]
     knees: Mapping[str, int | None]
@@ -228,7 +230,7 @@ def _run_one(run: tuple[Fleet, str]) -> Result:
     return run_policy(_inherited[0], *run)
 
 
-def sweep_fleets(traffic: Traffic, fleet: Fleet, tier: SweptTier, points: int) -> Iterator[tuple[int, Fleet]]:
+def sweep_fleets(traffic: Traffic, fleet: Fleet, tier: str, points: int) -> Iterator[tuple[int, Fleet]]:
     """Yield sizes that double, up to the last power of two (GiB) that all blocks of the trace would fill.
 
     Without lower tiers, which would find what this one does not, and without prefetching from them.
@@ -242,15 +244,13 @@ def sweep_fleets(traffic: Traffic, fleet: Fleet, tier: SweptTier, points: int) -
         size = (largest >> step) * GIB
         if tier == "gpu":
             yield size, replace(bare, gpu_bytes=size, cpu_bytes=0, nvme_bytes=0)
-        elif tier == "cpu":
+        elif tier == CPU.name:
             yield size, replace(bare, cpu_bytes=size, nvme_bytes=0)
         else:
             yield size, replace(bare, nvme_bytes=size)
 
 
-def sweep_of(
-    tier: SweptTier, sizes: Sequence[int], results: Mapping[str, Sequence[Result]], most: float
-) -> Sweep:
+def sweep_of(tier: str, sizes: Sequence[int], results: Mapping[str, Sequence[Result]], most: float) -> Sweep:
     """Return the sweep with its knees. `results`: by policy, one per size."""
     knees = {
         name: knee([math.log2(size) for size in sizes], [one.hit_rate for one in of])

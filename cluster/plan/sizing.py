@@ -19,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cache_tiers.blocks import CPU, NVME, S3
 from cluster.plan.model_kv import KvFormat, KvShape, read_shape
 from cluster.plan.runs import PlanRefused, check_gpus_a_replica
 from configs.json_text import parse_json
@@ -61,9 +62,9 @@ class SizingOptions:
     tflops: float = 989.0
     computed_share: float = 0.5
     tiers: tuple[TierSpeed, ...] = (
-        TierSpeed("cpu", 25.0, 0.0001),
-        TierSpeed("nvme", 6.0, 0.001),
-        TierSpeed("s3", 1.0, 0.05),
+        TierSpeed(CPU.name, 25.0, 0.0001),
+        TierSpeed(NVME.name, 6.0, 0.001),
+        TierSpeed(S3.name, 1.0, 0.05),
     )
     reserve_share: float = 0.0
     stored: KvFormat | None = None
@@ -152,7 +153,7 @@ def _together(options: SizingOptions) -> SizingOptions:
         memory_gb_per_s=gpus * options.memory_gb_per_s,
         tflops=gpus * options.tflops,
         tiers=tuple(
-            replace(tier, gb_per_s=gpus * tier.gb_per_s) if tier.name == "cpu" else tier
+            replace(tier, gb_per_s=gpus * tier.gb_per_s) if tier.name == CPU.name else tier
             for tier in options.tiers
         ),
     )

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from rich.table import Table
 from rich.text import Text
 
+from cache_tiers.blocks import CPU, NVME, PEER, S3
 from cache_tiers.pricing import TierPrice, break_even_tokens
 from configs.sections import GIB
 from configs.settings import Settings
 from replicas.messages import SCRATCH_PAGES, ReplicaInfo
 
 SESSION_TOKENS = (2048, 8192, 32768)
-TIER_WORDS = {"gpu": "pool", "cpu": "RAM", "nvme": "disk", "s3": "S3", "peer": "other node"}
+TIER_WORDS = {"gpu": "pool", CPU.name: "RAM", NVME.name: "disk", S3.name: "S3", PEER: "other node"}
 """What people call the places of blocks, by the names that the API and the settings use."""
 WELL = ("up", "read-only")
 """States of a tier that serves; all others are told in yellow."""
@@ -99,7 +100,7 @@ def load_rows(info: ReplicaInfo, prices: Mapping[str, TierPrice]) -> list[tuple[
         )
         loading = loading_in_words(price, info.bytes_per_token)
         value = f"pays {wins}: loading {loading}, computing {computing_in_words(info.prefill)}"
-        rows.append((f"load from {TIER_WORDS[name]}", value))
+        rows.append((f"load from {TIER_WORDS.get(name, name)}", value))
     return rows
 
 
@@ -109,33 +110,31 @@ def tier_rows(settings: Settings, states: Mapping[str, str] | None = None) -> li
     if not tiers.enabled:
         return [("tiers", "off (tiers.enabled): blocks are kept in their replica's pool only")]
     of_bucket = f"bucket {tiers.s3.bucket} at {tiers.s3.endpoint or f'AWS, {tiers.s3.region}'}"
-    places = (
-        ("cpu", tiers.cpu.bytes_planned, "in Ray's object store"),
-        ("nvme", tiers.nvme.bytes_max, f"in {settings.nvme_dir}"),
-        ("s3", tiers.s3.bytes_max if tiers.s3.bucket else 0, of_bucket),
-    )
-    why_off = {"cpu": "tiers.cpu.bytes_max", "nvme": "tiers.nvme.bytes_max", "s3": "tiers.s3.bucket"}
+    places = {
+        CPU.name: ("in Ray's object store", "tiers.cpu.bytes_max"),
+        NVME.name: (f"in {settings.nvme_dir}", "tiers.nvme.bytes_max"),
+        S3.name: (of_bucket, "tiers.s3.bucket"),
+        tiers.more.name: (f"by {tiers.more.medium}", "tiers.more.medium"),
+    }
     troubled = {} if states is None else _troubled(settings, states)
     rows = []
-    for name, nbytes, where in places:
+    for name, nbytes in tiers.sizes.items():
+        where, why_off = places[name]
         row = _row_name(name)
-        value = f"{_gib(nbytes)} {where}" if nbytes else f"off ({why_off[name]})"
+        value = f"{_gib(nbytes)} {where}" if nbytes else f"off ({why_off})"
         rows.append((row, f"{troubled[row]} ({value})" if row in troubled else value))
     return rows
 
 
 def _row_name(tier: str) -> str:
-    return f"tier {TIER_WORDS[tier]}"
+    return f"tier {TIER_WORDS.get(tier, tier)}"
 
 
 def _troubled(settings: Settings, states: Mapping[str, str]) -> dict[str, str]:
     """Return row -> state, of the tiers that are configured and do not serve."""
-    tiers = settings.tiers
-    wanted = {"cpu": tiers.cpu.bytes_planned, "nvme": tiers.nvme.bytes_max}
-    wanted["s3"] = tiers.s3.bytes_max if tiers.s3.bucket else 0
     return {
         _row_name(name): state_in_words(states[name])
-        for name, nbytes in wanted.items()
+        for name, nbytes in settings.tiers.sizes.items()
         if nbytes and name in states and states[name] not in WELL
     }
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from cache_tiers.pricing import PrefillPrice
 from replicas.engine.missed import missed_of
-from replicas.messages import Receipt, Source
+from replicas.messages import Receipt, sources
 from replicas.scheduling import OWN, Sequence
 
 
 def receipt_of(sequence: Sequence, prefill: PrefillPrice, block_tokens: int, left_tokens: int = 0) -> Receipt:
     """Return the receipt of a sequence whose prompt is computed. Pure.
 
-    Counts its tokens by source; `cached_tokens` are all but `compute`. `left_tokens`: see `missed_of`.
+    Counts its tokens by source, also by one that only the tier actor, which is older, knows of;
+    `cached_tokens` are all but `compute`. `left_tokens`: see `missed_of`.
     """
     prompt, restore = sequence.prompt_tokens, sequence.restore
     resident = min(sequence.resident_tokens, prompt)
-    tokens: dict[Source, int] = {"compute": 0, "gpu": resident, "cpu": 0, "nvme": 0, "s3": 0, "peer": 0}
+    tokens = dict.fromkeys(sources(), 0) | {"gpu": resident}
     if sequence.first_resident is not None and sequence.first_resident < resident:
         # Preempted before its first token. What it finds in the pool now, and did not find then, it has
         # loaded or computed itself in between.
@@ -25,7 +24,7 @@ def receipt_of(sequence: Sequence, prefill: PrefillPrice, block_tokens: int, lef
         for source, count in sequence.earlier_loads.items():
             if source != OWN:
                 loaded_before = min(count, own)
-                tokens[cast(Source, source)] += loaded_before
+                tokens[source] = tokens.get(source, 0) + loaded_before
                 own -= loaded_before
     miss = "" if sequence.visit is None else sequence.visit.miss
     if restore is None:
@@ -35,7 +34,7 @@ def receipt_of(sequence: Sequence, prefill: PrefillPrice, block_tokens: int, lef
     placed = restore.tokens_by_source(prompt)
     for source, count in placed.items():
         if source != OWN:
-            tokens[cast(Source, source)] += count
+            tokens[source] = tokens.get(source, 0) + count
     tokens["compute"] = prompt - sum(tokens.values())
     loaded = sum(placed.values()) - placed.get(OWN, 0)
     missed, why = missed_of(sequence, block_tokens, tokens["compute"], left_tokens)

@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import get_args
 
-from cache_tiers.blocks import Clear, LoadSource, marks_of
+from cache_tiers.blocks import PEER, TIERS, Clear, marks_of
 from cache_tiers.forecast import Forecast, Stop
 from cache_tiers.messages import BadReport, Fetch, LoadReport, TurnEnded
 from replicas.kv import PagePool
@@ -41,7 +40,7 @@ class TierReporter:
     def loads(self, restore: Restore) -> None:
         """Send one report per tier: its fetches ran in parallel, and the price covers all of them."""
         loads: list[LoadReport] = []
-        for tier in get_args(LoadSource):
+        for tier in (*TIERS, PEER):
             came = [piece for piece in restore.pieces if piece.source == tier and piece.arrived_s > 0]
             if came:
                 seconds = max(_there_s(piece) for piece in came) - restore.started_s

@@ -10,7 +10,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
-from cache_tiers.blocks import ROOT, TAG_BYTES, BadRecord, BlockShape, Bytes, Placement, record_bytes
+from cache_tiers.blocks import (
+    ROOT,
+    TAG_BYTES,
+    TOP_TIER,
+    BadRecord,
+    BlockShape,
+    Bytes,
+    Placement,
+    record_bytes,
+)
 from cache_tiers.pricing import TierMeter, TierPrice
 from replicas.kv import CopyEvent, PageIo
 from replicas.offload.block_runs import StoreRun
@@ -18,7 +27,7 @@ from replicas.offload.load import Expected, LoadedBlocks, unpack
 from replicas.offload.store import Origin, sealed_record
 from replicas.scheduling import Sequence
 
-_NOWHERE = Placement(first="cpu", write_behind=(), lowest="cpu")
+_NOWHERE = Placement(first=TOP_TIER, write_behind=(), lowest=TOP_TIER)
 
 
 def swap_record(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 
-from cache_tiers.blocks import SumsSetup, TierName, compile_sums, namespace_digest
+from cache_tiers.blocks import TIERS, SumsSetup, TierName, compile_sums, namespace_digest
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
@@ -196,6 +196,7 @@ def build_engine(
     threads = settings.engine.threads or max(1, CORES // sharing)
     torch.set_num_threads(threads)
     compile_sums(SumsSetup.of(settings))
+    TIERS.take_up(settings.tiers.more)
     chosen_dtype = choose_dtype(
         settings.model,
         device,

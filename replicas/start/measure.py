@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from cache_tiers.blocks import KEY_BYTES, BlockShape, ExtentHeader, TierName, record_bytes
+from cache_tiers.blocks import KEY_BYTES, TIERS, BlockShape, ExtentHeader, TierName, record_bytes
 from cache_tiers.messages import Fetch, SampleRequest
 from cache_tiers.pricing import Sample, TierPrice, moving_seconds
 from configs.sections import MIB
@@ -222,9 +222,8 @@ class Roads:
         self._blocks_max = most // extents
 
     def measure(self) -> dict[TierName, TierPrice]:
-        """Return the prices of the tiers that have room for samples; S3 is priced by its first load."""
-        tiers: tuple[TierName, ...] = ("cpu", "nvme")
-        prices = {tier: price for tier in tiers if (price := self._price(tier)) is not None}
+        """Return the prices of local tiers with room for samples; others are priced by their first load."""
+        prices = {tier: price for tier in TIERS.local if (price := self._price(tier)) is not None}
         if prices:
             used = self._blocks_max * self._extents
             zeros = np.zeros(self._shape.block_bytes, dtype=np.uint8)
@@ -257,7 +256,7 @@ class Roads:
         The least of some: a stall makes a load dearer, and nothing but a quicker road makes one cheaper.
         """
         # What is read from a disk is in main memory afterwards, so that only the first time is of it.
-        rounds, repeats = (1, ROAD_REPEATS) if tier == "cpu" else (ROAD_REPEATS - 1, 1)
+        rounds, repeats = (ROAD_REPEATS - 1, 1) if TIERS.kind(tier).survives_process else (1, ROAD_REPEATS)
         took = [took_s for _ in range(rounds) if (took_s := self._least(tier, blocks, repeats)) is not None]
         return min(took) if len(took) == rounds else None
 

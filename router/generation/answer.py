@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from configs.telemetry import Value
-from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source
+from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source, sources
 from router.generation.context import Context
 from router.openai import (
     ApiError,
@@ -25,9 +25,6 @@ from router.openai import (
 )
 from router.prompt import PrefixLeft, Prompt
 from router.routing import ReplicaFailed, ReplicaLost
-
-SOURCES: tuple[Source, ...] = get_args(Source)
-CACHED: tuple[Source, ...] = tuple(source for source in SOURCES if source != "compute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +55,12 @@ class AnswerReceipt:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed for this request."""
-        return sum(self.tokens[source] for source in CACHED)
+        return sum(self.by_tier.values())
 
     @property
     def by_tier(self) -> dict[str, int]:
         """`cached_tokens` by source."""
-        return {source: self.tokens[source] for source in CACHED}
+        return {source: count for source, count in self.tokens.items() if source != "compute"}
 
     def json(self) -> dict[str, Any]:
         """Return the top-level `receipt` of an answer; times in milliseconds."""
@@ -101,13 +98,13 @@ def joined(receipts: Iterable[tuple[Receipt, int, int]], replica_ids: Sequence[s
 
     A receipt without tokens is from a replica without tiers: its cached tokens came from the pool.
     """
-    tokens: dict[Source, int] = dict.fromkeys(SOURCES, 0)
+    tokens: dict[Source, int] = dict.fromkeys(sources(), 0)
     missed: Counter[str] = Counter()
     parts = []
     for receipt, prompt_tokens, cached_tokens in receipts:
         own = receipt.tokens or {"gpu": cached_tokens, "compute": prompt_tokens - cached_tokens}
         for source, count in own.items():
-            tokens[source] += count
+            tokens[source] = tokens.get(source, 0) + count  # of a replica with a tier not known here, too
         missed.update(receipt.missed)
         parts.append(receipt)
     return AnswerReceipt(

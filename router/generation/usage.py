@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cache_tiers.pricing import PrefillPrice
-from replicas.messages import FinishReason, Source
-from router.generation.answer import SOURCES, Answer, AnswerReceipt
+from replicas.messages import FinishReason, Source, sources
+from router.generation.answer import Answer, AnswerReceipt
 
 Finish = FinishReason | Literal["left"]
 PriceOf = Callable[[str], PrefillPrice | None]
@@ -48,7 +48,7 @@ class TenantUsage:
     requests: int = 0
     output_tokens: int = 0
     saved_s: float = 0.0
-    tokens: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    tokens: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(sources(), 0))
 
     @property
     def prompt_tokens(self) -> int:
@@ -65,7 +65,7 @@ class TenantUsage:
         self.output_tokens += other.output_tokens
         self.saved_s += other.saved_s
         for source, count in other.tokens.items():
-            self.tokens[source] += count
+            self.tokens[source] = self.tokens.get(source, 0) + count
 
 
 class UsageBook:

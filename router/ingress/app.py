@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cache_tiers.actors import rpc
-from cache_tiers.blocks import tenant_tag
+from cache_tiers.blocks import TIERS, tenant_tag
 from cache_tiers.sessions import KeptBounds, session_actor
 from configs.imports import collector_paused
 from configs.optional_sections import DOORS_MAX
@@ -137,6 +137,7 @@ def build_service(
     `tracer`: None: requests are not traced. `peers`: all ingresses; None: there is no other. `first_s`:
     how long the start waits for a replica if it need not see one.
     """
+    TIERS.take_up(settings.tiers.more)
     start_s = settings.server.start_timeout_s if waits else first_s
     readiness = Readiness(
         client,

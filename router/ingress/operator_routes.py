@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, root_tokens, session_of, tenant_tag
+from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TIERS, root_tokens, session_of, tenant_tag
 from cache_tiers.forecast import HintEvent
 from cache_tiers.sessions import Move, SessionRow, SessionState, SessionView
 from configs.settings import TenantName
@@ -193,7 +193,7 @@ class SessionRoutes:
         client, link, tenant = self._service.client, self._service.directory.link, view.tenant
         tags = (view.session, *(row.session for row in view.rows))
         gpu = await asyncio.gather(*(client.pool_bytes(tenant, tag) for tag in tags))
-        held = {tag: {"gpu": own, "cpu": 0, "nvme": 0, "s3": 0} for tag, own in zip(tags, gpu, strict=True)}
+        held = {tag: {"gpu": own, **dict.fromkeys(TIERS, 0)} for tag, own in zip(tags, gpu, strict=True)}
         if link is None:
             return held
         try:

@@ -99,7 +99,7 @@ class KnownSessions:
                 body,
                 turn.began_unix_s,
                 turn.began_unix_s + lives_s,
-                is_durable=placement is not None and placement.allows("nvme"),
+                is_durable=placement is not None and placement.is_durable,
             )
             for name, body in self._replies.newest(turn.salt, turn.owner, replies)
         ]

@@ -22,6 +22,7 @@ from itertools import islice
 from time import monotonic
 from typing import get_args
 
+from cache_tiers.blocks import PEER, TIERS
 from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice, TierMeter
 from replicas.messages import Receipt
 from replicas.serving.door_loads import DoorLoad, others_load
@@ -443,8 +444,8 @@ class ReplicaLoadTracker:
             self._changed(sent.replica, known)
 
     def _learn(self, receipt: Receipt) -> None:
-        peer = receipt.tokens.get("peer", 0)
-        local = sum(receipt.tokens.get(source, 0) for source in ("cpu", "nvme", "s3"))
+        peer = receipt.tokens.get(PEER, 0)
+        local = sum(receipt.tokens.get(source, 0) for source in TIERS)
         loaded = peer + local
         if receipt.load_s <= 0 or loaded < LOAD_TOKENS_MIN:
             return

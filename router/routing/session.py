@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import get_args
 
-from cache_tiers.blocks import TAG_BYTES, Placement, TierName, session_of
+from cache_tiers.blocks import TAG_BYTES, TIERS, TOP_TIER, Placement, TierName, session_of
 from cache_tiers.forecast import Role
 from configs.json_text import parse_json
 from configs.sections import (
@@ -195,11 +195,12 @@ def placement(
     if not settings.enabled:
         return None
     profile: ProfileSettings = getattr(settings.profiles, name)
-    lowest, ttl_s = profile.lowest, profile.ttl_s
+    lowest: TierName = profile.lowest
+    ttl_s = profile.ttl_s
     if wish.retention == "in_memory":
-        lowest, ttl_s = "cpu", HOUR_S
+        lowest, ttl_s = TOP_TIER, HOUR_S
     elif wish.retention == "24h":
-        lowest, ttl_s = "s3", DAY_S
+        lowest, ttl_s = TIERS[-1], DAY_S
     min_ttl_s = profile.min_ttl_s
     if wish.ttl_s is not None:
         ttl_s = max(ttl_s, min(wish.ttl_s, TTL_S_MAX))

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement, TierName
+from cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Tier

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import TAG_BYTES, Bytes, Clear, ExtentHeader, Placement, TierName
+from cache_tiers.blocks.extent import TAG_BYTES, Bytes, Clear, ExtentHeader, Placement
 from cache_tiers.blocks.record import decode_header, header_bytes
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Tier

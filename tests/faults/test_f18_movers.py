@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import pytest
 
-from cache_tiers.blocks.extent import Address, Clear, TierName
+from cache_tiers.blocks.extent import Address, Clear
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.directory.extents import HeldExtent
 from cache_tiers.directory.transfers import Transfer, TransferTable, _Drop
 from cache_tiers.directory.types import Eviction, ReservationRefused

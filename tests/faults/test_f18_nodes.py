@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cache_tiers.blocks.extent import Address, Bytes, Clear, Placement, TierName
+from cache_tiers.blocks.extent import Address, Bytes, Clear, Placement
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.directory.transfers import no_fault
 from cache_tiers.messages import StoreRequest
 from configs.sections import S3TierSettings, TierSettings

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Clear, Placement, TierName
+from cache_tiers.blocks.extent import Clear, Placement
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.s3_keys import S3Keys

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Clear, Placement, TierName
+from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.blocks.record import BadRecord
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import BadReport
 from configs.sections import FaultSettings, TierSettings

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache_tiers.blocks.extent import Placement, TierName
+from cache_tiers.blocks.extent import Placement
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Tier

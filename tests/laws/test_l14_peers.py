@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Bytes, Placement, TierName
+from cache_tiers.blocks.extent import Bytes, Placement
 from cache_tiers.blocks.record import decode_header, header_bytes
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Tier

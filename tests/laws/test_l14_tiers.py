@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Address, Bytes, Placement, TierName
+from cache_tiers.blocks.extent import Address, Bytes, Placement
 from cache_tiers.blocks.record import Record, decode_header, header_bytes
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.s3 import S3Tier

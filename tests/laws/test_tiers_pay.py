@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cache_tiers.blocks.extent import LoadSource
+from cache_tiers.blocks.tiers import LoadSource
 from cache_tiers.policy.policies import make_policy
 from cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
 from cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice

@@ -8,7 +8,7 @@ import pytest
 from cache_tiers.forecast.survival import BINS, curve_of
 from cache_tiers.policy.policies import LikelyReturn
 from cache_tiers.pricing.meters import TierMeter
-from cluster.plan.simulator.fleet import NVME, Fleet
+from cluster.plan.simulator.fleet import NVME_PRICE, Fleet
 from cluster.plan.simulator.node import SimNode
 from cluster.plan.simulator.prefetch import SimPrefetch
 from cluster.plan.simulator.tier import SimLink
@@ -58,7 +58,7 @@ def test_f30_demand_goes_first() -> None:
     assert early.prefetcher.moving_bytes > 8 * GIB
     nbytes = 12 * GIB
     done_s = node.links["nvme"].demand(nbytes, 2.0)
-    assert done_s == pytest.approx(2.0 + NVME.seconds(nbytes))
+    assert done_s == pytest.approx(2.0 + NVME_PRICE.seconds(nbytes))
     moving = early.prefetcher.moving_bytes
     early.tick(2.5)
     early.arrivals(done_s - 0.01)
@@ -81,8 +81,8 @@ def test_f30_who_returns_takes_the_guess_away() -> None:
 
 
 def test_link_gives_guesses_what_is_left() -> None:
-    link = SimLink(NVME, TierMeter(NVME, clock=Clock()))
-    size = int(NVME.bytes_per_s)  # a second
+    link = SimLink(NVME_PRICE, TierMeter(NVME_PRICE, clock=Clock()))
+    size = int(NVME_PRICE.bytes_per_s)  # a second
     link.guess((1, "nvme"), size, 0.0)
     assert link.next_s(0.5) == pytest.approx(1.0)
     link.demand(size, 0.5)

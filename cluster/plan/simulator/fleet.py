@@ -11,15 +11,15 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks import LoadSource
+from cache_tiers.blocks import CPU, NVME, PEER, S3, LoadSource, TierName
 from cache_tiers.pricing import PrefillPrice, TierPrice
 from configs.sections import GIB, KIB, PolicySettings, PrefetchSettings
 from router.routing import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
 
 GB = 10**9
 PREFILL = PrefillPrice(0.01, 1 / 20_000, 8.2e-10)
-CPU, NVME = TierPrice(1e-4, 25.0 * GB), TierPrice(1e-3, 6.0 * GB)
-S3, PEER = TierPrice(5e-2, 1.0 * GB), TierPrice(2e-3, 10.0 * GB)
+CPU_PRICE, NVME_PRICE = TierPrice(1e-4, 25.0 * GB), TierPrice(1e-3, 6.0 * GB)
+S3_PRICE, PEER_PRICE = TierPrice(5e-2, 1.0 * GB), TierPrice(2e-3, 10.0 * GB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Fleet:
     slots: int = 64
     prefill: PrefillPrice = PREFILL
     decode_token_s: float = 0.03
-    cpu: TierPrice = CPU
-    nvme: TierPrice = NVME
-    s3: TierPrice = S3
-    peer: TierPrice = PEER
+    cpu: TierPrice = CPU_PRICE
+    nvme: TierPrice = NVME_PRICE
+    s3: TierPrice = S3_PRICE
+    peer: TierPrice = PEER_PRICE
     first: Mapping[LoadSource, TierPrice] = field(default_factory=dict)
     loads_parallel: int = 8
     affinity_penalty_s: float = 0.02
@@ -80,13 +80,18 @@ class Fleet:
     def nodes(self) -> int:
         return -(-self.replicas // self.replicas_per_node)
 
+    @property
+    def tier_bytes(self) -> dict[TierName, int]:
+        """The bytes of each tier, a node's or, of a shared one, the fleet's; 0 = none."""
+        return {CPU.name: self.cpu_bytes, NVME.name: self.nvme_bytes, S3.name: self.s3_bytes}
+
     def price_of(self, tier: str) -> TierPrice:
         """Return the price of loading from `tier`. Raises `KeyError`."""
-        return {"cpu": self.cpu, "nvme": self.nvme, "s3": self.s3, "peer": self.peer}[tier]
+        return {CPU.name: self.cpu, NVME.name: self.nvme, S3.name: self.s3, PEER: self.peer}[tier]
 
     def first_price_of(self, tier: LoadSource) -> TierPrice | None:
         """Return what a node knows of loads from `tier` before the first."""
-        measured = {"cpu": self.cpu, "nvme": self.nvme}
+        measured = {CPU.name: self.cpu, NVME.name: self.nvme}
         return self.first.get(tier, measured.get(tier))
 
     def usd_per_h(self, prices: Prices) -> float:

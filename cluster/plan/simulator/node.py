@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from cache_tiers.blocks import LoadSource
+from cache_tiers.blocks import CPU, NVME, PEER, S3, TIERS, LoadSource
 from cache_tiers.forecast import SessionKey
 from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy
 from cache_tiers.pricing import Doubt, LoadPiece, TierMeter, worth_storing
@@ -21,7 +21,7 @@ from configs.sections import TierSettings
 PIECE_BLOCKS = 8
 """Up to this many consecutive blocks of one tier are loaded as one piece, like a turn's extent."""
 SESSIONS_MAX = 1_000_000
-RERANK_FACTORS: Mapping[LoadSource, float] = {"cpu": 10.0, "nvme": 60.0, "s3": 60.0}
+RERANK_FACTORS: Mapping[LoadSource, float] = {CPU.name: 10.0, NVME.name: 60.0, S3.name: 60.0}
 """`rerank_factor` of each `SimTier`."""
 
 
@@ -44,9 +44,8 @@ class SimNode:
         self._block_tokens = block_tokens
         self.block_bytes = block_tokens * fleet.bytes_per_token
         self.tiers: dict[LoadSource, SimTier] = {}
-        sizes: dict[LoadSource, int] = {"cpu": fleet.cpu_bytes, "nvme": fleet.nvme_bytes}
-        for name, size in sizes.items():
-            if size // self.block_bytes:
+        for name, size in fleet.tier_bytes.items():
+            if name not in TIERS.shared and size // self.block_bytes:
                 self.tiers[name] = SimTier(
                     size // self.block_bytes,
                     block_tokens,
@@ -58,8 +57,8 @@ class SimNode:
                     rerank_factor=RERANK_FACTORS[name],
                 )
         if s3 is not None:
-            self.tiers["s3"] = s3
-        sources: list[LoadSource] = [*self.tiers, "peer"]
+            self.tiers[S3.name] = s3
+        sources: list[LoadSource] = [*self.tiers, PEER]
         self.links = {
             tier: SimLink(fleet.price_of(tier), TierMeter(fleet.first_price_of(tier), clock=clock))
             for tier in sources
@@ -73,7 +72,7 @@ class SimNode:
     def changed(self, session: SessionKey) -> None:
         """Rerank the session's blocks in the node's own tiers after its `sessions` entry has changed."""
         for name, tier in self.tiers.items():
-            if name != "s3":
+            if name not in TIERS.shared:
                 tier.changed(session)
 
     def source(self, block: int) -> LoadSource | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cache_tiers.blocks import LoadSource
+from cache_tiers.blocks import TOP_TIER, LoadSource
 from cache_tiers.forecast import Hint, SessionKey, hinted
 from cache_tiers.policy import IdleSessions, Known, Prefetcher
 from cluster.plan.simulator.tier import SimLink, SimTier
@@ -34,7 +34,7 @@ class SimPrefetch:
         self.early_bytes = 0
         self._node = node
         self._lead_s = lead_s
-        self._upper = node.tiers[node.top or "cpu"]
+        self._upper = node.tiers[node.top or TOP_TIER]
         self._chains: dict[int, tuple[int, ...]] = {}
         self._moving: dict[tuple[int, LoadSource], list[int]] = {}
         self._moving_of: dict[int, set[LoadSource]] = {}

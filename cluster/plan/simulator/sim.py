@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from cache_tiers.blocks import LoadSource
+from cache_tiers.blocks import S3, LoadSource
 from cache_tiers.forecast import Forecast, Forecaster, SessionKey, forecast
 from cache_tiers.policy import IdleSessions, ResidencyPolicy
 from cache_tiers.pricing import Doubt, LoadPlan, plan_load
@@ -136,7 +136,7 @@ class Sim:
                 policy,
                 fleet.policy,
                 self._fleet_sessions,
-                rerank_factor=RERANK_FACTORS["s3"],
+                rerank_factor=RERANK_FACTORS[S3.name],
             )
         self._now_s = 0.0
         self.nodes = [

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
-from cache_tiers.blocks import TAG_BYTES, TIERS, Placement, lineage_tag, session_of, tenant_tag
+from cache_tiers.blocks import PLACED, TAG_BYTES, Placement, lineage_tag, session_of, tenant_tag
 from configs.optional_sections import DocumentsSettings
 from configs.sections import TierSettings
 from configs.settings import Settings
@@ -87,12 +87,7 @@ def pinned(settings: TierSettings) -> Placement | None:
     if not settings.enabled:
         return None
     profile = settings.profiles.documents
-    sizes = {
-        "cpu": settings.cpu.bytes_planned,
-        "nvme": settings.nvme.bytes_max,
-        "s3": settings.s3.bytes_max if settings.s3.bucket else 0,
-    }
-    allowed = [tier for tier in TIERS[: TIERS.index(profile.lowest) + 1] if sizes.get(tier)]
+    allowed = [tier for tier in PLACED[: PLACED.index(profile.lowest) + 1] if settings.sizes.get(tier)]
     first = allowed[-1] if allowed else profile.first
     return Placement(first, (), profile.lowest, min(profile.min_ttl_s, profile.ttl_s), profile.ttl_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cache_tiers.blocks import NVME, S3
 from cache_tiers.pricing import pairs_of
 from router.observe.diagnosis.record import Finding, SettingChange, in_bytes, in_seconds
 from router.observe.diagnosis.snapshot import Window, ratio
@@ -132,7 +133,7 @@ def breaker_open(window: Window) -> Finding:
 
 
 def _media(tier: str) -> str:
-    return {"nvme": "the disk of tiers.nvme.dir", "s3": "the bucket and the way to it"}.get(
+    return {NVME.name: "the disk of tiers.nvme.dir", S3.name: "the bucket and the way to it"}.get(
         tier, "Ray's object store"
     )
 
@@ -143,7 +144,7 @@ def disk_full(window: Window) -> Finding:
     words, numbers = [], {}
     for node, tier in window.tiers():
         free = tier.medium_free_bytes
-        if tier.name != "nvme" or (free is None and tier.state != "read-only"):
+        if tier.name != NVME.name or (free is None and tier.state != "read-only"):
             continue
         wanted = max(0, tier.bytes_max - tier.bytes_held)
         words.append(

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from cache_tiers.blocks import tenant_tag
+from cache_tiers.blocks import TIERS, tenant_tag
 from router.auth import ADMIN, Caller
 from router.generation import IngressServices, ResponseSender, TenantUsage, cancel_on_disconnect, summed
 from router.observe.live.hub import LiveHub
@@ -88,7 +88,7 @@ class LiveRoutes:
         """Return a tenant's bytes by tier; None if the directory does not answer."""
         client, link = self._service.client, self._service.directory.link
         tag = tenant_tag(self._service.secret, tenant)
-        held = {"gpu": await client.pool_bytes(tag, b""), "cpu": 0, "nvme": 0, "s3": 0}
+        held = {"gpu": await client.pool_bytes(tag, b""), **dict.fromkeys(TIERS, 0)}
         if link is None:
             return held
         try:

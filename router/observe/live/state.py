@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks import SESSION_BYTES, SHARED_TIER, session_of
+from cache_tiers.blocks import PEER, SESSION_BYTES, TIERS, session_of
 from cache_tiers.forecast import CALIBRATION_S
 from cache_tiers.messages import LineageGlance, NodeGlance, NodeStats
 from cache_tiers.sessions import SessionRow, SessionView
@@ -20,7 +20,6 @@ from router.routing import Outcome, session_name
 
 FORECAST_AT_S = (8.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0, 14400.0, 86400.0)
 """Idle times at which survival curves are shown."""
-PLACES = ("gpu", "cpu", "nvme", "s3", "peer")
 STEADY_S = 1.0
 """The start of an idle time, told by another clock, is the same if it differs by less."""
 LEFT_OUT = "left_out"
@@ -227,12 +226,13 @@ def _places(row: SessionRow, seen: Seen, pooled: int, block_bytes: int, before: 
         for tier in glance.blocks.keys() | glance.nbytes.keys():
             place = _place(tier, is_home=name == home)
             more, size = glance.blocks.get(tier, 0), glance.nbytes.get(tier, 0)
-            blocks[place] = max(blocks[place], more) if tier == SHARED_TIER else blocks[place] + more
-            nbytes[place] = max(nbytes[place], size) if tier == SHARED_TIER else nbytes[place] + size
+            blocks[place] = max(blocks[place], more) if tier in TIERS.shared else blocks[place] + more
+            nbytes[place] = max(nbytes[place], size) if tier in TIERS.shared else nbytes[place] + size
+    places = ("gpu", *TIERS, PEER)
     told: Json = {
         "running": any(glance.is_running for glance in glances.values()),
-        "blocks": {place: blocks[place] for place in PLACES},
-        "bytes": {place: nbytes[place] for place in PLACES},
+        "blocks": {place: blocks[place] for place in places},
+        "bytes": {place: nbytes[place] for place in places},
         "runs": _runs(glances, row),
     }
     expected = next((glance for glance in glances.values() if glance.survival), None)
@@ -259,7 +259,7 @@ def _home(row: SessionRow, known: Iterable[str]) -> str:
 
 
 def _place(tier: str, *, is_home: bool) -> str:
-    return tier if is_home or tier == SHARED_TIER else "peer"
+    return tier if is_home or tier in TIERS.shared else PEER
 
 
 def _runs(glances: Mapping[str, LineageGlance], row: SessionRow) -> list[list[str | int]]:

@@ -22,7 +22,8 @@ from unittest import mock
 import torch
 
 from cache_tiers.actors.staging import StagingBuffer
-from cache_tiers.blocks.extent import TIERS, Placement, TierName
+from cache_tiers.blocks.extent import Placement
+from cache_tiers.blocks.tiers import TIERS, TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Tier

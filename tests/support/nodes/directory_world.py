@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement, TierName
+from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement
 from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
 from cache_tiers.blocks.record import header_bytes
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.directory.clears import Clears
 from cache_tiers.directory.directory import Directory
 from cache_tiers.directory.transfers import Transfer

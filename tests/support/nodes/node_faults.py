@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks.extent import Address, Bytes, Clear, TierName
+from cache_tiers.blocks.extent import Address, Bytes, Clear
 from cache_tiers.blocks.record import Record, TierError, decode_header
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Deadline, Scanned, Tier

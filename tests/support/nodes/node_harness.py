@@ -12,9 +12,10 @@ import numpy as np
 
 from cache_tiers.actors.staging import StagingBuffer
 from cache_tiers.blocks import record as codec
-from cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement, TierName
+from cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement
 from cache_tiers.blocks.keys import ROOT, block_key
 from cache_tiers.blocks.record import Record
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.directory.transfers import no_fault
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier

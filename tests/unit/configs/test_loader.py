@@ -102,6 +102,8 @@ SPECIAL: dict[str, object] = {
     "launch.setup_commands": ("pip install samovar",),
     "launch.object_store_bytes": 2**28,
     "tiers.cpu.bytes_max": 2**28,
+    "tiers.more.medium": "package.module:function",
+    "tiers.more.options": {"path": "/x"},
 }
 
 

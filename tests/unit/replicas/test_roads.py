@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cache_tiers.actors.staging import StagingBuffer
-from cache_tiers.blocks.extent import Address, Bytes, TierName
+from cache_tiers.blocks.extent import Address, Bytes
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Deadline, Tier
 from cache_tiers.pricing.meters import TierPrice

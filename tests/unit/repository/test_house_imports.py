@@ -58,6 +58,17 @@ BANNED_CALLS = {
 }
 BANNED_MODULES = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "joblib"}
 
+SPELT = {
+    "cache_tiers/blocks/tiers.py",
+    "cache_tiers/media/s3_client.py",  # boto's name of the service
+    "cluster/doctor/doctor.py",  # a check's
+    "cluster/serve/rollout.py",  # a section's
+    "cluster/serve/s3_demo.py",  # rclone's, and a section's
+    "configs/extras.py",  # an extra's
+    "configs/sections.py",
+}
+"""Files that spell a tier's name; all others ask its kind (`cache_tiers/blocks/tiers.py`). Only shrinks."""
+
 
 def aliases(tree: ast.AST) -> dict[str, str]:
     """Local names of imported things: `from torch import load as x` gives x -> torch.load."""
@@ -114,6 +125,15 @@ def test_classes_hold_one_noun_each() -> None:
     grown = {name: size for name, size in found.items() if size > LARGE.get(name, (0, 0))}
     assert not grown, "larger than they were, or new: cut them by noun"
     assert found.keys() == LARGE.keys(), "small now: take them off the list"
+
+
+def spells_a_tier(path: Path) -> bool:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return any(isinstance(node, ast.Constant) and node.value in ("nvme", "s3") for node in nodes)
+
+
+def test_a_tier_is_a_kind_not_a_name() -> None:
+    assert {str(path.relative_to(ROOT)) for path in sources() if spells_a_tier(path)} == SPELT
 
 
 def test_the_rooms_are_all_there() -> None:
@@ -196,6 +216,9 @@ def test_planted_faults_of_the_house_are_found(tmp_path: Path) -> None:
     wide.write_text("class A:\n    def __init__(self, a, b, *, c): ...\n\nf(*(1, 2), x)\n")
     assert list(house.constructors(wide)) == [("A", 3)]
     assert house.argument_tuples(wide) == [4]
+    score.write_text('def f(tier):\n    return tier != "nvme"\n')
+    assert spells_a_tier(score)
+    assert not spells_a_tier(wide)
 
 
 def test_files_stay_small() -> None:

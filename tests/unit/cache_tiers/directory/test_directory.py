@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from cache_tiers.blocks.extent import Clear, Placement, TierName
+from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.blocks.keys import namespace_digest
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.directory.extents import SESSIONS_MAX, HeldExtent
 from cache_tiers.directory.index import ROW_SCAN_MAX, TAILS_MAX
 from cache_tiers.directory.types import Held, ReservationRefused

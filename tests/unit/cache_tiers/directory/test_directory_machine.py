@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache_tiers.blocks.extent import TIERS, Address, Clear, ExtentHeader, Placement, TierName, session_of
+from cache_tiers.blocks.extent import Address, Clear, ExtentHeader, Placement, session_of
 from cache_tiers.blocks.keys import KEY_BYTES, ROOT
+from cache_tiers.blocks.tiers import TIERS, TierName
 from cache_tiers.directory.transfers import Transfer
 from cache_tiers.directory.types import Eviction, Held, Pin, ReservationRefused
 from cache_tiers.media.tier import Scanned

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.blocks.extent import TIERS, TierName
+from cache_tiers.blocks.tiers import TIERS, TierName
 from cache_tiers.directory.accounting import Ledger
 from cache_tiers.directory.extents import HeldExtent
 from cache_tiers.directory.transfers import NEXT, Source, StaleTransfer, State, Transfer, TransferTable

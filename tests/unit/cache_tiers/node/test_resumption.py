@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Address, Clear, Placement, TierName, session_of
+from cache_tiers.blocks.extent import Address, Clear, Placement, session_of
 from cache_tiers.blocks.keys import ChainMarks, marks_of
+from cache_tiers.blocks.tiers import TierName
 from cache_tiers.directory.types import ExtentInfo
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, Forecast, curve_of

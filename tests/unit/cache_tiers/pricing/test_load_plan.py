@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.blocks.extent import TIERS, TierName
+from cache_tiers.blocks.tiers import TIERS, TierName
 from cache_tiers.pricing.load_plan import MEET_COST_SHARE, LoadPiece, LoadPlan, plan_load
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 

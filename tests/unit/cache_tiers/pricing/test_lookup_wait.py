@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_tiers.blocks.extent import LoadSource
+from cache_tiers.blocks.tiers import LoadSource
 from cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from cache_tiers.blocks.extent import BlockShape, LoadSource, Placement, TierName
+from cache_tiers.blocks.extent import BlockShape, Placement
+from cache_tiers.blocks.tiers import LoadSource, TierName
 from cache_tiers.messages import BlockRange, Lookup, LookupResult
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 from configs.sections import TierSettings

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.blocks.extent import TAG_BYTES, TIERS, Placement, session_of, tenant_tag
+from cache_tiers.blocks.extent import TAG_BYTES, Placement, session_of, tenant_tag
+from cache_tiers.blocks.tiers import TIERS
 from configs.sections import ProfileSettings, ProfilesSettings, TierSettings
 from replicas.messages import GenerateRequest
 from router.openai.errors import InvalidValue
