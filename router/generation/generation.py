@@ -207,7 +207,7 @@ class GenerationEndpoint:
     ) -> _Exchange:
         service, request_id, tenant = self._service, scope["state"]["request_id"], lease.tenant
         began_unix_s = time.time()
-        request = await service.responses.parsed(self._dialect.parse, body, tenant)
+        request = await self._dialect.parse(body, tenant)
         service.refuse_other_model(request.model)
         headers = Headers(scope=scope)
         name, request = self._names.name(request, headers, tenant)
@@ -420,7 +420,7 @@ class GenerationEndpoint:
         else:
             last = exchange.ids.closing(shape, usage, receipt, exchange.request.include_usage)
             exchange.ids.refuse_unsent()
-        await self._service.responses.tell()
+        await self._dialect.over()
         await self._write(exchange, last, more=False)
 
     async def _reply(self, exchange: _Exchange, pump: EventPump) -> None:
@@ -436,7 +436,7 @@ class GenerationEndpoint:
             return json_bytes(whole)
 
         body = await self._built(exchange, build)
-        await self._service.responses.tell()
+        await self._dialect.over()
         await self._start(exchange, "application/json", len(body))
         await self._write(exchange, body, more=False)
 
