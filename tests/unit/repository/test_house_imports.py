@@ -21,7 +21,7 @@ LARGE = {
     "DocumentShelf": (485, 11),
     "Engine": (524, 14),
     "FaultyTier": (165, 25),
-    "GenerationEndpoint": (477, 0),
+    "GenerationEndpoint": (320, 0),
     "KnowledgeBase": (411, 18),
     "KnowledgeStore": (158, 31),
     "LearningLoop": (330, 10),

@@ -19,7 +19,7 @@ from replicas.answers import kept
 from replicas.engine import EventStream
 from replicas.links import EventSender, pack_event
 from replicas.messages import Delta
-from router.generation import generation
+from router.generation import opening
 from router.openai import ChatMessage
 from tests.support.clock import Clock
 from tests.support.router.kept_replicas import FREE, KeptReplicas, front_door, tiny_replicas
@@ -380,7 +380,7 @@ async def test_a_replay_is_remembered_as_the_answer_to_what_it_answered_only(
 ) -> None:
     """What is put into a prompt may have changed since: the answer is not one to the prompt of now."""
     body, system = asking(), "Only rain is served."
-    monkeypatch.setattr(generation, "in_context", (told := Told()).in_context)
+    monkeypatch.setattr(opening, "in_context", (told := Told()).in_context)
     async with tiny_replicas(tiny_llama) as (replica,):
         async with front_door([replica]) as (_, url):
             said = _texts_of(await whole(url, body))
