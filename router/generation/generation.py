@@ -31,12 +31,12 @@ from router.generation.resumption import (
     EventIds,
 )
 from router.generation.services import IngressServices
+from router.generation.stages import AnsweredTurn, tell
 from router.metrics import RequestTimer
 from router.openai import (
     PING_BEHIND_IDS,
     AnswerShape,
     ApiError,
-    ChatMessage,
     ClientClosedRequest,
     Dialect,
     InternalError,
@@ -87,6 +87,45 @@ class _Exchange:
     def request(self) -> ParsedChat | ParsedCompletion:
         """What was asked."""
         return self.who.request
+
+    def event(self, deltas: list[tuple[int, Delta]]) -> bytes:
+        """Return the events of what is new."""
+        return self.encoded(self._chunks(deltas))
+
+    def encoded(self, chunks: list[dict[str, Any]]) -> bytes:
+        """Return the events of chunks, with ids if the client can ask for them again."""
+        if self.ids is None:
+            return self.shape.encode(chunks)
+        return self.ids.encode(self.shape, chunks)
+
+    def _chunks(self, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
+        """Return the chunks of what is new: computed prompts, where they are shown, and deltas."""
+        chunks: list[dict[str, Any]] = []
+        answer = self.answer
+        for number in answer.computed_prompts:
+            if number not in self.prompts_shown:
+                self.prompts_shown.add(number)
+                part = answer.prompt_parts[number]
+                for index in answer.choices_of(number):
+                    chunks += self.with_usage(self.shape.of_prompt(index, part))
+        for index, delta in deltas:
+            self.tokens_sent += len(delta.token_ids)
+            chunks += self.with_usage(self.shape.chunks(index, delta))
+        if answer.is_over:  # the last chunk has a finish reason; no text comes after it
+            self.shape.add_receipt(chunks, answer.receipt.json())
+        return chunks
+
+    def with_usage(self, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add `usage` as OpenAI does: with `include_usage` in every chunk, null before the last.
+
+        With `continuous_usage_stats` as well, every chunk counts what was sent up to it.
+        """
+        if not self.request.include_usage:
+            return chunks
+        usage = None
+        if self.request.continuous_usage:
+            usage = replace(self.answer.usage(), completion_tokens=self.tokens_sent).json()
+        return [{**chunk, "usage": usage} for chunk in chunks]
 
 
 class GenerationEndpoint:
@@ -222,7 +261,7 @@ class GenerationEndpoint:
                 continue
             if answer.is_admitted or came:
                 await self._send_head(exchange)
-            await self._write(exchange, await self._built(exchange, partial(self._event, exchange, came)))
+            await self._write(exchange, await self._built(exchange, partial(exchange.event, came)))
         await self._remember(exchange)
         shape, usage, receipt = exchange.shape, answer.usage(), answer.receipt.json()
         if exchange.ids is None:
@@ -266,6 +305,7 @@ class GenerationEndpoint:
         if exchange.made.is_replayed:
             if answer.is_over:
                 self._note_home(exchange)
+                await self._tell_stages(exchange)
             return deltas
         if answer.is_admitted and not was_admitted:
             timer.admitted(answer.queue_s, answer.receipt.tokens)
@@ -279,7 +319,7 @@ class GenerationEndpoint:
         if answer.is_over:
             timer.finished(now_s)
             self._note_home(exchange)
-            await self._learn(exchange)
+            await self._tell_stages(exchange)
         return deltas
 
     async def _built(self, exchange: _Exchange, build: Callable[[], bytes]) -> bytes:
@@ -288,56 +328,15 @@ class GenerationEndpoint:
             return build()
         return await self._service.prompts.work(build, 1, exchange.who.tenant, must_run=True)
 
-    def _event(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> bytes:
-        return self._encoded(exchange, self._chunks(exchange, deltas))
-
-    def _encoded(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> bytes:
-        """Return the events of chunks, with ids if the client can ask for them again."""
-        if exchange.ids is None:
-            return exchange.shape.encode(chunks)
-        return exchange.ids.encode(exchange.shape, chunks)
-
-    def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
-        """Return the chunks of what is new: computed prompts, where they are shown, and deltas."""
-        chunks: list[dict[str, Any]] = []
-        answer = exchange.answer
-        for number in answer.computed_prompts:
-            if number not in exchange.prompts_shown:
-                exchange.prompts_shown.add(number)
-                part = answer.prompt_parts[number]
-                for index in answer.choices_of(number):
-                    chunks += self._with_usage(exchange, exchange.shape.of_prompt(index, part))
-        for index, delta in deltas:
-            exchange.tokens_sent += len(delta.token_ids)
-            chunks += self._with_usage(exchange, exchange.shape.chunks(index, delta))
-        if answer.is_over:  # the last chunk has a finish reason; no text comes after it
-            exchange.shape.add_receipt(chunks, answer.receipt.json())
-        return chunks
-
-    def _with_usage(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add `usage` as OpenAI does: with `include_usage` in every chunk, null before the last.
-
-        With `continuous_usage_stats` as well, every chunk counts what was sent up to it.
-        """
-        if not exchange.request.include_usage:
-            return chunks
-        usage = None
-        if exchange.request.continuous_usage:
-            usage = replace(exchange.answer.usage(), completion_tokens=exchange.tokens_sent).json()
-        return [{**chunk, "usage": usage} for chunk in chunks]
-
-    async def _learn(self, exchange: _Exchange) -> None:
-        """Tell the source of a prompt's context the first answer to it, before the receipt is sent."""
-        source, context = self._service.knowledge, exchange.answer.context
-        if source is None or context is None:
+    async def _tell_stages(self, exchange: _Exchange) -> None:
+        """Tell the stages of a chat's prompt the first answer to it, before the receipt is sent."""
+        if not exchange.made.placings:
             return
-        choice = exchange.answer.choices[0]
-        said = exchange.shape.sent(choice) or ChatMessage("assistant", choice.reply.content)
-        try:
-            async with asyncio.timeout(REMEMBER_S):
-                await source.answered(context, said, partial(self._service.is_deleted, exchange.who.known))
-        except Exception as failed:  # noqa: BLE001 - the answer is whole; TimeoutError: it is busy
-            logger.info("request %s: %s, turn not kept", exchange.request_id, type(failed).__name__)
+        answer, choice = exchange.answer, exchange.answer.choices[0]
+        is_deleted = partial(self._service.is_deleted, exchange.who.known)
+        sent, is_replayed = exchange.shape.sent(choice), exchange.made.is_replayed
+        told = AnsweredTurn(choice, sent, answer.home(), is_replayed, is_deleted)
+        await tell(exchange.made.placings, told, exchange.request_id)
 
     async def _remember(self, exchange: _Exchange) -> None:
         """Store the token ids of this turn before the client can send its next one."""
@@ -362,10 +361,6 @@ class GenerationEndpoint:
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
         except Exception as failed:  # noqa: BLE001 - it costs a later turn time, not this one its answer
             logger.warning("request %s: %s, reply forgotten", exchange.request_id, type(failed).__name__)
-        if self._service.compaction is not None and exchange.made.asked is not None:
-            choice = exchange.answer.choices[0]
-            reply = exchange.shape.sent(choice) or ChatMessage("assistant", choice.text)
-            self._service.compaction.over(exchange.made.asked, exchange.answer.home(), reply)
 
     async def _send_head(self, exchange: _Exchange) -> None:
         if exchange.is_started or exchange.head is not None:
@@ -373,7 +368,7 @@ class GenerationEndpoint:
         await self._start(exchange, "text/event-stream; charset=utf-8", None)
         opening = exchange.shape.opening(exchange.answer.prompt_parts, exchange.request.n)
         if opening:
-            await self._write(exchange, self._encoded(exchange, self._with_usage(exchange, opening)))
+            await self._write(exchange, exchange.encoded(exchange.with_usage(opening)))
 
     async def _start(self, exchange: _Exchange, content_type: str, content_bytes: int | None) -> None:
         headers = {"content-type": content_type, "cache-control": "no-cache"}

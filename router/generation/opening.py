@@ -19,18 +19,10 @@ from configs.telemetry import Span
 from replicas.messages import GenerateRequest, TurnContext
 from router.auth import Need, RequestLease, tenant_salt
 from router.generation.answer import Answer
-from router.generation.context import (
-    AskedTurn,
-    Context,
-    DocumentContext,
-    asking,
-    in_context,
-    in_window,
-    with_documents,
-)
 from router.generation.failover import seeded
 from router.generation.resumption import AnswerName, NamedAnswer, NamedAnswers
 from router.generation.services import IngressServices
+from router.generation.stages import AskedTurn, Placing, asking, measure, staged
 from router.ingresses import SessionTurn
 from router.openai import (
     AnswerHead,
@@ -74,17 +66,15 @@ class Identity:
 class Prompted:
     """The prompts of a request. `named`: the answer that the client can ask for again.
 
-    `lineages`: of each prompt, the tag of the session's lineage that it belongs to. `asked`: of a chat; the
-    others: what was put into its prompt, or left out.
+    `lineages`: of each prompt, the tag of the session's lineage that it belongs to. `placings`: what the
+    stages did to a chat; `nodes`: see `AskedTurn`.
     """
 
     prompts: Sequence[Prompt]
     lineages: tuple[bytes, ...]
     named: NamedAnswer | None
-    asked: AskedTurn | None = None
-    context: Context | None = None
-    documents: DocumentContext | None = None
-    compaction: Context | None = None
+    placings: tuple[Placing, ...] = ()
+    nodes: tuple[str, ...] = ()
 
     @property
     def is_replayed(self) -> bool:
@@ -143,17 +133,13 @@ class RequestOpener:
         """Tokenise a request's prompts, with what is put into them."""
         service = self._service
         began_s = asyncio.get_running_loop().time()
-        prompts, made = await self._prompts(who)
+        prompts, placings, nodes = await self._prompts(who)
         named: NamedAnswer | None = None
         if who.name is not None:
             named = await self._names.answer(service.client, who.name, who.tenant, who.session, body)
             prompts = named.prompts(prompts)  # a replay answers the tokens of then, not those of now
         span.part("tokenize", began_s, asyncio.get_running_loop().time())
-        rendered = prompts[0].rendered  # behind that: None if these are other tokens
-        if service.knowledge is not None and made.context is not None:
-            await service.knowledge.measure(made.context, rendered)
-        if service.documents is not None and made.documents is not None:
-            await service.documents.measure(made.documents, rendered)
+        await measure(placings, prompts[0].rendered)  # behind that: None if these are other tokens
         lineages = tuple(
             service.directory.lineage(
                 who.known.tenant,
@@ -164,24 +150,22 @@ class RequestOpener:
             )
             for prompt in prompts
         )
-        return replace(made, prompts=prompts, lineages=lineages, named=named)
+        return Prompted(prompts, lineages, named, placings, nodes)
 
-    async def _prompts(self, who: Identity) -> tuple[list[Prompt], Prompted]:
+    async def _prompts(self, who: Identity) -> tuple[list[Prompt], tuple[Placing, ...], tuple[str, ...]]:
         service, request, known = self._service, who.request, who.known
         if not isinstance(request, ParsedChat):
-            return await service.prompts.completion(request, who.tenant), Prompted((), (), None)
+            return await service.prompts.completion(request, who.tenant), (), ()
         await service.known.recall(known, request)
-        owner = known.owner
-        placed, documents = await with_documents(service.documents, request, who.tenant, owner.session)
-        placed, context = await in_context(service.knowledge, placed, who.tenant, owner.session)
-        asked = AskedTurn(
-            who.tenant, owner.session, who.session, who.salt, known.forgets, who.placement, request, placed
+        owner, forgets = known.owner, known.forgets
+        turn = AskedTurn(
+            who.tenant, owner.session, who.session, who.salt, forgets, who.placement, request, request
         )
-        placed, compaction = await in_window(service.compaction, asked)
+        turn, placings = await staged(service.stages, turn)
         prompt = await service.prompts.chat(
-            who.salt.hex(), placed, who.tenant, owner=owner, forgets=known.forgets
+            who.salt.hex(), turn.placed, who.tenant, owner=owner, forgets=forgets
         )
-        return [prompt], Prompted((), (), None, asked, context, documents, compaction)
+        return [prompt], placings, turn.nodes
 
     def answer(self, who: Identity, made: Prompted, request_id: str) -> tuple[Answer, AnswerShape]:
         """Return the empty answer to a request's prompts, and its shape."""
@@ -201,9 +185,7 @@ class RequestOpener:
             self._service.settings.limits.retry_after_s,
             generates=request.generates,
             request_id=request_id,
-            context=made.context,
-            documents=made.documents,
-            compaction=made.compaction,
+            contexts={one.stage.name: one.context for one in made.placings if one.context is not None},
         )
         return answer, self._dialect.shape(head, request, who.tenant, who.known.owner.session)
 
@@ -216,8 +198,7 @@ class RequestOpener:
             max_tokens = self._answer_tokens(request, len(prompt.token_ids))
             if not made.is_replayed:
                 service.directory.turn_began(who.known.tenant, lineage)
-            nodes = () if made.documents is None else made.documents.nodes
-            route = asking(service.directory.route(who.known.tenant, lineage), nodes)
+            route = asking(service.directory.route(who.known.tenant, lineage), made.nodes)
             if named is not None and named.is_replayed:
                 route = replace(route, only=named.replica_id)
             sampling = replace(
