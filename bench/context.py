@@ -51,6 +51,7 @@ from router.context.knowledge import (
     fenced,
     open_embedder,
 )
+from router.generation import AskedTurn
 from router.ingress.app import open_prompts
 from router.ingress.knowledge_routes import ServedText
 from router.openai import ChatMessage, KnowledgeWish, ParsedChat
@@ -187,9 +188,10 @@ def cache_aware(base: KnowledgeBase) -> Built:
             messages=tuple(messages),
             knowledge=KnowledgeWish(),
         )
-        placed, context = asyncio.run(base.place(asked, TENANT, b"session"))
+        turn = AskedTurn(TENANT, b"session", "", b"", 0, None, asked, asked)
+        turn, context = asyncio.run(base.place(turn))
         assert context is not None
-        return placed.messages, [version.content.text for version in context.versions.values()]
+        return turn.placed.messages, [version.content.text for version in context.versions.values()]
 
     return build
 

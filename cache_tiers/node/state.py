@@ -10,9 +10,10 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,8 @@ class PendingDeletes:
         self._deletes_max = deletes_max
         self._deletes: dict[tuple[TierName, Address], _Delete] = {}
         self._clears = {tier: ClearSet(deletes_max) for tier in TIERS}
+        self._elsewhere: dict[str, list[list[Any]]] = {"deletes": [], "clears": []}
+        """Rows of tiers that this process was not given: they wait, as written, until it is given them."""
         self._written: str = ""
         self.not_ours: frozenset[TierName] = frozenset()
         """Tiers whose directory, where this is kept, is waited for: their clears are kept here until then."""
@@ -214,6 +217,8 @@ class PendingDeletes:
             if tier not in self.not_ours
             for clear in clears_of_tier
         ]
+        deletes += self._elsewhere["deletes"]
+        clears += self._elsewhere["clears"]
         if not deletes and not clears:
             return ""
         return json.dumps({"version": VERSION, "deletes": deletes, "clears": clears})
@@ -229,6 +234,7 @@ class PendingDeletes:
         except (OSError, ValueError) as error:
             logger.error("saved pending deletes cannot be read (%s): the file is put aside", error)
             self._deletes, self.read_failed = {}, True
+            self._elsewhere = {"deletes": [], "clears": []}
             for tier in TIERS:
                 self.scanned(tier)
             put_aside(path)
@@ -242,18 +248,31 @@ class PendingDeletes:
         rows, clears = document.get("deletes"), document.get("clears")
         if not isinstance(rows, list) or not isinstance(clears, list):
             raise ValueError("a list is missing")
-        for row in rows:
+        for row in self._here(rows, "deletes"):
             tier, tenant, namespace, extent_id = _row(row, 4)
             address = Address(
                 _digest(tenant, TAG_BYTES), _digest(namespace, KEY_BYTES), _digest(extent_id, KEY_BYTES)
             )
             self._deletes[_tier(tier), address] = _Delete(True, None)
-        for row in clears:
+        for row in self._here(clears, "clears"):
             tier, tenant, session = _row(row, 3)
             clear = Clear(
                 _digest(tenant, TAG_BYTES), None if session is None else _digest(session, TAG_BYTES)
             )
             self.add_clear(_tier(tier), clear)
+
+    def _here(self, rows: list[Any], kind: str) -> Iterator[Any]:
+        """Yield the rows but those of a tier that may have a name, and is not among this process' tiers."""
+        for row in rows:
+            name = row[0] if isinstance(row, list) and row else None
+            waits = isinstance(name, str) and TIER_NAME.fullmatch(name) and name not in TIERS
+            if waits and len(self._elsewhere[kind]) < self._deletes_max:
+                self._elsewhere[kind].append(row)
+            else:
+                yield row
+
+
+TIER_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 def _row(row: Any, length: int) -> list[Any]:

@@ -19,7 +19,7 @@ class MessagesDialect(Dialect):
         self._parser = parser
         self._decode = decode
 
-    def parse(self, body: bytes, tenant: str) -> ParsedMessages:
+    async def parse(self, body: bytes, tenant: str) -> ParsedMessages:
         """Return the request of a body. Raises `ApiError` naming the field at fault."""
         return self._parser.messages(body)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.telemetry import Value
 from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source, sources
-from router.generation.context import Context
+from router.generation.stages import Context
 from router.openai import (
     ApiError,
     Choice,
@@ -33,8 +33,8 @@ class AnswerReceipt:
 
     `tokens` has all sources, summed over the prompts; times are those of the slowest prompt, in seconds.
     `missed`: tokens that an earlier turn had computed and that were computed again, by reason.
-    `kept_by`: what was done to keep the prompts' prefixes equal. `context`, `documents`: what was put
-    into the prompt, `compaction`: what was left out of it.
+    `kept_by`: what was done to keep the prompts' prefixes equal. `contexts`: what the stages of a chat's
+    prompt did to it, by their names.
     """
 
     tokens: Mapping[Source, int]
@@ -48,9 +48,7 @@ class AnswerReceipt:
     replica_ids: Sequence[str] = field(default_factory=list)
     kept_by: Sequence[str] = ()
     request_id: str = ""
-    context: Context | None = None
-    documents: Context | None = None
-    compaction: Context | None = None
+    contexts: Mapping[str, Context] = field(default_factory=dict)
 
     @property
     def cached_tokens(self) -> int:
@@ -76,9 +74,7 @@ class AnswerReceipt:
             "prefix": list(self.kept_by) or None,
             "replica": list(self.replica_ids),
             "request_id": self.request_id or None,
-            **({} if self.context is None else {"knowledge": self.context.told(self.cached_tokens)}),
-            **({} if self.documents is None else {"documents": self.documents.told(self.cached_tokens)}),
-            **({} if self.compaction is None else {"compaction": self.compaction.told(self.cached_tokens)}),
+            **{name: context.told(self.cached_tokens) for name, context in self.contexts.items()},
         }
 
     def header(self) -> str:
@@ -132,8 +128,8 @@ def _ms(seconds: float) -> float:
 class Answer:
     """State of one request: `n` choices for each of `prompts`.
 
-    `generates`: False: what the replicas sample is dropped, only the prompts were to be computed. `context`,
-    `documents`: what was put into the first prompt; `compaction`: what was left out of it.
+    `generates`: False: what the replicas sample is dropped, only the prompts were to be computed.
+    `contexts`: what stages did to the first prompt, by their names.
     """
 
     def __init__(
@@ -144,16 +140,13 @@ class Answer:
         *,
         generates: bool = True,
         request_id: str = "",
-        context: Context | None = None,
-        documents: Context | None = None,
-        compaction: Context | None = None,
+        contexts: Mapping[str, Context] | None = None,
     ) -> None:
         self.prompts = prompts
         self._n = n
         self._generates = generates
         self._request_id = request_id
-        self.context = context
-        self._documents, self._compaction = documents, compaction
+        self._contexts = contexts or {}
         self._retry_after_s = retry_after_s
         self._admitted: dict[int, Admitted] = {}
         self._replica_ids: set[str] = set()
@@ -228,9 +221,7 @@ class Answer:
             miss=_together(misses, ""),
             kept_by=list(kept_by),
             request_id=self._request_id,
-            context=self.context,
-            documents=self._documents,
-            compaction=self._compaction,
+            contexts=self._contexts,
         )
 
     def attributes(self, tenant: str, *, stream: bool) -> dict[str, Value]:

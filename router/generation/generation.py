@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import uuid
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -20,43 +18,28 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from cache_tiers.blocks import Placement, tenant_tag
 from configs.telemetry import Span
-from replicas.messages import Delta, GenerateRequest, TurnContext
-from router.auth import RequestLease, tenant_of, tenant_salt
+from replicas.messages import Delta
+from router.auth import RequestLease, tenant_of
 from router.generation.answer import Answer, answer_headers
-from router.generation.context import (
-    AskedTurn,
-    Context,
-    DocumentContext,
-    asking,
-    in_context,
-    in_window,
-    with_documents,
-)
-from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
-from router.generation.needs import need_at_least, need_of, with_cut, within_right
+from router.generation.failover import EventPump, Outcome, Stream, resuming
+from router.generation.opening import Identity, Prompted, RequestOpener, need_of
 from router.generation.recorder import ServedTurn
 from router.generation.response_sender import ResponseSender, cancel_on_disconnect
 from router.generation.resumption import (
     REPLAYED_HEADER,
     EventIds,
-    NamedAnswer,
-    NamedAnswers,
 )
 from router.generation.services import IngressServices
-from router.ingresses import SessionTurn
+from router.generation.stages import AnsweredTurn, tell
 from router.metrics import RequestTimer
 from router.openai import (
     PING_BEHIND_IDS,
-    AnswerHead,
     AnswerShape,
     ApiError,
-    ChatMessage,
     ClientClosedRequest,
     Dialect,
     InternalError,
-    InvalidValue,
     Loading,
     ParsedChat,
     ParsedCompletion,
@@ -66,15 +49,10 @@ from router.openai import (
     json_bytes,
     read_body,
 )
-from router.prompt import Owner, answer_tokens
 from router.routing import (
     ReplicaFailed,
     ReplicaLost,
     TurnEnd,
-    placement,
-    session_key,
-    session_tag,
-    turn_context,
 )
 
 logger = logging.getLogger(__name__)
@@ -86,25 +64,17 @@ REMEMBER_S = 1.0  # how long the end of an answer may wait for the reply memory
 
 @dataclass(slots=True)
 class _Exchange:
-    """State of one request in flight: the parsed input and the way out."""
+    """State of one request in flight: what was asked, the answer so far, and the way out."""
 
-    tenant: str
-    salt: bytes  # separates blocks and remembered replies: by tenant, and cache_salt
-    session: str  # the session's key
-    lineages: tuple[bytes, ...]  # of each prompt: the tag of the session's lineage that it belongs to
-    placement: Placement | None
-    turn: TurnContext
-    known: SessionTurn
+    who: Identity
+    made: Prompted
     request_id: str
     span: Span
     send: Send
     timer: RequestTimer
-    deadline_s: float  # loop time
-    request: ParsedChat | ParsedCompletion
     answer: Answer
     shape: AnswerShape
-    asked: AskedTurn | None = None  # of a chat
-    peers: tuple[str, ...] = ()  # nodes that have computed its documents
+    ids: EventIds | None  # of a stream's events, if its answer is named
     prompts_shown: set[int] = field(default_factory=set)  # of a stream, by number
     tokens_sent: int = 0  # of a stream: in deltas so far
     left_tokens: int = 0  # of the prompts: what their lineages' last turns left in the cache
@@ -112,13 +82,50 @@ class _Exchange:
     is_started: bool = False
     head: Message | None = None  # not sent before the event is seen that the client says it has
     is_noted: bool = False  # the session directory has its home replica
-    named: NamedAnswer | None = None  # what the client can ask for again
-    ids: EventIds | None = None  # of a stream's events, if it is named
 
     @property
-    def is_replayed(self) -> bool:
-        """Whether the answer was asked for before: who asked first has counted it."""
-        return self.named is not None and self.named.is_replayed
+    def request(self) -> ParsedChat | ParsedCompletion:
+        """What was asked."""
+        return self.who.request
+
+    def event(self, deltas: list[tuple[int, Delta]]) -> bytes:
+        """Return the events of what is new."""
+        return self.encoded(self._chunks(deltas))
+
+    def encoded(self, chunks: list[dict[str, Any]]) -> bytes:
+        """Return the events of chunks, with ids if the client can ask for them again."""
+        if self.ids is None:
+            return self.shape.encode(chunks)
+        return self.ids.encode(self.shape, chunks)
+
+    def _chunks(self, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
+        """Return the chunks of what is new: computed prompts, where they are shown, and deltas."""
+        chunks: list[dict[str, Any]] = []
+        answer = self.answer
+        for number in answer.computed_prompts:
+            if number not in self.prompts_shown:
+                self.prompts_shown.add(number)
+                part = answer.prompt_parts[number]
+                for index in answer.choices_of(number):
+                    chunks += self.with_usage(self.shape.of_prompt(index, part))
+        for index, delta in deltas:
+            self.tokens_sent += len(delta.token_ids)
+            chunks += self.with_usage(self.shape.chunks(index, delta))
+        if answer.is_over:  # the last chunk has a finish reason; no text comes after it
+            self.shape.add_receipt(chunks, answer.receipt.json())
+        return chunks
+
+    def with_usage(self, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add `usage` as OpenAI does: with `include_usage` in every chunk, null before the last.
+
+        With `continuous_usage_stats` as well, every chunk counts what was sent up to it.
+        """
+        if not self.request.include_usage:
+            return chunks
+        usage = None
+        if self.request.continuous_usage:
+            usage = replace(self.answer.usage(), completion_tokens=self.tokens_sent).json()
+        return [{**chunk, "usage": usage} for chunk in chunks]
 
 
 class GenerationEndpoint:
@@ -132,7 +139,7 @@ class GenerationEndpoint:
         self._dialect = dialect
         self._service = service
         self._limits = service.settings.limits
-        self._names = NamedAnswers(dialect, service.secret, service.settings)
+        self._opener = RequestOpener(dialect, service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, service = tenant_of(scope), self._service
@@ -154,9 +161,9 @@ class GenerationEndpoint:
         exchange: _Exchange | None = None
         try:
             async with asyncio.timeout_at(deadline_s):
-                exchange = await self._open(lease, scope, body, send, now_s, deadline_s)
+                exchange = await self._open(lease, scope, body, send, now_s)
                 calls = self._calls(exchange, lease)
-                await self._service.shares.check(exchange.tenant)
+                await self._service.shares.check(exchange.who.tenant)
                 async with EventPump(calls) as pump:
                     if exchange.request.stream:
                         await self._stream(exchange, pump)
@@ -181,21 +188,21 @@ class GenerationEndpoint:
                 self._note_home(exchange)
                 if exchange.span.trace:
                     exchange.span.set(
-                        exchange.answer.attributes(exchange.tenant, stream=exchange.request.stream)
+                        exchange.answer.attributes(exchange.who.tenant, stream=exchange.request.stream)
                     )
-                if not exchange.is_replayed:
+                if not exchange.made.is_replayed:
                     self._count_turn(exchange, now_s)
 
     def _count_turn(self, exchange: _Exchange, began_s: float) -> None:
         """Record the turn, and count what it used."""
-        answer, lineages = exchange.answer, exchange.lineages
-        served = ServedTurn(exchange.session, exchange.salt, answer, exchange.turn, began_s, lineages)
+        answer, who, lineages = exchange.answer, exchange.who, exchange.made.lineages
+        served = ServedTurn(who.session, who.salt, answer, who.turn, began_s, lineages)
         if self._service.recorder is not None and not self._service.recorder.over(served):
             self._service.metrics.unrecorded.inc()
         self._service.usage.count(
             answer,
             self._service.directory.prefill_price,
-            tenant=exchange.tenant,
+            tenant=who.tenant,
             lineage=lineages[0],
             request_id=exchange.request_id,
             ttft_s=exchange.timer.ttft_s,
@@ -203,197 +210,39 @@ class GenerationEndpoint:
         )
 
     async def _open(
-        self, lease: RequestLease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
+        self, lease: RequestLease, scope: Scope, body: bytes, send: Send, now_s: float
     ) -> _Exchange:
-        service, request_id, tenant = self._service, scope["state"]["request_id"], lease.tenant
-        began_unix_s = time.time()
-        request = await service.responses.parsed(self._dialect.parse, body, tenant)
-        service.refuse_other_model(request.model)
-        headers = Headers(scope=scope)
-        name, request = self._names.name(request, headers, tenant)
-        request = within_right(request, service.settings.best_priority(tenant))
-        service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
-        biased = (token_id for token_id, _ in request.sampling.logit_bias)
-        service.prompts.vocabulary.refuse_unknown(biased, "logit_bias")
-        request = with_cut(request, service.context_tokens_max)
-        lease.ask(need_at_least(request))  # before the work of tokenising
-        if request.sampling.grammar is not None:
-            await service.prompts.check_grammar(request.sampling.grammar, tenant)
-        where = placement(service.settings.tiers, tenant, headers, request.cache)
-        salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
-        session = session_key(
-            service.secret,
-            tenant,
-            headers,
-            request,
-            self._limits.id_chars_max,
-            service.settings.router.session_ids,
-            service.settings.router.prefix.volatile_lines,
-        )
-        owner = Owner(tenant, session_tag(session))
-        forgets = service.prompts.forgets(tenant)
-        known = SessionTurn(tenant_tag(service.secret, tenant), owner, salt, forgets, began_unix_s)
-        began_s = asyncio.get_running_loop().time()
-        context: Context | None = None
-        documents: DocumentContext | None = None
-        compaction: Context | None = None
-        asked: AskedTurn | None = None
-        if isinstance(request, ParsedChat):
-            await service.known.recall(known, request)
-            placed, documents = await with_documents(service.documents, request, tenant, owner.session)
-            placed, context = await in_context(service.knowledge, placed, tenant, owner.session)
-            asked = AskedTurn(tenant, owner.session, session, salt, forgets, where, request, placed)
-            placed, compaction = await in_window(service.compaction, asked)
-            prompts = [await service.prompts.chat(salt.hex(), placed, tenant, owner=owner, forgets=forgets)]
-        else:
-            prompts = await service.prompts.completion(request, tenant)
-        named: NamedAnswer | None = None
-        if name is not None:
-            named = await self._names.answer(service.client, name, tenant, session, body)
-        prompts = prompts if named is None else named.prompts(prompts)
-        span: Span = scope["state"]["span"]
-        span.part("tokenize", began_s, asyncio.get_running_loop().time())
-        if service.knowledge is not None and context is not None:
-            await service.knowledge.measure(context, prompts[0].rendered)
-        if service.documents is not None and documents is not None:
-            await service.documents.measure(documents, prompts[0].rendered)
-        head = AnswerHead(
-            answer_id=f"{self._dialect.id_prefix}{uuid.uuid4().hex}" if named is None else named.answer_id,
-            model=service.model_name,
-            created=int(time.time()) if named is None else named.keep.created,
-            wants_logprobs=request.sampling.logprobs is not None,
-            extras=request.extras,
-            reading=prompts[0].reading,
-            is_named_call=isinstance(request, ParsedChat) and bool(request.offer and request.offer.only),
-        )
-        return _Exchange(
-            tenant=tenant,
-            salt=salt,
-            session=session,
-            lineages=tuple(
-                service.directory.lineage(
-                    tenant_tag(service.secret, tenant),
-                    session_tag(session),
-                    prompt.token_ids,
-                    key=salt,
-                    begin_tokens=prompt.begin_tokens,
-                )
-                for prompt in prompts
-            ),
-            placement=where,
-            turn=turn_context(service.settings.tiers, tenant, headers, request),
-            known=known,
-            request_id=request_id,
-            span=span,
-            send=send,
-            timer=RequestTimer(service.metrics, now_s),
-            deadline_s=deadline_s,
-            request=request,
-            answer=Answer(
-                prompts,
-                request.n,
-                self._limits.retry_after_s,
-                generates=request.generates,
-                request_id=request_id,
-                context=context,
-                documents=documents,
-                compaction=compaction,
-            ),
-            asked=asked,
-            peers=() if documents is None else documents.nodes,
-            shape=self._dialect.shape(head, request, tenant, session_tag(session)),
-            named=named,
-            ids=None if named is None else EventIds(named.name, named.is_over),
-        )
+        request_id, span = scope["state"]["request_id"], scope["state"]["span"]
+        who = await self._opener.identify(lease, Headers(scope=scope), body)
+        made = await self._opener.prompt(who, body, span)
+        answer, shape = self._opener.answer(who, made, request_id)
+        timer = RequestTimer(self._service.metrics, now_s)
+        ids = None if made.named is None else EventIds(made.named.name, made.named.is_over)
+        return _Exchange(who, made, request_id, span, send, timer, answer, shape, ids)
 
     def _calls(self, exchange: _Exchange, lease: RequestLease) -> list[Stream]:
         """Return the streams of all prompts' answers. Nothing starts before they are read."""
-        service, asks = self._service, self._asks(exchange)
+        client, who = self._service.client, exchange.who
+        asks = self._opener.asks(who, exchange.made, exchange.request_id, exchange.span)
+        exchange.left_tokens = sum(
+            min(ask.route.cached_tokens, len(ask.prompt_token_ids) - 1) for ask in asks
+        )
         lease.ask(need_of(asks))
-        return [
-            resuming(service.client, ask, exchange.session, service.settings.router, self._count_resume)
-            for ask in asks
-        ]
+        settings = self._service.settings.router
+        return [resuming(client, ask, who.session, settings, self._count_resume) for ask in asks]
 
     def _count_resume(self, outcome: Outcome) -> None:
         self._service.metrics.failovers.labels(outcome).inc()
-
-    def _asks(self, exchange: _Exchange) -> list[GenerateRequest]:
-        """Build the replica request of each prompt."""
-        service, request = self._service, exchange.request
-        param = "messages" if isinstance(request, ParsedChat) else "prompt"
-        tenant = tenant_tag(service.secret, exchange.tenant)
-        self._refuse_long_prompt_logprobs(exchange)
-        asks = []
-        for index, (prompt, lineage) in enumerate(
-            zip(exchange.answer.prompts, exchange.lineages, strict=True)
-        ):
-            wanted = request.sampling.max_tokens or None
-            if wanted is not None and request.is_length_default:
-                wanted = min(wanted, max(1, service.context_tokens_max - len(prompt.token_ids)))
-            max_tokens = answer_tokens(
-                len(prompt.token_ids),
-                wanted,
-                request.sampling.min_tokens,
-                service.context_tokens_max,
-                param,
-            )
-            if not exchange.is_replayed:
-                service.directory.turn_began(tenant, lineage)
-            route = asking(service.directory.route(tenant, lineage), exchange.peers)
-            named = exchange.named
-            if named is not None and named.is_replayed:
-                route = replace(route, only=named.replica_id)
-            exchange.left_tokens += min(route.cached_tokens, len(prompt.token_ids) - 1)
-            asks.append(
-                GenerateRequest(
-                    request_id=exchange.request_id if index == 0 else f"{exchange.request_id}-{index}",
-                    prompt_token_ids=prompt.token_ids,
-                    sampling=seeded(
-                        replace(
-                            request.sampling,
-                            max_tokens=max_tokens,
-                            shown_token_ids=prompt.shown_ids,
-                            grammar=prompt.grammar or request.sampling.grammar,
-                        ),
-                        None if named is None else named.seed,
-                    ),
-                    n=request.n,
-                    salt=exchange.salt,
-                    tenant=tenant,
-                    session=lineage,
-                    placement=exchange.placement,
-                    model=service.model,
-                    route=route,
-                    turn=exchange.turn,
-                    reading=prompt.reading if prompt.reading and prompt.reading.tools else None,
-                    trace=exchange.span.trace,
-                    keep=None if named is None else named.keep,
-                    priority=request.priority,
-                )
-            )
-        return asks
-
-    def _refuse_long_prompt_logprobs(self, exchange: _Exchange) -> None:
-        """Raise `InvalidValue` if the prompts have more log-probabilities than one answer may hold."""
-        top, limit = exchange.request.sampling.prompt_logprobs, self._limits.prompt_logprobs_max
-        if top is not None and (1 + top) * exchange.answer.prompt_tokens > limit:
-            param = "prompt_logprobs" if exchange.request.extras.prompt_logprobs else "logprobs"
-            message = (
-                f"{exchange.answer.prompt_tokens} prompt tokens with {1 + top} log-probabilities each are "
-                f"more than {limit} (limits.prompt_logprobs_max). Send shorter prompts, or lower {param}."
-            )
-            raise InvalidValue(param, message)
 
     def _note_home(self, exchange: _Exchange) -> None:
         """Record where the prompts' blocks are now; once, and before the client can send its next turn."""
         if exchange.is_noted or not exchange.answer.replica_ids:
             return
         exchange.is_noted = True
-        tenant, answer = tenant_tag(self._service.secret, exchange.tenant), exchange.answer
-        for index, lineage in enumerate(exchange.lineages):
+        tenant, answer = exchange.who.known.tenant, exchange.answer
+        for index, lineage in enumerate(exchange.made.lineages):
             if home := answer.home(index):
-                end = TurnEnd(tenant, lineage, home, answer.chain_tokens(index), exchange.is_replayed)
+                end = TurnEnd(tenant, lineage, home, answer.chain_tokens(index), exchange.made.is_replayed)
                 is_noted = self._service.directory.turn_ended(end)
                 # As if the client had said so; its next turn says it is over.
                 if is_noted and answer.calls_tool(index):
@@ -412,7 +261,7 @@ class GenerationEndpoint:
                 continue
             if answer.is_admitted or came:
                 await self._send_head(exchange)
-            await self._write(exchange, await self._built(exchange, partial(self._event, exchange, came)))
+            await self._write(exchange, await self._built(exchange, partial(exchange.event, came)))
         await self._remember(exchange)
         shape, usage, receipt = exchange.shape, answer.usage(), answer.receipt.json()
         if exchange.ids is None:
@@ -420,7 +269,7 @@ class GenerationEndpoint:
         else:
             last = exchange.ids.closing(shape, usage, receipt, exchange.request.include_usage)
             exchange.ids.refuse_unsent()
-        await self._service.responses.tell()
+        await self._dialect.over()
         await self._write(exchange, last, more=False)
 
     async def _reply(self, exchange: _Exchange, pump: EventPump) -> None:
@@ -436,7 +285,7 @@ class GenerationEndpoint:
             return json_bytes(whole)
 
         body = await self._built(exchange, build)
-        await self._service.responses.tell()
+        await self._dialect.over()
         await self._start(exchange, "application/json", len(body))
         await self._write(exchange, body, more=False)
 
@@ -453,9 +302,10 @@ class GenerationEndpoint:
             return None
         was_admitted = answer.is_admitted
         deltas = answer.apply(*came)
-        if exchange.is_replayed:
+        if exchange.made.is_replayed:
             if answer.is_over:
                 self._note_home(exchange)
+                await self._tell_stages(exchange)
             return deltas
         if answer.is_admitted and not was_admitted:
             timer.admitted(answer.queue_s, answer.receipt.tokens)
@@ -469,92 +319,48 @@ class GenerationEndpoint:
         if answer.is_over:
             timer.finished(now_s)
             self._note_home(exchange)
-            await self._learn(exchange)
+            await self._tell_stages(exchange)
         return deltas
 
     async def _built(self, exchange: _Exchange, build: Callable[[], bytes]) -> bytes:
         """Build bytes of the answer: in a thread where log-probabilities of a whole prompt make it long."""
         if exchange.request.sampling.prompt_logprobs is None:
             return build()
-        return await self._service.prompts.work(build, 1, exchange.tenant, must_run=True)
+        return await self._service.prompts.work(build, 1, exchange.who.tenant, must_run=True)
 
-    def _event(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> bytes:
-        return self._encoded(exchange, self._chunks(exchange, deltas))
-
-    def _encoded(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> bytes:
-        """Return the events of chunks, with ids if the client can ask for them again."""
-        if exchange.ids is None:
-            return exchange.shape.encode(chunks)
-        return exchange.ids.encode(exchange.shape, chunks)
-
-    def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
-        """Return the chunks of what is new: computed prompts, where they are shown, and deltas."""
-        chunks: list[dict[str, Any]] = []
-        answer = exchange.answer
-        for number in answer.computed_prompts:
-            if number not in exchange.prompts_shown:
-                exchange.prompts_shown.add(number)
-                part = answer.prompt_parts[number]
-                for index in answer.choices_of(number):
-                    chunks += self._with_usage(exchange, exchange.shape.of_prompt(index, part))
-        for index, delta in deltas:
-            exchange.tokens_sent += len(delta.token_ids)
-            chunks += self._with_usage(exchange, exchange.shape.chunks(index, delta))
-        if answer.is_over:  # the last chunk has a finish reason; no text comes after it
-            exchange.shape.add_receipt(chunks, answer.receipt.json())
-        return chunks
-
-    def _with_usage(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add `usage` as OpenAI does: with `include_usage` in every chunk, null before the last.
-
-        With `continuous_usage_stats` as well, every chunk counts what was sent up to it.
-        """
-        if not exchange.request.include_usage:
-            return chunks
-        usage = None
-        if exchange.request.continuous_usage:
-            usage = replace(exchange.answer.usage(), completion_tokens=exchange.tokens_sent).json()
-        return [{**chunk, "usage": usage} for chunk in chunks]
-
-    async def _learn(self, exchange: _Exchange) -> None:
-        """Tell the source of a prompt's context the first answer to it, before the receipt is sent."""
-        source, context = self._service.knowledge, exchange.answer.context
-        if source is None or context is None:
+    async def _tell_stages(self, exchange: _Exchange) -> None:
+        """Tell the stages of a chat's prompt the first answer to it, before the receipt is sent."""
+        if not exchange.made.placings:
             return
-        choice = exchange.answer.choices[0]
-        said = exchange.shape.sent(choice) or ChatMessage("assistant", choice.reply.content)
-        try:
-            async with asyncio.timeout(REMEMBER_S):
-                await source.answered(context, said, partial(self._service.is_deleted, exchange.known))
-        except Exception as failed:  # noqa: BLE001 - the answer is whole; TimeoutError: it is busy
-            logger.info("request %s: %s, turn not kept", exchange.request_id, type(failed).__name__)
+        answer, choice = exchange.answer, exchange.answer.choices[0]
+        is_deleted = partial(self._service.is_deleted, exchange.who.known)
+        sent, is_replayed = exchange.shape.sent(choice), exchange.made.is_replayed
+        told = AnsweredTurn(choice, sent, answer.home(), is_replayed, is_deleted)
+        await tell(exchange.made.placings, told, exchange.request_id)
 
     async def _remember(self, exchange: _Exchange) -> None:
         """Store the token ids of this turn before the client can send its next one."""
         if not isinstance(exchange.request, ParsedChat):
             return
+        who = exchange.who
         try:
             async with asyncio.timeout(REMEMBER_S):
                 for choice in exchange.answer.choices:
                     await self._service.prompts.remember(
-                        exchange.salt.hex(),
+                        who.salt.hex(),
                         exchange.answer.prompt_of(choice),
                         choice.text,
                         choice.token_ids,
-                        owner=exchange.known.owner,
-                        forgets=exchange.known.forgets,
+                        owner=who.known.owner,
+                        forgets=who.known.forgets,
                         reply=exchange.shape.sent(choice),
                     )
             replies = ENTRIES_A_REPLY * len(exchange.answer.choices)
-            await self._service.known.keep(exchange.known, replies, exchange.lineages, exchange.placement)
+            await self._service.known.keep(who.known, replies, exchange.made.lineages, who.placement)
         except (TimeoutError, TooManyRequests):
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
         except Exception as failed:  # noqa: BLE001 - it costs a later turn time, not this one its answer
             logger.warning("request %s: %s, reply forgotten", exchange.request_id, type(failed).__name__)
-        if self._service.compaction is not None and exchange.asked is not None:
-            choice = exchange.answer.choices[0]
-            reply = exchange.shape.sent(choice) or ChatMessage("assistant", choice.text)
-            self._service.compaction.over(exchange.asked, exchange.answer.home(), reply)
 
     async def _send_head(self, exchange: _Exchange) -> None:
         if exchange.is_started or exchange.head is not None:
@@ -562,13 +368,13 @@ class GenerationEndpoint:
         await self._start(exchange, "text/event-stream; charset=utf-8", None)
         opening = exchange.shape.opening(exchange.answer.prompt_parts, exchange.request.n)
         if opening:
-            await self._write(exchange, self._encoded(exchange, self._with_usage(exchange, opening)))
+            await self._write(exchange, exchange.encoded(exchange.with_usage(opening)))
 
     async def _start(self, exchange: _Exchange, content_type: str, content_bytes: int | None) -> None:
         headers = {"content-type": content_type, "cache-control": "no-cache"}
         length = None if content_bytes is None else {"content-length": str(content_bytes)}
         headers |= length or {"x-accel-buffering": "no"}  # else nginx buffers the stream
-        if exchange.is_replayed:
+        if exchange.made.is_replayed:
             headers[REPLAYED_HEADER] = "true"
         headers.update(answer_headers(exchange.answer, exchange.request))
         headers["x-ingress"] = self._service.shares.name

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from configs.settings import Settings
 from configs.telemetry import Tracer
 from router.auth import ConcurrencyLimit
 from router.erasure import Erasures
-from router.generation.context import ContextSource, DocumentSource, WindowKeeper
 from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder
+from router.generation.stages import PromptStage
 from router.generation.usage import UsageBook
 from router.ingresses import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
 from router.metrics import Metrics
@@ -28,9 +28,9 @@ class IngressServices:
     `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
-    `knowledge`, `documents`: where chats get context from, `compaction`: what makes them fit, if that is
-    switched on. `clears`: what all deletions go through. `shares`, `known`, `responses`: what is shared with
-    the other ingresses, `peers`; None: there are none.
+    `stages`: what chats pass on their way to their prompts, in this order, as far as it is switched on.
+    `clears`: what all deletions go through. `shares`, `known`, `responses`: what is shared with the other
+    ingresses, `peers`; None: there are none.
     """
 
     settings: Settings
@@ -55,18 +55,23 @@ class IngressServices:
     generation: Mapping[str, float] = field(default_factory=dict)
     commit: str | None = None
     tracer: Tracer | None = None
-    knowledge: ContextSource | None = None
-    documents: DocumentSource | None = None
-    compaction: WindowKeeper | None = None
+    stages: tuple[PromptStage, ...] = ()
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that a request may send as `model`, the served one first."""
         return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases)))
 
-    def demand(self) -> AbstractContextManager[None]:
+    def stage(self, name: str) -> PromptStage | None:
+        """Return the stage of that name; None: it is switched off."""
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+    def demand(self) -> AbstractContextManager[object]:
         """Let no work for idle moments run meanwhile."""
-        return nullcontext() if self.compaction is None else self.compaction.demand()
+        demands = ExitStack()
+        for stage in self.stages:
+            demands.enter_context(stage.demand())
+        return demands
 
     def refuse_other_model(self, asked: str) -> None:
         """Raise `ModelNotFound` if `asked` is no name of the served model."""

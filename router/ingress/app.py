@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -49,6 +50,7 @@ from router.erasure import Erasures, UnfinishedFile
 from router.generation import (
     GenerationEndpoint,
     IngressServices,
+    PromptStage,
     Readiness,
     open_recorder,
 )
@@ -159,7 +161,8 @@ def build_service(
         unsettled_s=settings.doors.silent_s + SYNCS * settings.router.sync_s,
     )
     directory.report = None if peers is None else shares
-    knowledge, documents = None, None
+    metrics, stages = Metrics(), list[PromptStage]()
+    has_entries: dict[str, Any] = {}
     if settings.knowledge.enabled:
         from router.context.documents import (  # who has it off does not pay for its imports
             Front,
@@ -171,14 +174,15 @@ def build_service(
         text = ServedText(prompts, context_tokens_max)
         front = Front(readiness, context_tokens_max, lambda: concurrency.open_total)
         documents = open_documents(settings, knowledge, text, client, prompts, directory, front, secret)
-    metrics, compaction = Metrics(), None
+        stages += [documents, knowledge]  # documents stand in front, alike for all who name them
+        has_entries = {"has_entries": knowledge.has}
     if settings.compaction.enabled:
         from router.context.compaction import (  # who has it off does not pay for its imports
             Served,
             open_compaction,
         )
 
-        compaction = open_compaction(
+        own = open_compaction(
             settings,
             prompts=prompts,
             client=client,
@@ -188,8 +192,9 @@ def build_service(
             window_tokens=lambda: min(
                 [context_tokens_max, *(one.context_tokens_max for one in readiness.replicas)]
             ),
-            **({} if knowledge is None else {"has_entries": knowledge.has}),
+            **has_entries,
         )
+        stages.append(own)  # last: it makes room for what the others have put in
     service = IngressServices(
         settings=settings,
         client=client,
@@ -218,9 +223,7 @@ def build_service(
         generation=(generation or {}) if settings.model.generation_config == "auto" else {},
         commit=commit,
         tracer=tracer,
-        knowledge=knowledge,
-        documents=documents,
-        compaction=compaction,
+        stages=tuple(stages),
         clears=Erasures(UnfinishedFile(unfinished_dir(settings, secret)), settings.limits.retry_after_s),
     )
     add_places(service)
@@ -240,8 +243,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         await service.readiness.start()
         await service.shares.settled(until_s)
         await service.clears.start()
-        if service.documents is not None:
-            service.documents.start()
+        for stage in service.stages:
+            stage.start()
         yield
         if taker is not None:
             taker.refuse()
@@ -249,10 +252,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         if taker is not None:
             await taker.finish(limits.request_timeout_s)
         await service.clears.stop()
-        if service.documents is not None:
-            await service.documents.stop()
-        if service.compaction is not None:
-            await service.compaction.close()
+        for stage in service.stages:
+            await stage.stop()
         await service.directory.stop()
         if service.recorder is not None:
             await asyncio.to_thread(service.recorder.close)
@@ -260,9 +261,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         service.prompts.close()
         if service.tracer is not None:
             await asyncio.to_thread(service.tracer.close)
-        for closed in (service.documents, service.knowledge):
-            if closed is not None:
-                await asyncio.to_thread(closed.close)
+        for stage in service.stages:
+            await asyncio.to_thread(stage.close)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     settings, limits = service.settings, service.settings.limits
@@ -312,13 +312,11 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
             Route(PAGE_PATH, page.index),
             Route(PAGE_ROUTE, page.one),
         ]
-    if service.knowledge is not None:
+    if settings.knowledge.enabled:
+        from router.context.documents import document_routes
         from router.ingress.knowledge_routes import knowledge_routes
 
         routes += knowledge_routes(service)
-    if service.documents is not None:
-        from router.context.documents import document_routes
-
         clears = service.clears
         routes += document_routes(service, partial(forget_sessions, clears), partial(forget_made, clears))
     app.router.routes.extend(routes)

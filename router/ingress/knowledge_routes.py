@@ -114,7 +114,7 @@ def open_knowledge(settings: Settings, prompts: PromptBuilder, context_tokens_ma
 
 def knowledge_routes(service: IngressServices) -> list[Route]:
     """Return the routes of an ingress whose knowledge base is open."""
-    base = service.knowledge
+    base = service.stage(KnowledgeBase.name)
     assert isinstance(base, KnowledgeBase)
 
     async def erase(what: Erasure) -> Cleared:

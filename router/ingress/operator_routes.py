@@ -142,8 +142,9 @@ class SessionRoutes:
             }
             for row in view.rows
         ]
-        if self._service.compaction is not None and view.tenant in self._tenants:
-            card["compaction"] = self._service.compaction.told(self._tenants[view.tenant], view.session)
+        if view.tenant in self._tenants:
+            for stage in self._service.stages:
+                card |= stage.card(self._tenants[view.tenant], view.session)
         return JSONResponse(card)
 
     async def hint(self, request: Request) -> Response:

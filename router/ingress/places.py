@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from cache_tiers.blocks import Clear, tenant_tag
 from cache_tiers.sessions import SessionsCleared
 from configs.settings import Settings
 from router.erasure import Cleared, Erasure, Erasures, Left
-from router.generation import IngressServices
+from router.generation import IngressServices, PromptStage
 from router.openai import ApiError
 from router.routing import DirectoryLost
 
-HERE = ("replies", "summaries of conversations")
-"""The places of a front door itself, which the others ask it to clear."""
+REPLIES = "replies"
 
 
 def unfinished_dir(settings: Settings, secret: bytes) -> Path:
@@ -36,24 +36,44 @@ def unfinished_dir(settings: Settings, secret: bytes) -> Path:
 def add_places(service: IngressServices) -> None:
     """Tell the service's `Erasures` of each place that the service has."""
     own, places = _Places(service), service.clears.places
-    places["sessions"] |= {"replies": own.replies}
-    if service.compaction is not None:  # behind: it asks the counter of the prompts whether it is too late
-        places["sessions"] |= {"summaries of conversations": own.summaries}
-        places["made"] |= {"summaries of conversations": own.summaries_of_entries}
+    places["sessions"] |= {REPLIES: own.replies}
+    for stage in _own_stages(service):  # behind: they ask the counter of the prompts whether it is too late
+        places["sessions"] |= {stage.keeps: partial(_forget, stage)}
+        places["made"] |= {stage.keeps: partial(_forget_entries, stage)}
     if service.directory.link is not None:
         places["sessions"] |= {"the session directory": own.directory}
     if service.peers is not None:
         places["sessions"] |= {"front doors": own.doors}
-        if service.compaction is not None:
+        if _own_stages(service):
             places["made"] |= {"front doors": own.doors_entries}
     places["sessions"] |= {"replicas": own.replicas}
     if service.directory.link is not None and service.settings.tiers.enabled:
         places["sessions"] |= {"tiers": own.tiers}
-    if service.knowledge is not None:
-        places["sessions"] |= {"knowledge of conversations": own.knowledge}
+    for stage in service.stages:
+        if stage.keeps and stage.is_shared:
+            places["sessions"] |= {stage.keeps: partial(_forget, stage)}
     places["response"] |= {"stored responses": own.response}
     if service.peers is not None:
         places["response"] |= {"front doors": own.doors_response}
+
+
+def _own_stages(service: IngressServices) -> list[PromptStage]:
+    """Return the stages that keep something at this front door, which the others ask it to clear."""
+    return [stage for stage in service.stages if stage.keeps and not stage.is_shared]
+
+
+def _here(service: IngressServices) -> list[str]:
+    return [REPLIES, *(stage.keeps for stage in _own_stages(service))]
+
+
+async def _forget(stage: PromptStage, what: Erasure) -> Cleared:
+    await stage.forget(what.tenant, what.tags)
+    return Cleared()
+
+
+async def _forget_entries(stage: PromptStage, what: Erasure) -> Cleared:
+    await stage.forget_entries(what.tenant, what.names)
+    return Cleared()
 
 
 class _Places:
@@ -69,16 +89,6 @@ class _Places:
             service.directory.forget(one.tenant, one.session)
         service.responses.forget(what.tenant, what.tags)
         return Cleared(replies=await service.prompts.forget(what.tenant, what.tags))
-
-    async def summaries(self, what: Erasure) -> Cleared:
-        assert self._service.compaction is not None
-        await self._service.compaction.forget(what.tenant, what.tags)
-        return Cleared()
-
-    async def summaries_of_entries(self, what: Erasure) -> Cleared:
-        assert self._service.compaction is not None
-        await self._service.compaction.forget_entries(what.tenant, what.names)
-        return Cleared()
 
     async def directory(self, what: Erasure) -> Cleared:
         link = self._service.directory.link
@@ -151,11 +161,6 @@ class _Places:
             raise _unreachable(tiers, cleared)
         return cleared
 
-    async def knowledge(self, what: Erasure) -> Cleared:
-        assert self._service.knowledge is not None
-        await self._service.knowledge.forget(what.tenant, what.tags)
-        return Cleared()
-
     def _tag(self, what: Erasure) -> bytes:
         return tenant_tag(self._service.secret, what.tenant)
 
@@ -183,7 +188,7 @@ async def forget_here(
     What is left is gone on with.
     """
     try:
-        cleared = await service.clears.erase_here(of_sessions(tenant, tags), HERE)
+        cleared = await service.clears.erase_here(of_sessions(tenant, tags), _here(service))
     except ApiError:
         return 0, False
     return cleared["replies"], True
@@ -193,7 +198,7 @@ async def forget_entries_here(service: IngressServices, tenant: str, entries: Se
     """Erase what this front door made of these entries, or of any; return whether that is done."""
     names = None if entries is None else tuple(entries)
     try:
-        await service.clears.erase_here(Erasure("made", tenant, names), HERE)
+        await service.clears.erase_here(Erasure("made", tenant, names), _here(service))
     except ApiError:
         return False
     return True

@@ -11,22 +11,18 @@ import logging
 import time
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 
 from cache_tiers.sessions import Item
 from configs.optional_sections import DoorSettings
 from router.openai import Unavailable
-from router.responses import ResponseNotFound, ResponseStore, StoredResponse
+from router.responses import ResponseStore, StoredResponse
 from router.routing import DirectoryLost, SessionDirectory
 
 logger = logging.getLogger(__name__)
 
-Parsed = TypeVar("Parsed")
-
-FETCHES_MAX = 64
-"""Responses that one request may have fetched, by their ids or by those of their items."""
 DIGEST_BYTES = sha256().digest_size
 
 
@@ -62,16 +58,6 @@ class KeptResponses(ResponseStore):
         if self._is_on:
             self._untold += self._items(tenant, response_id, stored)
         return True
-
-    async def parsed(self, parse: Callable[[bytes, str], Parsed], body: bytes, tenant: str) -> Parsed:
-        """Return the request of a body; responses that it names are fetched. Raises as `parse` does."""
-        for _ in range(FETCHES_MAX):
-            try:
-                return parse(body, tenant)
-            except ResponseNotFound as missing:
-                if not await self.fetch(tenant, missing.wanted_id):
-                    raise
-        return parse(body, tenant)
 
     async def tell(self) -> None:
         """Tell the directory of what was put; if it does not answer, other front doors do not find it."""

@@ -23,12 +23,16 @@ class Dialect(ABC):
     is_kept = False
 
     @abstractmethod
-    def parse(self, body: bytes, tenant: str) -> ParsedChat | ParsedCompletion:
+    async def parse(self, body: bytes, tenant: str) -> ParsedChat | ParsedCompletion:
         """Return the request of a body. Raises `ApiError` naming the field at fault."""
 
     @abstractmethod
     def shape(self, head: AnswerHead, request: ParsedRequest, tenant: str, session: bytes) -> AnswerShape:
         """Return the shape of one answer; `session`: the session's tag."""
+
+    async def over(self) -> None:
+        """Share what shapes have kept of their answers, before the last bytes of one are sent."""
+        return
 
     def renamed(self, error: ApiError) -> ApiError:
         """Return an error with the names that this route's fields have."""
@@ -44,7 +48,7 @@ class ChatDialect(Dialect):
     def __init__(self, parser: RequestParser) -> None:
         self._parser = parser
 
-    def parse(self, body: bytes, tenant: str) -> ParsedChat:
+    async def parse(self, body: bytes, tenant: str) -> ParsedChat:
         """Return the request of a body. Raises `ApiError` naming the field at fault."""
         return self._parser.chat(body)
 
@@ -62,7 +66,7 @@ class CompletionDialect(Dialect):
     def __init__(self, parser: RequestParser) -> None:
         self._parser = parser
 
-    def parse(self, body: bytes, tenant: str) -> ParsedCompletion:
+    async def parse(self, body: bytes, tenant: str) -> ParsedCompletion:
         """Return the request of a body. Raises `ApiError` naming the field at fault."""
         return self._parser.completion(body)
 

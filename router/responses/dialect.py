@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 from router.openai import AnswerHead, ApiError, Dialect, Json, ParsedRequest, json_bytes, rename
 from router.responses.answers import ResponsesShape
-from router.responses.request import FIELDS, ParsedResponse, ResponsesParser
-from router.responses.store import ResponseStore, StoredResponse
+from router.responses.request import FIELDS, ParsedResponse, ResponseNotFound, ResponsesParser
+from router.responses.store import StoredResponse
+
+FETCHES_MAX = 64
+"""Responses that one request may have fetched, by their ids or by those of their items."""
+
+
+class SharedStore(Protocol):
+    """Responses that other front doors find too."""
+
+    def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
+        """Keep a response; `tell` shares it. See `ResponseStore.put`."""
+        ...
+
+    async def tell(self) -> None:
+        """Share what was put."""
+        ...
+
+    async def fetch(self, tenant: str, wanted_id: str) -> bool:
+        """Take over the response of that id, or with an item of that id; return whether there is one."""
+        ...
 
 
 class ResponsesDialect(Dialect):
@@ -15,13 +35,26 @@ class ResponsesDialect(Dialect):
 
     id_prefix = "resp_"
 
-    def __init__(self, parser: ResponsesParser, store: ResponseStore) -> None:
+    def __init__(self, parser: ResponsesParser, store: SharedStore) -> None:
         self._parser = parser
         self._store = store
 
-    def parse(self, body: bytes, tenant: str) -> ParsedResponse:
-        """Return the request of a body. Raises `ApiError` naming the field at fault."""
+    async def parse(self, body: bytes, tenant: str) -> ParsedResponse:
+        """Return the request of a body; responses that it names are fetched.
+
+        Raises `ApiError` naming the field at fault.
+        """
+        for _ in range(FETCHES_MAX):
+            try:
+                return self._parser.response(body, tenant)
+            except ResponseNotFound as missing:
+                if not await self._store.fetch(tenant, missing.wanted_id):
+                    raise
         return self._parser.response(body, tenant)
+
+    async def over(self) -> None:
+        """Share the responses that were kept, before the client can name them."""
+        await self._store.tell()
 
     def shape(self, head: AnswerHead, request: ParsedRequest, tenant: str, session: bytes) -> ResponsesShape:
         """Return the shape of one answer."""

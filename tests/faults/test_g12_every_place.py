@@ -77,14 +77,14 @@ def house(folder: Path) -> House:
 
 
 def keeper(of: House) -> Compactor:
-    assert isinstance(of.service.compaction, Compactor)
-    return of.service.compaction
+    assert isinstance(of.service.stage("compaction"), Compactor)
+    return of.service.stage("compaction")
 
 
 def close(made: House) -> None:
-    made.service.documents.close()  # type: ignore[union-attr]
+    made.service.stage("documents").close()  # type: ignore[union-attr]
     keeper(made).fitter.summaries.close()
-    made.service.knowledge.close()  # type: ignore[union-attr]
+    made.service.stage("knowledge").close()  # type: ignore[union-attr]
 
 
 class Places:
@@ -501,7 +501,7 @@ async def test_all_entries_that_are_erased_late_are_those_of_before_the_wish(tmp
     async with made.client() as client:
         entry = {"kind": "gotcha", "text": "old"}
         assert (await client.post("/v1/knowledge", json=entry)).status_code == 201
-        base = made.service.knowledge
+        base = made.service.stage("knowledge")
         now_s = base.store.head("local", (await client.get("/v1/knowledge")).json()["data"][0]["id"]).at_s  # type: ignore[union-attr]
         base.store._clock = lambda: now_s + 10  # type: ignore[union-attr]
         assert (await client.post("/v1/knowledge", json={**entry, "text": "new"})).status_code == 201

@@ -17,7 +17,7 @@ from router.context.compaction.fitter import SUMMARY_SHARE, Fitted, Fitter, Wish
 from router.context.compaction.idle import IdleQueue, IdleWork, JobOutcome
 from router.context.compaction.planner import NEVER, Cut, Talk, leading_system, next_cut
 from router.context.knowledge import KnowledgeError
-from router.generation import AskedTurn, Context
+from router.generation import AnsweredTurn, AskedTurn, Context, PromptStage
 from router.openai import ChatMessage, InvalidValue, ParsedChat, Unavailable
 from router.prompt import PromptBuilder, chars_of
 
@@ -31,12 +31,14 @@ SUMMARY_STEPS_MAX = 32
 """Summaries that one idle moment writes of one conversation, each over the one before."""
 
 
-class Compactor:
+class Compactor(PromptStage):
     """Fits chat requests and prepares their next turns. Use it from one event loop; `close` it at the end.
 
     `count_cut`: called with the mode of each prompt that something was left out of; `count_job`: with the
     outcome of each piece of work in an idle moment.
     """
+
+    name, keeps = "compaction", "summaries of conversations"
 
     def __init__(
         self,
@@ -64,38 +66,39 @@ class Compactor:
         """Give way to a request for as long as it is served."""
         return self.idle.demand()
 
-    async def fit(self, asked: AskedTurn) -> tuple[ParsedChat, Context | None]:
-        """Return the request as it fits the window, and what was done. Raises `ApiError`."""
-        request = asked.request
-        wish = self.fitter.wish(request, asked.tenant)
+    async def place(self, turn: AskedTurn) -> tuple[AskedTurn, Context | None]:
+        """Return the turn as it fits the window, and what was done. Raises `ApiError`."""
+        request = turn.request
+        wish = self.fitter.wish(request, turn.tenant)
         if wish is None:
-            return asked.placed, None
+            return turn, None
         if request.truncate_tokens is not None:
             if request.compaction is None:
-                return asked.placed, None
+                return turn, None
             message = "compaction contradicts truncate_prompt_tokens: leave one of them out."
             raise InvalidValue("compaction", message)
-        fitted = await self._fitted(asked, wish)
+        fitted = await self._fitted(turn, wish)
         if fitted.is_cut:
             self._count_cut(fitted.card()["mode"])
-        return fitted.request, fitted
+        return replace(turn, placed=fitted.request), fitted
 
     async def _fitted(self, asked: AskedTurn, wish: Wish) -> Fitted:
         owner = asked.tenant, asked.session
         work = partial(self.fitter.fit, owner, wish, asked.request, asked.placed)
         return await self._prompts.work(work, chars_of(asked.placed), asked.tenant)
 
-    def over(self, asked: AskedTurn, home: str, reply: ChatMessage) -> None:
+    async def answered(self, turn: AskedTurn, context: Context | None, answer: AnsweredTurn) -> None:
         """Prepare the next turn of a conversation when no request is served."""
-        wish = self.fitter.wish(asked.request, asked.tenant)
-        if wish is None or asked.request.continues or asked.request.truncate_tokens is not None:
+        wish = self.fitter.wish(turn.request, turn.tenant)
+        if wish is None or turn.request.continues or turn.request.truncate_tokens is not None:
             return
-        owner = asked.tenant, asked.session
-        self.idle.offer(owner, partial(self._prepare, after(asked, reply), wish, home))
+        reply = answer.sent or ChatMessage("assistant", answer.choice.text)
+        owner = turn.tenant, turn.session
+        self.idle.offer(owner, partial(self._prepare, after(turn, reply), wish, answer.home))
 
-    def told(self, tenant: str, session: bytes) -> dict[str, Any] | None:
+    def card(self, tenant: str, session: bytes) -> dict[str, Any]:
         """Return where a session is cut; None: nowhere, or it is not remembered."""
-        return self.fitter.memory.told((tenant, session))
+        return {self.name: self.fitter.memory.told((tenant, session))}
 
     async def forget(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         """Forget cuts and pieces, and erase summaries, of these sessions, or of all (None)."""
@@ -114,10 +117,13 @@ class Compactor:
         except KnowledgeError as error:
             raise Unavailable(f"{error}.", RETRY_AFTER_S, code="compaction_unavailable") from None
 
-    async def close(self) -> None:
-        """Stop work and close the summaries' file."""
+    async def stop(self) -> None:
+        """Stop work."""
         await self.idle.close()
-        await asyncio.to_thread(self.fitter.summaries.close)
+
+    def close(self) -> None:
+        """Close the summaries' file."""
+        self.fitter.summaries.close()
 
     async def _prepare(self, asked: AskedTurn, wish: Wish, home: str) -> JobOutcome:
         """Compute what the next turn will begin with, if that is not what this one began with."""

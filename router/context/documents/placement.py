@@ -33,7 +33,6 @@ class PlacedDocuments:
 
     documents: Sequence[Whole]
     tenant: str
-    nodes: tuple[str, ...] = ()  # where their blocks were computed, and can be asked for
     places: tuple[int, int] | None = None  # first token, tokens
 
     def told(self, cached_tokens: int) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def document_routes(service: IngressServices, clears: ForgetBlocks, forgets: For
 
     `clears`: forgets blocks everywhere, `forgets`: what was made of entries.
     """
-    assert isinstance(service.documents, DocumentShelf)
-    shelf = service.documents
+    shelf = service.stage(DocumentShelf.name)
+    assert isinstance(shelf, DocumentShelf)
     shelf.clears, shelf.forgets = clears, forgets
 
     async def erase(what: Erasure) -> Cleared:

@@ -56,10 +56,10 @@ from router.context.knowledge import (
     QuotaExceeded,
     StoreBusy,
 )
+from router.generation import AskedTurn, PromptStage
 from router.openai import (
     ApiError,
     InvalidValue,
-    ParsedChat,
     TooManyRequests,
     Unavailable,
     no_such_cursor,
@@ -92,11 +92,13 @@ PROCESSING_MAX = 256
 """A tenant's documents that wait to be read: what is behind them would wait for hours."""
 
 
-class DocumentShelf:
+class DocumentShelf(PromptStage):
     """The documents of an ingress's tenants. Its coroutines raise `ApiError`.
 
     `clears`, `forgets`: None until the routes are built: nothing is deleted before. `wall_clock`: Unix time.
     """
+
+    name = "documents"
 
     def __init__(
         self,
@@ -219,17 +221,14 @@ class DocumentShelf:
 
     # -- chats -----------------------------------------------------------------------------
 
-    async def place(
-        self, request: ParsedChat, tenant: str, session: bytes
-    ) -> tuple[ParsedChat, PlacedDocuments | None]:
+    async def place(self, turn: AskedTurn) -> tuple[AskedTurn, PlacedDocuments | None]:
         """Return a chat with its documents in front, and what they are; as it came if it names none."""
+        request, tenant = turn.placed, turn.tenant
         if not request.documents:
-            return request, None
-        most = self.settings.per_request_max
-        if len(request.documents) > most:
-            raise InvalidValue(
-                "documents", f"documents may have at most {most} items (documents.per_request_max)."
-            )
+            return turn, None
+        if len(request.documents) > (most := self.settings.per_request_max):
+            message = f"documents may have at most {most} items (documents.per_request_max)."
+            raise InvalidValue("documents", message)
         wholes, node_of = [], dict[str, str]()
         for index, one in enumerate(request.documents):
             try:
@@ -238,16 +237,17 @@ class DocumentShelf:
             except ApiError as refused:
                 refused.param = f"documents[{index}]"
                 raise
-        await self._note(tenant, [one.id for one in wholes], session)
+        await self._note(tenant, [one.id for one in wholes], turn.session)
         placed = in_order(wholes)
-        told = PlacedDocuments(placed, tenant, tuple(node for one in placed if (node := node_of[one.id])))
-        if not await self._prefill.has_system():
-            # In no message: knowledge is searched for what the user said, and old messages may be left out.
-            return replace(request, lead=text_of_documents(placed)), told
-        messages = place_documents(request.messages, placed, has_system=True, volatile_lines=self._volatile)
-        return replace(request, messages=messages), told
+        turn = replace(turn, nodes=tuple(node for one in placed if (node := node_of[one.id])))
+        if await self._prefill.has_system():
+            said = place_documents(request.messages, placed, has_system=True, volatile_lines=self._volatile)
+            request = replace(request, messages=said)
+        else:  # in no message: knowledge is searched for what the user said, and old ones may be left out
+            request = replace(request, lead=text_of_documents(placed))
+        return replace(turn, placed=request), PlacedDocuments(placed, tenant)
 
-    async def measure(self, placed: PlacedDocuments, rendered: str | None) -> None:
+    async def measured(self, placed: PlacedDocuments, rendered: str | None) -> None:
         """Count the tokens of the documents in a prompt, and of what is before; None: it was cut."""
         span = None if rendered is None else end_of_documents(rendered, placed.documents)
         if span is None or rendered is None:

@@ -50,6 +50,7 @@ from router.context.knowledge.placement import (
     turn_keys,
 )
 from router.context.knowledge.retrieval import Budget, Candidate, fuse, rerank, select, tells, words_of
+from router.generation import AnsweredTurn, AskedTurn, PromptStage
 from router.openai import (
     ApiError,
     ChatMessage,
@@ -91,7 +92,7 @@ Approval = Callable[["KnowledgeBase"], None]
 """Looks at a knowledge base as it would be with a change; what it raises keeps the change out."""
 
 
-class KnowledgeBase:
+class KnowledgeBase(PromptStage):
     """Entries, their search, and the context of chats. Its methods block: call them by `run`. Thread-safe.
 
     They raise `KnowledgeError`, and `ApiError` for what a client asks wrongly. `embedder`: None: entries are
@@ -99,6 +100,8 @@ class KnowledgeBase:
     whether old turns leave the prompt of a tenant's chat where it would not fit. `turns`: its threads, in
     which tenants take turns.
     """
+
+    name, keeps, is_shared = "knowledge", "knowledge of conversations", True
 
     def __init__(
         self,
@@ -316,23 +319,21 @@ class KnowledgeBase:
         budget = Budget(budget_tokens or self.settings.budget_tokens, self.settings.entries_per_turn)
         return select(candidates, self._tokens_of(candidates), budget)
 
-    async def place(
-        self, request: ParsedChat, tenant: str, session: bytes
-    ) -> tuple[ParsedChat, PlacedContext | None]:
-        """Return the request with its context, and what that is; as it came if it wants none."""
-        wish = request.knowledge
+    async def place(self, turn: AskedTurn) -> tuple[AskedTurn, PlacedContext | None]:
+        """Return the turn with its context, and what that is; as it came if it wants none."""
+        wish, tenant = turn.request.knowledge, turn.tenant
         if wish is None:
             if tenant not in self.settings.always_of:
-                return request, None
+                return turn, None
             wish = KnowledgeWish()
+        work = partial(self._place, turn.placed, tenant, turn.session, wish, _kinds_of(wish))
         try:
-            return await self.run(
-                tenant, partial(self._place, request, tenant, session, wish, _kinds_of(wish))
-            )
+            placed, context = await self.run(tenant, work)
         except Unavailable:
-            if request.knowledge is not None:
+            if turn.request.knowledge is not None:
                 raise
-            return request, None  # it did not ask; `_told` has logged it
+            return turn, None  # it did not ask; `_told` has logged it
+        return replace(turn, placed=placed), context
 
     async def erase(self, tenant: str, entries: Sequence[str] | None, before_s: float | None = None) -> int:
         """Erase entries with their history, or all of a tenant (None); return how many there were.
@@ -351,15 +352,13 @@ class KnowledgeBase:
         """Forget what the turns of these sessions got, or of all (None)."""
         await self.run(tenant, partial(self.store.forget_sessions, tenant, sessions), must_run=True)
 
-    async def answered(
-        self, context: PlacedContext, said: ChatMessage, is_deleted: Callable[[], bool]
-    ) -> None:
-        """Keep a turn with its answer, as the client gets it. Where that fails, its receipt has no id.
-
-        `is_deleted`: whether the turn's session was deleted meanwhile: then nothing is kept.
-        """
+    async def answered(self, turn: AskedTurn, context: PlacedContext | None, answer: AnsweredTurn) -> None:
+        """Keep a turn with its answer, as the client gets it. Where that fails, its receipt has no id."""
+        if context is None or answer.is_replayed:
+            return
+        said = answer.sent or ChatMessage("assistant", answer.choice.reply.content)
         try:
-            work = partial(self._answered, context.asked, said, is_deleted)
+            work = partial(self._answered, context.asked, said, answer.is_deleted)
             context.turn_id = await self.run(context.asked.tenant, work)
         except ApiError as error:  # the answer is the client's all the same
             logger.warning("a turn is not kept, so that there is no feedback on it: %s", error)
@@ -382,7 +381,7 @@ class KnowledgeBase:
             return None
         return None if record is None else record.id
 
-    async def measure(self, context: PlacedContext, rendered: str | None) -> None:
+    async def measured(self, context: PlacedContext, rendered: str | None) -> None:
         """Count the tokens of a context in its prompt."""
         await self.run(context.asked.tenant, partial(context.measure, rendered))
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +20,9 @@ from configs.sections import TierSettings
 from configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
 from configs.telemetry import Tracer
 from replicas.messages import FinishReason, GenerateRequest
-from router.generation import IngressServices
+from router.generation import IngressServices, PromptStage
 from router.ingress.app import build_api, build_service
+from router.ingress.places import add_places
 from router.ingresses import DoorPeers
 from router.prompt.prompt import PromptBuilder
 from router.routing.load_tracker import ReplicaLoadTracker
@@ -90,6 +92,7 @@ class House:
         tokenizer: Any = TOKENIZER,
         tracer: Tracer | None = None,
         peers: DoorPeers | None = None,
+        stages: tuple[PromptStage, ...] = (),
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
         self.settings = settings or make_settings()
@@ -116,6 +119,9 @@ class House:
             tracer=tracer,
             peers=peers,
         )
+        if stages:
+            self.service = replace(self.service, stages=(*self.service.stages, *stages))
+            add_places(self.service)
         self.app: FastAPI = build_api(self.service)
 
     @asynccontextmanager

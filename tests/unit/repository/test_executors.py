@@ -60,7 +60,6 @@ REASONS = {
     "replicas/model/weights.py _hashed": COMMAND,
     "replicas/offload/tier_client.py WorkerPools.of_threads": TIERS,
     "replicas/ranks/worker.py Rank.serve": OWN,
-    "router/context/compaction/compactor.py Compactor.close": END,
     "router/context/compaction/compactor.py Compactor.forget": DELETES,
     "router/context/compaction/compactor.py Compactor.forget_entries": DELETES,
     "router/context/documents/pdf.py read_pdf": "one document of a tenant at once, within limits",

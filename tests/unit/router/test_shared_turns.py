@@ -48,8 +48,8 @@ async def opened(made: House) -> AsyncIterator[Any]:
                 assert (await client.post("/v1/knowledge", json=entry, headers=headers)).status_code == 201
             yield client
     finally:
-        made.service.documents.close()  # type: ignore[union-attr]
-        made.service.knowledge.close()  # type: ignore[union-attr]
+        made.service.stage("documents").close()  # type: ignore[union-attr]
+        made.service.stage("knowledge").close()  # type: ignore[union-attr]
 
 
 @pytest.mark.guarantee("G10")
@@ -66,7 +66,7 @@ async def test_no_check_of_a_flood_ends_before_another_tenants_chat_has(
         return broken(harness.Check(contains="b"), *given[1:])
 
     monkeypatch.setattr(harness, "broken", slow)
-    base = made.service.knowledge
+    base = made.service.stage("knowledge")
     assert isinstance(base, KnowledgeBase)
     async with opened(made) as client:
         body = {"questions": [SLOW] * 2}
@@ -103,7 +103,7 @@ async def test_between_two_of_its_checks_a_tenant_waits_for_one_of_another(
         return None
 
     monkeypatch.setattr(harness, "broken", noted)
-    base = made.service.knowledge
+    base = made.service.stage("knowledge")
     assert isinstance(base, KnowledgeBase)
     monkeypatch.setattr(base.turns, "_clock", lambda: now_s)
     async with opened(made) as client:
@@ -125,7 +125,7 @@ async def test_between_two_of_its_checks_a_tenant_waits_for_one_of_another(
 
 async def test_the_time_of_questions_is_counted_for_a_tenant(tmp_path: Path) -> None:
     made = house(tmp_path)
-    base = made.service.knowledge
+    base = made.service.stage("knowledge")
     assert isinstance(base, KnowledgeBase)
     async with opened(made) as client:
         body = {"questions": [{"question": "tap", "checks": [{"contains": "a"}]}]}
@@ -176,7 +176,7 @@ async def test_a_pdf_that_takes_all_its_time_leaves_a_worker_to_others(
 ) -> None:
     """Alice sends twenty that never end; bob's is read while the first of hers is, and no second one is."""
     made, gate, reading = house(tmp_path), asyncio.Event(), list[bytes]()
-    documents = made.service.documents
+    documents = made.service.stage("documents")
     assert isinstance(documents, DocumentShelf)
 
     async def read(data: bytes, settings: DocumentsSettings) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from cache_tiers.blocks import Clear, TierError
 from cache_tiers.media import FaultyTier
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Tier
+from cache_tiers.node.state import PendingDeletes
 from configs.sections import FaultSettings, TierSettings
 from tests.support.nodes.node_harness import OTHER_TENANT, SESSION, TENANT, Bench, bench, nvme, sample
 
@@ -141,3 +143,21 @@ def test_clears_after_it_became_ours_are_written_down(
     assert house.node.clear(Clear(TENANT, SESSION)).unreachable == ("nvme",)
     assert TENANT.hex() in (tmp_path / PENDING).read_text()
     house.node.close()
+
+
+def test_a_clear_of_a_tier_that_was_taken_out_waits_beside_those_of_the_others(tmp_path: Path) -> None:
+    path, archived = tmp_path / "owed.json", ["archive", TENANT.hex(), None]
+    kept = PendingDeletes(path, 8)
+    kept.add_clear("nvme", Clear(TENANT, SESSION))
+    kept.add("nvme", sample(1).header.address, cleared=True)
+    document = json.loads(kept.text())
+    document["deletes"][0][0] = "archive"
+    document["clears"].append(archived)
+    path.write_text(json.dumps(document))
+    again = PendingDeletes(path, 8)
+    assert not again.read_failed
+    assert [clear for clear, _ in again.clears_of("nvme")] == [Clear(TENANT, SESSION)]
+    assert again.of("nvme") == []
+    again.scanned("nvme")
+    left = json.loads(again.text())
+    assert (left["clears"], left["deletes"]) == ([archived], document["deletes"]), "until it is there again"

@@ -127,7 +127,7 @@ async def test_a_loop_that_is_off_says_how_to_switch_it_on(tmp_path: Path) -> No
     async with house.server() as url:
         done = await asyncio.to_thread(CliRunner().invoke, app, ["kb", "candidates", "--url", url])
     assert (done.exit_code, "--knowledge.loop.enabled true" in done.output) == (1, True)
-    house.service.knowledge.close()  # type: ignore[union-attr]
+    house.service.stage("knowledge").close()  # type: ignore[union-attr]
 
 
 def test_a_backup_of_a_store_that_is_not_there_makes_none(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from replicas.answers import kept
 from replicas.engine import EventStream
 from replicas.links import EventSender, pack_event
 from replicas.messages import Delta
-from router.generation import generation
+from router.generation import AskedTurn, PromptStage
 from router.openai import ChatMessage
 from tests.support.clock import Clock
 from tests.support.router.kept_replicas import FREE, KeptReplicas, front_door, tiny_replicas
@@ -376,15 +376,15 @@ def _texts_of(events: list[tuple[str | None, Any]]) -> str:
 
 @pytest.mark.parametrize("has_changed", [False, True])
 async def test_a_replay_is_remembered_as_the_answer_to_what_it_answered_only(
-    has_changed: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    has_changed: bool, tiny_llama: Path
 ) -> None:
     """What is put into a prompt may have changed since: the answer is not one to the prompt of now."""
     body, system = asking(), "Only rain is served."
-    monkeypatch.setattr(generation, "in_context", (told := Told()).in_context)
+    told = Told()
     async with tiny_replicas(tiny_llama) as (replica,):
-        async with front_door([replica]) as (_, url):
+        async with front_door([replica], stages=(told,)) as (_, url):
             said = _texts_of(await whole(url, body))
-        async with front_door([replica]) as (house, url):  # it has nothing in its memory
+        async with front_door([replica], stages=(told,)) as (house, url):  # it has nothing in its memory
             told.system = system if has_changed else ""
             assert _texts_of(await whole(url, body)) == said
             remembered = len(house.prompts._memory)
@@ -396,14 +396,15 @@ async def test_a_replay_is_remembered_as_the_answer_to_what_it_answered_only(
             assert remembered == (0 if has_changed else 1)
 
 
-class Told:
+class Told(PromptStage):
     """Puts a text into prompts, as knowledge does."""
 
+    name = "told"
     system = ""
 
-    async def in_context(self, source: Any, request: Any, *_: Any) -> tuple[Any, None]:
+    async def place(self, turn: AskedTurn) -> tuple[AskedTurn, None]:
         told = (ChatMessage("system", self.system),) if self.system else ()
-        return replace(request, messages=(*told, *request.messages)), None
+        return replace(turn, placed=replace(turn.placed, messages=(*told, *turn.placed.messages))), None
 
 
 async def test_what_is_not_the_same_request_is_refused(tiny_llama: Path) -> None:

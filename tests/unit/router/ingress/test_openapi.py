@@ -63,7 +63,7 @@ def test_every_route_of_the_app_is_in_the_document_and_no_other(tmp_path: Path) 
     kb = {"enabled": True, "dir": tmp_path / "kb", "embedder": "none"}
     everything = House(settings=make_settings(knowledge=kb))
     served = methods_of(everything.app.routes)
-    everything.service.knowledge.close()  # type: ignore[union-attr]
+    everything.service.stage("knowledge").close()  # type: ignore[union-attr]
     assert served == set(OPERATIONS), "router/ingress/operations.py says what each route takes and answers"
     fewer = methods_of(House(settings=make_settings(page=False)).app.routes)
     document = openapi_document(LimitsSettings(), "0", fewer)

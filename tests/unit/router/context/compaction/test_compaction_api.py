@@ -56,8 +56,8 @@ def house(folder: Path, keys: dict[str, str] | None = None, summary: str = SUMMA
 
 
 def keeper(of: House) -> Compactor:
-    assert isinstance(of.service.compaction, Compactor)
-    return of.service.compaction
+    assert isinstance(of.service.stage("compaction"), Compactor)
+    return of.service.stage("compaction")
 
 
 def text_of(request: GenerateRequest) -> str:
@@ -431,7 +431,8 @@ async def test_work_in_an_idle_moment_is_cancelled_when_somebody_comes(tmp_path:
         await asyncio.wait_for(began.wait(), 10)  # it is tried again
         await guest.says("And now?")
         await until(lambda: made.replicas.open == 0 or began.is_set())
-        await keeper(made).close()
+        await keeper(made).stop()
+        keeper(made).close()
         assert made.replicas.open == 0
 
 
@@ -492,7 +493,7 @@ async def test_a_session_that_is_deleted_is_gone_from_memory_and_file(tmp_path: 
         assert b"Rosebud" not in held
         with sqlite3.connect(file) as db:
             assert db.execute("SELECT count(*) FROM summaries").fetchone() == (0,)
-        assert keeper(made).told("local", b"") is None
+        assert keeper(made).card("local", b"") == {"compaction": None}
         memory = keeper(made).fitter.memory
         memory.check_integrity()
         assert not memory._sessions
@@ -616,7 +617,8 @@ async def test_with_a_knowledge_base_entries_stay_in_the_system_prompt(tmp_path:
             "earlier messages are left out"
         )
         assert len(guest.prompts[-1]) <= CONTEXT
-    await keeper(made).close()
+    await keeper(made).stop()
+    keeper(made).close()
 
 
 async def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
@@ -629,7 +631,8 @@ async def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
             memory.check_integrity()
             assert len(memory._sessions) <= 2
             assert all(len(one.cuts) <= 3 >= len(one.pieces) for one in memory._sessions.values())
-        await keeper(made).close()
+        await keeper(made).stop()
+        keeper(made).close()
 
 
 def test_a_planted_fault_in_the_prompt_is_seen(tmp_path: Path) -> None:
@@ -650,7 +653,8 @@ def test_a_planted_fault_in_the_prompt_is_seen(tmp_path: Path) -> None:
             await guest.talks(30)
             pairs = zip(guest.prompts[1:], guest.prompts, strict=False)
             changes = sum(not begins_with(later, before) for later, before in pairs)
-        await keeper(made).close()
+        await keeper(made).stop()
+        keeper(made).close()
         return changes
 
     assert asyncio.run(run()) > 12

@@ -49,8 +49,8 @@ def house(folder: Path, summary: Any = None) -> House:
 
 
 def base(of: House) -> KnowledgeBase:
-    assert isinstance(of.service.knowledge, KnowledgeBase)
-    return of.service.knowledge
+    assert isinstance(of.service.stage("knowledge"), KnowledgeBase)
+    return of.service.stage("knowledge")
 
 
 async def fills(guest: Guest, turns: int = 26) -> None:
@@ -85,7 +85,7 @@ async def test_an_entry_that_is_erased_leaves_every_summary_that_was_made_of_it(
 @pytest.mark.parametrize("whole", [True, False])
 async def test_a_document_whose_chunk_was_only_found_leaves_them_too(tmp_path: Path, whole: bool) -> None:
     made = house(tmp_path)
-    shelf = made.service.documents
+    shelf = made.service.stage("documents")
     assert isinstance(shelf, DocumentShelf)
     async with made.client() as client:
         body = {"text": FACT["text"], "prefill": "never"}

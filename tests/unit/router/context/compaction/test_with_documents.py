@@ -46,7 +46,7 @@ def house(folder: Path, template: str | None = None, **own: Any) -> House:
 
 async def test_a_conversation_without_a_system_prompt_is_cut_and_keeps_its_document(tmp_path: Path) -> None:
     made = house(tmp_path)
-    shelf = made.service.documents
+    shelf = made.service.stage("documents")
     assert isinstance(shelf, DocumentShelf)
     async with made.client() as client:
         body = {"text": "The samovar's tap is called Zarya-7.", "prefill": "never"}
@@ -75,7 +75,7 @@ async def test_a_template_without_a_system_prompt_keeps_the_document_at_a_cut(
     tmp_path: Path, mode: str
 ) -> None:
     made = house(tmp_path, NO_SYSTEM)
-    shelf = made.service.documents
+    shelf = made.service.stage("documents")
     assert isinstance(shelf, DocumentShelf)
     async with made.client() as client:
         text = "The samovar's tap is called Zarya-7. It has eleven parts, and a lid."
@@ -105,7 +105,7 @@ async def test_a_template_without_a_system_prompt_keeps_the_document_at_a_cut(
 
 async def test_a_document_in_no_message_is_not_what_knowledge_is_searched_for(tmp_path: Path) -> None:
     made = house(tmp_path, NO_SYSTEM)
-    shelf = made.service.documents
+    shelf = made.service.stage("documents")
     assert isinstance(shelf, DocumentShelf)
     async with made.client() as client:
         body = {"text": "Zarya-7 is the samovar's tap. " * 40, "prefill": "never"}

@@ -66,8 +66,8 @@ def house(folder: Path, keys: dict[str, str] | None = None, **documents: Any) ->
 
 
 def shelf_of(made: House) -> DocumentShelf:
-    assert isinstance(made.service.documents, DocumentShelf)
-    return made.service.documents
+    assert isinstance(made.service.stage("documents"), DocumentShelf)
+    return made.service.stage("documents")
 
 
 @asynccontextmanager
@@ -78,8 +78,8 @@ async def opened(made: House, **headers: str) -> AsyncIterator[httpx.AsyncClient
             yield client
     finally:
         shelf_of(made).close()
-        assert made.service.knowledge is not None
-        made.service.knowledge.close()
+        assert made.service.stage("knowledge") is not None
+        made.service.stage("knowledge").close()
 
 
 async def worked(made: House) -> None:
@@ -537,7 +537,7 @@ async def test_each_part_of_a_document_is_erased_whatever_becomes_of_the_others(
     made = house(tmp_path)
     async with opened(made) as client:
         card = await added(made, client)
-        base = made.service.knowledge
+        base = made.service.stage("knowledge")
         assert isinstance(base, KnowledgeBase)
         with monkeypatch.context() as broken:
 

@@ -268,7 +268,7 @@ async def test_uploads_are_decoded_in_threads_and_only_so_many_wait(
         assert asked.status_code == 200, asked.text
         assert len(threads) == 5
         assert threading.get_ident() not in threads
-        base = made.service.knowledge
+        base = made.service.stage("knowledge")
         assert isinstance(base, KnowledgeBase)
         places, base.turns._places = base.turns._places, 0
         refused = await client.post(ROUTE, json=sent)

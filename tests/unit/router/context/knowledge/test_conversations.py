@@ -34,8 +34,8 @@ class Desk:
         self.say = "Fine."
         self.house = House(lambda _: spoken(self.say), settings=make_settings(knowledge=own))
         self.file = folder / "kb" / "knowledge.sqlite"
-        assert isinstance(self.house.service.knowledge, KnowledgeBase)
-        self.base = self.house.service.knowledge
+        assert isinstance(self.house.service.stage("knowledge"), KnowledgeBase)
+        self.base = self.house.service.stage("knowledge")
 
     async def ask(self, client: httpx.AsyncClient, messages: list[dict[str, str]], **fields: Any) -> Any:
         body = {"model": MODEL, "messages": messages, "knowledge": {"budget_tokens": 800}, **fields}

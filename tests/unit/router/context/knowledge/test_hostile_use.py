@@ -109,7 +109,7 @@ async def test_questions_end_in_time_and_leave_nothing_behind(tmp_path: Path) ->
         assert (refused.status_code, error_of(refused)["param"]) == (400, "questions")
         assert "knowledge.questions_s" in error_of(refused)["message"]
         assert (await client.get(ROUTE)).json()["data"] == []
-    made.service.knowledge.close()  # type: ignore[union-attr]
+    made.service.stage("knowledge").close()  # type: ignore[union-attr]
 
 
 async def test_why_and_turn_cannot_steer_a_terminal(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ async def test_why_and_turn_cannot_steer_a_terminal(tmp_path: Path) -> None:
         body = {"kind": "gotcha", "text": "x", "why": "a\x1b[2Jb", "turn": "t\x1b]0;x\x07"}
         card = (await client.post(ROUTE, json=body)).json()
         assert (card["why"], card["turn"]) == ("a[2Jb", "t]0;x")
-    made.service.knowledge.close()  # type: ignore[union-attr]
+    made.service.stage("knowledge").close()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("is_always", [False, True])
@@ -142,7 +142,7 @@ async def test_a_file_that_cannot_be_opened_stops_no_chat_that_did_not_ask(
         file.unlink()
         assert (await client.post(ROUTE, json={"kind": "gotcha", "text": "x"})).status_code == 201
         assert (await client.delete("/v1/cache")).status_code == 200
-    made.service.knowledge.close()  # type: ignore[union-attr]
+    made.service.stage("knowledge").close()  # type: ignore[union-attr]
 
 
 def test_a_folder_that_goes_away_is_an_error_of_the_store_and_no_empty_file(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with made.client() as client:
         client.house = made  # type: ignore[attr-defined]
         yield client
-    assert made.service.knowledge is not None
-    made.service.knowledge.close()
+    assert made.service.stage("knowledge") is not None
+    made.service.stage("knowledge").close()
 
 
 async def add(client: httpx.AsyncClient, *bodies: dict[str, Any], **options: Any) -> list[str]:
@@ -222,7 +222,7 @@ async def test_tenants_share_nothing(tmp_path: Path) -> None:
         assert (told["entries"], told["tokens"]) == ([], 0)
         assert (await client.get(path)).status_code == 401
         assert (await client.get(path, headers=tea)).status_code == 200
-    made.service.knowledge.close()  # type: ignore[union-attr]
+    made.service.stage("knowledge").close()  # type: ignore[union-attr]
 
 
 def prompt_of(made: House) -> str:
@@ -301,7 +301,7 @@ async def test_who_does_not_ask_gets_the_prompt_of_before(client: httpx.AsyncCli
         small = chat("What is in orders_raw? " + "x" * 1900, max_tokens=60)
         assert (await other.post("/v1/chat/completions", json=small)).status_code == 200
         assert "[reference" not in prompt_of(always), "what does not fit is left out"
-    always.service.knowledge.close()  # type: ignore[union-attr]
+    always.service.stage("knowledge").close()  # type: ignore[union-attr]
 
 
 async def test_a_tools_result_gets_nothing_new(client: httpx.AsyncClient) -> None:
@@ -360,8 +360,8 @@ async def test_what_is_not_found_or_has_no_room_names_the_field(tmp_path: Path) 
             answer = await client.post(f"{ROUTE}{url}", json=body)
             error = error_of(answer)
             assert (answer.status_code, error["param"], error["code"]) == told
-    assert made.service.knowledge is not None
-    made.service.knowledge.close()
+    assert made.service.stage("knowledge") is not None
+    made.service.stage("knowledge").close()
 
 
 async def test_wishes_that_cannot_be_served_are_refused(client: httpx.AsyncClient, tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ async def test_a_thousand_malformed_bodies_are_no_internal_error(client: httpx.A
             error_of(answer)
     assert max(seen) < 500, seen
     assert seen[400] > 500
-    client.house.service.knowledge.store.check_integrity()  # type: ignore[attr-defined]
+    client.house.service.stage("knowledge").store.check_integrity()  # type: ignore[attr-defined]
 
 
 def test_a_front_door_without_it_imports_nothing_of_it() -> None:

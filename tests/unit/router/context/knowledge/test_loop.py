@@ -60,8 +60,8 @@ class Loop:
 
     @property
     def base(self) -> KnowledgeBase:
-        assert isinstance(self.house.service.knowledge, KnowledgeBase)
-        return self.house.service.knowledge
+        assert isinstance(self.house.service.stage("knowledge"), KnowledgeBase)
+        return self.house.service.stage("knowledge")
 
     async def ask(self, client: httpx.AsyncClient, question: str = QUESTION, **fields: Any) -> str:
         body = chat(question, **{"knowledge": {}, **fields})

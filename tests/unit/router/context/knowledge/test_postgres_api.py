@@ -40,8 +40,8 @@ def house(server: PostgresServer, keys: dict[str, str] | None = None, **knowledg
 
 def close(*made: House) -> None:
     for one in made:
-        assert one.service.knowledge is not None
-        one.service.knowledge.close()
+        assert one.service.stage("knowledge") is not None
+        one.service.stage("knowledge").close()
 
 
 async def test_what_one_front_door_writes_another_finds_for_the_same_tenant_only(
