@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from configs.atomic_file import atomic_write
 from configs.json_text import parse_json
@@ -43,6 +43,10 @@ CODE = (
     "engine/audit.py",
 )
 """What computes, in this package: another version of it is measured again."""
+_VALUES: TypeAdapter[dict[str, Any]] = TypeAdapter(
+    dict[str, Any], config=ConfigDict(ser_json_inf_nan="strings")
+)
+"""JSON knows no infinity; as a string it is a number again when it is read."""
 CODE_FILES = ("*.py", "*.cpp", "*.h")
 
 
@@ -108,7 +112,7 @@ class KeptMeasurements:
         self._values.setdefault("measured_unix_s", self._wall_clock())
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(self._path, TypeAdapter(dict[str, Any]).dump_json(self._values), durable=False)
+            atomic_write(self._path, _VALUES.dump_json(self._values), durable=False)
         except OSError as error:
             logger.warning("the measurements of this start could not be saved: %s", error)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from cache_tiers.pricing import fit_prefill
+from cache_tiers.pricing import TierPrice, fit_prefill
 from configs.sections import TierSettings
 from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas import kept_measurements
@@ -41,6 +41,16 @@ def test_the_next_start_measures_nothing(tmp_path: Path) -> None:
     assert measured(tmp_path / "new", wall, value=1.0) == 1.0
     assert measured(tmp_path / "new", wall, value=2.0) == 1.0
     assert measured(None, wall, value=3.0) == 3.0
+
+
+def test_a_price_of_loads_of_any_size_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is proved for infinitely many bytes, which JSON has no number for."""
+    price, kind = TierPrice(0.001, 5e9), TypeAdapter(TierPrice | None)
+    for measures in (lambda: price, lambda: None):
+        kept = KeptMeasurements(tmp_path, DAY_S, wall_clock=Clock(1.7e9))
+        assert kept.get("swap", kind, measures, None) == price
+        kept.save()
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("passed_s", [DAY_S, 30 * DAY_S, -1.0], ids=["a day", "a month", "a clock set back"])
