@@ -44,7 +44,8 @@ class Section(BaseModel):
     @classmethod
     def fixed(cls) -> dict[str, Any]:
         """Return the constants that were settings, by name."""
-        return {name: getattr(cls, name) for name in cls.__class_vars__ if name.islower() and name[0] != "_"}
+        names = sorted(name for name in cls.__class_vars__ if name.islower() and name[0] != "_")
+        return {name: getattr(cls, name) for name in names}
 
 
 PolicyName = Literal["lru", "t-lru", "ttl", "type-km", "learned"]
