@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_tiers.blocks.keys import KEY_BYTES
-from cache_tiers.blocks.tiers import CPU, NVME, S3, TIERS, TierName
+from cache_tiers.blocks.tiers import CPU, NVME, PLACED, S3, TIERS, TierName
 
 TAG_BYTES = 16
 """Length of a tenant's or session's tag: a truncated HMAC under the server's secret."""
@@ -80,7 +80,7 @@ class Placement:
     `first`: written at once; `write_behind`: copied when the mover has time; nothing is ever
     stored below `lowest`. These are of `PLACED`; a tier between them gets its blocks from above. An extent
     used within `min_ttl_s` is evicted after those that were not; one not used for `ttl_s` is forgotten in
-    every tier.
+    every tier. Raises `ValueError` for a tier that is none of them: requests come from other processes.
     """
 
     first: TierName = CPU.name
@@ -88,6 +88,11 @@ class Placement:
     lowest: TierName = S3.name
     min_ttl_s: float = 1800.0
     ttl_s: float = 86400.0
+
+    def __post_init__(self) -> None:
+        for tier in (self.first, *self.write_behind, self.lowest):
+            if tier not in PLACED:
+                raise ValueError(f"{tier!r} is none of {', '.join(PLACED)}")
 
     def allows(self, tier: TierName) -> bool:
         return TIERS.index(tier) <= TIERS.index(self.lowest)

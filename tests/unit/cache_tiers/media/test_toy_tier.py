@@ -202,8 +202,8 @@ def test_nothing_goes_where_its_placement_does_not_allow(tmp_path: Path) -> None
 def test_records_do_not_name_it(tmp_path: Path) -> None:
     """So that a process without it can read them, and the numbers of the others stay."""
     TIERS.take_up(settings_of(tmp_path, after="cpu").more)
-    with pytest.raises(ValueError, match="not in"):
-        sample(1, placement=Placement("archive", (), "s3"))
+    with pytest.raises(ValueError, match="is none of cpu, nvme, s3"):
+        Placement("archive", (), "s3")
     placed = Placement("nvme", ("cpu", "s3"), "s3")
     assert decode_header(sample(1, placement=placed).record).placement == replace(
         placed, write_behind=("cpu", "s3")
