@@ -17,11 +17,10 @@ from cache_tiers.media import Deadline
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
 from configs.sections import GIB, TierSettings
+from replicas.kv.registered import OBJECT_STORE
 from replicas.offload import TierAccess, WorkerPools
 
 SHARED = Path("/dev/shm")
-STORE = "plasma"
-"""As the file of Ray's object store is called: so it is registered ahead, too."""
 ALIGN = 64
 """As Ray's object store aligns what it holds."""
 
@@ -62,7 +61,8 @@ def mapped(nbytes: int) -> Bytes:
     """Return populated memory, u8 `[nbytes]`: of /dev/shm where there is room, else this process's own."""
     room = os.statvfs(SHARED) if SHARED.is_dir() else None
     if room is not None and room.f_bavail * room.f_frsize > nbytes + GIB:
-        with tempfile.NamedTemporaryFile(dir=SHARED, prefix=STORE) as file:
+        # As the file of Ray's object store is called: so it is registered ahead, too.
+        with tempfile.NamedTemporaryFile(dir=SHARED, prefix=Path(OBJECT_STORE).name) as file:
             file.truncate(nbytes)
             memory = mmap.mmap(file.fileno(), nbytes)
     else:

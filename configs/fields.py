@@ -75,24 +75,30 @@ def setting_fields(model: type[BaseModel] = Settings) -> dict[str, SettingField]
 
 def former_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, str]:
     """Return the key of every renamed setting by its former key; see `Section.FORMER`."""
-    renamed = model.FORMER if issubclass(model, Section) else {}
-    found = {prefix + former: prefix + name for former, name in renamed.items()}
-    for name, info in model.model_fields.items():
-        section = info.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            found |= former_keys(section, f"{prefix}{name}.")
-    return found
+    return {
+        f"{at}{former}": f"{at}{name}"
+        for at, section in _sections(model, prefix)
+        for former, name in section.FORMER.items()
+    }
 
 
 def fixed_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, Any]:
     """Return the values of what was a setting and is a constant, by dotted key; see `Section`."""
-    fixed = model.fixed() if issubclass(model, Section) else {}
-    found = {prefix + name: value for name, value in fixed.items()}
+    return {
+        f"{at}{name}": value
+        for at, section in _sections(model, prefix)
+        for name, value in section.fixed().items()
+    }
+
+
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    """Yield the sections below a model, itself included, each with what its keys begin with."""
+    if issubclass(model, Section):
+        yield prefix, model
     for name, info in model.model_fields.items():
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            found |= fixed_keys(section, f"{prefix}{name}.")
-    return found
+            yield from _sections(section, f"{prefix}{name}.")
 
 
 def section_keys(model: type[BaseModel] = Settings) -> set[str]:

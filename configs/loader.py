@@ -143,13 +143,9 @@ def _warn_of_former_names(layer: Layer) -> None:
             logger.warning("%s", Problem(former, entry.origin, message, f"Write {name}"))
 
 
-def _is_fixed(key: str, name: str, origin: str) -> bool:
-    """Return whether a key was a setting and is a constant now, and say so."""
-    fixed = fixed_keys()
-    if key in fixed:
-        message = f"this is no setting any more, and always {fixed[key]}; the value is not used"
-        logger.warning("%s", Problem(name, origin, message, "Leave it out"))
-    return key in fixed
+def _warn_of_fixed(name: str, origin: str, value: object) -> None:
+    message = f"this is no setting any more, and always {value}; the value is not used"
+    logger.warning("%s", Problem(name, origin, message, "Leave it out"))
 
 
 def preset_names() -> list[str]:
@@ -188,8 +184,8 @@ def read_file(config: Path | str, problems: list[Problem]) -> Layer:
 
 def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
     """Return the entries of all `SAMOVAR_<SECTION>__<KEY>` variables; an unknown name is a problem."""
-    known, former = setting_fields(), former_keys()
-    by_name = {env_name(key): key for key in (*former, *known, *fixed_keys())}
+    known, former, fixed = setting_fields(), former_keys(), fixed_keys()
+    by_name = {env_name(key): key for key in (*former, *known, *fixed)}
     layer: Layer = {}
     for name in sorted(env):
         if not name.startswith(ENV_PREFIX) or name in ENV_KNOWN_NAMES or name.startswith(ENV_KNOWN_PREFIXES):
@@ -200,7 +196,8 @@ def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
             problems.append(Problem(name, "the environment", "there is no such setting", fix))
             continue
         key, origin = former.get(given, given), f"variable {name}"
-        if _is_fixed(key, name, "the environment"):
+        if key in fixed:
+            _warn_of_fixed(name, "the environment", fixed[key])
             continue
         if (value := _parse(known[key], env[name], origin, problems)) is not _BAD:
             renamed = None if key == given else (name, env_name(key))
@@ -210,13 +207,14 @@ def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
 
 def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
     """Return the entries of `--section.key value` and `--section.key=value`; the last of several wins."""
-    known, former = setting_fields(), former_keys()
+    known, former, fixed = setting_fields(), former_keys(), fixed_keys()
     layer: Layer = {}
     for name, text in _flag_pairs(flags, problems):
         given = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_")
         key = former.get(given, given)
         field = known.get(key)
-        if _is_fixed(key, name, "the command line"):
+        if key in fixed:
+            _warn_of_fixed(name, "the command line", fixed[key])
             continue
         if field is None:
             guess = did_you_mean(key, known)
@@ -307,12 +305,13 @@ def _walk_tree(
     layer: Layer,
     problems: list[Problem],
 ) -> None:
-    known, sections, former = setting_fields(), section_keys(), former_keys()
+    known, sections, former, fixed = setting_fields(), section_keys(), former_keys(), fixed_keys()
     for name, value in tree.items():
         given = f"{prefix}{name}"
         origin = f"{place}, line {lines[given]}" if given in lines else place
         key = former.get(given, given)
-        if _is_fixed(key, given, origin):
+        if key in fixed:
+            _warn_of_fixed(given, origin, fixed[key])
             continue
         if key in known:
             renamed = None if key == given else (given, key)

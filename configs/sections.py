@@ -250,6 +250,9 @@ class S3TierSettings(Section):
         return self
 
 
+TIER_NAME = "[a-z][a-z0-9_]{0,31}"
+
+
 class FurtherTierSettings(Section):
     """A tier on a medium of your own: one node's, kept over restarts. Off without `medium`."""
 
@@ -258,7 +261,7 @@ class FurtherTierSettings(Section):
         description="`package.module:function` that makes the tier of its name, bytes_max and options; it "
         "must be importable on every node; empty = this tier is off",
     )
-    name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")] = Field(
+    name: Annotated[str, StringConstraints(pattern=f"^{TIER_NAME}$")] = Field(
         "more", description="what receipts, metrics and the API call it"
     )
     after: Literal["cpu", "nvme"] = Field("nvme", description="tier whose blocks are demoted to it")

@@ -34,6 +34,7 @@ from cache_tiers.directory import ClearSet, Directory, Eviction, Reach
 from cache_tiers.media import GuardedTier, Syscalls
 from configs.atomic_file import atomic_write
 from configs.json_text import parse_json
+from configs.sections import TIER_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -265,14 +266,11 @@ class PendingDeletes:
         """Yield the rows but those of a tier that may have a name, and is not among this process' tiers."""
         for row in rows:
             name = row[0] if isinstance(row, list) and row else None
-            waits = isinstance(name, str) and TIER_NAME.fullmatch(name) and name not in TIERS
+            waits = isinstance(name, str) and re.fullmatch(TIER_NAME, name) and name not in TIERS
             if waits and len(self._elsewhere[kind]) < self._deletes_max:
                 self._elsewhere[kind].append(row)
             else:
                 yield row
-
-
-TIER_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 def _row(row: Any, length: int) -> list[Any]:
@@ -324,8 +322,8 @@ class NodeState:
         self.work = threading.Condition(self.lock)
         """Notified when a worker of `NodeStores` may have something to do."""
         self.fetches = 0
-        self.fetched_s = -math.inf  # when the latest fetch ended
         """Loads of replicas in flight: as long as there are any, no guess is begun."""
+        self.fetched_s = -math.inf  # when the latest fetch ended
         self._save_lock = threading.Lock()
         self.stores: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()

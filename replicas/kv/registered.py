@@ -247,14 +247,14 @@ class RegisteredMemory:
             return self._shared.setdefault(mapping.start, _Known(mapping))
 
     def _register_behind(self, known: _Known) -> None:
-        chunks = deque(self._chunks(known.mapping, known.mapping.start, known.mapping.end))
+        chunks = self._chunks(known.mapping, known.mapping.start, known.mapping.end)
+        left = iter(chunks)  # which the threads share, so that each takes another one
 
         def register() -> None:
             try:
-                while chunks and not self._is_closed and self._ensure(known, chunks.popleft()):
-                    pass
-            except IndexError:
-                logger.debug("another thread took the last chunk")
+                for chunk in left:
+                    if self._is_closed or not self._ensure(known, chunk):
+                        return
             finally:
                 self._count_behind(-1)
 
