@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -128,12 +127,13 @@ class CallExecutor:
 
     def __init__(self, threads: int, name: str) -> None:
         self._name = name
-        self._idle_max = threads
+        self._threads_max = threads
         self._slots = threading.Semaphore(threads)
-        self._lock = threading.Lock()
-        self._idle = 0  # waiting threads for which no job is queued
+        # No `SimpleQueue`: where several threads wait, its `get` with a timeout may never end (CPython 3.11).
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._waiting = 0  # threads without a job, those just started among them
         self._is_closed = False
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def submit(
         self, job: Callable[[], T], deadline: Deadline, admit: Callable[[], None] | None = None
@@ -148,14 +148,14 @@ class CallExecutor:
         try:
             if admit is not None:
                 admit()
-            with self._lock:
+            with self._changed:
                 if self._is_closed:
                     raise TierError(f"{self._name}: closed")
-                if self._idle:
-                    self._idle -= 1
-                else:
+                if self._waiting == len(self._jobs):
                     threading.Thread(target=self._work, name=self._name, daemon=True).start()
-                self._jobs.put(partial(self._run, job, future))
+                    self._waiting += 1
+                self._jobs.append(partial(self._run, job, future))
+                self._changed.notify()
         except RuntimeError as error:  # the process may be out of threads
             self._slots.release()
             raise TierError(f"{self._name}: {error}") from error
@@ -175,25 +175,25 @@ class CallExecutor:
 
     def close(self) -> None:
         """Refuse new calls; does not wait for those in flight, which end on their own. Idempotent."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
-            try:
-                run = self._jobs.get(timeout=IDLE_S)
-            except queue.Empty:
-                with self._lock:
-                    if not self._idle:
-                        continue  # a job has just been queued
-                    self._idle -= 1
+            with self._changed:
+                if not self._jobs and not self._is_closed:
+                    self._changed.wait(IDLE_S)
+                self._waiting -= 1
+                if not self._jobs:
                     return
+                run = self._jobs.popleft()
             run()
             del run  # it holds the call's result
-            with self._lock:
-                if self._is_closed or self._idle == self._idle_max:
+            with self._changed:
+                if self._waiting == self._threads_max:
                     return
-                self._idle += 1
+                self._waiting += 1
 
     def _run(self, job: Callable[[], T], future: Future[T]) -> None:
         try:

@@ -36,7 +36,6 @@ REASONS = {
     "cache_tiers/sessions/actor.py SessionActor.__init__": OWN,
     "cache_tiers/actors/tier.py TierActor.__init__": OWN,
     "cache_tiers/forecast/learner.py TurnLearner.start": OWN,
-    "cache_tiers/media/guard.py CallExecutor.__init__": TIERS,
     "cache_tiers/media/guard.py CallExecutor.submit": TIERS,
     "cache_tiers/node/clears.py NodeClears.go_on": OWN,
     "cache_tiers/node/drain.py _Run.carry_out": "a node that leaves: extents by their worth",

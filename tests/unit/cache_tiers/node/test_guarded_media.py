@@ -158,14 +158,32 @@ def test_threads_are_used_again(executor: CallExecutor) -> None:
     assert len(seen) <= 2
 
 
-def test_idle_threads_end_and_lose_no_call(executor: CallExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_tiers.media.guard.IDLE_S", 0.001)
-    with ThreadPoolExecutor(4) as callers:
-        assert list(callers.map(lambda n: run(executor, lambda: n), range(500))) == list(range(500))
-    ends_s = time.monotonic() + 60  # those of the tests before end after the real `IDLE_S`
+def wait_for_threads_to_end() -> None:
+    ends_s = time.monotonic() + 60
     while threads_of_test():
-        assert time.monotonic() < ends_s
+        assert time.monotonic() < ends_s, "a thread waits for ever"
         time.sleep(0.001)  # they need the interpreter to end
+
+
+def test_idle_threads_end_and_lose_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_tiers.media.guard.IDLE_S", 0.001)
+    executor, switch_s = CallExecutor(8, "calls-test"), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # orders of steps that a loaded machine has
+    try:
+        with ThreadPoolExecutor(8) as callers:
+            for _ in range(30):
+                assert list(callers.map(lambda n: run(executor, lambda: n), range(100))) == list(range(100))
+                wait_for_threads_to_end()
+    finally:
+        sys.setswitchinterval(switch_s)
+        executor.close()
+
+
+def test_a_closed_executor_ends_its_idle_threads(executor: CallExecutor) -> None:
+    futures = [executor.submit(partial(time.sleep, 0.01), Deadline(10)) for _ in range(2)]
+    executor.close()
+    wait_for_threads_to_end()
+    assert all(future.done() for future in futures)
 
 
 def test_f08_who_waits_gives_up_and_no_thread_is_added(executor: CallExecutor) -> None:
