@@ -60,7 +60,8 @@ class SqliteFile:
         self._busy_s = busy_s
         self._local = threading.local()
         self._lock = threading.Lock()  # of the list of connections
-        self._connections: list[sqlite3.Connection] = []
+        # Each with a lock that its thread holds while it uses it: closed in use, SQLite may crash.
+        self._connections: list[tuple[sqlite3.Connection, threading.RLock]] = []
         self._opening = threading.Lock()
         self._is_open = False
         try:
@@ -97,7 +98,7 @@ class SqliteFile:
                     db.execute(statement)
             db.execute(f"PRAGMA user_version = {form}")
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self) -> tuple[sqlite3.Connection, threading.RLock]:
         # mode=rw: a file that is gone must not come back empty, and for everyone to read.
         made = sqlite3.connect(
             str(IN_MEMORY) if self.path == IN_MEMORY else f"{self.path.absolute().as_uri()}?mode=rw",
@@ -114,23 +115,32 @@ class SqliteFile:
         except BaseException:
             made.close()
             raise
-        self._local.db = made
+        self._local.own = own = (made, threading.RLock())
         with self._lock:
-            self._connections.append(made)
-        return made
+            self._connections.append(own)
+        return own
 
     @property
     def db(self) -> sqlite3.Connection:
-        """This thread's connection. Raises `KnowledgeError`."""
-        found: sqlite3.Connection | None = getattr(self._local, "db", None)
+        """This thread's connection, for a file that nobody closes meanwhile. Raises `KnowledgeError`."""
+        return self._own()[0]
+
+    def _own(self) -> tuple[sqlite3.Connection, threading.RLock]:
+        found: tuple[sqlite3.Connection, threading.RLock] | None = getattr(self._local, "own", None)
         if found is not None:
             return found
         if not self._is_open:
             self._open()
         try:
-            return getattr(self._local, "db", None) or self._connect()
+            return getattr(self._local, "own", None) or self._connect()
         except sqlite3.Error as error:
             raise KnowledgeError(f"the knowledge base {self.path} cannot be opened: {error}") from None
+
+    @contextmanager
+    def _using(self) -> Iterator[sqlite3.Connection]:
+        db, in_use = self._own()
+        with in_use:
+            yield db
 
     @property
     def is_writing(self) -> bool:
@@ -143,11 +153,11 @@ class SqliteFile:
 
         Raises `StoreBusy` if another writer does not finish in time.
         """
-        db = self.db
-        if self.is_writing:
-            with self._part(db):
-                yield db
-            return
+        with self._using() as db, self._part(db) if self.is_writing else self._whole(db):
+            yield db
+
+    @contextmanager
+    def _whole(self, db: sqlite3.Connection) -> Iterator[None]:
         try:
             db.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
@@ -156,7 +166,7 @@ class SqliteFile:
             raise KnowledgeError(f"the knowledge base could not be written: {error}") from None
         self._local.is_writing = True
         try:
-            yield db
+            yield
             db.execute("COMMIT")
         except BaseException as error:
             with suppress(sqlite3.Error):
@@ -183,7 +193,8 @@ class SqliteFile:
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Give the connection, and raise `KnowledgeError` for what SQLite raises."""
         try:
-            yield self.db
+            with self._using() as db:
+                yield db
         except sqlite3.Error as error:
             raise KnowledgeError(f"the knowledge base could not be read: {error}") from None
 
@@ -194,7 +205,8 @@ class SqliteFile:
         Raises `KnowledgeError` if the disk is full, or fails.
         """
         try:
-            (busy, _, _) = self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            with self._using() as db:
+                (busy, _, _) = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.Error as error:
             message = (
                 f"it is deleted, and the log that holds its bytes cannot be emptied: {error}. Delete it again"
@@ -209,8 +221,8 @@ class SqliteFile:
         """Copy all into a new file while it is in use. Raises `KnowledgeError` if `target` exists."""
         try:
             os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            with closing(sqlite3.connect(target)) as copy:
-                self.db.backup(copy)
+            with closing(sqlite3.connect(target)) as copy, self._using() as db:
+                db.backup(copy)
                 copy.execute("PRAGMA journal_mode=DELETE")
         except (OSError, sqlite3.Error) as error:
             raise KnowledgeError(f"the backup {target} could not be written: {error}") from None
@@ -226,18 +238,20 @@ class SqliteFile:
                 form = len(self._schemas)
                 if not 1 <= found <= form or answer != "ok":
                     raise KnowledgeError(f"{source} is no whole backup of format {form} or before")
-                copy.backup(self.db)
+                with self._using() as db:
+                    copy.backup(db)
             self._prepare()
         except sqlite3.Error as error:
             raise KnowledgeError(f"the backup {source} could not be restored: {error}") from None
 
     def close(self) -> None:
-        """Close the connections of all threads."""
+        """Close the connections of all threads, each when what its thread does in it is over."""
         with self._lock:
-            for connection in self._connections:
-                connection.close()
-            self._connections.clear()
+            left, self._connections = self._connections, []
         self._local = threading.local()
+        for connection, in_use in left:
+            with in_use:
+                connection.close()
 
 
 class SqliteTables:

@@ -469,3 +469,40 @@ def test_what_no_text_holds_is_looked_up_and_not_found(desk: Desk, strange: str)
     assert store.records.erase("tea", ids=[strange]) == 0
     assert len(store.records.find("tea", "log")) == 1
     assert (store.heads(strange), store.state(strange)) == ([], 0), "a tenant of that name"
+
+
+CLOSER = """
+import sys, threading, time
+from pathlib import Path
+from router.context.knowledge import KnowledgeError
+from router.context.knowledge.sqlite_file import SqliteFile
+
+file, over = SqliteFile(Path(sys.argv[1]), ["CREATE TABLE numbers(n INTEGER)"], 0.05), threading.Event()
+
+def work():
+    while not over.is_set():
+        try:
+            with file.transaction() as db:
+                db.execute("INSERT INTO numbers VALUES(1)")
+            with file.reading() as db:
+                db.execute("SELECT count(*) FROM numbers").fetchone()
+        except KnowledgeError:
+            pass
+
+threads = [threading.Thread(target=work) for _ in range(4)]
+for one in threads:
+    one.start()
+for _ in range(20):
+    file.close()
+    time.sleep(0.01)
+over.set()
+for one in threads:
+    one.join()
+"""
+
+
+def test_a_file_is_closed_while_others_use_it_and_nothing_crashes(tmp_path: Path) -> None:
+    """In a process of its own, which SQLite ended with SIGSEGV when a connection was closed in use."""
+    command = [sys.executable, "-W", "error", "-c", CLOSER, str(tmp_path / "numbers.db")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
