@@ -1,0 +1,340 @@
+"""The door: a Unix socket by which engines of any kind use a node's tiers.
+
+A connection makes one call at a time, on a thread of its own; a client opens a few, so that its lookups do
+not wait behind its loads. All clients are processes of users that may come in, which the kernel tells; what
+they say is checked all the same. Bytes go as sealed memory files: a load of what main memory holds is a map
+of the record, a store brings its record along and leaves nothing behind if its client dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cache_tiers.blocks import BadRecord, Bytes, Record, TierError, decode_header
+from cache_tiers.blocks.record import READABLE
+from cache_tiers.door.messages import CALLS, Found, Hello, Offer, Reports, Welcome
+from cache_tiers.door.wire import (
+    PROTOCOL,
+    BadMessage,
+    DoorError,
+    close_all,
+    decoded,
+    receive,
+    send,
+)
+from cache_tiers.media.shared import SharedRecord, shared
+from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, StoreRequest
+from cache_tiers.node import TierNode
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 512
+CONNECTIONS_PER_PROCESS_MAX = 16
+FRAME_S = 10.0
+"""A frame that has begun is whole by then, and an answer taken, or the connection is closed."""
+WAITING_BYTES_MAX = 2 * 1024**3
+"""Records that clients have brought and no tier has taken yet."""
+PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+class BroughtRecords:
+    """Records that came with one call, until the node has stored or dropped them."""
+
+    def __init__(self, records: list[SharedRecord]) -> None:
+        self.records = records
+
+
+def call_brought(source: object, ticket: int) -> Record:
+    """Return the record that an offer brought along. See `CallFor`. Raises `TierError`."""
+    if not isinstance(source, BroughtRecords) or not 0 <= ticket < len(source.records):
+        raise TierError("the offer brought no such record")
+    record = source.records[ticket]
+    return Record(record.data, owned=record)
+
+
+@dataclass(frozen=True, slots=True)
+class DoorStats:
+    """`connections`: open now; `waiting_bytes`: brought and not stored yet; `refused`: by reason."""
+
+    connections: int
+    waiting_bytes: int
+    refused: dict[str, int]
+
+
+class TierDoor:
+    """Serves a node's tiers on a Unix socket.
+
+    `path`: in a directory that only this user can enter, which is made if it is not there. `uids`: whose
+    processes may come in, besides this user's and root's. `data_of`: bytes of what a tier hands out by
+    reference, where that is no `SharedRecord`. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        node: TierNode,
+        path: Path,
+        *,
+        uids: frozenset[int] = frozenset(),
+        data_of: Callable[[object], Bytes] | None = None,
+        load_s_max: float = 30.0,
+    ) -> None:
+        """Listen. Raises `OSError` if the socket cannot be made, or another process listens there."""
+        self._node = node
+        self.path = path
+        self._uids = uids | {0, os.getuid()}
+        self._data_of = data_of
+        self._load_s_max = load_s_max
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, int] = {}  # -> pid
+        self._waiting_bytes = 0
+        self._freed: deque[int] = deque()
+        self._refused: Counter[str] = Counter()
+        self._is_closed = False
+        self._listener = _listen(path)
+        threading.Thread(target=self._accept, name="tiers-door", daemon=True).start()
+
+    @property
+    def stats(self) -> DoorStats:
+        with self._lock:
+            return DoorStats(len(self._open), self._waiting(), dict(self._refused))
+
+    def close(self) -> None:
+        """End all connections and remove the socket. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            left = list(self._open)
+        self.path.unlink(missing_ok=True)
+        for sock in (self._listener, *left):
+            _shut(sock)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if self._is_closed:
+                    self._listener.close()
+                    return
+                logger.warning("a client could not be let in: %s", error)  # out of file descriptors
+                threading.Event().wait(0.1)
+                continue
+            if (why := self._why_not(sock)) or not self._begin(sock):
+                logger.warning("a client is sent away: %s", why or "no thread for it")
+                with self._lock:
+                    self._refused[why or "threads"] += 1
+                    self._open.pop(sock, None)
+                sock.close()
+
+    def _why_not(self, sock: socket.socket) -> str:
+        pid, uid, _ = PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+        if uid not in self._uids:
+            return "foreign user"
+        with self._lock:
+            if self._is_closed:
+                return "closed"
+            if len(self._open) >= CONNECTIONS_MAX:
+                return "connections"
+            if sum(one == pid for one in self._open.values()) >= CONNECTIONS_PER_PROCESS_MAX:
+                return "connections of a process"
+            self._open[sock] = pid
+        return ""
+
+    def _begin(self, sock: socket.socket) -> bool:
+        try:
+            threading.Thread(target=self._serve, args=(sock,), name="tiers-client", daemon=True).start()
+        except RuntimeError:
+            return False
+        return True
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            self._greet(sock)
+            while True:
+                self._call(sock)
+        except DoorError as error:
+            logger.debug("a client has left: %s", error)
+        except Exception:  # of our own: it costs this connection
+            logger.exception("a client's call failed")
+        finally:
+            with self._lock:
+                self._open.pop(sock, None)
+            sock.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        sock.settimeout(FRAME_S)
+        data, fds = receive(sock)
+        close_all(fds)
+        method, args = _call_of(data)
+        hello = decoded(Hello, args) if method == "hello" else None
+        if hello is None or hello.protocol != PROTOCOL:
+            spoken = "no hello" if hello is None else f"protocol {hello.protocol}"
+            send(sock, [False, f"this door speaks protocol {PROTOCOL}, the client {spoken}: use one release"])
+            raise DoorError(spoken)
+        send(sock, [True, Welcome(PROTOCOL, self._node.incarnation, READABLE)])
+
+    def _call(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        data, fds = receive(sock, lambda: sock.settimeout(FRAME_S))
+        try:
+            method, args = _call_of(data)
+            said, held = self._answered(method, args, fds)
+        except (BadMessage, ValueError, BadRecord) as error:
+            said, held = [False, str(error)[:500]], None
+        finally:
+            close_all(fds)  # those that were taken over are gone from the list
+        sock.settimeout(FRAME_S)
+        send(sock, said, () if held is None else (held.fd,))
+
+    def _answered(self, method: str, args: Any, fds: list[int]) -> tuple[list[Any], SharedRecord | None]:
+        if method not in CALLS or method == "hello":
+            raise BadMessage(f"there is no call {method!r}"[:100])
+        given = decoded(CALLS[method][0], args)
+        if method == "fetch":
+            return self._fetch(given)
+        return [True, self._plain(method, given, fds)], None
+
+    def _plain(self, method: str, given: Any, fds: list[int]) -> Any:
+        node = self._node
+        match method:
+            case "lookup":
+                return node.lookup(self._bounded(given))
+            case "offer":
+                return self._offer(given, fds)
+            case "report":
+                reports: Reports = given
+                return node.report(list(reports.bad), list(reports.loads))
+            case "turn_over":
+                node.turn_over(given)
+                return None
+            case "clear":
+                return node.clear(given)
+            case "stats":
+                return node.stats()
+            case _:
+                return node.ping()
+
+    def _bounded(self, lookup: Lookup) -> Lookup:
+        return replace(lookup, wait_s=min(max(lookup.wait_s, 0.0), self._load_s_max))
+
+    def _fetch(self, fetch: Fetch) -> tuple[list[Any], SharedRecord | None]:
+        deadline_s = min(max(fetch.deadline_s, 0.0), self._load_s_max)
+        reply = self._node.fetch(replace(fetch, deadline_s=deadline_s))
+        try:
+            if isinstance(reply, Fetched):
+                held = self._shared(reply)
+                return [True, Found(reply.first, reply.tier, held.nbytes)], held
+            failed = reply
+        except TierError as error:
+            failed = FetchFailed("error", str(error))
+        return [True, Found(0, None, 0, failed)], None
+
+    def _shared(self, reply: Fetched) -> SharedRecord:
+        """Return what was fetched as a memory file. Raises `TierError`."""
+        if reply.data is not None:
+            return shared(reply.data)
+        (ref,) = reply.ref
+        if isinstance(ref, SharedRecord):
+            return ref
+        if self._data_of is None:
+            raise TierError("what this node holds cannot be handed out")
+        return shared(self._data_of(ref))
+
+    def _offer(self, offers: tuple[Offer, ...], fds: list[int]) -> tuple[str, ...]:
+        if len(offers) != len(fds):
+            raise BadMessage(f"{len(offers)} offers with {len(fds)} files")
+        outcomes = ["refused:busy"] * len(offers)
+        requests: dict[int, StoreRequest] = {}
+        brought = BroughtRecords([])
+        for number, offer in enumerate(offers):
+            fd = fds.pop(0)
+            if not self._reserve(brought, offer.nbytes):
+                close_all([fd])
+                continue
+            try:
+                record = SharedRecord(fd, offer.nbytes)
+                header = decode_header(record.data)
+            except BadRecord as error:
+                outcomes[number] = f"refused:{error.kind}"
+            except TierError as error:
+                raise BadMessage(str(error)) from error
+            else:
+                ticket = len(brought.records)
+                brought.records.append(record)
+                requests[number] = StoreRequest(
+                    ticket,
+                    header,
+                    offer.nbytes,
+                    offer.incarnation,
+                    offer.clear_seq,
+                    max(offer.recompute_s, 0.0),
+                )
+        replied = self._node.offer(list(requests.values()), brought).outcomes
+        for number, outcome in zip(requests, replied, strict=True):
+            outcomes[number] = outcome
+        return tuple(outcomes)
+
+    def _reserve(self, brought: BroughtRecords, nbytes: int) -> bool:
+        with self._lock:
+            if nbytes < 0 or self._waiting() + nbytes > WAITING_BYTES_MAX:
+                return False
+            self._waiting_bytes += nbytes
+        # Into a queue: it may run within any line of this thread, those that hold the lock among them.
+        weakref.finalize(brought, self._freed.append, nbytes).atexit = False
+        return True
+
+    def _waiting(self) -> int:
+        """Return the bytes that are waiting now; under the lock."""
+        while self._freed:
+            self._waiting_bytes -= self._freed.popleft()
+        return self._waiting_bytes
+
+
+def _call_of(data: Any) -> tuple[str, Any]:
+    if not (type(data) is list and len(data) == 2 and type(data[0]) is str):
+        raise DoorError("no call")
+    return data[0], data[1]
+
+
+def _listen(path: Path) -> socket.socket:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.parent.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise PermissionError(f"others may put a socket into {path.parent}: give a directory of your own")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                try:
+                    probe.connect(str(path))
+                except (ConnectionRefusedError, FileNotFoundError):
+                    path.unlink(missing_ok=True)  # left by one that was killed
+                else:
+                    raise FileExistsError(f"another node listens at {path}")
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+    except OSError:
+        sock.close()  # not connected any more
