@@ -1,5 +1,6 @@
 """A node's tiers without Ray: lookup, store, load, transfer, scan, clear, drain, peers."""
 
+from cache_tiers.node.build import KillPoint, build_link, build_tiers, count_start
 from cache_tiers.node.drain import (
     HEAD_RESOURCE,
     DrainNotice,
@@ -17,6 +18,7 @@ from cache_tiers.node.state import put_aside
 __all__ = [
     "HEAD_RESOURCE",
     "DrainNotice",
+    "KillPoint",
     "NodeIdentity",
     "NodeLeave",
     "NodeMedia",
@@ -25,6 +27,9 @@ __all__ = [
     "NodeSessions",
     "PeerExports",
     "TierNode",
+    "build_link",
+    "build_tiers",
+    "count_start",
     "has_refuge",
     "inhabited",
     "is_worth_another",

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError
 
 from cache_tiers.actors.staging import StagingBuffer, open_outbox
-from cache_tiers.actors.tier import actor_name, build_tiers, tier_actor
+from cache_tiers.actors.tier import actor_name, tier_actor
 from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
 from cache_tiers.blocks.layer_sums import SumsSetup
@@ -23,6 +23,7 @@ from cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, Ti
 from cache_tiers.media.memory import ObjectStoreTier
 from cache_tiers.media.tier import Deadline
 from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, StoreRequest
+from cache_tiers.node.build import build_tiers
 from configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
 from configs.settings import Settings
 from tests.support.nodes.node_harness import SESSION, TENANT, Sample, sample

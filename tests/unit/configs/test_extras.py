@@ -13,8 +13,8 @@ import pytest
 from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
-from cache_tiers.actors.tier import build_tiers
 from cache_tiers.media import NvmeTier
+from cache_tiers.node.build import build_tiers
 from cluster.cli.main import app
 from cluster.plan.plan import PlanAsk, check
 from cluster.plan.runs import PlanRefused

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from cache_tiers.actors.tier import count_start
+from cache_tiers.node.build import count_start
 from cache_tiers.node.state import PendingDeletes
 from cluster.cli.main import app
 from configs.fields import merged, public_tree, secret_tree

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cache_tiers.actors.tier import PENDING_FILE, build_tiers
 from cache_tiers.blocks import (
     TIERS,
     Address,
@@ -34,6 +33,7 @@ from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Deadline, Scanned, Tier
 from cache_tiers.node import NodeMedia
+from cache_tiers.node.build import PENDING_FILE, build_tiers
 from configs.json_text import parse_json
 from configs.sections import FaultSettings, TierSettings
 from replicas.messages import sources

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers.actors.tier import count_start
 from cache_tiers.blocks.extent import Clear
+from cache_tiers.node.build import count_start
 from cache_tiers.node.state import PendingDeletes, put_aside
 from configs.json_text import TooDeep, parse_json
 from tests.support.nodes.node_harness import TENANT, bench, nvme, sample

@@ -1,0 +1,103 @@
+"""What the scheduler's half of the connector hands to the worker's half, and how either is set up. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cache_tiers.messages import BlockRange
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """`kv_connector_extra_config`, checked.
+
+    `socket`: the node's door. `tenant`: whose blocks these are, for quotas and clears. `trusts_clients`: the
+    `tenant` and `session` in a request's `kv_transfer_params` are believed. `lookup_s_max`: a request waits
+    so long for an answer of the tiers, `load_s_max` for its blocks. `secret`: of the tags.
+    """
+
+    socket: Path
+    tenant: str = "vllm"
+    trusts_clients: bool = False
+    lookup_s_max: float = 0.25
+    load_s_max: float = 10.0
+    secret: str = ""
+
+    @staticmethod
+    def of(extra: Mapping[str, Any]) -> ConnectorOptions:
+        """Return the options. Raises `ValueError` naming the key, its value and the fix."""
+        known = {"socket": str, "tenant": str, "trusts_clients": bool, "secret": str}
+        numbers = ("lookup_s_max", "load_s_max")
+        for key, value in extra.items():
+            if key in numbers:
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 600:
+                    raise ValueError(
+                        f"kv_connector_extra_config.{key} is {value!r}: seconds, above 0 up to 600"
+                    )
+            elif key not in known:
+                names = ", ".join((*known, *numbers))
+                raise ValueError(f"kv_connector_extra_config.{key} is not known; there are {names}")
+            elif not isinstance(value, known[key]):
+                raise ValueError(
+                    f"kv_connector_extra_config.{key} is {value!r}: give a {known[key].__name__}"
+                )
+        if not extra.get("socket"):
+            raise ValueError(
+                "kv_connector_extra_config.socket is missing: the path that `samovar tiers --socket PATH` serves"
+            )
+        return ConnectorOptions(**{**extra, "socket": Path(extra["socket"]).expanduser()})
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """What the bytes of a page mean: of each layer in the order of the model. Part of the namespace.
+
+    `layers`: shape without the pages, strides and dtype of each, in words; `layer_bytes`: of a page.
+    """
+
+    layers: tuple[str, ...]
+    layer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks `[first, first + len(keys))` of a request into `pages`, from `spans`, which follow each other."""
+
+    request_id: str
+    namespace: bytes
+    spans: tuple[BlockRange, ...]
+    first: int
+    keys: tuple[bytes, ...]
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Blocks `[first, first + len(pages))` of a request, which are complete.
+
+    `parent`: key of the block before; `token_ids`: theirs; `extra`: see `chain.Chain`.
+    """
+
+    request_id: str
+    namespace: bytes
+    tenant: bytes
+    session: bytes
+    parent: bytes
+    first: int
+    token_ids: tuple[int, ...]
+    extra: tuple[bytes, ...]
+    pages: tuple[int, ...]
+    incarnation: str
+    clear_seq: int
+    recompute_s: float
+
+
+@dataclass(slots=True)
+class Jobs:
+    """Of one step."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)

@@ -1,0 +1,232 @@
+"""The worker's half: blocks between vLLM's pages and sealed records, each checked when it arrives.
+
+Pages are `Pages`; what is loaded goes through no other process, and what is stored is copied once. No vLLM
+and no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from typing import Protocol
+
+import numpy as np
+
+from cache_tiers.blocks import (
+    BadRecord,
+    BlockShape,
+    Bytes,
+    LoadSource,
+    Placement,
+    TierError,
+    check_belongs,
+    decode_header,
+    good_blocks,
+    header_bytes,
+    record_bytes,
+    seal,
+)
+from cache_tiers.door.client import Loaded
+from cache_tiers.door.messages import Offer
+from cache_tiers.media.shared import MemoryFile, SharedRecord
+from cache_tiers.messages import BadReport, BlockRange, Fetch, FetchFailed, LoadReport
+from cache_tiers.vllm.chain import chain_keys
+from cache_tiers.vllm.messages import ConnectorOptions, Load, PageLayout, Store
+from cache_tiers.vllm.scheduler import fetch_of
+
+logger = logging.getLogger(__name__)
+
+EXTENT_BYTES_MAX = 16 * 1024 * 1024
+"""As `tiers.extent_bytes_max` is by default: an extent is what is loaded, checked and evicted at once."""
+
+
+class Pages(Protocol):
+    """The engine's KV pages. `gather`, `scatter`: between pages and u8 `[blocks, layers, layer_bytes]`."""
+
+    layout: PageLayout
+
+    def gather(self, pages: Sequence[int], out: Bytes) -> None: ...
+    def scatter(self, pages: Sequence[int], blocks: Bytes) -> None: ...
+
+
+class TierCalls(Protocol):
+    """See `DoorLink`."""
+
+    def fetch(self, fetch: Fetch) -> Loaded | FetchFailed: ...
+    def offer(self, offers: Sequence[tuple[Offer, SharedRecord]]) -> tuple[str, ...]: ...
+    def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None: ...
+
+
+class WorkerHalf:
+    """Carries out loads and stores on the threads of `pool`. Thread-safe."""
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        calls: TierCalls,
+        pool: Executor,
+        pages: Pages,
+        *,
+        block_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._options = options
+        self._calls = calls
+        self._pool = pool
+        self._pages = pages
+        self._block_tokens = block_tokens
+        self._shape = BlockShape(len(pages.layout.layers), pages.layout.layer_bytes, block_tokens)
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._lock = threading.Lock()
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._bad_pages: set[int] = set()
+        self.counts: Counter[str] = Counter()
+
+    def start(self, loads: Iterable[Load], stores: Iterable[Store], until: Callable[[], None]) -> None:
+        """Begin a step's loads and stores. `until`: waits, on a thread of the pool, for the step's KV."""
+        for load in loads:
+            if not self._begin(self._load, load):
+                self._loaded(load, 0)
+        for store in stores:
+            if not self._begin(self._store, store, until):
+                self._stored(store, "not begun")
+
+    def finished(self) -> tuple[set[str], set[str], set[int]]:
+        """Return requests whose stores and whose loads are over, and pages that could not be loaded."""
+        with self._lock:
+            found = self._sent, self._received, self._bad_pages
+            self._sent, self._received, self._bad_pages = set(), set(), set()
+        return found
+
+    def _begin(self, work: Callable[..., None], *args: object) -> bool:
+        try:
+            self._pool.submit(work, *args)
+        except RuntimeError:  # it ends, or no thread can be started
+            return False
+        return True
+
+    def _load(self, load: Load) -> None:
+        done = 0
+        try:
+            for span in load.spans:
+                good = self._load_span(load, span, done)
+                done += good
+                if good < span.blocks:
+                    break
+        except Exception:  # what is not loaded is computed
+            logger.exception("a load failed")
+            self.counts["loads failed: error"] += 1
+        self._loaded(load, done)
+
+    def _load_span(self, load: Load, span: BlockRange, done: int) -> int:
+        """Return how many blocks of a span are in their pages, and what they should be."""
+        began_s = self._clock()
+        reply = self._calls.fetch(fetch_of(load.namespace, span, self._options.load_s_max))
+        if isinstance(reply, FetchFailed):
+            self.counts[f"loads failed: {reply.reason}"] += 1
+            return 0
+        tier: LoadSource = reply.found.tier or span.tier
+        keys = load.keys[done : done + span.blocks]
+        try:
+            header = decode_header(reply.record.data)
+            check_belongs(header, load.namespace, self._shape, span.offset, load.first + done, keys)
+            start = header_bytes(header.blocks, self._shape.layers)
+            start += (span.offset - reply.first) * self._shape.block_bytes
+            payload = reply.record.data[start : start + span.blocks * self._shape.block_bytes]
+            good = good_blocks(header, payload, span.offset)
+        except BadRecord as error:
+            self._bad(load, span, tier, error.kind)
+            return 0
+        if good:
+            rows = payload[: good * self._shape.block_bytes]
+            self._pages.scatter(
+                load.pages[done : done + good],
+                rows.reshape(good, self._shape.layers, self._shape.layer_bytes),
+            )
+        if good < span.blocks:
+            self._bad(load, span, tier, "checksum")
+            return good
+        self.counts[f"loaded blocks: {tier}"] += good
+        self._calls.report([], [LoadReport(tier, payload.nbytes, self._clock() - began_s)])
+        return good
+
+    def _bad(self, load: Load, span: BlockRange, tier: LoadSource, kind: str) -> None:
+        self.counts[f"bad records: {kind}"] += 1
+        logger.warning("a record from %s is bad (%s): its blocks are computed", tier, kind)
+        self._calls.report([BadReport(load.namespace, span.tenant, span.extent_id, tier, kind)], [])
+
+    def _loaded(self, load: Load, done: int) -> None:
+        with self._lock:
+            self._bad_pages.update(load.pages[done:])  # never later than that it is received
+            self._received.add(load.request_id)
+
+    def _store(self, store: Store, until: Callable[[], None]) -> None:
+        outcome = "error"
+        try:
+            until()
+            keys = chain_keys(store.namespace, store.token_ids, store.extra, self._block_tokens, store.parent)
+            most = max(1, EXTENT_BYTES_MAX // self._shape.block_bytes)
+            records = [
+                self._record(store, keys, first, min(most, len(keys) - first))
+                for first in range(0, len(keys), most)
+            ]
+        except TierError as error:
+            records, outcome = [], f"refused: {error}"
+        except Exception:
+            logger.exception("a store failed")
+            records = []
+        self._stored(store, "" if records else outcome)  # its pages are copied: vLLM may have them
+        try:
+            for offer, record in records:
+                (said,) = self._calls.offer([(offer, record)])
+                self.counts[f"stores {said}"] += 1
+        except Exception:
+            logger.exception("a store was not offered")
+
+    def _record(self, store: Store, keys: list[bytes], first: int, blocks: int) -> tuple[Offer, SharedRecord]:
+        """Copy blocks out of their pages and seal them. Raises `TierError`, `TierFull`."""
+        file = MemoryFile(record_bytes(blocks, self._shape))
+        start = header_bytes(blocks, self._shape.layers)
+        shape = (blocks, self._shape.layers, self._shape.layer_bytes)
+        rows = file.data[start:].reshape(shape)
+        pages = store.pages[first : first + blocks]
+        self._pages.gather(pages, rows)
+        header = seal(
+            file.data,
+            namespace=store.namespace,
+            tenant=store.tenant,
+            session=store.session,
+            shape=self._shape,
+            parent=keys[first - 1] if first else store.parent,
+            first_block=store.first + first,
+            keys=keys[first : first + blocks],
+            token_counts=[self._block_tokens] * blocks,
+            placement=Placement(),
+            created_unix_s=self._wall_clock(),
+        )
+        # Read once more, after the seal: what was copied before it was written, or while it was, shows here.
+        again = np.empty((1, *shape[1:]), dtype=np.uint8)
+        number = header.extent_id[0] % blocks
+        self._pages.gather(pages[number : number + 1], again)
+        is_same = np.array_equal(again[0], rows[number])
+        del rows
+        if not is_same:
+            self.counts["stores read too early"] += 1
+            logger.error("a block changed while it was stored: it is not kept")
+            raise TierError("read too early")
+        nbytes = int(file.data.nbytes)
+        share = store.recompute_s * blocks / len(keys)
+        return Offer(nbytes, store.incarnation, store.clear_seq, share), file.seal()
+
+    def _stored(self, store: Store, outcome: str) -> None:
+        if outcome:
+            self.counts[f"stores {outcome}"] += 1
+        with self._lock:
+            self._sent.add(store.request_id)
