@@ -116,18 +116,14 @@ def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callab
     except OSError as error:
         say(f"samovar tiers: {error}")
         return 1
-    tiers = ", ".join(
-        f"{tier.name} {tier.bytes_max / 2**30:.1f} GiB"
-        for tier in process.stats().tiers
-        if tier.state == "up"
-    )
+    up = [tier for tier in process.stats().tiers if tier.state == "up"]
+    tiers = ", ".join(f"{tier.name} {tier.bytes_max / 2**30:.1f} GiB" for tier in up)
     where = "" if process.http is None else f"; http://127.0.0.1:{process.http.server_port}/metrics"
     say(f"samovar tiers: ready at {path} ({tiers or 'no tier'}){where}")
     over.wait()
     done = process.close()
-    say(
-        f"samovar tiers: ended; extents {', '.join(f'{name} {count}' for name, count in done.items()) or 'kept'}"
-    )
+    counts = ", ".join(f"{count} {name}" for name, count in done.items() if count)
+    say(f"samovar tiers: ended; extents of main memory: {counts or 'all on disk already'}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Names of a request's blocks: keys over its tokens and whatever else its KV depends on. Pure.
 
-vLLM's own block hashes begin with a number that each process draws anew, so they name nothing after a restart.
+vLLM's own block hashes begin with a number that each process draws anew: after a restart they name nothing.
 """
 
 from __future__ import annotations

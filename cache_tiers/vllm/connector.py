@@ -1,8 +1,8 @@
 """`SamovarConnector`: Samovar's tiers under an unmodified `vllm serve`, by its `KVConnectorBase_V1`.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "SamovarConnector",
-      "kv_connector_module_path": "cache_tiers.vllm.connector", "kv_role": "kv_both",
-      "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"socket": "/run/samovar/tiers.sock"}}'
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "SamovarConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "cache_tiers.vllm.connector", "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"socket": "/run/samovar/tiers.sock"}}'
 
 vLLM guards none of its calls on the scheduler's side: an exception ends its engine. So each call here answers
 "nothing there" instead. A thin shell: decisions are in `scheduler.py`, copies in `worker.py`.
@@ -78,6 +78,22 @@ def guarded(nothing: Callable[[], Result]) -> Callable[[Callable[..., Result]], 
     return decorate
 
 
+def _no_tokens() -> tuple[int | None, bool]:
+    return 0, False
+
+
+def _no_sources() -> dict[Any, int]:
+    return {}
+
+
+def _not_kept() -> tuple[bool, dict[str, Any] | None]:
+    return False, None
+
+
+def _not_cleared() -> bool | None:
+    return False
+
+
 class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """See the module. Raises `ValueError` at the start for what has no namespace, naming the fix."""
 
@@ -128,7 +144,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         self._scheduler.begin(request)
 
-    @guarded(lambda: (0, False))
+    @guarded(_no_tokens)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerHalf.matched`; loads are always asynchronous."""
         assert self._scheduler is not None
@@ -141,7 +157,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    @guarded(dict)
+    @guarded(_no_sources)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return the loaded tokens by where they lay, in vLLM's words."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # not in older minors
@@ -170,7 +186,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             out.finished_recving or (), out.finished_sending or (), out.invalid_block_ids or ()
         )
 
-    @guarded(lambda: (False, None))
+    @guarded(_not_kept)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `SchedulerHalf.ended`."""
         assert self._scheduler is not None
@@ -186,7 +202,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Whether stores are under way: vLLM steps on, so that their pages become free."""
         return self._scheduler is not None and self._scheduler.is_saving
 
-    @guarded(lambda: False)
+    @guarded(_not_cleared)
     def reset_cache(self) -> bool | None:
         """Clear what this connector's tenant has in the tiers."""
         return None if self._scheduler is None else self._scheduler.clear(CLEAR_S_MAX)

@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector hands to the worker's half, and how either is set up. Plain data."""
+"""What the scheduler's half of the connector hands to the worker's half, and their options. Plain data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ConnectorOptions:
                 )
         if not extra.get("socket"):
             raise ValueError(
-                "kv_connector_extra_config.socket is missing: the path that `samovar tiers --socket PATH` serves"
+                "kv_connector_extra_config.socket is missing: as in `samovar tiers --socket PATH`"
             )
         return ConnectorOptions(**{**extra, "socket": Path(extra["socket"]).expanduser()})
 
@@ -64,7 +64,7 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks `[first, first + len(keys))` of a request into `pages`, from `spans`, which follow each other."""
+    """Blocks `[first, first + len(keys))` of a request into `pages`, from `spans` one behind the other."""
 
     request_id: str
     namespace: bytes

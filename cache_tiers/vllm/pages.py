@@ -22,7 +22,7 @@ def _by_page(name: str, tensor: torch.Tensor, pages: int) -> torch.Tensor:
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor], pages: int) -> tuple[PageLayout, list[torch.Tensor]]:
-    """Return what a page's bytes mean, and each layer by page. Raises `ValueError` if layers differ in size."""
+    """Return what a page's bytes mean, and each layer by page. Raises `ValueError` if sizes differ."""
     layers = {name: _by_page(name, tensor, pages) for name, tensor in tensors.items()}
     sizes = {layer[0].numel() * layer.element_size() for layer in layers.values()}
     if len(sizes) != 1:
@@ -83,7 +83,7 @@ class DevicePages:
         self.layout = layout
         self._layers = layers
         self._device = layers[0].device
-        self._stream: Any = torch.cuda.Stream(self._device)
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()  # one staging buffer
 
     def gather(self, pages: Sequence[int], out: Bytes) -> None:
@@ -110,6 +110,6 @@ class DevicePages:
 
     def mark(self) -> Callable[[], None]:
         """Return what waits until the KV that was computed up to now is there."""
-        event: Any = torch.cuda.Event()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize  # type: ignore[no-any-return]

@@ -44,10 +44,10 @@ class TierCalls(Protocol):
 class _Turn:
     """One request, from its arrival to its end.
 
-    `found`: what the tiers have; None until they answered, or if they did not (`is_over`). `fetched`: how many
-    blocks of the prompt have been brought into main memory for it, None while that is under way. `loaded`:
-    blocks that were asked for: only once, since vLLM asks again for what failed. `is_loading`: its pages are
-    being written, and mean nothing yet.
+    `found`: what the tiers have; None until they answered, or if they did not (`is_answered`). `fetched`:
+    blocks of the prompt that were brought into main memory for it, None while that is under way. `plan`: the
+    first block and the spans of the load. `is_asked`: it was begun; only once, since vLLM asks again for what
+    failed. `is_loading`: its pages are being written, and mean nothing yet. `loaded`: tokens by tier.
     """
 
     namespace: bytes

@@ -9,7 +9,5 @@ def check_version(version: str) -> None:
     """Raise `ValueError` for a minor that is not tested, naming those that are."""
     minor = ".".join(version.split(".")[:2])
     if minor not in TESTED:
-        raise ValueError(
-            f"SamovarConnector is tested with vLLM {', '.join(TESTED)}, and this is {version}: install one of "
-            "these, or a newer Samovar"
-        )
+        known = ", ".join(TESTED)
+        raise ValueError(f"SamovarConnector is tested with vLLM {known}, not {version}: install one of these")
