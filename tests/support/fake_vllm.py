@@ -1,0 +1,235 @@
+"""An engine as vLLM is to a connector. Its KV tells what it was computed from: any wrong byte is seen."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cache_tiers.blocks import Bytes
+from cache_tiers.door.client import DoorLink
+from cache_tiers.vllm.chain import extra_digest
+from cache_tiers.vllm.identity import namespace_of
+from cache_tiers.vllm.messages import ConnectorOptions, PageLayout
+from cache_tiers.vllm.scheduler import SchedulerHalf
+from cache_tiers.vllm.worker import WorkerHalf
+
+LAYERS, LAYER_BYTES, BLOCK_TOKENS = 3, 512, 4
+LAYOUT = PageLayout(tuple(f"layer {number} float32 (4, 32)" for number in range(LAYERS)), LAYER_BYTES)
+GARBAGE = 0xEE
+THREADS = 2
+
+
+def kv_of(world: str, ids: Sequence[int], extra: Sequence[object]) -> Bytes:
+    """The KV of the last block of `ids`: of everything before it, and of what it depends on besides."""
+    seed = hashlib.sha256(f"{world} {list(ids)} {list(extra)}".encode()).digest()
+    rng = np.random.default_rng(np.frombuffer(seed, dtype=np.uint32))
+    return rng.integers(0, 256, (LAYERS, LAYER_BYTES), dtype=np.uint8)
+
+
+@dataclass
+class FakeRequest:
+    """The fields of vLLM's that the connector reads. `images`: by block, what is in it besides its ids."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    images: dict[int, str] = field(default_factory=dict)
+    session_id: str | None = None
+    kv_transfer_params: Any = None
+    prompt_embeds: Any = None
+    output: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.output
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def extra_of(request: FakeRequest, tokens: int) -> list[bytes]:
+    blocks = tokens // BLOCK_TOKENS
+    return [extra_digest((request.images[at],)) if at in request.images else b"" for at in range(blocks)]
+
+
+class FakePages:
+    """Pages in memory. `before_gather`: a place for faults."""
+
+    def __init__(self, pages: int) -> None:
+        self.layout = LAYOUT
+        self.memory = np.full((pages, LAYERS, LAYER_BYTES), GARBAGE, dtype=np.uint8)
+        self.before_gather: Callable[[], None] = lambda: None
+
+    def gather(self, pages: Sequence[int], out: Bytes) -> None:
+        self.before_gather()
+        out[:] = self.memory[list(pages)]
+
+    def scatter(self, pages: Sequence[int], blocks: Bytes) -> None:
+        self.memory[list(pages)] = blocks
+
+
+class FakeVllm:
+    """Runs one request after the other through both halves of the connector. `world`: whose weights."""
+
+    def __init__(self, socket: Path, *, world: str = "a", pages: int = 256) -> None:
+        self.world = world
+        self.options = ConnectorOptions(socket, lookup_s_max=30.0, load_s_max=30.0, trusts_clients=True)
+        self.links = [DoorLink(socket, name, call_s=30.0) for name in ("scheduler", "worker")]
+        self.pools = [ThreadPoolExecutor(THREADS), ThreadPoolExecutor(THREADS)]
+        self.pages = FakePages(pages)
+        self.free = list(range(1, pages))
+        self.kept: dict[str, list[int]] = {}
+        self.scheduler = SchedulerHalf(
+            self.options,
+            self.links[0],
+            self.pools[0],
+            block_tokens=BLOCK_TOKENS,
+            pages=pages,
+            extra_of=extra_of,
+        )
+        self.scheduler.namespace = namespace_of(
+            weights=hashlib.sha256(world.encode()).digest(),
+            vllm="0.32.0",
+            config="{}",
+            block_tokens=BLOCK_TOKENS,
+            layout=LAYOUT,
+            rank=0,
+            ranks=1,
+        )
+        self.worker = WorkerHalf(
+            self.options, self.links[1], self.pools[1], self.pages, block_tokens=BLOCK_TOKENS
+        )
+        self.loaded_tokens = 0
+        self.receipts: list[dict[str, Any]] = []
+        self.numbers = 0
+
+    def truth(self, request: FakeRequest, block: int) -> Bytes:
+        ids = request.all_token_ids[: (block + 1) * BLOCK_TOKENS]
+        return kv_of(self.world, ids, [request.images.get(at, "") for at in range(block + 1)])
+
+    def request(self, ids: Sequence[int], **fields: Any) -> FakeRequest:
+        self.numbers += 1
+        return FakeRequest(f"r{self.numbers}", list(ids), **fields)
+
+    def run(self, request: FakeRequest, *, output: int = 5, aborts: str = "") -> int:
+        """Serve a request, checking all that was loaded; return the tokens that were loaded.
+
+        `aborts`: "loading" = while its load runs, "computing" = in the middle of its prompt.
+        """
+        self.scheduler.begin(request)
+        loaded = self._matched(request)
+        total = len(request.prompt_token_ids) + output
+        pages = [self.free.pop() for _ in range(-(-total // BLOCK_TOKENS))]
+        self.scheduler.allocated(request, pages, loaded)
+        request.num_computed_tokens = loaded  # as vLLM has it while the load still runs
+        jobs = self.scheduler.step(0, 0)
+        self.worker.start(jobs.loads, (), lambda: None)
+        if aborts == "loading" and loaded:
+            self._end(request, pages, is_loading=True)
+            return 0
+        bad = self._received(request) if loaded else set()
+        good = next(
+            (at for at in range(loaded // BLOCK_TOKENS) if pages[at] in bad),
+            loaded // BLOCK_TOKENS,
+        )
+        for block in range(good):
+            wrong = self.pages.memory[pages[block]] != self.truth(request, block)
+            assert not wrong.any(), f"block {block} of {request.request_id} was loaded and is not its own"
+        stop = len(request.prompt_token_ids) // 2 if aborts == "computing" else None
+        self._compute(request, pages, good, output if stop is None else 0, stop)
+        self.loaded_tokens += good * BLOCK_TOKENS
+        self._end(request, pages)
+        return good * BLOCK_TOKENS
+
+    def _matched(self, request: FakeRequest) -> int:
+        while True:
+            tokens = self.scheduler.matched(request, 0)
+            self.scheduler.check_integrity()
+            if tokens is not None:
+                return tokens
+            time.sleep(0.001)
+
+    def _received(self, request: FakeRequest) -> set[int]:
+        bad: set[int] = set()
+        while True:
+            sent, received, now_bad = self.worker.finished()
+            bad |= now_bad
+            self.scheduler.stepped(received, sent, now_bad)
+            self._free(sent)
+            if request.request_id in received:
+                return bad
+            time.sleep(0.001)
+
+    def _compute(
+        self, request: FakeRequest, pages: list[int], first: int, output: int, stop: int | None
+    ) -> None:
+        request.output = [7 * at % 1000 for at in range(output)]
+        sure = request.num_tokens - 1 if stop is None else stop
+        for block in range(first, len(pages)):
+            if (block + 1) * BLOCK_TOKENS <= sure:
+                self.pages.memory[pages[block]] = self.truth(request, block)
+            else:
+                self.pages.memory[pages[block]] = GARBAGE  # half a block, or nothing yet
+        # A step is under way whose tokens vLLM counts already.
+        request.num_computed_tokens = sure + 2 * BLOCK_TOKENS
+        request.num_in_flight_tokens = 2 * BLOCK_TOKENS
+
+    def _end(self, request: FakeRequest, pages: list[int], *, is_loading: bool = False) -> None:
+        keeps, params = self.scheduler.ended(request, pages, "stop")
+        self.receipts.append((params or {}).get("samovar", {}))
+        assert not (keeps and is_loading), "pages that are being written are to be stored"
+        if keeps or is_loading:
+            self.kept[request.request_id] = pages
+        else:
+            self._scribble(pages)
+        jobs = self.scheduler.step(0, 0)
+        self.worker.start((), jobs.stores, lambda: None)
+        if is_loading:
+            self._received(request)
+            self._free({request.request_id})
+
+    def _free(self, requests: set[str]) -> None:
+        for request_id in requests:
+            if request_id in self.kept:
+                self._scribble(self.kept.pop(request_id))
+
+    def _scribble(self, pages: list[int]) -> None:
+        """Give pages back: what reads them from now on reads what others write there."""
+        self.pages.memory[pages] = GARBAGE
+        self.free.extend(pages)
+
+    def settle(self) -> None:
+        """Wait until no page is kept any more."""
+        while self.kept:
+            sent, received, bad = self.worker.finished()
+            self.scheduler.stepped(received, sent, bad)
+            self._free(sent)
+            time.sleep(0.001)
+        for pool in self.pools:  # and until its threads have nothing to do
+            together = threading.Barrier(THREADS + 1)
+            for _ in range(THREADS):
+                pool.submit(together.wait)
+            together.wait()
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.shutdown()
+        for link in self.links:
+            link.close()
+
+
+def prompt(seed: int, blocks: int) -> list[int]:
+    """Token ids of so many blocks and one more token."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(blocks * BLOCK_TOKENS + 1)]

@@ -1,0 +1,230 @@
+"""Laws of the connector: what is loaded is what would have been computed, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache_tiers.door.process import TierProcess
+from configs.loader import load
+from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm, prompt
+
+MIB = 1024 * 1024
+
+
+class Node:
+    """`samovar tiers` in this process. `start` after `stop` is another life on the same directory."""
+
+    def __init__(self, folder: Path, **flags: object) -> None:
+        self.socket = folder / "run" / "tiers.sock"
+        self.folder = folder
+        words = {"tiers.nvme.dir": folder / "kv", "tiers.cpu.bytes-max": 64 * MIB, "model.cache-dir": folder}
+        words |= {"tiers.nvme.bytes-max": 64 * MIB} | flags
+        self.settings = load(None, {}, [f"--{name}={value}" for name, value in words.items()]).settings
+        self.process: TierProcess | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.process = TierProcess(self.settings, self.socket)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def engines(node: Node) -> Iterator[Any]:
+    made: list[FakeVllm] = []
+
+    def make(**options: Any) -> FakeVllm:
+        made.append(FakeVllm(node.socket, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.settle()
+        engine.close()
+
+
+def until_held(engine: FakeVllm, ids: list[int], **fields: Any) -> int:
+    """Run the same prompt again until its blocks are there; return how many tokens were loaded."""
+    ends_s = time.monotonic() + 60
+    while not (loaded := engine.run(engine.request(ids, **fields))):
+        assert time.monotonic() < ends_s
+        engine.settle()
+        time.sleep(0.01)
+    return loaded
+
+
+def test_a_prompt_that_comes_again_is_loaded(engines: Any) -> None:
+    engine, ids = engines(), prompt(1, 10)
+    assert engine.run(engine.request(ids)) == 0
+    assert engine.receipts[0]["stored_blocks"] == 11  # with what it has answered
+    assert until_held(engine, ids) == 10 * BLOCK_TOKENS
+    assert engine.receipts[-1]["tokens_by_tier"] == {"cpu": 10 * BLOCK_TOKENS}
+
+
+def test_it_is_there_after_a_restart_of_both(node: Node, engines: Any) -> None:
+    engine, ids = engines(), prompt(1, 10)
+    until_held(engine, ids)
+    engine.settle()
+    node.stop()
+    node.start()
+    again = engines()
+    assert until_held(again, ids) == 10 * BLOCK_TOKENS
+    assert again.receipts[-1]["tokens_by_tier"] == {"nvme": 10 * BLOCK_TOKENS}
+
+
+def test_the_same_ids_with_another_image_are_another_prompt(engines: Any) -> None:
+    engine, ids = engines(), prompt(1, 6)
+    until_held(engine, ids, images={2: "cat"})
+    assert engine.run(engine.request(ids, images={2: "dog"})) == 2 * BLOCK_TOKENS
+    assert until_held(engine, ids, images={2: "cat"}) == 6 * BLOCK_TOKENS
+
+
+def test_keys_that_leave_the_image_out_are_seen(engines: Any) -> None:
+    engine, ids = engines(), prompt(1, 6)
+    engine.scheduler._extra_of = lambda request, tokens: []
+    until_held(engine, ids, images={2: "cat"})
+    with pytest.raises(AssertionError, match="not its own"):
+        engine.run(engine.request(ids, images={2: "dog"}))
+
+
+@pytest.mark.parametrize("other", [{"world": "b"}, {}])
+def test_another_model_and_another_tenant_find_nothing(engines: Any, other: dict[str, str]) -> None:
+    engine, ids = engines(), prompt(1, 6)
+    until_held(engine, ids)
+    stranger = engines(**other)
+    fields = {} if other else {"kv_transfer_params": {"tenant": "other"}}
+    assert stranger.run(stranger.request(ids, **fields)) == 0
+
+
+def test_a_flipped_bit_is_never_served(node: Node, engines: Any) -> None:
+    engine, ids = engines(), prompt(1, 10)
+    until_held(engine, ids)
+    engine.settle()
+    node.stop()
+    (record,) = [path for path in (node.folder / "kv").rglob("*.kv") if path.stat().st_size > 8 * 1536] or [
+        None
+    ]
+    if record is None:
+        pytest.fail("no record on disk")
+    data = bytearray(record.read_bytes())
+    data[-3 * 1536] ^= 1
+    record.write_bytes(data)
+    node.start()
+    again = engines()
+    assert again.run(again.request(ids)) < 10 * BLOCK_TOKENS
+    assert until_held(again, ids) > 0
+
+
+def test_a_node_that_dies_costs_a_recompute(node: Node, engines: Any) -> None:
+    engine, ids = engines(), prompt(1, 10)
+    until_held(engine, ids)
+    node.stop()
+    for number in range(5):
+        assert engine.run(engine.request(prompt(number, 8))) == 0
+    node.start()
+    assert until_held(engine, ids) == 10 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("aborts", ["loading", "computing"])
+def test_an_aborted_request_stores_only_what_is_there(engines: Any, aborts: str) -> None:
+    engine, ids = engines(), prompt(1, 12)
+    until_held(engine, ids[: 8 * BLOCK_TOKENS + 1])
+    for _ in range(3):
+        engine.run(engine.request(ids), aborts=aborts)
+        engine.settle()
+    assert until_held(engine, ids) % BLOCK_TOKENS == 0
+
+
+def test_blocks_of_steps_under_way_are_not_stored(engines: Any) -> None:
+    """Planted: what vLLM counts as computed is believed. The next load sees it."""
+    engine, ids = engines(), prompt(1, 6)
+    request = engine.request(ids)
+    believed = property(lambda _: 0, lambda *_: None)
+    request.__class__ = type("Believed", (type(request),), {"num_in_flight_tokens": believed})
+    engine.run(request, output=20, aborts="computing")
+    engine.settle()
+    with pytest.raises(AssertionError, match="not its own"):
+        until_held(engine, ids)
+
+
+def test_pages_that_are_read_too_late_are_noticed(engines: Any) -> None:
+    """Planted: others write a page between its copy and its second reading."""
+    engine, ids = engines(), prompt(1, 6)
+    reads = []
+
+    def overwrite() -> None:
+        reads.append(1)
+        if len(reads) % 2 == 0:
+            engine.pages.memory[:] = len(reads)
+
+    engine.pages.before_gather = overwrite
+    engine.run(engine.request(ids))
+    engine.settle()
+    assert engine.worker.counts["stores read too early"] == 1
+    engine.pages.before_gather = lambda: None
+    assert engine.run(engine.request(ids)) == 0
+
+
+def test_a_load_is_asked_for_once(engines: Any) -> None:
+    """vLLM asks again for what failed: a claim that is repeated is an endless loop."""
+    engine, ids = engines(), prompt(1, 6)
+    until_held(engine, ids)
+    request = engine.request(ids)
+    engine.scheduler.begin(request)
+    tokens = engine._matched(request)
+    assert tokens == 6 * BLOCK_TOKENS
+    assert engine.scheduler.matched(request, 0) == tokens  # until it is scheduled
+    engine.scheduler.allocated(request, engine.free[:10], tokens)
+    assert engine.scheduler.matched(request, 0) == 0
+    engine.worker.start(engine.scheduler.step(0, 0).loads, (), lambda: None)
+    engine._received(request)
+    engine.scheduler.ended(request, [], "abort")
+
+
+def test_many_turns_in_any_order(node: Node, engines: Any) -> None:
+    """Conversations that grow, fork, are aborted, over a node that comes and goes and a tiny main memory."""
+    rng = random.Random(11)
+    engine = engines(pages=512)
+    chats = [prompt(seed, 3) for seed in range(6)]
+    for number in range(150):
+        ids = rng.choice(chats)
+        aborts = rng.choice(["", "", "", "loading", "computing"])
+        engine.run(engine.request(ids, session_id=f"s{len(ids)}"), output=rng.randrange(1, 9), aborts=aborts)
+        if len(ids) < 40 * BLOCK_TOKENS:
+            ids += prompt(number, rng.randrange(3))
+        if number % 40 == 39:
+            engine.settle()
+            node.stop()
+            node.start()
+    assert engine.loaded_tokens > 0
+    engine.settle()
+
+
+def test_what_cannot_be_begun_is_not_waited_for(engines: Any) -> None:
+    class Broken(Executor):
+        def submit(self, *_args: Any, **_kwargs: Any) -> Any:
+            raise RuntimeError("cannot start a thread")
+
+    engine, ids = engines(), prompt(1, 6)
+    until_held(engine, ids)
+    engine.settle()
+    engine.worker._pool, good = Broken(), engine.worker._pool
+    assert engine.run(engine.request(ids)) == 0
+    engine.worker._pool = good
