@@ -33,6 +33,13 @@ class Node:
     def start(self) -> None:
         self.process = TierProcess(self.settings, self.socket)
 
+    def until_blocks(self, blocks: int) -> None:
+        assert self.process is not None
+        ends_s = time.monotonic() + 60
+        while self.process.stats().tiers[0].blocks < blocks:
+            assert time.monotonic() < ends_s
+            time.sleep(0.005)
+
     def stop(self) -> None:
         if self.process is not None:
             self.process.close()
@@ -152,7 +159,7 @@ def test_an_aborted_request_stores_only_what_is_there(engines: Any, aborts: str)
     assert until_held(engine, ids) % BLOCK_TOKENS == 0
 
 
-def test_blocks_of_steps_under_way_are_not_stored(engines: Any) -> None:
+def test_blocks_of_steps_under_way_are_not_stored(node: Node, engines: Any) -> None:
     """Planted: what vLLM counts as computed is believed. The next load sees it."""
     engine, ids = engines(), prompt(1, 6)
     request = engine.request(ids)
@@ -160,6 +167,7 @@ def test_blocks_of_steps_under_way_are_not_stored(engines: Any) -> None:
     request.__class__ = type("Believed", (type(request),), {"num_in_flight_tokens": believed})
     engine.run(request, output=20, aborts="computing")
     engine.settle()
+    node.until_blocks(5)
     with pytest.raises(AssertionError, match="not its own"):
         until_held(engine, ids)
 
