@@ -54,7 +54,7 @@ def stream_rows(
     seen: dict[tuple[int, Limits], _Seen] = {}
     engine._clock = clock  # the meter has to learn in the seconds that are measured
     budget = engine.scheduler.budget
-    tokens_max = engine.scheduler.step_tokens_max
+    tokens_max = engine.scheduler.budget.tokens_max
     jobs = [(n, one) for _ in range(repeats) for n in streams for one in limits]
     for number, (count, one) in enumerate(tqdm([(streams[0], limits[-1]), *jobs], unit="job")):
         engine.scheduler.budget = StepBudget(

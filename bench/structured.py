@@ -90,7 +90,7 @@ class Player:
     def steps_s(self, batch: int, schema: dict[str, Any] | None, seed: int) -> list[float]:
         """Seconds of the steps in which all answers decode."""
         keys = [self.submit(seed + i, schema, COST_TOKENS, ignore_eos=True) for i in range(batch)]
-        while any(sequence.output_tokens == 0 for sequence in self.engine.scheduler.sequences()):
+        while any(sequence.output_tokens == 0 for sequence in self.engine.scheduler.queues):
             self.engine.step()
         times = []
         while len(self.engine.open_keys()) == batch:

@@ -191,7 +191,7 @@ class Engine:
         self._open[key] = opened
         self._of_sequence[sequence] = key
         if self.offload is not None:
-            self.offload.open(sequence, request, is_queued=not self.scheduler.admits_at_once(sequence))
+            self.offload.open(sequence, request, is_queued=not self.scheduler.admission.at_once(sequence))
             self.offload.news.began(sequence.owner)
         self.scheduler.add(sequence)
         self._is_stalled = False
@@ -248,7 +248,7 @@ class Engine:
     def _release(self, sequence: Sequence) -> None:
         if self.offload is not None:
             self.offload.close(sequence)
-        self.scheduler.finish(sequence)
+        self.scheduler.queues.finish(sequence)
         del self._of_sequence[sequence]
         self._is_stalled = False
 
@@ -275,7 +275,7 @@ class Engine:
         for sequence in plan.preempted:
             if self.offload is not None:
                 self.offload.close(sequence, keep_swapped=True)
-        if self.auditor.has_work and (plan.preempted or self.scheduler.has_ready):
+        if self.auditor.has_work and (plan.preempted or self.scheduler.admission.has_ready):
             self.auditor.abandon()  # another sequence needs its pages
         if not plan.chunks:
             self._stall(plan)
@@ -332,7 +332,7 @@ class Engine:
                 if sequence in self._of_sequence:
                     events.append(self._next_token(sequence, outcome))
         for _, chunk in drafted:
-            self.scheduler.drop_drafted(chunk.sequence)
+            self.scheduler.tables.trim(chunk.sequence)
         return events
 
     def _is_right(self, chunk: Chunk, guess: int) -> bool:
@@ -417,7 +417,7 @@ class Engine:
         if self.auditor.has_work:
             self.auditor.abandon()  # it may hold the missing pages
             return
-        waits = any(s.holds or s.is_looking for s in self.scheduler.sequences())
+        waits = any(s.holds or s.is_looking for s in self.scheduler.queues)
         held = not waits and self.offload is not None and self.offload.frees_pages()
         if not (waits or held or plan.admitted or plan.preempted):
             raise AssertionError("the scheduler has work and found nothing to do")
@@ -521,7 +521,7 @@ class Engine:
         if sequence.forks == 1:
             return []
         key = self._of_sequence[sequence]
-        siblings = self.scheduler.fork(sequence)
+        siblings = self.scheduler.queues.fork(sequence)
         for sibling in siblings:
             self._open[key].sequences.append(sibling)
             self._of_sequence[sibling] = key
@@ -588,9 +588,8 @@ class Engine:
         if offload is not None:
             offload.check_integrity()
         known = set(self._of_sequence)
-        assert known == set(self.scheduler.sequences()), (
-            "the engine and the scheduler know different sequences"
-        )
+        queued = {*self.scheduler.running, *self.scheduler.waiting}
+        assert known == queued, "the engine and the scheduler know different sequences"
         assert known == {s for opened in self._open.values() for s in opened.sequences}, (
             "a sequence has no request"
         )

@@ -35,12 +35,12 @@ def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler
         return Refused("invalid", f"a token id of allowed_token_ids is not below {limits.vocab}")
     if max((token_id for token_id, _ in request.sampling.logit_bias), default=0) >= limits.vocab:
         return Refused("invalid", f"a token id of logit_bias is not below {limits.vocab}")
-    if prompt + answer > limit or not scheduler.fits(prompt + answer):
+    if prompt + answer > limit or scheduler.pool.pages_for(prompt + answer) > scheduler.pool.usable:
         return Refused(
             "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
         )
-    if request.n > scheduler.sequences_max:
-        return Refused("too_long", f"n={request.n} exceeds the {scheduler.sequences_max} running sequences")
+    if request.n > (places := scheduler.queues.sequences_max):
+        return Refused("too_long", f"n={request.n} exceeds the {places} running sequences")
     if request.resume is not None and (why := _bad_resume(request, request.resume, limits, scheduler)):
         return Refused("invalid", why)
     return _no_place(request, limits, scheduler)
@@ -55,7 +55,7 @@ def _no_place(request: GenerateRequest, limits: EngineLimits, scheduler: Schedul
     own = list(scheduler.waiting.of(request.tenant))
     yielding = sum(one.forks for one in own if one.yields_to(request.priority))
     waiting = sum(one.forks for one in scheduler.waiting)
-    more = request.n - scheduler.free_places
+    more = request.n - scheduler.queues.free_places
 
     def is_full(count: int, limit: int) -> bool:
         return count - yielding + more > limit or count + more > 2 * limit
@@ -81,8 +81,8 @@ def _bad_resume(
     """
     if request.n != 1:
         return f"only one answer can be resumed at a time, not n={request.n}"
-    if not 0 <= resume.choice < scheduler.sequences_max:
-        return f"choice {resume.choice} is not among {scheduler.sequences_max}"
+    if not 0 <= resume.choice < scheduler.queues.sequences_max:
+        return f"choice {resume.choice} is not among {scheduler.queues.sequences_max}"
     if len(resume.token_ids) >= request.sampling.max_tokens:
         return f"all {request.sampling.max_tokens} tokens of the answer to resume exist already"
     if resume.token_ids and not 0 <= min(resume.token_ids) <= max(resume.token_ids) < limits.vocab:

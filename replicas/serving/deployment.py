@@ -116,7 +116,7 @@ def load_of(engine: Engine, horizon_s: float) -> ReplicaLoad:
     scheduler, price = engine.scheduler, engine.meter.price
     pool = scheduler.pool
     prompts, prefill_s = 0, 0.0
-    for sequence in scheduler.sequences():
+    for sequence in scheduler.queues:
         new_tokens, after_tokens = _uncomputed(engine, sequence)
         if new_tokens > 0:
             prompts += 1
@@ -127,7 +127,7 @@ def load_of(engine: Engine, horizon_s: float) -> ReplicaLoad:
     return ReplicaLoad(
         running=sum(sequence.forks for sequence in scheduler.running),
         waiting=sum(sequence.forks for sequence in scheduler.waiting),
-        sequences_max=scheduler.sequences_max,
+        sequences_max=scheduler.queues.sequences_max,
         prompts=prompts,
         prefill_s=prefill_s,
         pool_share=pool.active / pool.usable,

@@ -22,7 +22,6 @@ from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
 from configs.settings import EngineSettings, Settings
 from replicas.checkpoint import load_vocabulary
-from replicas.drafting import Drafter, DraftLimits
 from replicas.engine import Auditor, Engine, EngineLimits, TokenText
 from replicas.forward import CudaCapture, Runner, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
@@ -61,7 +60,15 @@ from replicas.offload import (
 )
 from replicas.ranks import ChannelPlan, Launch, LeadingRunner, RankGroup, RankStart, RankSubprocess
 from replicas.sampling import Sampler
-from replicas.scheduling import DropNewest, PreemptionPolicy, Scheduler, StepBudget, preemption_policy
+from replicas.scheduling import (
+    Drafter,
+    DraftLimits,
+    DropNewest,
+    PreemptionPolicy,
+    Scheduler,
+    StepBudget,
+    preemption_policy,
+)
 from replicas.start.measure import (
     SAMPLE_BYTES,
     Roads,
@@ -500,12 +507,11 @@ def _scheduler(
     )
     scheduler = Scheduler(
         pool,
-        step_tokens_max=engine.step_tokens_max,
+        budget=budget,
         sequences_max=engine.sequences_max,
         policy=policy,
         prefix_reuse=engine.prefix_reuse,
         restorer=offload,
-        budget=budget,
         quantum_tokens=engine.quantum_tokens,
         weights=by_tag(settings.auth, settings.limits.tenant_weights),
     )

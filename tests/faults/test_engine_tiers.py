@@ -473,7 +473,7 @@ def test_f23_pages_that_blocks_are_copied_into_are_nobody_elses_until_that_is_ov
     if how == "abort":
         inner.abort(key)
     else:
-        inner.scheduler._preempt(Preemption(sequence, "drop"), StepPlan())
+        inner.scheduler.queues.preempt(Preemption(sequence, "drop"), StepPlan())
         assert inner.offload is not None
         inner.offload.close(sequence)
     fetches.held = False

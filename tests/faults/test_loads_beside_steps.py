@@ -80,7 +80,7 @@ def preempt_one(engine: Tiered, rng: random.Random) -> None:
     inner = engine.built.engine
     assert inner.offload is not None
     victim, how = rng.choice(inner.scheduler.running), rng.choice(("swap", "drop"))
-    inner.scheduler._preempt(Preemption(victim, how), StepPlan())  # type: ignore[arg-type]
+    inner.scheduler.queues.preempt(Preemption(victim, how), StepPlan())  # type: ignore[arg-type]
     inner.offload.close(victim, keep_swapped=True)
     inner._is_stalled = False
 
@@ -128,7 +128,7 @@ def test_loads_beside_steps(
     asked: dict[int, tuple[int, int]] = {}  # seed of the prompt, choices
     left, ends_s = REQUESTS, time.monotonic() + STUCK_S
     while left or inner.open_keys() or offload.moves.pages_held() or not inner.is_settled:
-        assert time.monotonic() < ends_s, f"stuck: {[one.restore for one in inner.scheduler.sequences()]}"
+        assert time.monotonic() < ends_s, f"stuck: {[one.restore for one in inner.scheduler.queues]}"
         if left and len(inner.open_keys()) < AT_ONCE and rng.random() < 0.4:
             seed, choices = rng.randrange(len(SESSIONS)), rng.choice((1, 1, 2, 3))
             key = engine.submit(

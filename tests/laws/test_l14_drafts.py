@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 
-from replicas.drafting import Drafter
 from replicas.engine.engine import Engine
 from replicas.messages import Grammar
 from replicas.scheduling import Chunk, Sequence, StepPlan
+from replicas.scheduling.drafts import Drafter
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.other_cpu import is_played
 

@@ -153,7 +153,7 @@ class Return:
     def preempt(self, sequence: Sequence) -> None:
         inner = self.engine.built.engine
         assert inner.offload is not None
-        inner.scheduler._preempt(Preemption(sequence, "drop"), StepPlan())
+        inner.scheduler.queues.preempt(Preemption(sequence, "drop"), StepPlan())
         inner.offload.close(sequence)
 
 

@@ -27,8 +27,7 @@ from replicas.model.spec import inspect_model
 from replicas.ranks.channel import RankLost
 from replicas.sampling.draws import draw_tokens
 from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.shortage import halved
-from replicas.scheduling.step import CHUNK_TOKENS, Chunk
+from replicas.scheduling.step import CHUNK_TOKENS, Chunk, halved
 from replicas.start import build
 from replicas.start.measure import hold_step_memory, run_largest_steps
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
@@ -61,7 +60,7 @@ def on_device(engine: Engine, fits: Fits) -> Driver:
     """The engine with an empty cache, counting from 0."""
     engine.scheduler.pool.clear_cache()
     engine._shortages.clear()
-    engine.scheduler.preemptions = 0
+    engine.scheduler.queues.preemptions = 0
     cast(Limited, engine.runner).fits = fits
     return Driver(engine)
 

@@ -152,7 +152,7 @@ def test_a_preempted_prompt_goes_on_where_it_was(tiny_llama: Path) -> None:
         driver.step()
     (target,) = scheduler.running
     assert target.score_from == 32
-    scheduler._preempt(Preemption(target, "drop"), StepPlan())
+    scheduler.queues.preempt(Preemption(target, "drop"), StepPlan())
     scheduler.pool.clear_cache()  # nothing of it is left
     driver.drain()
     assert driver.engine.stats().preemptions == 1
