@@ -69,7 +69,7 @@ def engine(threads: int, drafted: int | None) -> Engine:
 def answer(engine: Engine, key: int, prompt: list[int], tokens: int, temperature: float) -> Answered:
     """Answer once; the CPU time is that of all steps behind the first token. Raises `RuntimeError`."""
     sampling = SamplingParams(max_tokens=tokens, temperature=temperature, seed=SEED)
-    refused = engine.add(key, GenerateRequest(f"r{key}", prompt, sampling))
+    refused = engine.requests.add(key, GenerateRequest(f"r{key}", prompt, sampling))
     if isinstance(refused, Refused):
         raise RuntimeError(refused.message)
     ids: list[int] = []

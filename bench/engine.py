@@ -57,7 +57,9 @@ def _engine_subject(engine: Engine) -> Subject:
     def submit(prompt_tokens: int, max_tokens: int) -> None:
         key = next(keys)
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        refused = engine.add(key, GenerateRequest(f"bench-{key}", _prompt(prompt_tokens, key), params))
+        refused = engine.requests.add(
+            key, GenerateRequest(f"bench-{key}", _prompt(prompt_tokens, key), params)
+        )
         if refused is not None:
             raise RuntimeError(refused.message)
 

@@ -50,7 +50,9 @@ class Player:
         ids = [self._rng.randrange(100, 40_000) for _ in range(prompt_tokens)]
         params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
         asked: dict[str, Any] = {"priority": priority} if priority else {}
-        refused = self._engine.add(self._keys, GenerateRequest(f"bench-{self._keys}", ids, params, **asked))
+        refused = self._engine.requests.add(
+            self._keys, GenerateRequest(f"bench-{self._keys}", ids, params, **asked)
+        )
         if refused is not None:
             raise RuntimeError(refused.message)
         self._came[self._keys] = priority, self.now_s()

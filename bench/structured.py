@@ -62,7 +62,7 @@ class Player:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._keys = itertools.count(1)
-        self._prompt = engine.tokenizer.encode("A person, described in JSON:\n").ids
+        self._prompt = engine.requests.output.tokenizer.encode("A person, described in JSON:\n").ids
 
     def submit(self, seed: int, schema: dict[str, Any] | None, tokens_max: int, **params: Any) -> int:
         grammar = None if schema is None else Grammar("json_schema", json.dumps(schema), "bench")
@@ -70,7 +70,7 @@ class Player:
             max_tokens=tokens_max, temperature=1.0, seed=seed, grammar=grammar, **params
         )
         key = next(self._keys)
-        refused = self.engine.add(key, GenerateRequest(f"bench-{key}", self._prompt, sampling))
+        refused = self.engine.requests.add(key, GenerateRequest(f"bench-{key}", self._prompt, sampling))
         if refused is not None:
             raise RuntimeError(refused.message)
         return key
@@ -93,12 +93,12 @@ class Player:
         while any(sequence.output_tokens == 0 for sequence in self.engine.scheduler.queues):
             self.engine.step()
         times = []
-        while len(self.engine.open_keys()) == batch:
+        while len(self.engine.requests.open_keys()) == batch:
             started_s = time.perf_counter()
             self.engine.step()
             times.append(time.perf_counter() - started_s)
         for key in keys:
-            self.engine.abort(key)
+            self.engine.requests.abort(key)
         return times[:-1]
 
 

@@ -217,7 +217,7 @@ class Admission:
     def _victims_for(
         self, sequence: Sequence, needed: int, short: tuple[int, int], plan: StepPlan
     ) -> list[Sequence]:
-        """Choose who is preempted so that `sequence`, which needs so many pages, can run; nobody: it cannot.
+        """Choose who is preempted so that `sequence`, which needs so many pages, can run; none: it cannot.
 
         `short`: places and pages that are missing.
         """

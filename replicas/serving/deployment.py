@@ -456,7 +456,7 @@ class Replica:
 
         async def forget() -> int:
             self._kept.forget(tags)
-            return await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(tags)))
+            return await asyncio.wrap_future(self._thread.call(lambda engine: engine.requests.forget(tags)))
 
         # The engine first: running sequences must not publish or store after the tiers have forgotten.
         pages = await forget()

@@ -22,7 +22,7 @@ from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
 from configs.settings import EngineSettings, Settings
 from replicas.checkpoint import load_vocabulary
-from replicas.engine import Auditor, Engine, EngineLimits, TokenText
+from replicas.engine import Auditor, Engine, EngineLimits, Intake, OpenRequests, OutputProcessor, TokenText
 from replicas.forward import CudaCapture, Runner, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
@@ -293,21 +293,31 @@ def build_engine(
     if step.form is not None and not step.form.is_torch and device.type == "cpu":
         torch.set_num_threads(1)  # only draws are left to it: a second thread spins 10 ms for each of them
     grammars = GrammarCompiler(tokenizer.to_str, spec.vocab, spec.eos_token_ids, settings.grammar)
+    sampler = Sampler(spec.eos_token_ids, grammars, rows_max=settings.engine.logit_rows_max)
+    scheduler = _scheduler(settings, page_pool, preemption, offload, meter, runner)
+    requests = OpenRequests(
+        Intake(
+            _limits(settings, spec, plan),
+            model_namespace(spec, geometry, step.numerics(device)),
+            sampler.open_grammar,
+            draw_seed=lambda: secrets.randbits(63),
+        ),
+        OutputProcessor(
+            tokenizer, sampler, TokenText(tokenizer, vocabulary.special_ids), plan.context_tokens_max
+        ),
+        scheduler,
+        offload=offload,
+        meter=meter,
+        clock=time.monotonic,
+        replica_id=replica_id,
+    )
     engine = Engine(
         runner=runner,
-        scheduler=_scheduler(settings, page_pool, preemption, offload, meter, runner),
-        sampler=Sampler(spec.eos_token_ids, grammars, rows_max=settings.engine.logit_rows_max),
-        tokenizer=tokenizer,
-        token_text=TokenText(tokenizer, vocabulary.special_ids),
-        limits=_limits(settings, spec, plan),
-        namespace=model_namespace(spec, geometry, step.numerics(device)),
-        replica_id=replica_id,
-        clock=time.monotonic,
-        draw_seed=lambda: secrets.randbits(63),
+        scheduler=scheduler,
+        requests=requests,
         meter=meter,
-        auditor=_auditor(settings, runner, page_pool, lambda owner: engine.distrust_tenant(owner)),
+        auditor=_auditor(settings, runner, page_pool, requests.distrust_tenant),
         offload=offload,
-        audits=lambda: random.random() < settings.tiers.audit_share,
     )
     info = ReplicaInfo(
         replica_id=replica_id,
@@ -548,6 +558,7 @@ def _auditor(
         tokens_max=settings.tiers.audit_tokens_max,
         step_tokens=settings.tiers.audit_step_tokens,
         distrust=distrust,
+        audits=lambda: random.random() < settings.tiers.audit_share,
     )
 
 

@@ -436,7 +436,7 @@ def test_f23_a_client_that_leaves_while_blocks_come_leaves_nothing_behind(
         key = engine.submit(prompt)
         for _ in range(steps):
             engine.driver.step()
-        assert engine.built.engine.abort(key)
+        assert engine.built.engine.requests.abort(key)
         held.held = False
         held.release()
         engine.drain()
@@ -471,7 +471,7 @@ def test_f23_pages_that_blocks_are_copied_into_are_nobody_elses_until_that_is_ov
         assert piece.state == "moving"
     pages = set(sequence.pages[: -(-piece.end // 16)])
     if how == "abort":
-        inner.abort(key)
+        inner.requests.abort(key)
     else:
         inner.scheduler.queues.preempt(Preemption(sequence, "drop"), StepPlan())
         assert inner.offload is not None
@@ -626,7 +626,7 @@ def test_f36_what_is_cleared_is_gone_from_the_pool_and_the_tiers(tiny_llama: Pat
     prompt = prompt_of(60, seed=5)
     answer = engine.run(prompt, **mine)
     others = engine.run(prompt_of(40, seed=6), tenant=TENANT, session=b"o" * TAG_BYTES)
-    assert engine.built.engine.forget({TENANT + SESSION}) == 4
+    assert engine.built.engine.requests.forget({TENANT + SESSION}) == 4
     assert engine.node.clear(Clear(TENANT, SESSION)).extents == 1
     again = engine.run([*prompt, *answer.ids, 9], **mine)
     assert tokens(again)["compute"] == 69
@@ -643,7 +643,7 @@ def test_f36_a_turn_that_runs_while_its_session_is_cleared_leaves_nothing(
     engine.submit(prompt, max_tokens=30, **mine)
     for _ in range(6):
         engine.driver.step()
-    engine.built.engine.forget({TENANT + SESSION})
+    engine.built.engine.requests.forget({TENANT + SESSION})
     engine.node.clear(Clear(TENANT, SESSION))
     engine.drain()
     assert engine.built.engine.stats().pages_cached == 0
@@ -830,7 +830,7 @@ def test_f23_what_waits_to_be_fetched_is_forgotten_with_its_request(tiny_llama: 
     key = engine.submit(prompt)
     for _ in range(3):
         engine.driver.step()
-    assert inner.abort(key)
+    assert inner.requests.abort(key)
     assert fetches.waiting == 1
     fetches.held = False
     fetches.release()

@@ -105,7 +105,7 @@ def prefill_late(engine: Tiered, prompt: list[int], answered: int, loaded: int =
     lookups, fetches, inner = lane(engine.lanes.lookup), lane(engine.lanes.fetch), engine.built.engine
     lookups.held = fetches.held = True
     key, kv, done = engine.submit(prompt, logprobs=5), None, 0
-    while inner.open_keys():
+    while inner.requests.open_keys():
         if not inner.has_work:
             assert inner.wake_in_s is not None, "a request waits for something that never comes"
             engine.clock.now_s += inner.wake_in_s

@@ -171,7 +171,7 @@ def test_the_real_model_answers_the_same(smollm2: Path) -> None:
 
 
 def _always(engine: Engine, chunk: Chunk, guess: int) -> bool:
-    return chunk.sequence in engine._of_sequence and guess < len(chunk.draft)
+    return chunk.sequence in engine.requests.key_of and guess < len(chunk.draft)
 
 
 def _not_behind_the_first(engine: Engine, chunk: Chunk, guess: int) -> bool:

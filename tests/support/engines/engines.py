@@ -108,7 +108,7 @@ class Driver:
         key = self.next_key()
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
         answer = self.answers[key] = Answer()
-        answer.refused = self.engine.add(key, GenerateRequest(f"r{key}", prompt, sampling, n, salt))
+        answer.refused = self.engine.requests.add(key, GenerateRequest(f"r{key}", prompt, sampling, n, salt))
         return key
 
     def step(self) -> None:

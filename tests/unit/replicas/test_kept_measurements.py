@@ -233,4 +233,6 @@ def test_a_fast_start_is_never_assumed_to_be_exact(
     again = start(tiny_llama, tmp_path, fast=True, exact=exact)
     assert (again.info.exact, again.info.exactness) == (whole.info.exact, whole.info.exactness)
     assert again.engine.meter.price == whole.engine.meter.price
-    assert (whole.engine.namespace == fast.engine.namespace) == (not whole.info.exact)
+    assert (whole.engine.requests.intake.namespace == fast.engine.requests.intake.namespace) == (
+        not whole.info.exact
+    )

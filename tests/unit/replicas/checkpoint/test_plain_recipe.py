@@ -119,7 +119,7 @@ built = build_engine(settings, model, "test", pages=64, keep=keep)
 answer = Driver(built.engine).run([(7 * i + 3) % 500 for i in range(40)], max_tokens=12, logprobs=2)
 print(built.info.step, built.info.exactness)
 print(answer.ids, answer.text.encode(), answer.deltas)
-print(built.engine.namespace.hex())
+print(built.engine.requests.intake.namespace.hex())
 print("transformers" in sys.modules, "torch._dynamo" in sys.modules)
 """
 

@@ -59,7 +59,7 @@ def engine(tiny_llama: Path) -> Engine:
 def on_device(engine: Engine, fits: Fits) -> Driver:
     """The engine with an empty cache, counting from 0."""
     engine.scheduler.pool.clear_cache()
-    engine._shortages.clear()
+    engine.requests.counts.shortages.clear()
     engine.scheduler.queues.preemptions = 0
     cast(Limited, engine.runner).fits = fits
     return Driver(engine)
@@ -366,5 +366,5 @@ def test_a_lost_device_ends_the_engine_wherever_it_is_noticed(
         monkeypatch.setattr("replicas.sampling.sampler.draw_tokens", lost)
     with pytest.raises(torch.AcceleratorError):
         driver.run(prompt_of(20), temperature=1.0)
-    for key in engine.open_keys():
-        engine.abort(key)
+    for key in engine.requests.open_keys():
+        engine.requests.abort(key)

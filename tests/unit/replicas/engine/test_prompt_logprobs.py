@@ -80,13 +80,13 @@ def test_they_do_not_depend_on_chunks_pieces_or_blocks(tiny_llama: Path, how: di
 def test_no_more_rows_of_logits_exist_than_allowed(tiny_llama: Path) -> None:
     driver = fresh(tiny_llama, logit_rows_max=8, step_tokens_max=64)
     seen: list[int] = []
-    score = driver.engine._score
+    score = driver.engine.requests.score
 
     def watched(chunk: Any, start: int, logits: torch.Tensor) -> None:
         seen.append(logits.shape[0])
         score(chunk, start, logits)
 
-    driver.engine._score = watched  # type: ignore[method-assign]
+    driver.engine.requests.score = watched  # type: ignore[method-assign]
     assert len(scores(scored(driver))) == len(PROMPT)
     assert sum(seen) == len(PROMPT) - 1
     assert max(seen) == 8

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cache_tiers.blocks import TAG_BYTES
 from cache_tiers.pricing import PrefillPrice, TierPrice
-from replicas.engine.limits import EngineLimits, refusal
+from replicas.engine.requests import EngineLimits, refusal
 from replicas.messages import GenerateRequest, SamplingParams
 from replicas.scheduling.order import SHARED_STEPS, gives
 from replicas.scheduling.preemption import AnswerLengths, ByPrice

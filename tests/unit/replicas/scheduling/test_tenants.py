@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cache_tiers.blocks.extent import TAG_BYTES
 from replicas.engine.engine import Engine
-from replicas.engine.limits import EngineLimits, refusal
+from replicas.engine.requests import EngineLimits, refusal
 from replicas.kv.page_pool import PagePool
 from replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
 from replicas.scheduling.page_tables import PageTables
@@ -381,7 +381,7 @@ def test_s2_who_is_pushed_out_goes_on_as_if_nothing_had_been(tiny_llama: Path) -
             if key == 3 and at_once:
                 for _ in range(10):
                     collect(engine, said, over)
-            assert engine.add(key, ask) is None
+            assert engine.requests.add(key, ask) is None
             while not at_once and engine.has_work:
                 collect(engine, said, over)
         while engine.has_work:
