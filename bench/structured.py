@@ -25,7 +25,7 @@ from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.engine.engine import Engine
 from replicas.messages import Delta, GenerateRequest, Grammar, Refused, SamplingParams
 from replicas.model.store import ensure_model
-from replicas.start.build import build_engine
+from replicas.start.build import Start
 
 BATCH = 8
 COST_BATCHES = (1, 8)
@@ -139,7 +139,7 @@ def main() -> None:
             draft_tokens_max=0,  # what a step costs is measured, and it gives one token
         ),
     )
-    built = build_engine(settings, ensure_model(settings.model), "bench", prefill=UNKNOWN_PREFILL)
+    built = Start(settings, ensure_model(settings.model), "bench", prefill=UNKNOWN_PREFILL).run()
     player = Player(built.engine)
     rows = [*validity(player, args.samples), *cost(player, args.repeats)]
     report.show("structured output", rows)

@@ -218,12 +218,12 @@ class Replica:
 
     def build(self, settings: Settings, model_dir: Path, replica_id: str, notes: StartNotes) -> BuiltEngine:
         """Build the engine. Another engine behind the same deployment is a subclass that builds it."""
-        from replicas.start.build import build_engine
+        from replicas.start.build import Start
         from replicas.start.machine_prices import MachinePrices, keep_prices, measurements_dir
         from replicas.start.ray_ranks import launch_rank
 
         keep = measurements_dir(settings)
-        built = build_engine(
+        built = Start(
             settings,
             model_dir,
             replica_id,
@@ -231,7 +231,7 @@ class Replica:
             keep=keep,
             begin=notes.begin,
             launch=launch_rank,
-        )
+        ).run()
         keep_prices(keep, MachinePrices.of(built.info, built.engine.meter.price))
         return built
 

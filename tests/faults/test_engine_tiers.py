@@ -165,7 +165,7 @@ def test_a_step_is_put_off_for_a_lookup_that_has_just_begun(
         engine.clock.now_s += 1.0
         return run(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(inner, "_clock", engine.clock)
+    monkeypatch.setattr(inner.requests, "clock", engine.clock)
     monkeypatch.setattr(inner.runner, "run", takes_a_second)
     engine.submit(prompt_of(20, seed=2), max_tokens=40)
     for _ in range(3):

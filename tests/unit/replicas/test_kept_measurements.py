@@ -19,7 +19,7 @@ from replicas import kept_measurements
 from replicas.engine import Probe, ProbeResult
 from replicas.forward import GatherSdpa
 from replicas.kept_measurements import KeptMeasurements
-from replicas.start.build import BuiltEngine, build_engine
+from replicas.start.build import BuiltEngine, Start
 from tests.support.clock import Clock
 
 NUMBER = TypeAdapter(float)
@@ -159,7 +159,7 @@ def start(
         ),
         tiers=TierSettings(),
     )
-    return build_engine(settings, model, "test", pages=64, keep=keep)
+    return Start(settings, model, "test", pages=64, keep=keep).run()
 
 
 def test_an_engine_keeps_its_probe_and_its_prices(

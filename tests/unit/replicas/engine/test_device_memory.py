@@ -242,9 +242,9 @@ def test_a_long_context_that_no_pool_would_hold_refuses_no_model(
         model=ModelSettings(path=tiny_llama, dtype="float32"),
         engine=EngineSettings(pool_memory_fraction=0.95, step_tokens_max=64, block_tokens=16, threads=1),
     )
-    built = build.build_engine(
+    built = build.Start(
         wanted, tiny_llama, "r", load=lambda spec, dtype, _: load_model(spec, dtype, cpu)
-    )
+    ).run()
     assert spec.context_tokens_max > 19 * 16
     assert max(longest) == built.info.context_tokens_max == 18 * 16
 
