@@ -122,7 +122,7 @@ def load_of(engine: Engine, horizon_s: float) -> ReplicaLoad:
             prompts += 1
             prefill_s += price.seconds(new_tokens, after_tokens)
     news = None if engine.offload is None else engine.offload.news
-    expected = pool.returns_within(horizon_s * (1.0 if news is None else news.rate))
+    expected = pool.returns.within(horizon_s * (1.0 if news is None else news.rate))
     waiting_pages = sum(pool.pages_for(len(sequence.tokens)) for sequence in scheduler.waiting)
     return ReplicaLoad(
         running=sum(sequence.forks for sequence in scheduler.running),
@@ -222,15 +222,9 @@ class Replica:
         from replicas.start.machine_prices import MachinePrices, keep_prices, measurements_dir
         from replicas.start.ray_ranks import launch_rank
 
-        keep = measurements_dir(settings)
+        tiers, keep = self._tiers, measurements_dir(settings)
         built = Start(
-            settings,
-            model_dir,
-            replica_id,
-            tiers=self._tiers,
-            keep=keep,
-            begin=notes.begin,
-            launch=launch_rank,
+            settings, model_dir, replica_id, tiers=tiers, keep=keep, begin=notes.begin, launch=launch_rank
         ).run()
         keep_prices(keep, MachinePrices.of(built.info, built.engine.meter.price))
         return built
@@ -444,7 +438,8 @@ class Replica:
 
     async def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
         """Apply a client's hint about its idle session."""
-        call = self._thread.call(lambda engine: engine.scheduler.pool.hint(owner, event, expected_return_s))
+        hinted = owner, event, expected_return_s
+        call = self._thread.call(lambda engine: engine.scheduler.pool.returns.hint(*hinted))
         await asyncio.wrap_future(call)
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> Forgotten:

@@ -26,7 +26,6 @@ LARGE = {
     "NodeStores": (374, 11),
     "NvmeTier": (392, 18),
     "Offload": (445, 17),
-    "PagePool": (302, 24),
     "PostgresStore": (434, 31),
     "Prefetcher": (313, 13),
     "PromptBuilder": (410, 12),

@@ -108,7 +108,7 @@ def test_the_likeliest_to_come_back_go_first(tiny_llama: Path, tmp_path: Path) -
     for number in (1, 2, 3):
         unstored(engine, prompt_of(70, seed=number), number)
         engine.clock.now_s += 600.0
-    engine.built.engine.scheduler.pool.hint(TENANT + tag(2), None, 1.0)
+    engine.built.engine.scheduler.pool.returns.hint(TENANT + tag(2), None, 1.0)
     going = handover(engine)
     assert going.begin() == 3
     order = [chain.provenance.owner[TAG_BYTES:] for chain in going._chains]
