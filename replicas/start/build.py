@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from cache_tiers.blocks import TIERS, SumsSetup, TierName, compile_sums, namespace_digest
 from cache_tiers.forecast import fast_clock
+from cache_tiers.messages import LookupResult
 from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
 from configs.settings import EngineSettings, Settings
@@ -62,10 +63,15 @@ from replicas.offload import (
     Handover,
     Offload,
     PageMoves,
+    PieceLoads,
+    Restores,
     SwapSpace,
     TierAccess,
+    TierLookups,
+    TierReporter,
     TurnReporter,
     TurnStore,
+    provenance_of,
 )
 from replicas.ranks import ChannelPlan, Launch, LeadingRunner, RankGroup, RankStart, RankSubprocess
 from replicas.sampling import Sampler
@@ -73,8 +79,10 @@ from replicas.scheduling import (
     Drafter,
     DraftLimits,
     DropNewest,
+    OffloadState,
     PreemptionPolicy,
     Scheduler,
+    Sequence,
     StepBudget,
     preemption_policy,
 )
@@ -103,37 +111,60 @@ def build_offload(
 ) -> Offload:
     """Build the replica's side of the cache tiers."""
     shape, tiers, arrivals = geometry.record_shape, settings.tiers, CompletionQueue()
+    link, lanes, clock = access.link, access.lanes, access.clock
+    moves = PageMoves(io, pool, lanes.moves, arrivals)
     turns = TurnStore(access, arrivals, io=io, pool=pool, shape=shape, settings=tiers, meter=meter)
-    return Offload(
-        link=access.link,
-        moves=PageMoves(io, pool, access.lanes.moves, arrivals),
+    handover = Handover(
+        link=link,
         pool=pool,
+        turns=turns,
+        meter=meter,
+        lane=lanes.lookup,
+        arrivals=arrivals,
+        horizon_s=tiers.policy.horizon_s_max,
+    )
+    loads = PieceLoads(link.fetch, moves, lanes.fetch, arrivals, shape, tiers.fetch_max, clock)
+    restores = Restores(
+        loads,
+        moves,
+        swap,
+        TierReporter(link, lanes.report),
         shape=shape,
         settings=tiers,
         meter=meter,
-        swap=swap,
+        clock=clock,
+    )
+
+    def learned(sequence: Sequence, visit: OffloadState, found: LookupResult) -> None:
+        handover.learned(provenance_of(sequence, visit, found))
+
+    lookups = TierLookups(
+        lambda lookup: link.lookup(lookup),
+        learned,
+        lambda: restores.meter.price,
+        tiers,
+        shape,
+        lanes.lookup,
+        arrivals,
+        clock,
+    )
+    news = TurnReporter(
+        link,
+        pool,
+        lanes.returns,
+        arrivals,
+        block_tokens=shape.block_tokens,
+        clock=fast_clock(clock, tiers.predictor.clock_rate),
+        rate=tiers.predictor.clock_rate,
+    )
+    return Offload(
+        link=link,
+        lookups=lookups,
+        restores=restores,
         turns=turns,
-        handover=Handover(
-            link=access.link,
-            pool=pool,
-            turns=turns,
-            meter=meter,
-            lane=access.lanes.lookup,
-            arrivals=arrivals,
-            horizon_s=tiers.policy.horizon_s_max,
-        ),
-        lanes=access.lanes,
+        handover=handover,
         arrivals=arrivals,
-        clock=access.clock,
-        news=TurnReporter(
-            access.link,
-            pool,
-            access.lanes.returns,
-            arrivals,
-            block_tokens=shape.block_tokens,
-            clock=fast_clock(access.clock, tiers.predictor.clock_rate),
-            rate=tiers.predictor.clock_rate,
-        ),
+        news=news,
     )
 
 

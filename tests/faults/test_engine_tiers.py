@@ -230,8 +230,8 @@ def test_where_computing_is_cheaper_nothing_is_loaded_and_the_receipt_says_so(
         fetches.append(fetch)
         return reply
 
-    offload.link = Overlay(offload.link, fetch=noted)  # type: ignore[assignment]
-    engine.built.engine.meter = offload._meter = PrefillMeter(price)
+    offload.restores.loads.fetch_now = Overlay(offload.link, fetch=noted).fetch
+    engine.built.engine.meter = offload.restores.meter = PrefillMeter(price)
     answer = engine.run(prompt)
     assert answer.admitted is not None
     assert answer.admitted.receipt.decision == decision
@@ -313,9 +313,9 @@ def test_g7_the_good_blocks_before_a_bad_one_are_used(tiny_llama: Path, tmp_path
     engine = cpu_only(tiny_llama, tmp_path)
     prompt = two_turns(engine)
     block_bytes = engine.built.engine.runner.pool.geometry.block_bytes
-    engine.built.engine.offload.link = spoiled(flip(4096 + 2 * block_bytes + 5))(  # type: ignore[union-attr]
-        engine.built.engine.offload.link  # type: ignore[union-attr]
-    )
+    offload = engine.built.engine.offload
+    assert offload is not None
+    offload.restores.loads.fetch_now = spoiled(flip(4096 + 2 * block_bytes + 5))(offload.link).fetch
     answer = engine.run(prompt)
     assert tokens(answer)["cpu"] == 32
     assert answer.ids == uncached(tiny_llama, tmp_path, prompt).ids
@@ -393,12 +393,12 @@ def test_g3_a_stale_namespace_is_refused(tiny_llama: Path, tmp_path: Path) -> No
     prompt = two_turns(engine)
     offload = engine.built.engine.offload
     assert offload is not None
-    inner = offload._loads.fetch
+    inner = offload.restores.loads.fetch
 
     def load_as_another(of: PieceLoad, fetch: Fetch, expected: Expected) -> None:
         inner(of, fetch, replace(expected, namespace=bytes(32)))
 
-    offload._loads.fetch = load_as_another  # type: ignore[method-assign]
+    offload.restores.loads.fetch = load_as_another  # type: ignore[method-assign]
     answer = engine.run(prompt)
     assert tokens(answer)["cpu"] == 0
     assert engine.built.engine.stats().verify_failures == {"cpu:namespace": 1}
@@ -781,14 +781,14 @@ def test_f08_a_slow_tier_is_remembered_as_slow_after_its_request_is_over(
     fetches = engine.lanes.fetch
     assert isinstance(fetches, InlineExecutor)
     before = engine.node.lookup(Lookup(bytes(32), b"", TENANT, SESSION)).prices["cpu"]
-    inner = engine.built.engine.offload.link  # type: ignore[union-attr]
+    offload = engine.built.engine.offload
+    assert offload is not None
 
     def slow(_: Fetch, reply: Fetched | FetchFailed) -> Fetched | FetchFailed:
         engine.clock.now_s += 9.0
         return reply
 
-    engine.built.engine.offload.link = Overlay(inner, fetch=slow)  # type: ignore[union-attr, assignment]
-    engine.built.engine.offload.reports._link = inner  # type: ignore[union-attr]
+    offload.restores.loads.fetch_now = Overlay(offload.link, fetch=slow).fetch
     for _ in range(3):
         engine.run(prompt)
         engine.forget_pool()

@@ -117,7 +117,7 @@ def test_measuring_leaves_the_pages_as_they_are(tiny_llama: Path, tmp_path: Path
     assert offload is not None
     pool.data.uniform_()
     before = pool.data.clone()
-    io, shape = offload.moves.io, offload._shape
+    io, shape = offload.moves.io, offload.restores.shape
     price = measuring.measure_copy(io, shape, pages=pool.pages, bytes_max=1 << 20)
     assert price is not None
     assert price.is_up
