@@ -267,7 +267,7 @@ class Offload:
         bt = self._shape.block_tokens
         keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
         # Now: when the prompt is computed, another turn of the session may have ended.
-        sequence.visit.known = self.turns.fates.of(keys)
+        sequence.visit.known = self.turns.results.fates.of(keys)
         resident = len(self.moves.pool.match(keys, sequence.tokens)) * bt
         self._lookups.open(sequence, request, resident_tokens=resident, is_queued=is_queued)
 
@@ -373,7 +373,7 @@ class Offload:
 
     def cleared(self, tags: Collection[bytes]) -> None:
         """Record that the pages of these owners, sessions or tenants were forgotten."""
-        self.turns.fates.cleared(tags)
+        self.turns.results.fates.cleared(tags)
 
     def finish(self, sequence: Sequence) -> None:
         """Store the blocks of a finished turn, before the scheduler releases the pages."""
@@ -459,8 +459,8 @@ class Offload:
             "misses": dict(self.restores.misses),
             "slow_lookups": dict(self._lookups.slow),
             "verify_failures": dict(self.reports.verify_failures),
-            "stores": dict(self.turns.outcomes),
-            "store_tokens": dict(self.turns.tokens),
+            "stores": dict(self.turns.results.outcomes),
+            "store_tokens": dict(self.turns.results.tokens),
             "loading": len(self.restores.under_way),
             "staged_bytes": self.turns.staged_bytes,
         }
