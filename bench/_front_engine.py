@@ -39,6 +39,7 @@ class ScriptedEngine:
     def __init__(self, replica_id: str, step_s: float) -> None:
         self.runner = SimpleNamespace(check=lambda: None, close=lambda: None)
         self.sampler = None
+        self.requests = self
         self.offload = None
         self.meter = SimpleNamespace(price=PRICE)
         self.is_settled = True

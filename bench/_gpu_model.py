@@ -243,7 +243,7 @@ class Caller:
             f"bench-{key}", prompt, sampling, 1, salt, TENANT, session or bytes(16), placement
         )
         self.asked[key] = Asked(time.perf_counter())
-        refused = self.engine.add(key, request)
+        refused = self.engine.requests.add(key, request)
         if refused is not None:
             self.asked[key].is_over = True
             raise RuntimeError(f"refused: {refused.message}")
@@ -305,5 +305,5 @@ class Caller:
 
     def abort(self, keys: list[int]) -> None:
         for key in keys:
-            self.engine.abort(key)
+            self.engine.requests.abort(key)
             self.asked[key].is_over = True

@@ -18,7 +18,7 @@ from configs.sections import GIB, MIB
 from configs.settings import Settings
 from replicas.model import ModelSpec
 from replicas.offload import WorkerPools
-from replicas.start.build import build_engine
+from replicas.start.build import Start
 
 SEQUENCES_MIN = 8
 """So many answers may be running, however small the batches are: `limits.n_max` asks for it."""
@@ -78,14 +78,14 @@ class Stage:
         settings = self._settings(kind, self._model_dir)
         tier = MappedRam(max(self._sizes.returns) * self._shape.token_bytes + turn + samples + SPARE)
         access, node = open_mapped_tiers(tier, settings.tiers)
-        built = build_engine(
+        built = Start(
             settings,
             self._model_dir,
             f"bench-{kind}",
             pages=pages,
             tiers=access,
             load=self._load,
-        )
+        ).run()
         return _Open(kind, Caller(built, self._device, self._shape), node, access.lanes)
 
     def _settings(self, kind: str, model_dir: Path) -> Settings:

@@ -52,9 +52,9 @@ def stream_rows(
 ) -> list[dict[str, Any]]:
     """A row for each number of streams and each of `limits`; `prompt(tokens, salt)` makes a new one."""
     seen: dict[tuple[int, Limits], _Seen] = {}
-    engine._clock = clock  # the meter has to learn in the seconds that are measured
+    engine.requests.clock = clock  # the meter has to learn in the seconds that are measured
     budget = engine.scheduler.budget
-    tokens_max = engine.scheduler.step_tokens_max
+    tokens_max = engine.scheduler.budget.tokens_max
     jobs = [(n, one) for _ in range(repeats) for n in streams for one in limits]
     for number, (count, one) in enumerate(tqdm([(streams[0], limits[-1]), *jobs], unit="job")):
         engine.scheduler.budget = StepBudget(
@@ -101,7 +101,7 @@ def _beside(
     def submit(tokens: int, max_tokens: int) -> int:
         key = next(_keys)
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        refused = engine.add(key, GenerateRequest(f"bench-{key}", prompt(tokens, key), params))
+        refused = engine.requests.add(key, GenerateRequest(f"bench-{key}", prompt(tokens, key), params))
         if refused is not None:
             raise RuntimeError(refused.message)
         return key
@@ -122,7 +122,7 @@ def _beside(
     into.alone_s += alone_s
     late = submit(prompt_tokens, 1)
     started_s = clock()
-    steps(into.beside_s, lambda: late in engine.open_keys())
+    steps(into.beside_s, lambda: late in engine.requests.open_keys())
     into.first_s.append(clock() - started_s)
     for key in running:
-        engine.abort(key)
+        engine.requests.abort(key)

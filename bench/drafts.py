@@ -25,7 +25,7 @@ from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.engine.engine import Engine
 from replicas.messages import Delta, GenerateRequest, Refused, SamplingParams
 from replicas.model.store import ensure_model
-from replicas.start.build import build_engine
+from replicas.start.build import Start
 
 CODE = Path(__file__).parent.parent / "replicas" / "checkpoint" / "vocabulary.py"
 CODE_LINES = slice(20, 50)
@@ -63,13 +63,13 @@ def engine(threads: int, drafted: int | None) -> Engine:
     """Return an engine of the default model; `drafted`: None for the default."""
     drafts = {} if drafted is None else {"draft_tokens_max": drafted}
     settings = Settings(engine=EngineSettings(threads=threads, pool_bytes_max=256 * MIB, **drafts))
-    return build_engine(settings, ensure_model(ModelSettings()), "bench").engine
+    return Start(settings, ensure_model(ModelSettings()), "bench").run().engine
 
 
 def answer(engine: Engine, key: int, prompt: list[int], tokens: int, temperature: float) -> Answered:
     """Answer once; the CPU time is that of all steps behind the first token. Raises `RuntimeError`."""
     sampling = SamplingParams(max_tokens=tokens, temperature=temperature, seed=SEED)
-    refused = engine.add(key, GenerateRequest(f"r{key}", prompt, sampling))
+    refused = engine.requests.add(key, GenerateRequest(f"r{key}", prompt, sampling))
     if isinstance(refused, Refused):
         raise RuntimeError(refused.message)
     ids: list[int] = []

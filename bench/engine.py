@@ -30,7 +30,7 @@ from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.engine.engine import Engine
 from replicas.messages import GenerateRequest, SamplingParams
 from replicas.model.store import ensure_model
-from replicas.start.build import build_engine
+from replicas.start.build import Start
 
 PREFILL_TOKENS = (128, 512, 2048)
 BATCHES = (1, 4, 8)
@@ -57,7 +57,9 @@ def _engine_subject(engine: Engine) -> Subject:
     def submit(prompt_tokens: int, max_tokens: int) -> None:
         key = next(keys)
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        refused = engine.add(key, GenerateRequest(f"bench-{key}", _prompt(prompt_tokens, key), params))
+        refused = engine.requests.add(
+            key, GenerateRequest(f"bench-{key}", _prompt(prompt_tokens, key), params)
+        )
         if refused is not None:
             raise RuntimeError(refused.message)
 
@@ -155,7 +157,7 @@ def measure_streams(args: argparse.Namespace, model_settings: ModelSettings, mod
     engine_settings = EngineSettings(
         pool_bytes_max=512 * MIB, threads=args.threads, step=args.step, draft_tokens_max=0
     )
-    built = build_engine(Settings(model=model_settings, engine=engine_settings), model_dir, "streams")
+    built = Start(Settings(model=model_settings, engine=engine_settings), model_dir, "streams").run()
     default = EngineSettings()
     limits = [
         Limits(),
@@ -208,7 +210,7 @@ def main(argv: list[str]) -> int:
             step=args.step,
             draft_tokens_max=0,
         )
-        built = build_engine(Settings(model=model_settings, engine=engine_settings), model_dir, name)
+        built = Start(Settings(model=model_settings, engine=engine_settings), model_dir, name).run()
         if exact and not built.info.exact:
             print(f"exact mode does not hold here: {built.info.exactness}")
         subjects[name] = _engine_subject(built.engine)

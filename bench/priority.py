@@ -22,7 +22,7 @@ from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.engine.engine import Engine
 from replicas.messages import Delta, GenerateRequest, SamplingParams
 from replicas.model.store import ensure_model
-from replicas.start.build import build_engine
+from replicas.start.build import Start
 
 HIGH, LOW = -10, 10
 PROMPT_TOKENS, ANSWER_TOKENS = 200, 40
@@ -50,7 +50,9 @@ class Player:
         ids = [self._rng.randrange(100, 40_000) for _ in range(prompt_tokens)]
         params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
         asked: dict[str, Any] = {"priority": priority} if priority else {}
-        refused = self._engine.add(self._keys, GenerateRequest(f"bench-{self._keys}", ids, params, **asked))
+        refused = self._engine.requests.add(
+            self._keys, GenerateRequest(f"bench-{self._keys}", ids, params, **asked)
+        )
         if refused is not None:
             raise RuntimeError(refused.message)
         self._came[self._keys] = priority, self.now_s()
@@ -131,7 +133,7 @@ def main() -> int:
     model = ModelSettings()
     limits = {"threads": 1, "device": "cpu", "sequences_max": 8, "pool_bytes_max": given.pool_mib * MIB}
     settings = Settings(model=model, engine=EngineSettings(**limits))
-    engine = build_engine(settings, ensure_model(model), "priority").engine
+    engine = Start(settings, ensure_model(model), "priority").run().engine
     mean_s = 2 * _request_s(engine, 0)
     rows: list[dict[str, Any]] = []
     for number in range(given.rounds):

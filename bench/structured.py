@@ -25,7 +25,7 @@ from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.engine.engine import Engine
 from replicas.messages import Delta, GenerateRequest, Grammar, Refused, SamplingParams
 from replicas.model.store import ensure_model
-from replicas.start.build import build_engine
+from replicas.start.build import Start
 
 BATCH = 8
 COST_BATCHES = (1, 8)
@@ -62,7 +62,7 @@ class Player:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._keys = itertools.count(1)
-        self._prompt = engine.tokenizer.encode("A person, described in JSON:\n").ids
+        self._prompt = engine.requests.output.tokenizer.encode("A person, described in JSON:\n").ids
 
     def submit(self, seed: int, schema: dict[str, Any] | None, tokens_max: int, **params: Any) -> int:
         grammar = None if schema is None else Grammar("json_schema", json.dumps(schema), "bench")
@@ -70,7 +70,7 @@ class Player:
             max_tokens=tokens_max, temperature=1.0, seed=seed, grammar=grammar, **params
         )
         key = next(self._keys)
-        refused = self.engine.add(key, GenerateRequest(f"bench-{key}", self._prompt, sampling))
+        refused = self.engine.requests.add(key, GenerateRequest(f"bench-{key}", self._prompt, sampling))
         if refused is not None:
             raise RuntimeError(refused.message)
         return key
@@ -90,15 +90,15 @@ class Player:
     def steps_s(self, batch: int, schema: dict[str, Any] | None, seed: int) -> list[float]:
         """Seconds of the steps in which all answers decode."""
         keys = [self.submit(seed + i, schema, COST_TOKENS, ignore_eos=True) for i in range(batch)]
-        while any(sequence.output_tokens == 0 for sequence in self.engine.scheduler.sequences()):
+        while any(sequence.output_tokens == 0 for sequence in self.engine.scheduler.queues):
             self.engine.step()
         times = []
-        while len(self.engine.open_keys()) == batch:
+        while len(self.engine.requests.open_keys()) == batch:
             started_s = time.perf_counter()
             self.engine.step()
             times.append(time.perf_counter() - started_s)
         for key in keys:
-            self.engine.abort(key)
+            self.engine.requests.abort(key)
         return times[:-1]
 
 
@@ -139,7 +139,7 @@ def main() -> None:
             draft_tokens_max=0,  # what a step costs is measured, and it gives one token
         ),
     )
-    built = build_engine(settings, ensure_model(settings.model), "bench", prefill=UNKNOWN_PREFILL)
+    built = Start(settings, ensure_model(settings.model), "bench", prefill=UNKNOWN_PREFILL).run()
     player = Player(built.engine)
     rows = [*validity(player, args.samples), *cost(player, args.repeats)]
     report.show("structured output", rows)

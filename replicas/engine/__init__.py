@@ -2,8 +2,8 @@
 
 from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, same_slots
 from replicas.engine.engine import Engine
-from replicas.engine.limits import EngineLimits
-from replicas.engine.output import TokenText
+from replicas.engine.output import OutputProcessor, TokenText
+from replicas.engine.requests import EngineLimits, Intake, OpenRequests
 from replicas.engine.thread import EngineThread, EventStream
 from replicas.scheduling import bare_sequence
 
@@ -14,6 +14,9 @@ __all__ = [
     "EngineLimits",
     "EngineThread",
     "EventStream",
+    "Intake",
+    "OpenRequests",
+    "OutputProcessor",
     "Probe",
     "ProbeResult",
     "TokenText",

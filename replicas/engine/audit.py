@@ -76,11 +76,13 @@ class Auditor:
         tokens_max: int,
         step_tokens: int,
         distrust: Callable[[bytes], None],
+        audits: Callable[[], bool] = lambda: False,
     ) -> None:
         """Set up an idle auditor.
 
-        `distrust`: forgets everything of an owner's tenant.
+        `distrust`: forgets everything of an owner's tenant; `audits`: decides whether a restore is audited.
         """
+        self.audits = audits
         self._distrust = distrust
         self.outcomes: Counter[str] = Counter()
         self._runner = runner

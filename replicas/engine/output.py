@@ -117,12 +117,16 @@ class TokenOutput(NamedTuple):
 class OutputProcessor:
     """Applies tokens to the answers of open requests.
 
-    `context_tokens_max`: prompt and answer of one sequence together.
+    `text`: of single tokens, for log-probabilities. `context_tokens_max`: prompt and answer of one sequence
+    together.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampler: Sampler, context_tokens_max: int) -> None:
-        self._tokenizer = tokenizer
-        self._sampler = sampler
+    def __init__(
+        self, tokenizer: Tokenizer, sampler: Sampler, text: TokenText, context_tokens_max: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sampler = sampler
+        self.text = text
         self._context_tokens_max = context_tokens_max
 
     def append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
@@ -135,12 +139,12 @@ class OutputProcessor:
     def _append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
         params, grammar = sequence.sampling, sequence.grammar
         if sequence.index not in opened.texts:
-            opened.texts[sequence.index] = TextOut(self._tokenizer, params.stop, params.shown_token_ids)
+            opened.texts[sequence.index] = TextOut(self.tokenizer, params.stop, params.shown_token_ids)
         text_out = opened.texts[sequence.index]
         sequence.tokens.append(token_id)
         if grammar is not None:
             grammar.accept(token_id)
-        if self._sampler.ends_turn(token_id, sequence):
+        if self.sampler.ends_turn(token_id, sequence):
             return TokenOutput(text_out.flush(), "stop")
         text, stopped = text_out.push(token_id, may_stop=sequence.output_tokens >= params.min_tokens)
         if stopped:

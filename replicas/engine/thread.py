@@ -112,13 +112,13 @@ class EngineThread:
         if self._ended:
             self._deliver([(key, STOPPED)])
             return
-        refused = self._engine.add(key, request)
+        refused = self._engine.requests.add(key, request)
         if refused is not None:
             self._deliver([(key, refused)])
 
     def _abort(self, key: int) -> None:
         if not self._ended:
-            self._engine.abort(key)
+            self._engine.requests.abort(key)
 
     def _run(self) -> None:
         try:
@@ -136,7 +136,7 @@ class EngineThread:
             self._failure = f"{type(error).__name__}: {error}"
         self._step_started_s = None
         self._ended = True
-        open_keys = self._engine.open_keys()
+        open_keys = self._engine.requests.open_keys()
         if open_keys:
             self._deliver([(key, STOPPED) for key in open_keys])
         while not self._stopping:

@@ -324,7 +324,7 @@ def _write_vectors(
     HEADS: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """Write `vectors` `[BLOCK_H, BLOCK_D]`; INT8: rounded to the bytes of `replicas/kv/int8.py`."""
+    """Write `vectors` `[BLOCK_H, BLOCK_D]`; INT8: rounded to the bytes of `replicas/kv/kv_pool.py`."""
     if INT8:
         numbers = vectors.to(tl.float32)
         largest = tl.max(tl.abs(numbers), 1)

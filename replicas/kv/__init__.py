@@ -5,6 +5,7 @@ from replicas.kv.copy_device import DONE, CopyEvent, Told
 from replicas.kv.cuda_device import register_object_store
 from replicas.kv.kv_pool import KvGeometry, KvPool, LayerKv, PagePlan, free_memory_bytes, plan_pages
 from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool, PrefixEntry, session_owner
+from replicas.kv.registered import RegisteredMemory
 
 __all__ = [
     "DONE",
@@ -19,6 +20,7 @@ __all__ = [
     "PagePlan",
     "PagePool",
     "PrefixEntry",
+    "RegisteredMemory",
     "Ticket",
     "Told",
     "free_memory_bytes",

@@ -4,8 +4,13 @@ Shape `[pages, groups, layers, 2, block_tokens, heads_per_group, head_dim]`, blo
 K and V) is one contiguous run of bytes, so moving it to another tier is one copy, and
 each layer is a strided view. The KV heads of a group are one run of every block, too: what one GPU of several
 holds. In int8 a group's scales follow its codes, in the same order: `[layers, 2, block_tokens,
-heads_per_group]`. What the bytes of a block mean is known here and nowhere else; how K and V are rounded
-says `int8.py`, who owns a page `page_pool.py`.
+heads_per_group]`. What the bytes of a block mean is known here and nowhere else; who owns a page says
+`page_pool.py`.
+
+In int8 a vector of one token and KV head is stored as `head_dim` codes, and a scale that all of them share.
+The bytes are the same wherever they are computed: float32, true division, halves to even, and the scale is
+rounded to bfloat16 before anything is divided by it. One scale for each token and head, not for each channel:
+a token is written at once, without knowing the others of its block (docs/adr/012-int8-kv.md).
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ import torch
 
 from cache_tiers.blocks import BlockShape, Bytes
 from configs.sections import MIB
-from replicas.kv.int8 import SCALE_DTYPE, dequantise, quantise
 from replicas.model import free_host_bytes
 
 LAYOUT_VERSION = "block-major-1"
@@ -25,6 +29,31 @@ LAYOUT_VERSION = "block-major-1"
 
 ALIGN = 16
 """Bytes: a group's codes and its scales begin at a multiple, so that a kernel may read this many at once."""
+
+CODE_MAX = 127
+SCALE_DTYPE = torch.bfloat16
+SCALE_MIN = 2.0**-126
+"""The smallest normal number: of zeros, too, a scale is one that can be divided by on every device."""
+
+
+def quantise(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round vectors `[..., head_dim]` to int8 codes of the same shape and bfloat16 scales `[...]`.
+
+    A vector with an Inf or a NaN gets a scale that is none either, so that it is read as no number, too.
+    """
+    values = vectors.float()
+    largest = values.abs().amax(dim=-1)
+    # By a tensor: CUDA divides by a Python number as a multiplication by its reciprocal.
+    scales = (largest / torch.full_like(largest, CODE_MAX)).clamp_min_(SCALE_MIN).to(SCALE_DTYPE)
+    codes = (values / scales.float().unsqueeze(-1)).round_().clamp_(-CODE_MAX, CODE_MAX)
+    return codes.to(torch.int8), scales
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what codes `[..., head_dim]` with scales `[...]` stand for, rounded once to `dtype`."""
+    # Codes and scales are whole in float32 and bfloat16; a scale may be too small for float16.
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    return codes.to(wide).mul_(scales.to(wide).unsqueeze(-1)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)

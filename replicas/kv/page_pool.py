@@ -214,6 +214,51 @@ class CachedPage:
     is_clean: bool = True
 
 
+class PoolReturns:
+    """When the owners of cached pages are expected back: what is learnt of it, and ranks their pages again.
+
+    `sessions`: what the policy knows of the owners: update it, then call `changed`.
+    """
+
+    def __init__(
+        self, sessions: IdleSessions, queue: TenantPages[CachedPage], clock: Callable[[], float]
+    ) -> None:
+        self._sessions = sessions
+        self._queue = queue
+        self._clock = clock
+
+    def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
+        """Apply a client's hint about an idle lineage (its owner tags); ignored if the owner is unknown."""
+        if owner not in self._sessions:
+            return
+        slot, now_s = self._sessions.slot(owner), self._clock()
+        idle_s = now_s - float(self._sessions.ended_s[slot])
+        hint = Hint(owner, now_s, event, expected_return_s)
+        self._sessions.set_curve(owner, hinted(self._sessions.curves[slot], idle_s, hint), now_s)
+        self.changed(owner)
+
+    def told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
+        """Apply a forecast for an owner, and for others that it changes, counted from `since_s`."""
+        for changed in self._sessions.told(owner, forecast, since_s):
+            self._queue.changed(changed)
+
+    def changed(self, owner: bytes) -> None:
+        """Rank an owner's pages again after a change in `sessions`."""
+        self._queue.changed(owner)
+
+    def within(self, horizon_s: float) -> ExpectedReturns:
+        """Return the expected resumptions; `horizon_s` by the pool's clock."""
+        now_s, slots = self._clock(), self._sessions.all_slots()
+        idle = slots[~self._sessions.are_running(slots, now_s)]
+        likely = self._sessions.probabilities(idle, now_s, horizon_s)
+        return ExpectedReturns(float(likely.sum()), float(likely @ self._sessions.tokens[idle]))
+
+    @property
+    def now_s(self) -> float:
+        """The time by the clock that `sessions` uses."""
+        return self._clock()
+
+
 class PagePool:
     """Tracks references and reuse of `pages - 1` usable pages of `block_tokens` slots each.
 
@@ -245,13 +290,14 @@ class PagePool:
         self._free = list(range(pages - 1, TRASH_PAGE, -1))
         settings = settings or PolicySettings()
         self.sessions = IdleSessions(sessions_max)
-        """What the policy knows of the owners: update it, then call `session_changed`."""
+        """What the policy knows of the owners: update it, then call `returns.changed`."""
         self._clock = clock or itertools.count(1).__next__
         self._saved_s = saved_s
         pages_max = None if tenant_share >= 1 else int(tenant_share * self.usable)
         self._queue: TenantPages[CachedPage] = TenantPages(
             self.sessions, policy or LeastRecentlyUsed(), settings.rerank_s, pages_max
         )
+        self.returns = PoolReturns(self.sessions, self._queue, self._clock)
         self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
         self._first_to_evict: dict[int, None] = {}  # cached pages that are evicted before all others
         self._published: dict[int, CachedPage] = {}
@@ -406,37 +452,6 @@ class PagePool:
             self._uncache(page)
         self._first_to_evict = {**dict.fromkeys(alone), **self._first_to_evict}
         return len(alone)
-
-    def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
-        """Apply a client's hint about an idle lineage (its owner tags); ignored if the owner is unknown."""
-        if owner not in self.sessions:
-            return
-        slot, now_s = self.sessions.slot(owner), self._clock()
-        idle_s = now_s - float(self.sessions.ended_s[slot])
-        hint = Hint(owner, now_s, event, expected_return_s)
-        self.sessions.set_curve(owner, hinted(self.sessions.curves[slot], idle_s, hint), now_s)
-        self.session_changed(owner)
-
-    def told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
-        """Apply a forecast for an owner, and for others that it changes, counted from `since_s`."""
-        for changed in self.sessions.told(owner, forecast, since_s):
-            self._queue.changed(changed)
-
-    def session_changed(self, owner: bytes) -> None:
-        """Rank an owner's pages again after a change in `sessions`."""
-        self._queue.changed(owner)
-
-    def returns_within(self, horizon_s: float) -> ExpectedReturns:
-        """Return the expected resumptions; `horizon_s` by the pool's clock."""
-        now_s, slots = self._clock(), self.sessions.all_slots()
-        idle = slots[~self.sessions.are_running(slots, now_s)]
-        likely = self.sessions.probabilities(idle, now_s, horizon_s)
-        return ExpectedReturns(float(likely.sum()), float(likely @ self.sessions.tokens[idle]))
-
-    @property
-    def now_s(self) -> float:
-        """The time by the clock that `sessions` uses."""
-        return self._clock()
 
     def owners_of(self, page: int) -> frozenset[bytes]:
         """Return a page's owners; empty if it is not published."""

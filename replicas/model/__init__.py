@@ -4,6 +4,7 @@ Imports nothing that loads a model: the ingress and the commands need this, and 
 """
 
 from replicas.model.device import (
+    ChosenDtype,
     GemmSeconds,
     choose_device,
     choose_dtype,
@@ -21,6 +22,7 @@ from replicas.model.weights import read_weights
 
 __all__ = [
     "SERVED_ROPE_TYPES",
+    "ChosenDtype",
     "GemmSeconds",
     "ModelSpec",
     "check_heads",

@@ -132,6 +132,6 @@ class Handover:
             return None
         sessions = self._pool.sessions
         slots = np.array([sessions.slot(one.owner) for one in fitting], dtype=np.intp)
-        likely = sessions.probabilities(slots, self._pool.now_s, self._horizon_s)
+        likely = sessions.probabilities(slots, self._pool.returns.now_s, self._horizon_s)
         best = int(likely.argmax())
         return fitting[best], float(likely[best])

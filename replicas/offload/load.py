@@ -143,7 +143,7 @@ class PieceLoads:
         fetch_max: int,
         clock: Callable[[], float],
     ) -> None:
-        self._fetch_now = fetch_now
+        self.fetch_now = fetch_now
         self._moves = moves
         self._lane = lane
         self._arrivals = arrivals
@@ -205,7 +205,7 @@ class PieceLoads:
         of.piece.begun_s = self._clock()
 
         def fetch_now(fetch: Fetch) -> Fetched | FetchFailed:
-            reply = self._fetch_now(fetch)
+            reply = self.fetch_now(fetch)
             of.piece.fetched_s = self._clock()
             return reply
 

@@ -39,8 +39,8 @@ class PageMoves:
 
     def __init__(self, io: PageIo, pool: PagePool, lane: Executor, arrivals: CompletionQueue) -> None:
         self.io = io
-        self._pool = pool
-        self._lane = lane
+        self.pool = pool
+        self.lane = lane
         self._arrivals = arrivals
         self._held: dict[int | RestorePiece, list[int]] = {}  # move -> its pages, referenced for it
         self._moves = 0
@@ -70,7 +70,7 @@ class PageMoves:
     def keep(self, piece: RestorePiece, pages: Listing[int]) -> None:
         """Reference the pages that a piece is being copied into: its sequence is about to release them."""
         for page in pages:
-            self._pool.acquire(page)
+            self.pool.acquire(page)
         self._held[piece] = list(pages)
 
     def let_go(self, piece: RestorePiece) -> None:
@@ -101,7 +101,7 @@ class PageMoves:
                 logger.exception("blocks could not be copied out of the pool")
             self._arrivals.post(lambda: self._end(move, result, over))
 
-        if not begin(self._lane, copy, self.io.mark()):
+        if not begin(self.lane, copy, self.io.mark()):
             self._end(move, None, over)
 
     def pages_held(self) -> list[list[int]]:
@@ -113,11 +113,11 @@ class PageMoves:
         if not self._held:
             return 0
         held = Counter(page for pages in self._held.values() for page in pages)
-        return sum(self._pool.refs(page) == count for page, count in held.items())
+        return sum(self.pool.refs(page) == count for page, count in held.items())
 
     def _begin(self, pages: Listing[int]) -> int:
         for page in pages:
-            self._pool.acquire(page)
+            self.pool.acquire(page)
         self._moves += 1
         self._held[self._moves] = list(pages)
         return self._moves
@@ -128,4 +128,4 @@ class PageMoves:
 
     def _free(self, move: int | RestorePiece) -> None:
         """Release a move's pages, unless that is done."""
-        self._pool.release(self._held.pop(move, []))
+        self.pool.release(self._held.pop(move, []))

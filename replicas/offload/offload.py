@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 from cache_tiers.blocks import BlockShape, Bytes, record_bytes
-from cache_tiers.messages import Fetch, FetchFailed, LookupResult
+from cache_tiers.messages import Fetch, FetchFailed
 from cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, plan_load
 from configs.sections import TierSettings
-from replicas.kv import CopyEvent, PagePool
+from replicas.kv import CopyEvent
 from replicas.messages import GenerateRequest
 from replicas.offload.block_runs import LoadCut, StoreRun
 from replicas.offload.handover import Handover
@@ -30,142 +30,61 @@ from replicas.offload.load import Expected, LoadedBlocks, PieceLoad, PieceLoads,
 from replicas.offload.lookups import TierLookups, cuts_of
 from replicas.offload.moves import PageMoves
 from replicas.offload.reports import TierReporter, TurnReporter
-from replicas.offload.store import TurnStore, chain_of, largest_extent_bytes, provenance_of
+from replicas.offload.store import TurnStore, chain_of, largest_extent_bytes
 from replicas.offload.swap import SwappedBlocks, SwapSpace, check_swapped, swap_record
-from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools, begin
+from replicas.offload.tier_client import CompletionQueue, TierLink, begin
 from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
 logger = logging.getLogger(__name__)
 
 
-class Offload:
-    """Coordinates lookups, loads, swaps and stores of one engine.
+class Restores:
+    """Loads of blocks from the tiers into the pages of sequences that run.
 
-    `clock`: monotonic seconds. Call `collect` when `arrivals` wakes, and after `wake_in_s`.
+    `swap`: what is held aside for them. `under_way`: the loads by sequence; `touched`: sequences whose loads
+    have come or failed; `misses`: blocks that were not loaded, by reason, and slow lookups.
     """
 
     def __init__(
         self,
-        *,
-        link: TierLink,
+        loads: PieceLoads,
         moves: PageMoves,
-        pool: PagePool,
+        swap: SwapSpace,
+        reports: TierReporter,
+        *,
         shape: BlockShape,
         settings: TierSettings,
         meter: PrefillMeter,
-        swap: SwapSpace,
-        turns: TurnStore,
-        handover: Handover,
-        lanes: WorkerPools,
-        arrivals: CompletionQueue,
         clock: Callable[[], float],
-        news: TurnReporter,
     ) -> None:
-        self.link = link
-        self.swap = swap
-        self.turns = turns
-        self.handover = handover
-        self.news = news
-        self.arrivals = arrivals
-        self.decisions: Counter[str] = Counter()
-        self.misses: Counter[str] = Counter()  # blocks that were not loaded, by reason; slow lookups too
-        self.is_engine_idle = False  # nothing can be computed before something arrives
-        self.reports = TierReporter(link, lanes.report)
+        self.loads = loads
         self.moves = moves
-        self._pool = pool
-        self._shape = shape
-        self._settings = settings
-        self._meter = meter
-        self._lanes = lanes
-        self._clock = clock
-        self._touched: dict[Sequence, None] = {}
-        self._restoring: dict[Sequence, Restore] = {}
-        self._loads = PieceLoads(
-            lambda fetch: self.link.fetch(fetch),
-            moves,
-            lanes.fetch,
-            arrivals,
-            shape,
-            settings.fetch_max,
-            clock,
-        )
-        self._doubt = Doubt(largest_extent_bytes(settings, shape))
-        self._lookups = TierLookups(
-            lambda lookup: self.link.lookup(lookup),
-            self._learned,
-            lambda: self._meter.price,
-            settings,
-            shape,
-            lanes.lookup,
-            arrivals,
-            clock,
-        )
+        self.swap = swap
+        self.reports = reports
+        self.shape = shape
+        self.settings = settings
+        self.meter = meter
+        self.clock = clock
+        self.doubt = Doubt(largest_extent_bytes(settings, shape))
+        self.decisions: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self.under_way: dict[Sequence, Restore] = {}
+        self.touched: dict[Sequence, None] = {}
 
-    # -- request arrives -------------------------------------------------------------------
-
-    def open(self, sequence: Sequence, request: GenerateRequest, *, is_queued: bool = False) -> None:
-        """Start the tier lookup of a prompt; the request waits for it where that may pay.
-
-        `is_queued`: the request cannot be admitted at once.
-        """
-        if request.placement is None:
-            return
-        sequence.visit = OffloadState(
-            request.placement,
-            opened_s=self._clock(),
-            trace=request.trace,
-            stores_all=request.stores_all,
-        )
-        bt = self._shape.block_tokens
-        keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
-        # Now: when the prompt is computed, another turn of the session may have ended.
-        sequence.visit.known = self.turns.fates.of(keys)
-        resident = len(self._pool.match(keys, sequence.tokens)) * bt
-        self._lookups.open(sequence, request, resident_tokens=resident, is_queued=is_queued)
-
-    def _learned(self, sequence: Sequence, visit: OffloadState, found: LookupResult) -> None:
-        self.handover.learned(provenance_of(sequence, visit, found))
-
-    def prompt_computed(self, sequence: Sequence) -> None:
-        """Note that a prompt is computed; without its lookup's answer, that lookup was slow."""
-        if self._lookups.computed(sequence):
-            self.misses["slow lookup"] += 1
-
-    # -- pages are reserved ----------------------------------------------------------------
-
-    def plan_restore(self, sequence: Sequence) -> None:
-        """Set `sequence.restore` and start its loads. The scheduler calls it at every admission."""
-        sequence.restore = None
-        swapped = self.swap.get(sequence)
-        if swapped is not None:
-            self._swap_in(sequence, swapped)
-            return
-        self._plan(sequence, sequence.computed, sequence.shared_step_s)
-
-    def _plan_late(self, sequence: Sequence) -> None:
-        """Plan for a sequence that is being computed: its lookup's answer came late, or is not complete.
-
-        What is computed by now stays; what is loaded begins with the next whole block.
-        """
-        bt = self._shape.block_tokens
-        resident = -(-sequence.computed // bt) * bt
-        has_plan = sequence.restore is not None and bool(sequence.restore.pieces)
-        if sequence.pages and not has_plan and resident < len(sequence.tokens):
-            self._plan(sequence, resident, 0.0)
-
-    def _plan(self, sequence: Sequence, resident_tokens: int, step_s: float) -> None:
+    def plan(self, sequence: Sequence, resident_tokens: int, step_s: float) -> None:
+        """Decide what is loaded behind `resident_tokens`, and begin; `step_s`: what waiting costs it."""
         visit = sequence.visit
         if visit is None or visit.found is None or sequence.is_cleared:
             return
-        bt = self._shape.block_tokens
+        bt = self.shape.block_tokens
         missing_blocks = (sequence.reusable - resident_tokens) // bt
-        self._doubt.decided(missing_blocks * self._shape.block_bytes)
+        self.doubt.decided(missing_blocks * self.shape.block_bytes)
         visit.planned_from = resident_tokens
         cuts = cuts_of(sequence, visit.found, bt, resident_tokens // bt)
         if not cuts:
             return
         pieces = {
-            LoadPiece(cut.first * bt, cut.tokens, record_bytes(len(cut.keys), self._shape), cut.tier): cut
+            LoadPiece(cut.first * bt, cut.tokens, record_bytes(len(cut.keys), self.shape), cut.tier): cut
             for cut in cuts
         }
         plan = plan_load(
@@ -173,19 +92,19 @@ class Offload:
             resident_tokens=resident_tokens,
             pieces=list(pieces),
             prices=visit.found.prices,
-            prefill=self._meter.price,
-            parallel=self._settings.io_threads,
-            hedge_factor=self._settings.hedge_factor,
-            hedge_slack_s=self._settings.hedge_slack_s,
+            prefill=self.meter.price,
+            parallel=self.settings.io_threads,
+            hedge_factor=self.settings.hedge_factor,
+            hedge_slack_s=self.settings.hedge_slack_s,
             step_s=step_s,
-            doubt=self._doubt,
+            doubt=self.doubt,
         )
         if plan.decision == "none":
             return
-        now_s = self._clock()
+        now_s = self.clock()
         # The wait for the lookup counts: no request waits for longer than it would take to compute, unless
         # the operator rather waits.
-        patience_s = max(1.0, self._settings.lookup_share) * max(visit.recompute_s, plan.recompute_s)
+        patience_s = max(1.0, self.settings.lookup_share) * max(visit.recompute_s, plan.recompute_s)
         hedge_after_s = min(plan.hedge_after_s, max(0.0, patience_s - visit.waited_s))
         chosen = [(RestorePiece(p.first_token, p.end, p.tier, p.nbytes), pieces[p]) for p in plan.pieces]
         if plan.decision == "recompute":
@@ -203,7 +122,7 @@ class Offload:
         sequence.restore = restore
         self.decisions[plan.decision] += 1
         if chosen:
-            self._restoring[sequence] = restore
+            self.under_way[sequence] = restore
         read = self.moves.mark()
         for piece, cut in chosen:
             self._fetch(sequence, restore, piece, cut, read)
@@ -218,14 +137,14 @@ class Offload:
             offset=cut.offset,
             blocks=len(cut.keys),
             tier=cut.tier,
-            deadline_s=self._settings.load_s_max,
+            deadline_s=self.settings.load_s_max,
             node=cut.node,
             trace="" if sequence.visit is None else sequence.visit.trace,
         )
-        expected = Expected(sequence.namespace, self._shape, cut.first, cut.keys, cut.token_counts)
-        self._loads.fetch(self._load_of(sequence, restore, piece, read, cut.keys), fetch, expected)
+        expected = Expected(sequence.namespace, self.shape, cut.first, cut.keys, cut.token_counts)
+        self.loads.fetch(self.load_of(sequence, restore, piece, read, cut.keys), fetch, expected)
 
-    def _load_of(
+    def load_of(
         self,
         sequence: Sequence,
         restore: Restore,
@@ -233,7 +152,8 @@ class Offload:
         read: CopyEvent,
         keys: tuple[bytes, ...] = (),
     ) -> PieceLoad:
-        bt = self._shape.block_tokens
+        """Return the load of a piece, into the pages that it has now, behind `read`."""
+        bt = self.shape.block_tokens
         pages = tuple(sequence.pages[piece.start // bt : -(-piece.end // bt)])
         return PieceLoad(restore, piece, pages, read, partial(self._over, sequence, restore, piece, keys))
 
@@ -258,7 +178,7 @@ class Offload:
             if result.bad is not None and result.good:
                 restore.miss = restore.miss or "bad"
             if piece.state == "moving" and sequence.restore is restore:
-                restore.placed(piece, self._clock())
+                restore.placed(piece, self.clock())
             restore.failed(piece, "late" if result.good else "bad")  # where that is not decided
         if piece.source == OWN and sequence.restore is restore:
             if piece.state == "placed":
@@ -270,7 +190,7 @@ class Offload:
         if piece.fetch is None:
             return
         if reason == "timeout":  # a lower bound of its time
-            piece.arrived_s = self._clock()
+            piece.arrived_s = self.clock()
         self.misses[reason] += piece.fetch.blocks
 
     def _came(
@@ -290,7 +210,91 @@ class Offload:
         if loaded.bad is not None:
             self.reports.bad(fetch, loaded.bad)
 
-    # -- swap ------------------------------------------------------------------------------
+    def _touch(self, sequence: Sequence, restore: Restore) -> None:
+        if sequence.restore is restore:
+            self.touched[sequence] = None
+        if restore.is_over and not restore.is_reported:
+            restore.is_reported = True
+            self.reports.loads(restore)
+            if self.under_way.get(sequence) is restore:
+                del self.under_way[sequence]
+
+
+class Offload:
+    """Coordinates lookups, loads, swaps and stores of one engine.
+
+    Call `collect` when `arrivals` wakes, and after `wake_in_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        link: TierLink,
+        lookups: TierLookups,
+        restores: Restores,
+        turns: TurnStore,
+        handover: Handover,
+        arrivals: CompletionQueue,
+        news: TurnReporter,
+    ) -> None:
+        self.link = link
+        self.restores = restores
+        self.turns = turns
+        self.handover = handover
+        self.news = news
+        self.arrivals = arrivals
+        self.moves = restores.moves
+        self.swap = restores.swap
+        self.reports = restores.reports
+        self.is_engine_idle = False  # nothing can be computed before something arrives
+        self._lookups = lookups
+        self._shape = restores.shape
+        self._clock = restores.clock
+
+    def open(self, sequence: Sequence, request: GenerateRequest, *, is_queued: bool = False) -> None:
+        """Start the tier lookup of a prompt; the request waits for it where that may pay.
+
+        `is_queued`: the request cannot be admitted at once.
+        """
+        if request.placement is None:
+            return
+        sequence.visit = OffloadState(
+            request.placement,
+            opened_s=self._clock(),
+            trace=request.trace,
+            stores_all=request.stores_all,
+        )
+        bt = self._shape.block_tokens
+        keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
+        # Now: when the prompt is computed, another turn of the session may have ended.
+        sequence.visit.known = self.turns.results.fates.of(keys)
+        resident = len(self.moves.pool.match(keys, sequence.tokens)) * bt
+        self._lookups.open(sequence, request, resident_tokens=resident, is_queued=is_queued)
+
+    def prompt_computed(self, sequence: Sequence) -> None:
+        """Note that a prompt is computed; without its lookup's answer, that lookup was slow."""
+        if self._lookups.computed(sequence):
+            self.restores.misses["slow lookup"] += 1
+
+    def plan_restore(self, sequence: Sequence) -> None:
+        """Set `sequence.restore` and start its loads. The scheduler calls it at every admission."""
+        sequence.restore = None
+        swapped = self.swap.get(sequence)
+        if swapped is not None:
+            self._swap_in(sequence, swapped)
+            return
+        self.restores.plan(sequence, sequence.computed, sequence.shared_step_s)
+
+    def _plan_late(self, sequence: Sequence) -> None:
+        """Plan for a sequence that is being computed: its lookup's answer came late, or is not complete.
+
+        What is computed by now stays; what is loaded begins with the next whole block.
+        """
+        bt = self._shape.block_tokens
+        resident = -(-sequence.computed // bt) * bt
+        has_plan = sequence.restore is not None and bool(sequence.restore.pieces)
+        if sequence.pages and not has_plan and resident < len(sequence.tokens):
+            self.restores.plan(sequence, resident, 0.0)
 
     def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
         """Begin to copy a preempted sequence's computed blocks aside; False if there is no room."""
@@ -352,7 +356,7 @@ class Offload:
         (piece,) = restore.pieces
         record, shape = swapped.record, self._shape
         first = piece.start // shape.block_tokens
-        load = self._load_of(sequence, restore, piece, self.moves.mark())
+        load = self.restores.load_of(sequence, restore, piece, self.moves.mark())
         restore.started_s = self._clock()  # not before: it may have been on its way out until now
 
         def check(record: Bytes) -> None:
@@ -362,22 +366,20 @@ class Offload:
                 logger.exception("swapped blocks could not be checked")
                 self.arrivals.post(lambda: load.over(FetchFailed("error"), None))
             else:
-                self._loads.place(load, loaded)
+                self.restores.loads.place(load, loaded)
 
-        if record is None or not begin(self._lanes.moves, check, record):
+        if record is None or not begin(self.moves.lane, check, record):
             load.over(FetchFailed("error"), None)
 
     def cleared(self, tags: Collection[bytes]) -> None:
         """Record that the pages of these owners, sessions or tenants were forgotten."""
-        self.turns.fates.cleared(tags)
+        self.turns.results.fates.cleared(tags)
 
     def finish(self, sequence: Sequence) -> None:
         """Store the blocks of a finished turn, before the scheduler releases the pages."""
         if sequence.visit is not None and sequence.visit.found is None:
             self.arrivals.take_in()  # in a turn of one step the lookup may have finished during it
         self.turns.store(sequence)
-
-    # -- between steps ---------------------------------------------------------------------
 
     def collect(self) -> list[Sequence]:
         """Take in completed work and handle late lookups and loads; return the sequences affected."""
@@ -386,22 +388,22 @@ class Offload:
         for sequence in self._lookups.collect(is_idle=self.is_engine_idle):
             self._plan_late(sequence)
         self.is_engine_idle = False
-        for sequence, restore in self._restoring.items():
+        for sequence, restore in self.restores.under_way.items():
             if restore.is_awaited and now_s >= restore.hedge_at_s:
                 restore.hedge()
-                self.decisions["hedge"] += 1
-                self._touched[sequence] = None
+                self.restores.decisions["hedge"] += 1
+                self.restores.touched[sequence] = None
         return self.take_touched()
 
     def take_touched(self) -> list[Sequence]:
         """Return the sequences whose loads have come or failed since the last call."""
-        touched, self._touched = list(self._touched), {}
+        touched, self.restores.touched = list(self.restores.touched), {}
         return touched
 
     def wake_in_s(self) -> float | None:
         """Return the seconds until `collect` must be called even if nothing arrives, or None."""
         times = list(self._lookups.wake_at_s(is_idle=self.is_engine_idle))
-        times += [restore.hedge_at_s for restore in self._restoring.values() if restore.is_awaited]
+        times += [restore.hedge_at_s for restore in self.restores.under_way.values() if restore.is_awaited]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def stop_restore(self, sequence: Sequence) -> None:
@@ -419,8 +421,8 @@ class Offload:
             if sequence.visit is not None:
                 sequence.visit.is_over = True
             self._lookups.close(sequence)
-        self._restoring.pop(sequence, None)
-        self._touched.pop(sequence, None)
+        self.restores.under_way.pop(sequence, None)
+        self.restores.touched.pop(sequence, None)
 
     def pages_leaving(self) -> int:
         """Return how many pages become available as soon as their blocks have been copied."""
@@ -453,33 +455,24 @@ class Offload:
     def stats(self) -> dict[str, Any]:
         """Return these fields of `EngineStats`."""
         return {
-            "decisions": dict(self.decisions),
-            "misses": dict(self.misses),
+            "decisions": dict(self.restores.decisions),
+            "misses": dict(self.restores.misses),
             "slow_lookups": dict(self._lookups.slow),
             "verify_failures": dict(self.reports.verify_failures),
-            "stores": dict(self.turns.outcomes),
-            "store_tokens": dict(self.turns.tokens),
-            "loading": len(self._restoring),
+            "stores": dict(self.turns.results.outcomes),
+            "store_tokens": dict(self.turns.results.tokens),
+            "loading": len(self.restores.under_way),
             "staged_bytes": self.turns.staged_bytes,
         }
 
-    def _touch(self, sequence: Sequence, restore: Restore) -> None:
-        if sequence.restore is restore:
-            self._touched[sequence] = None
-        if restore.is_over and not restore.is_reported:
-            restore.is_reported = True
-            self.reports.loads(restore)
-            if self._restoring.get(sequence) is restore:
-                del self._restoring[sequence]
-
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
-        for sequence, restore in self._restoring.items():
+        for sequence, restore in self.restores.under_way.items():
             restore.check_integrity()
             assert sequence.restore is restore, "a load is under way for a sequence that forgot it"
         self._lookups.check_integrity()
-        self._loads.check_integrity()
-        self._doubt.check_integrity()
+        self.restores.loads.check_integrity()
+        self.restores.doubt.check_integrity()
         self.turns.check_integrity()
         self.news.check_integrity()
         self.swap.check_integrity()

@@ -103,7 +103,7 @@ class TurnReporter:
     def began(self, owner: bytes) -> None:
         """Record that a turn of this session has started."""
         self._pool.sessions.started(owner, self._clock())
-        self._pool.session_changed(owner)
+        self._pool.returns.changed(owner)
 
     def over(
         self, request: GenerateRequest, sequence: Sequence, stop: Stop, service_s: float, *, tool: str = ""
@@ -120,7 +120,7 @@ class TurnReporter:
             new_tokens=float(max(0, sequence.prompt_tokens - request.route.cached_tokens)),
             is_tool=stop == "tool_calls",
         )
-        self._pool.session_changed(owner)
+        self._pool.returns.changed(owner)
         if sequence.is_cleared or self._waiting >= WAITING_MAX:
             self.outcomes["not reported"] += 1
             return
@@ -155,7 +155,7 @@ class TurnReporter:
         self._waiting -= 1
         self.outcomes["no forecast" if forecast is None else "forecast"] += 1
         if forecast is not None:
-            self._pool.told(owner, forecast, ended_s)
+            self._pool.returns.told(owner, forecast, ended_s)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""

@@ -212,11 +212,74 @@ def largest_extent_bytes(settings: TierSettings, shape: BlockShape) -> int:
     return max(settings.extent_bytes_max, record_bytes(1, shape))
 
 
-class TurnStore:
-    """Stores turns of one replica. `outcomes` and `tokens` count runs of blocks by result, and their tokens.
+class StoreResults:
+    """What became of runs of blocks. `outcomes` and `tokens`: counts of runs by result, and of their tokens.
 
-    `fates`: what became of the latest blocks, so that a turn that computes them again can say why.
+    `fates`: of the latest blocks, so that a turn that computes them again can say why.
     """
+
+    def __init__(self, blocks_max: int) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.fates = BlockFates(blocks_max)
+
+    def became(self, runs: Iterable[StoreRun], outcome: str, of: StoredChain, detail: str = "") -> None:
+        """Count runs by what became of them, and remember it."""
+        for run in runs:
+            self.outcomes[outcome] += 1
+            self.tokens[outcome] += run.tokens
+            self.fates.became(run.keys, outcome, of.provenance.owner, detail)
+
+
+class StoreWorth:
+    """Decides which runs are worth storing, by the prices of loading and of computing."""
+
+    def __init__(
+        self, results: StoreResults, shape: BlockShape, settings: TierSettings, meter: PrefillMeter
+    ) -> None:
+        self.doubt = Doubt(largest_extent_bytes(settings, shape))
+        self._results = results
+        self._shape = shape
+        self._meter = meter
+
+    def that_pay(
+        self, runs: Listing[StoreRun], chain: StoredChain, prices: Mapping[LoadSource, TierPrice]
+    ) -> list[StoreRun]:
+        """Return all runs of a chain if loading the chain will be cheaper than computing it.
+
+        Else the leading ones that are stored to prove the price of a load: without those before them others
+        would never be found.
+        """
+        of = chain.provenance
+        up = [
+            price
+            for tier, price in prices.items()
+            if tier != "peer" and price.is_up and of.placement.allows(tier)
+        ]
+        if not runs or (up and of.stores_all):
+            return list(runs)
+        if not up:
+            self._results.became(runs, "skipped:no tier", chain)
+            return []
+        nbytes = runs[-1].end * self._shape.block_bytes
+        tokens = runs[-1].first * self._shape.block_tokens + runs[-1].tokens
+        known = [
+            price for price in up if price.is_known
+        ] or up  # a tier that was never loaded from is not free
+        cheapest = min(known, key=lambda price: price.seconds(nbytes))
+        new_bytes = [len(run.keys) * self._shape.block_bytes for run in runs]
+        self.doubt.decided(sum(new_bytes))
+        prefill = self._meter.price
+        if worth_storing(tokens, nbytes, prefill, cheapest):
+            return list(runs)
+        tried = self.doubt.leading((nbytes, cheapest) for nbytes in new_bytes)
+        why = prices_in_words(tokens, nbytes, prefill, cheapest)
+        self._results.became(runs[tried:], "skipped:price", chain, why)
+        return list(runs[:tried])
+
+
+class TurnStore:
+    """Stores turns of one replica."""
 
     def __init__(
         self,
@@ -229,9 +292,7 @@ class TurnStore:
         settings: TierSettings,
         meter: PrefillMeter,
     ) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()
-        self.fates = BlockFates(settings.policy.remembered_blocks_max)
+        self.results = StoreResults(settings.policy.remembered_blocks_max)
         self._link = access.link
         self._outbox = access.outbox
         self._io = io
@@ -249,7 +310,7 @@ class TurnStore:
         self._outbox.freed = self._freed
         self._job = 0
         self._blocks_max = max(1, settings.extent_bytes_max // shape.block_bytes)
-        self._doubt = Doubt(largest_extent_bytes(settings, shape))
+        self._worth = StoreWorth(self.results, shape, settings, meter)
 
     @property
     def is_settled(self) -> bool:
@@ -277,14 +338,14 @@ class TurnStore:
             return
         keys, tail = chain_of(sequence, self._shape.block_tokens)
         if sequence.is_cleared:
-            self.fates.became(keys, "cleared", sequence.owner)
+            self.results.fates.became(keys, "cleared", sequence.owner)
             return
         if visit.found is None:
-            self.outcomes["skipped:not looked up"] += 1
-            self.fates.left_alone(keys, "skipped:not looked up", sequence.owner)
+            self.results.outcomes["skipped:not looked up"] += 1
+            self.results.fates.left_alone(keys, "skipped:not looked up", sequence.owner)
             return
         held = held_keys(visit.found, sequence.keys)
-        self.fates.became([key for key in keys if key in held], "held", sequence.owner)
+        self.results.fates.became([key for key in keys if key in held], "held", sequence.owner)
         held |= visit.offered
         stored_for = replace(provenance_of(sequence, visit, visit.found), trace=visit.trace)
         chain = StoredChain(stored_for, keys, sequence.pages)
@@ -297,7 +358,7 @@ class TurnStore:
             computed = max(sequence.computed, sequence.prompt_tokens if sequence.is_reported else 0)
             keys = sequence.keys_of(computed // self._shape.block_tokens, self._shape.block_tokens)
             outcome = "cleared" if sequence.is_cleared else "skipped:ended early"
-            self.fates.left_alone(keys, outcome, sequence.owner)
+            self.results.fates.left_alone(keys, outcome, sequence.owner)
 
     def offer_chain(
         self,
@@ -320,9 +381,9 @@ class TurnStore:
             # Choices of one prompt take each other's blocks for offered: what only waited is none of these.
             is_held=lambda key: key in held and key not in waited,
         )
-        runs = self._that_pay(runs, chain, prices)
+        runs = self._worth.that_pay(runs, chain, prices)
         for run in runs:
-            self.fates.became(run.keys, "storing", chain.provenance.owner)
+            self.results.fates.became(run.keys, "storing", chain.provenance.owner)
         fitting = self._that_fit(runs)
         if fitting and not self._submit(chain, fitting):
             return set()
@@ -364,7 +425,7 @@ class TurnStore:
         largest = max(record_bytes(len(run.keys), self._shape) for run in runs)
         is_full = len(self._waiting) + len(self._storing) >= self._settings.store_queue_max
         if is_full or largest > self._settings.staged_bytes_max:
-            self._became(runs, "dropped:staged", chain)
+            self.results.became(runs, "dropped:staged", chain)
             return []
         rest = _Rest(chain, runs, self._pool)
         for page in rest.held:
@@ -386,7 +447,7 @@ class TurnStore:
     def _give_up(self, chain: StoredChain, reason: str) -> None:
         """Forget what waits of a chain: blocks behind a gap would never be found."""
         for rest in [rest for rest in self._waiting if rest.chain is chain]:
-            self._became(rest.runs, reason, chain)
+            self.results.became(rest.runs, reason, chain)
             self._forget(rest)
 
     def _forget(self, rest: _Rest) -> None:
@@ -422,15 +483,9 @@ class TurnStore:
     def _submit(self, chain: StoredChain, runs: list[StoreRun]) -> bool:
         """Begin to copy and stage runs of a chain; False: no thread can, and what waits of it is given up."""
         bt, price, of = self._shape.block_tokens, self._meter.price, chain.provenance
+        tags = of.owner[:TAG_BYTES], of.owner[TAG_BYTES:]
         origin = Origin(
-            namespace=of.namespace,
-            tenant=of.owner[:TAG_BYTES],
-            session=of.owner[TAG_BYTES:],
-            placement=of.placement,
-            incarnation=of.incarnation,
-            clear_seq=of.clear_seq,
-            created_unix_s=self._wall_clock(),
-            trace=of.trace,
+            of.namespace, *tags, of.placement, of.incarnation, of.clear_seq, self._wall_clock(), of.trace
         )
         pages = tuple(tuple(chain.pages[run.first : run.first + len(run.keys)]) for run in runs)
         # From the chain's beginning: released later than its parents, a block would outlive them in the pool,
@@ -451,7 +506,7 @@ class TurnStore:
         )
         if not begin(self._lanes.store, self._stage, self._job, chain, job):
             self._copied(self._job)
-            self._became(runs, "dropped:error", chain)
+            self.results.became(runs, "dropped:error", chain)
             self._give_up(chain, "dropped:error")
             return False
         return True
@@ -483,7 +538,7 @@ class TurnStore:
         """Offer the leading runs that were staged; the others were dropped for `reason`."""
         runs, dropped = runs[: len(offers)], runs[len(offers) :]
         if dropped:
-            self._became(dropped, reason, chain)
+            self.results.became(dropped, reason, chain)
             self._give_up(chain, reason)
         if not offers:
             self.refill()  # what it was to take is free again
@@ -492,7 +547,7 @@ class TurnStore:
         self._offering += 1
         if not begin(self._lanes.offer, self._offer, chain, runs, offers):
             self._offering -= 1
-            self._became(runs, "dropped:error", chain)
+            self.results.became(runs, "dropped:error", chain)
             self._give_up(chain, "dropped:error")
             for offer in offers:
                 self._outbox.drop(offer.ticket)
@@ -509,59 +564,18 @@ class TurnStore:
     def _offered(self, chain: StoredChain, runs: Listing[StoreRun], outcomes: list[str]) -> None:
         self._offering -= 1
         for run, outcome in zip(runs, outcomes, strict=True):
-            self._became([run], outcome, chain)
+            self.results.became([run], outcome, chain)
             if outcome.startswith("refused") and outcome != "refused:busy":  # busy: it is on its way already
                 self._give_up(chain, outcome)
         self.refill()
-
-    def _became(self, runs: Iterable[StoreRun], outcome: str, of: StoredChain, detail: str = "") -> None:
-        """Count runs by what became of them, and remember it."""
-        for run in runs:
-            self.outcomes[outcome] += 1
-            self.tokens[outcome] += run.tokens
-            self.fates.became(run.keys, outcome, of.provenance.owner, detail)
-
-    def _that_pay(
-        self, runs: Listing[StoreRun], chain: StoredChain, prices: Mapping[LoadSource, TierPrice]
-    ) -> list[StoreRun]:
-        """Return all runs of a chain if loading the chain will be cheaper than computing it.
-
-        Else the leading ones that are stored to prove the price of a load: without those before them others
-        would never be found.
-        """
-        of = chain.provenance
-        up = [
-            price
-            for tier, price in prices.items()
-            if tier != "peer" and price.is_up and of.placement.allows(tier)
-        ]
-        if not runs or (up and of.stores_all):
-            return list(runs)
-        if not up:
-            self._became(runs, "skipped:no tier", chain)
-            return []
-        nbytes = runs[-1].end * self._shape.block_bytes
-        tokens = runs[-1].first * self._shape.block_tokens + runs[-1].tokens
-        known = [
-            price for price in up if price.is_known
-        ] or up  # a tier that was never loaded from is not free
-        cheapest = min(known, key=lambda price: price.seconds(nbytes))
-        new_bytes = [len(run.keys) * self._shape.block_bytes for run in runs]
-        self._doubt.decided(sum(new_bytes))
-        prefill = self._meter.price
-        if worth_storing(tokens, nbytes, prefill, cheapest):
-            return list(runs)
-        tried = self._doubt.leading((nbytes, cheapest) for nbytes in new_bytes)
-        self._became(runs[tried:], "skipped:price", chain, prices_in_words(tokens, nbytes, prefill, cheapest))
-        return list(runs[:tried])
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         assert len(self._waiting) <= self._settings.store_queue_max, "more stores wait than may"
         assert all(rest.runs for rest in self._waiting), "a store waits for nothing"
-        self._doubt.check_integrity()
+        self._worth.doubt.check_integrity()
         self._outbox.check_integrity()
-        self.fates.check_integrity()
+        self.results.fates.check_integrity()
 
 
 def prices_in_words(tokens: int, nbytes: int, prefill: PrefillPrice, load: TierPrice) -> str:

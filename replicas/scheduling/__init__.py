@@ -1,5 +1,6 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
+from replicas.scheduling.drafts import Drafter, DraftLimits
 from replicas.scheduling.fates import BlockFates, Fate
 from replicas.scheduling.preemption import DropNewest, PreemptionPolicy, SwapPrices, preemption_policy
 from replicas.scheduling.restore import OWN, Restore, RestorePiece
@@ -11,6 +12,8 @@ __all__ = [
     "OWN",
     "BlockFates",
     "Chunk",
+    "DraftLimits",
+    "Drafter",
     "DropNewest",
     "Fate",
     "OffloadState",

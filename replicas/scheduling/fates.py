@@ -22,7 +22,7 @@ CLEARS_MAX: Final = 4096
 class Fate:
     """What became of blocks at the end of a turn.
 
-    `outcome`: as `TurnStore` counts it, `storing` until that is known, or `cleared`. `detail`: the prices
+    `outcome`: as `StoreResults` counts it, `storing` until that is known, or `cleared`. `detail`: the prices
     behind it, in words. `owner`: whose turn it was; `clears`: how many clears there had been.
     """
 

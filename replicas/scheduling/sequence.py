@@ -15,10 +15,10 @@ from typing import Protocol
 
 from cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key
 from cache_tiers.messages import LookupResult
-from replicas.drafting import Guesses
 from replicas.grammar import GrammarState
 from replicas.kv import ROOT_ENTRY
 from replicas.messages import SamplingParams
+from replicas.scheduling.drafts import Guesses
 from replicas.scheduling.fates import Fate
 from replicas.scheduling.restore import Restore
 
@@ -165,6 +165,11 @@ class Sequence:
     @property
     def is_decode(self) -> bool:
         return self.pending == 1 and self.computed > 0
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether something of its prompt can be computed now, or of what it has to compute again."""
+        return not (self.is_decode or self.holds)
 
     def yields_to(self, priority: int) -> bool:
         """Whether it gives way to its tenant's sequences of this priority."""

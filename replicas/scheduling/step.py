@@ -97,6 +97,28 @@ Block sizes are multiples of it, and it is a multiple of the rows that exact mod
 """
 
 
+def halved(chunks: Listing[Chunk]) -> list[Chunk] | None:
+    """Return a step with at most half of the prompt tokens, in the order of `chunks`; decodes stay.
+
+    None: there is nothing left to halve. The last few tokens of a prompt are left out only beside decodes.
+    """
+    prompts = [chunk for chunk in chunks if not chunk.sequence.is_decode]
+    tokens = sum(chunk.count for chunk in prompts)
+    left = tokens // 2 // CHUNK_TOKENS * CHUNK_TOKENS
+    if left == 0 and len(prompts) == len(chunks):
+        left = CHUNK_TOKENS
+    kept = []
+    for chunk in chunks:
+        if chunk.sequence.is_decode:
+            kept.append(chunk)
+            continue
+        count = chunk.count if chunk.count <= left else left // CHUNK_TOKENS * CHUNK_TOKENS
+        if count:
+            kept.append(Chunk(chunk.sequence, chunk.start, count))
+        left -= count
+    return kept if sum(chunk.count for chunk in kept) < sum(chunk.count for chunk in chunks) else None
+
+
 class StepRoom:
     """Holds what is left of one step's budget. `spent_s`: the expected time of the step so far."""
 
@@ -274,7 +296,7 @@ class StepBudget:
     ) -> None:
         self.pace = pace or StepPace()
         self.passed_tokens_max = passed_tokens_max
-        self._tokens_max = tokens_max
+        self.tokens_max = tokens_max
         self._target_s = math.inf if target_s is None else target_s
         self._price = price
         self._has_tenants = has_tenants
@@ -283,7 +305,7 @@ class StepBudget:
     def open(self, decodes: Listing[int]) -> StepRoom:
         """Return the room of a step with these decodes and guesses, each given by its context tokens."""
         price = PrefillPrice(0.0, 0.0, 0.0) if self._price is None else self._price()
-        tokens = self._tokens_max - len(decodes)
+        tokens = self.tokens_max - len(decodes)
         slower, chunks_slower = self.pace.of_decodes(price), self.pace.of_prompts(price)
         now = replace(
             price, c0_s=slower * price.c0_s, a_s=chunks_slower * price.a_s, b_s=chunks_slower * price.b_s

@@ -116,18 +116,18 @@ def load_of(engine: Engine, horizon_s: float) -> ReplicaLoad:
     scheduler, price = engine.scheduler, engine.meter.price
     pool = scheduler.pool
     prompts, prefill_s = 0, 0.0
-    for sequence in scheduler.sequences():
+    for sequence in scheduler.queues:
         new_tokens, after_tokens = _uncomputed(engine, sequence)
         if new_tokens > 0:
             prompts += 1
             prefill_s += price.seconds(new_tokens, after_tokens)
     news = None if engine.offload is None else engine.offload.news
-    expected = pool.returns_within(horizon_s * (1.0 if news is None else news.rate))
+    expected = pool.returns.within(horizon_s * (1.0 if news is None else news.rate))
     waiting_pages = sum(pool.pages_for(len(sequence.tokens)) for sequence in scheduler.waiting)
     return ReplicaLoad(
         running=sum(sequence.forks for sequence in scheduler.running),
         waiting=sum(sequence.forks for sequence in scheduler.waiting),
-        sequences_max=scheduler.sequences_max,
+        sequences_max=scheduler.queues.sequences_max,
         prompts=prompts,
         prefill_s=prefill_s,
         pool_share=pool.active / pool.usable,
@@ -218,20 +218,14 @@ class Replica:
 
     def build(self, settings: Settings, model_dir: Path, replica_id: str, notes: StartNotes) -> BuiltEngine:
         """Build the engine. Another engine behind the same deployment is a subclass that builds it."""
-        from replicas.start.build import build_engine
+        from replicas.start.build import Start
         from replicas.start.machine_prices import MachinePrices, keep_prices, measurements_dir
         from replicas.start.ray_ranks import launch_rank
 
-        keep = measurements_dir(settings)
-        built = build_engine(
-            settings,
-            model_dir,
-            replica_id,
-            tiers=self._tiers,
-            keep=keep,
-            begin=notes.begin,
-            launch=launch_rank,
-        )
+        tiers, keep = self._tiers, measurements_dir(settings)
+        built = Start(
+            settings, model_dir, replica_id, tiers=tiers, keep=keep, begin=notes.begin, launch=launch_rank
+        ).run()
         keep_prices(keep, MachinePrices.of(built.info, built.engine.meter.price))
         return built
 
@@ -444,7 +438,8 @@ class Replica:
 
     async def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
         """Apply a client's hint about its idle session."""
-        call = self._thread.call(lambda engine: engine.scheduler.pool.hint(owner, event, expected_return_s))
+        hinted = owner, event, expected_return_s
+        call = self._thread.call(lambda engine: engine.scheduler.pool.returns.hint(*hinted))
         await asyncio.wrap_future(call)
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> Forgotten:
@@ -456,7 +451,7 @@ class Replica:
 
         async def forget() -> int:
             self._kept.forget(tags)
-            return await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(tags)))
+            return await asyncio.wrap_future(self._thread.call(lambda engine: engine.requests.forget(tags)))
 
         # The engine first: running sequences must not publish or store after the tiers have forgotten.
         pages = await forget()

@@ -9,7 +9,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +18,20 @@ from pydantic import TypeAdapter
 
 from cache_tiers.blocks import TIERS, SumsSetup, TierName, compile_sums, namespace_digest
 from cache_tiers.forecast import fast_clock
+from cache_tiers.messages import LookupResult
 from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
 from configs.settings import EngineSettings, Settings
-from replicas.checkpoint import load_vocabulary
-from replicas.drafting import Drafter, DraftLimits
-from replicas.engine import Auditor, Engine, EngineLimits, TokenText
-from replicas.forward import CudaCapture, Runner, choose_attention, load_model, step_words_max
+from replicas.checkpoint import Vocabulary, load_vocabulary
+from replicas.engine import Auditor, Engine, EngineLimits, Intake, OpenRequests, OutputProcessor, TokenText
+from replicas.forward import (
+    ChosenAttention,
+    CudaCapture,
+    Runner,
+    choose_attention,
+    load_model,
+    step_words_max,
+)
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import (
@@ -33,6 +40,7 @@ from replicas.kv import (
     PageIo,
     PagePlan,
     PagePool,
+    RegisteredMemory,
     free_memory_bytes,
     page_io,
     plan_pages,
@@ -40,6 +48,7 @@ from replicas.kv import (
 )
 from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import (
+    ChosenDtype,
     GemmSeconds,
     ModelSpec,
     check_heads,
@@ -54,14 +63,29 @@ from replicas.offload import (
     Handover,
     Offload,
     PageMoves,
+    PieceLoads,
+    Restores,
     SwapSpace,
     TierAccess,
+    TierLookups,
+    TierReporter,
     TurnReporter,
     TurnStore,
+    provenance_of,
 )
 from replicas.ranks import ChannelPlan, Launch, LeadingRunner, RankGroup, RankStart, RankSubprocess
 from replicas.sampling import Sampler
-from replicas.scheduling import DropNewest, PreemptionPolicy, Scheduler, StepBudget, preemption_policy
+from replicas.scheduling import (
+    Drafter,
+    DraftLimits,
+    DropNewest,
+    OffloadState,
+    PreemptionPolicy,
+    Scheduler,
+    Sequence,
+    StepBudget,
+    preemption_policy,
+)
 from replicas.start.measure import (
     SAMPLE_BYTES,
     Roads,
@@ -70,7 +94,7 @@ from replicas.start.measure import (
     measure_prefill,
     sample_tokens_max,
 )
-from replicas.start.step_choice import StepChoice, expects_native, return_freed_memory
+from replicas.start.step_choice import ChosenStep, StepChoice, expects_native, return_freed_memory
 from replicas.start.tier_access import by_tag
 
 logger = logging.getLogger(__name__)
@@ -87,37 +111,60 @@ def build_offload(
 ) -> Offload:
     """Build the replica's side of the cache tiers."""
     shape, tiers, arrivals = geometry.record_shape, settings.tiers, CompletionQueue()
+    link, lanes, clock = access.link, access.lanes, access.clock
+    moves = PageMoves(io, pool, lanes.moves, arrivals)
     turns = TurnStore(access, arrivals, io=io, pool=pool, shape=shape, settings=tiers, meter=meter)
-    return Offload(
-        link=access.link,
-        moves=PageMoves(io, pool, access.lanes.moves, arrivals),
+    handover = Handover(
+        link=link,
         pool=pool,
+        turns=turns,
+        meter=meter,
+        lane=lanes.lookup,
+        arrivals=arrivals,
+        horizon_s=tiers.policy.horizon_s_max,
+    )
+    loads = PieceLoads(link.fetch, moves, lanes.fetch, arrivals, shape, tiers.fetch_max, clock)
+    restores = Restores(
+        loads,
+        moves,
+        swap,
+        TierReporter(link, lanes.report),
         shape=shape,
         settings=tiers,
         meter=meter,
-        swap=swap,
+        clock=clock,
+    )
+
+    def learned(sequence: Sequence, visit: OffloadState, found: LookupResult) -> None:
+        handover.learned(provenance_of(sequence, visit, found))
+
+    lookups = TierLookups(
+        lambda lookup: link.lookup(lookup),
+        learned,
+        lambda: restores.meter.price,
+        tiers,
+        shape,
+        lanes.lookup,
+        arrivals,
+        clock,
+    )
+    news = TurnReporter(
+        link,
+        pool,
+        lanes.returns,
+        arrivals,
+        block_tokens=shape.block_tokens,
+        clock=fast_clock(clock, tiers.predictor.clock_rate),
+        rate=tiers.predictor.clock_rate,
+    )
+    return Offload(
+        link=link,
+        lookups=lookups,
+        restores=restores,
         turns=turns,
-        handover=Handover(
-            link=access.link,
-            pool=pool,
-            turns=turns,
-            meter=meter,
-            lane=access.lanes.lookup,
-            arrivals=arrivals,
-            horizon_s=tiers.policy.horizon_s_max,
-        ),
-        lanes=access.lanes,
+        handover=handover,
         arrivals=arrivals,
-        clock=access.clock,
-        news=TurnReporter(
-            access.link,
-            pool,
-            access.lanes.returns,
-            arrivals,
-            block_tokens=shape.block_tokens,
-            clock=fast_clock(access.clock, tiers.predictor.clock_rate),
-            rate=tiers.predictor.clock_rate,
-        ),
+        news=news,
     )
 
 
@@ -164,170 +211,305 @@ def model_namespace(spec: ModelSpec, geometry: KvGeometry, numerics: str = "") -
     return namespace_digest(spec.fingerprint, *(part.encode() for part in parts))
 
 
-def build_engine(
-    settings: Settings,
-    model_dir: Path,
-    replica_id: str,
-    *,
-    pages: int | None = None,
-    tiers: TierAccess | None = None,
-    prefill: PrefillPrice | None = None,
-    keep: Path | None = None,
-    begin: Callable[[str], object] = lambda stage: None,
-    load: Callable[[ModelSpec, torch.dtype, torch.device], torch.nn.Module] = load_model,
-    launch: Launch = RankSubprocess,
-) -> BuiltEngine:
-    """Build the engine of one replica.
+@dataclass
+class Start:
+    """One start of a replica: a method for each of `REPLICA_STAGES` from `digest` on, in their order.
 
     `tiers`: None = blocks live in this pool only. `keep`: folder of what earlier starts have measured; None:
-    everything is measured now. `begin`: is told each stage of `REPLICA_STAGES`. `launch`: starts the other
-    ranks of `engine.tensor_parallel`.
+    everything is measured now. `begin`: is told each stage. `launch`: starts the other ranks of
+    `engine.tensor_parallel`.
 
     For tests and benchmarks: `pages` sets the pool size instead of the free memory, `load` makes the model;
     `prefill` replaces the measured price of prefill, and no load is measured either.
 
-    Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
+    What a stage has found or made is an attribute from then on.
     """
-    started_s = time.monotonic()
-    inspected_dir = None if keep is None else settings.inspected_dir
-    spec = inspect_model(model_dir, inspected_dir, begin)
-    device = choose_device(settings.engine)
-    sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
-    threads = settings.engine.threads or max(1, CORES // sharing)
-    torch.set_num_threads(threads)
-    compile_sums(SumsSetup.of(settings))
-    TIERS.take_up(settings.tiers.more)
-    chosen_dtype = choose_dtype(
-        settings.model,
-        device,
-        lambda: _gemm_seconds(keep, threads),
-        widens_weights=settings.model.dtype == "auto"
-        and expects_native(settings.engine, spec, device, settings.native_dir),
-    )
-    dtype = chosen_dtype.dtype
-    geometry = kv_geometry(settings.engine, spec, dtype)
-    begin("weights")
-    ranks = _start_ranks(settings, spec, geometry, device, threads, launch, inspected_dir)
-    is_reached = device.type == "cuda" and ranks is None and tiers is not None
-    registered = register_object_store(device) if is_reached else None
-    kept = KeptMeasurements(
-        keep,
-        settings.engine.measurements_ttl_s,
-        spec.fingerprint.hex(),
-        *map(str, (geometry, device, threads, settings.engine.step_tokens_max)),
-        *(() if ranks is None else (f"{ranks.ranks} ranks",)),
-        measures=not settings.engine.fast_start,
-    )
-    choice = StepChoice(
-        settings.engine,
-        geometry,
-        device,
-        partial(load if ranks is None else ranks.load, spec, dtype, device),
-        kept,
-        settings.native_dir,
-        settings.model.weights,
-        spec.path if ranks is None and load is load_model else None,
-    )
-    begin("probe")
-    step = choice.settle(spec.vocab, min(settings.engine.step_tokens_max, spec.context_tokens_max))
-    model, exactness = step.model, step.exactness
-    context_tokens_max = _context_tokens_max(settings, spec)
-    if ranks is None:
-        attention = choose_attention(
-            model, geometry, device, exact=exactness.exact, context_tokens_max=context_tokens_max
-        )
-    else:
-        assert model is not None, "ranks compute by the model's modules"
-        attention = ranks.choose_attention(model, geometry, device, context_tokens_max)
 
-    def make_runner(pages: int) -> Runner:
+    settings: Settings
+    model_dir: Path
+    replica_id: str
+    _: KW_ONLY
+    pages: int | None = None
+    tiers: TierAccess | None = None
+    prefill: PrefillPrice | None = None
+    keep: Path | None = None
+    begin: Callable[[str], object] = lambda stage: None
+    load: Callable[[ModelSpec, torch.dtype, torch.device], torch.nn.Module] = load_model
+    launch: Launch = RankSubprocess
+
+    # digest
+    spec: ModelSpec = field(init=False)
+    device: torch.device = field(init=False)
+    threads: int = field(init=False)
+    dtype: ChosenDtype = field(init=False)
+    geometry: KvGeometry = field(init=False)
+    # weights
+    ranks: RankGroup | None = field(init=False)
+    registered: RegisteredMemory | None = field(init=False)
+    kept: KeptMeasurements = field(init=False)
+    choice: StepChoice = field(init=False)
+    # probe
+    step: ChosenStep = field(init=False)
+    attention: ChosenAttention = field(init=False)
+    # memory
+    plan: PagePlan = field(init=False)
+    runner: Runner = field(init=False)
+    graphs: str = field(init=False)
+    # measure
+    meter: PrefillMeter = field(init=False)
+    page_pool: PagePool = field(init=False)
+    offload: Offload | None = field(init=False)
+    preemption: PreemptionPolicy = field(init=False)
+    vocabulary: Vocabulary = field(init=False)
+
+    def run(self) -> BuiltEngine:
+        """Build the engine. Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served."""
+        started_s = time.monotonic()
+        self.digest()
+        self.load_weights()
+        self.probe()
+        self.take_memory()
+        self.measure()
+        engine = self.make_engine()
+        info = self.info(time.monotonic() - started_s)
+        return_freed_memory()  # of the imports and the measuring, too
+        return BuiltEngine(engine, info)
+
+    @property
+    def inspected_dir(self) -> Path | None:
+        """Where inspections of models are kept."""
+        return None if self.keep is None else self.settings.inspected_dir
+
+    def digest(self) -> None:
+        """Read what the model is, and choose where and in which numbers it is computed."""
+        settings = self.settings
+        self.spec = inspect_model(self.model_dir, self.inspected_dir, self.begin)
+        self.device = choose_device(settings.engine)
+        sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
+        self.threads = settings.engine.threads or max(1, CORES // sharing)
+        torch.set_num_threads(self.threads)
+        compile_sums(SumsSetup.of(settings))
+        TIERS.take_up(settings.tiers.more)
+        self.dtype = choose_dtype(
+            settings.model,
+            self.device,
+            lambda: gemm_seconds(self.keep, self.threads),
+            widens_weights=settings.model.dtype == "auto"
+            and expects_native(settings.engine, self.spec, self.device, settings.native_dir),
+        )
+        self.geometry = kv_geometry(settings.engine, self.spec, self.dtype.dtype)
+
+    def load_weights(self) -> None:
+        """Begin to load the weights, here or in the other ranks, which are started; find what is known."""
+        self.begin("weights")
+        engine, spec, device = self.settings.engine, self.spec, self.device
+        self.ranks = _start_ranks(
+            self.settings, spec, self.geometry, device, self.threads, self.launch, self.inspected_dir
+        )
+        is_reached = device.type == "cuda" and self.ranks is None and self.tiers is not None
+        self.registered = register_object_store(device) if is_reached else None
+        self.kept = KeptMeasurements(
+            self.keep,
+            engine.measurements_ttl_s,
+            spec.fingerprint.hex(),
+            *map(str, (self.geometry, device, self.threads, engine.step_tokens_max)),
+            *(() if self.ranks is None else (f"{self.ranks.ranks} ranks",)),
+            measures=not engine.fast_start,
+        )
+        self.choice = StepChoice(
+            engine,
+            self.geometry,
+            device,
+            partial(self.load if self.ranks is None else self.ranks.load, spec, self.dtype.dtype, device),
+            self.kept,
+            self.settings.native_dir,
+            self.settings.model.weights,
+            spec.path if self.ranks is None and self.load is load_model else None,
+        )
+
+    def probe(self) -> None:
+        """Choose what computes a step, after a look at whether its answers are exact."""
+        self.begin("probe")
+        spec, geometry, device = self.spec, self.geometry, self.device
+        tokens_max = min(self.settings.engine.step_tokens_max, spec.context_tokens_max)
+        self.step = self.choice.settle(spec.vocab, tokens_max)
+        model, exact = self.step.model, self.step.exactness.exact
+        context_tokens_max = self._context_tokens_max()
+        if self.ranks is None:
+            self.attention = choose_attention(
+                model, geometry, device, exact=exact, context_tokens_max=context_tokens_max
+            )
+        else:
+            assert model is not None, "ranks compute by the model's modules"
+            self.attention = self.ranks.choose_attention(model, geometry, device, context_tokens_max)
+
+    def take_memory(self) -> None:
+        """Make the pool of the memory that the largest step leaves; show the tiers' memory to the GPU."""
+        engine, spec = self.settings.engine, self.spec
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading the weights took besides them
+            # No sequence will be longer than what a pool of all that is left would hold.
+            most = self._plan_pool()
+            hold_step_memory(engine, self._make_runner(2), spec.vocab, most.context_tokens_max)
+        self.plan = self._plan_pool()
+        self.runner = self._make_runner(self.plan.pages)
+        self.graphs = record_decodes(engine, self.runner, spec, self.plan)
+        if self.registered is not None:  # a load that waits for the driver says nothing of those to come
+            self.begin("memory")
+            self.registered.settle(REGISTER_S_MAX)
+
+    def measure(self) -> None:
+        """Measure what computing and loading take, as far as that is not known, and open the tiers."""
+        self.begin("measure")
+        self.meter = self._prefill_meter()
+        clock = time.monotonic if self.tiers is None else self.tiers.clock
+        self.page_pool = _page_pool(self.settings, self.plan, self.meter, clock)
+        self.offload, self.preemption = _offload(
+            self.tiers,
+            self.settings,
+            self.geometry,
+            self._open_io,
+            self.page_pool,
+            self.meter,
+            self.kept,
+            measures_loads=self.prefill is None,
+        )
+        self.vocabulary = load_vocabulary(self.model_dir, self.kept)
+        self.kept.save()
+
+    def make_engine(self) -> Engine:
+        """Return the engine, ready to step."""
+        self.begin("engine")
+        settings, spec, step, tokenizer = self.settings, self.spec, self.step, self.vocabulary.tokenizer
+        if step.form is not None and not step.form.is_torch and self.device.type == "cpu":
+            # Only draws are left to it: a second thread spins 10 ms for each of them.
+            torch.set_num_threads(1)
+        grammars = GrammarCompiler(tokenizer.to_str, spec.vocab, spec.eos_token_ids, settings.grammar)
+        sampler = Sampler(spec.eos_token_ids, grammars, rows_max=settings.engine.logit_rows_max)
+        scheduler = _scheduler(
+            settings, self.page_pool, self.preemption, self.offload, self.meter, exact=self.runner.exact
+        )
+        limits = EngineLimits(
+            vocab=spec.vocab,
+            context_tokens_max=self.plan.context_tokens_max,
+            queue_max=settings.engine.queue_max,
+            retry_after_s=settings.limits.retry_after_s,
+            tenant_queue_max=math.ceil(settings.engine.queue_max * _share(settings)),
+        )
+        text = TokenText(tokenizer, self.vocabulary.special_ids)
+        requests = OpenRequests(
+            Intake(
+                limits,
+                model_namespace(spec, self.geometry, step.numerics(self.device)),
+                sampler.open_grammar,
+                draw_seed=lambda: secrets.randbits(63),
+            ),
+            OutputProcessor(tokenizer, sampler, text, self.plan.context_tokens_max),
+            scheduler,
+            offload=self.offload,
+            meter=self.meter,
+            clock=time.monotonic,
+            replica_id=self.replica_id,
+        )
+        auditor = Auditor(
+            self.runner,
+            self.page_pool,
+            tokens_max=settings.tiers.audit_tokens_max,
+            step_tokens=settings.tiers.audit_step_tokens,
+            distrust=requests.distrust_tenant,
+            audits=lambda: random.random() < settings.tiers.audit_share,
+        )
+        return Engine(
+            runner=self.runner,
+            scheduler=scheduler,
+            requests=requests,
+            meter=self.meter,
+            auditor=auditor,
+            offload=self.offload,
+        )
+
+    def info(self, load_s: float) -> ReplicaInfo:
+        """Return what is said of the replica, whose start took so long."""
+        exactness, geometry = self.step.exactness, self.geometry
+        return ReplicaInfo(
+            replica_id=self.replica_id,
+            model_name=self.settings.model.served_name or self.spec.name,
+            context_tokens_max=self.plan.context_tokens_max,
+            device=str(self.device),
+            dtype=str(self.dtype.dtype).removeprefix("torch."),
+            dtype_sentence=self.dtype.sentence,
+            threads=self.threads,
+            step=self.step.sentence,
+            exact=exactness.exact,
+            exactness=exactness.sentence,
+            attention=self.step.attention or f"{self.attention.sentence}{self.graphs}",
+            block_tokens=geometry.block_tokens,
+            kv_dtype=geometry.stored_name,
+            bytes_per_token=geometry.bytes_per_token,
+            pages=self.plan.pages,
+            pool_bytes=self.plan.pool_bytes,
+            load_s=load_s,
+            model=self.spec.fingerprint.hex(),
+            prefill=self.meter.price,
+        )
+
+    def _context_tokens_max(self) -> int:
+        limit = self.settings.model.context_tokens_max
+        return self.spec.context_tokens_max if limit is None else min(self.spec.context_tokens_max, limit)
+
+    def _plan_pool(self) -> PagePlan:
+        """Return how large a pool may be now."""
+        settings, device, block_bytes = self.settings, self.device, self.geometry.block_bytes
+        given_bytes = None if self.pages is None else self.pages * block_bytes
+        free_bytes = free_memory_bytes(device) if given_bytes is None else given_bytes
+        on_cpu = device.type == "cpu"
+        if given_bytes is None and self.ranks is not None and device.type == "cuda":
+            # On CPU they share the node's.
+            free_bytes = self.ranks.least_memory(free_bytes) * self.ranks.ranks
+        return plan_pages(
+            free_bytes=free_bytes,
+            fraction=settings.engine.pool_memory_fraction if given_bytes is None else 1.0,
+            # Replicas on CPU share a node's memory; on CUDA each has a device of its own.
+            replicas=settings.cluster.sharing_node(CORES) if given_bytes is None and on_cpu else 1,
+            bytes_max=settings.engine.pool_bytes_max,
+            block_bytes=block_bytes,
+            block_tokens=self.geometry.block_tokens,
+            context_tokens_max=self._context_tokens_max(),
+        )
+
+    def _make_runner(self, pages: int) -> Runner:
         """Make a pool, of which every rank holds its part, and what computes on it."""
-        logit_rows_max = settings.engine.logit_rows_max
-        if ranks is not None and model is not None:
-            pool = ranks.make_pool(geometry, pages, device)
-            return LeadingRunner(model, pool, attention.backend, ranks, logit_rows_max=logit_rows_max)
-        pool = KvPool(geometry, pages, device)
+        geometry, model, backend = self.geometry, self.step.model, self.attention.backend
+        logit_rows_max = self.settings.engine.logit_rows_max
+        if self.ranks is not None and model is not None:
+            pool = self.ranks.make_pool(geometry, pages, self.device)
+            return LeadingRunner(model, pool, backend, self.ranks, logit_rows_max=logit_rows_max)
         return Runner(
             model,
-            pool,
-            attention.backend,
-            exact=exactness.exact,
+            KvPool(geometry, pages, self.device),
+            backend,
+            exact=self.step.exactness.exact,
             logit_rows_max=logit_rows_max,
-            forward=step.forward(attention.backend),
+            forward=self.step.forward(backend),
         )
 
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading the weights took besides them
-        # No sequence will be longer than what a pool of all that is left would hold.
-        most = _plan_pool(settings, geometry, spec, device, pages, ranks)
-        hold_step_memory(settings.engine, make_runner(2), spec.vocab, most.context_tokens_max)
-    plan = _plan_pool(settings, geometry, spec, device, pages, ranks)
-    runner = make_runner(plan.pages)
-    graphs = _record_decodes(settings.engine, runner, spec, plan)
+    def _prefill_meter(self) -> PrefillMeter:
+        runner, step_tokens_max = self.runner, self.settings.engine.step_tokens_max
+        if self.prefill is not None:
+            return PrefillMeter(replace(self.prefill, step_tokens=step_tokens_max))
+        tokens_max = sample_tokens_max(runner.pool, step_tokens_max, self.plan.context_tokens_max)
+        measure = partial(measure_prefill, runner, self.spec.vocab, step_tokens_max, tokens_max=tokens_max)
+        by = (runner.forward.name, runner.backend.name, self.settings.model.weights)
+        samples = self.kept.get(", ".join((f"prefill up to {tokens_max}", *by)), SAMPLES, measure, [])
+        return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 
-    def open_io(arena_bytes: int) -> PageIo:
-        if ranks is not None:  # its moves go through memory that the ranks share
-            return ranks.page_io(geometry, page_io(runner.pool))
-        return page_io(runner.pool, arena_bytes, registered)
-
-    if registered is not None:  # before: a load that waits for the driver says nothing of those to come
-        begin("memory")
-        registered.settle(REGISTER_S_MAX)
-    begin("measure")
-    meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
-    page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
-    offload, preemption = _offload(
-        tiers, settings, geometry, open_io, page_pool, meter, kept, measures_loads=prefill is None
-    )
-    vocabulary = load_vocabulary(model_dir, kept)
-    tokenizer = vocabulary.tokenizer
-    kept.save()
-    begin("engine")
-    if step.form is not None and not step.form.is_torch and device.type == "cpu":
-        torch.set_num_threads(1)  # only draws are left to it: a second thread spins 10 ms for each of them
-    grammars = GrammarCompiler(tokenizer.to_str, spec.vocab, spec.eos_token_ids, settings.grammar)
-    engine = Engine(
-        runner=runner,
-        scheduler=_scheduler(settings, page_pool, preemption, offload, meter, runner),
-        sampler=Sampler(spec.eos_token_ids, grammars, rows_max=settings.engine.logit_rows_max),
-        tokenizer=tokenizer,
-        token_text=TokenText(tokenizer, vocabulary.special_ids),
-        limits=_limits(settings, spec, plan),
-        namespace=model_namespace(spec, geometry, step.numerics(device)),
-        replica_id=replica_id,
-        clock=time.monotonic,
-        draw_seed=lambda: secrets.randbits(63),
-        meter=meter,
-        auditor=_auditor(settings, runner, page_pool, lambda owner: engine.distrust_tenant(owner)),
-        offload=offload,
-        audits=lambda: random.random() < settings.tiers.audit_share,
-    )
-    info = ReplicaInfo(
-        replica_id=replica_id,
-        model_name=settings.model.served_name or spec.name,
-        context_tokens_max=plan.context_tokens_max,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        dtype_sentence=chosen_dtype.sentence,
-        threads=threads,
-        step=step.sentence,
-        exact=exactness.exact,
-        exactness=exactness.sentence,
-        attention=step.attention or f"{attention.sentence}{graphs}",
-        block_tokens=geometry.block_tokens,
-        kv_dtype=geometry.stored_name,
-        bytes_per_token=geometry.bytes_per_token,
-        pages=plan.pages,
-        pool_bytes=plan.pool_bytes,
-        load_s=time.monotonic() - started_s,
-        model=spec.fingerprint.hex(),
-        prefill=meter.price,
-    )
-    return_freed_memory()  # of the imports and the measuring, too
-    return BuiltEngine(engine, info)
+    def _open_io(self, arena_bytes: int) -> PageIo:
+        if self.ranks is not None:  # its moves go through memory that the ranks share
+            return self.ranks.page_io(self.geometry, page_io(self.runner.pool))
+        return page_io(self.runner.pool, arena_bytes, self.registered)
 
 
-def _gemm_seconds(keep: Path | None, threads: int) -> GemmSeconds:
+def gemm_seconds(keep: Path | None, threads: int) -> GemmSeconds:
     """Return what a matrix product takes in each dtype.
 
     Kept for good, whatever the settings: another dtype would not find the blocks of earlier starts.
@@ -377,7 +559,7 @@ def _start_ranks(
     return RankGroup(start, device, launch)
 
 
-def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, plan: PagePlan) -> str:
+def record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, plan: PagePlan) -> str:
     """Record decode steps as CUDA graphs where that is possible; return what is said of it, if anything.
 
     The pool's pages must hold no blocks yet.
@@ -402,29 +584,6 @@ def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, pla
         logger.warning("decode steps are computed without CUDA graphs: %s", error)
         return "; decodes without graphs"
     return f"; decodes of up to {rows_max} as graphs"
-
-
-def _context_tokens_max(settings: Settings, spec: ModelSpec) -> int:
-    limit = settings.model.context_tokens_max
-    return spec.context_tokens_max if limit is None else min(spec.context_tokens_max, limit)
-
-
-def _prefill_meter(
-    settings: Settings,
-    runner: Runner,
-    spec: ModelSpec,
-    plan: PagePlan,
-    given: PrefillPrice | None,
-    kept: KeptMeasurements,
-) -> PrefillMeter:
-    step_tokens_max = settings.engine.step_tokens_max
-    if given is not None:
-        return PrefillMeter(replace(given, step_tokens=step_tokens_max))
-    tokens_max = sample_tokens_max(runner.pool, step_tokens_max, plan.context_tokens_max)
-    measure = partial(measure_prefill, runner, spec.vocab, step_tokens_max, tokens_max=tokens_max)
-    by = (runner.forward.name, runner.backend.name, settings.model.weights)
-    samples = kept.get(", ".join((f"prefill up to {tokens_max}", *by)), SAMPLES, measure, [])
-    return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 
 
 def _offload(
@@ -487,7 +646,8 @@ def _scheduler(
     policy: PreemptionPolicy,
     offload: Offload | None,
     meter: PrefillMeter,
-    runner: Runner,
+    *,
+    exact: bool,
 ) -> Scheduler:
     engine = settings.engine
     budget = StepBudget(
@@ -500,70 +660,20 @@ def _scheduler(
     )
     scheduler = Scheduler(
         pool,
-        step_tokens_max=engine.step_tokens_max,
+        budget=budget,
         sequences_max=engine.sequences_max,
         policy=policy,
         prefix_reuse=engine.prefix_reuse,
         restorer=offload,
-        budget=budget,
         quantum_tokens=engine.quantum_tokens,
         weights=by_tag(settings.auth, settings.limits.tenant_weights),
     )
-    if runner.exact and engine.draft_tokens_max:
+    if exact and engine.draft_tokens_max:
         rows_max = min(engine.draft_rows_max, engine.step_tokens_max // 2)  # prompts need room, too
         limits = DraftLimits(engine.draft_tokens_max, rows_max, engine.step_stretch or math.inf)
         scheduler.drafter = Drafter(limits, lambda: meter.price)
     return scheduler
 
 
-def _limits(settings: Settings, spec: ModelSpec, plan: PagePlan) -> EngineLimits:
-    return EngineLimits(
-        vocab=spec.vocab,
-        context_tokens_max=plan.context_tokens_max,
-        queue_max=settings.engine.queue_max,
-        retry_after_s=settings.limits.retry_after_s,
-        tenant_queue_max=math.ceil(settings.engine.queue_max * _share(settings)),
-    )
-
-
 def _share(settings: Settings) -> float:
     return settings.share_of_tenant(settings.limits.tenant_share)
-
-
-def _auditor(
-    settings: Settings,
-    runner: Runner,
-    pool: PagePool,
-    distrust: Callable[[bytes], None],
-) -> Auditor:
-    return Auditor(
-        runner,
-        pool,
-        tokens_max=settings.tiers.audit_tokens_max,
-        step_tokens=settings.tiers.audit_step_tokens,
-        distrust=distrust,
-    )
-
-
-def _plan_pool(
-    settings: Settings,
-    geometry: KvGeometry,
-    spec: ModelSpec,
-    device: torch.device,
-    pages: int | None,
-    ranks: RankGroup | None,
-) -> PagePlan:
-    given_bytes = None if pages is None else pages * geometry.block_bytes
-    free_bytes = free_memory_bytes(device) if given_bytes is None else given_bytes
-    if given_bytes is None and ranks is not None and device.type == "cuda":  # on CPU they share the node's
-        free_bytes = ranks.least_memory(free_bytes) * ranks.ranks
-    return plan_pages(
-        free_bytes=free_bytes,
-        fraction=settings.engine.pool_memory_fraction if given_bytes is None else 1.0,
-        # Replicas on CPU share a node's memory; on CUDA each has a device of its own.
-        replicas=settings.cluster.sharing_node(CORES) if given_bytes is None and device.type == "cpu" else 1,
-        bytes_max=settings.engine.pool_bytes_max,
-        block_bytes=geometry.block_bytes,
-        block_tokens=geometry.block_tokens,
-        context_tokens_max=_context_tokens_max(settings, spec),
-    )

@@ -196,12 +196,12 @@ class History:
             self.engine.clock.now_s += rng.choice([0.01, 0.3, 1.0])
         elif action < 0.53 and self.open:
             key = rng.choice(list(self.open))
-            engine.abort(key)
+            engine.requests.abort(key)
             talk, prompt, _ = self.open.pop(key)
             self.explained(key, talk, prompt, None)
         elif action < 0.545:
             talk = rng.randrange(len(self.talks))
-            engine.forget({TENANT + self.session(talk)})
+            engine.requests.forget({TENANT + self.session(talk)})
             self.engine.node.clear(Clear(TENANT, self.session(talk)))
         elif action < 0.56:
             engine.scheduler.pool.clear_cache()
@@ -210,7 +210,7 @@ class History:
         self.collect()
 
     def collect(self) -> None:
-        for key in [key for key in self.open if key not in self.engine.built.engine.open_keys()]:
+        for key in [key for key in self.open if key not in self.engine.built.engine.requests.open_keys()]:
             talk, prompt, max_tokens = self.open.pop(key)
             answer = self.engine.driver.answers[key]
             assert answer.refused is None

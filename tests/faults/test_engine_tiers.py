@@ -165,7 +165,7 @@ def test_a_step_is_put_off_for_a_lookup_that_has_just_begun(
         engine.clock.now_s += 1.0
         return run(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(inner, "_clock", engine.clock)
+    monkeypatch.setattr(inner.requests, "clock", engine.clock)
     monkeypatch.setattr(inner.runner, "run", takes_a_second)
     engine.submit(prompt_of(20, seed=2), max_tokens=40)
     for _ in range(3):
@@ -230,8 +230,8 @@ def test_where_computing_is_cheaper_nothing_is_loaded_and_the_receipt_says_so(
         fetches.append(fetch)
         return reply
 
-    offload.link = Overlay(offload.link, fetch=noted)  # type: ignore[assignment]
-    engine.built.engine.meter = offload._meter = PrefillMeter(price)
+    offload.restores.loads.fetch_now = Overlay(offload.link, fetch=noted).fetch
+    engine.built.engine.meter = offload.restores.meter = PrefillMeter(price)
     answer = engine.run(prompt)
     assert answer.admitted is not None
     assert answer.admitted.receipt.decision == decision
@@ -313,9 +313,9 @@ def test_g7_the_good_blocks_before_a_bad_one_are_used(tiny_llama: Path, tmp_path
     engine = cpu_only(tiny_llama, tmp_path)
     prompt = two_turns(engine)
     block_bytes = engine.built.engine.runner.pool.geometry.block_bytes
-    engine.built.engine.offload.link = spoiled(flip(4096 + 2 * block_bytes + 5))(  # type: ignore[union-attr]
-        engine.built.engine.offload.link  # type: ignore[union-attr]
-    )
+    offload = engine.built.engine.offload
+    assert offload is not None
+    offload.restores.loads.fetch_now = spoiled(flip(4096 + 2 * block_bytes + 5))(offload.link).fetch
     answer = engine.run(prompt)
     assert tokens(answer)["cpu"] == 32
     assert answer.ids == uncached(tiny_llama, tmp_path, prompt).ids
@@ -393,12 +393,12 @@ def test_g3_a_stale_namespace_is_refused(tiny_llama: Path, tmp_path: Path) -> No
     prompt = two_turns(engine)
     offload = engine.built.engine.offload
     assert offload is not None
-    inner = offload._loads.fetch
+    inner = offload.restores.loads.fetch
 
     def load_as_another(of: PieceLoad, fetch: Fetch, expected: Expected) -> None:
         inner(of, fetch, replace(expected, namespace=bytes(32)))
 
-    offload._loads.fetch = load_as_another  # type: ignore[method-assign]
+    offload.restores.loads.fetch = load_as_another  # type: ignore[method-assign]
     answer = engine.run(prompt)
     assert tokens(answer)["cpu"] == 0
     assert engine.built.engine.stats().verify_failures == {"cpu:namespace": 1}
@@ -436,7 +436,7 @@ def test_f23_a_client_that_leaves_while_blocks_come_leaves_nothing_behind(
         key = engine.submit(prompt)
         for _ in range(steps):
             engine.driver.step()
-        assert engine.built.engine.abort(key)
+        assert engine.built.engine.requests.abort(key)
         held.held = False
         held.release()
         engine.drain()
@@ -471,9 +471,9 @@ def test_f23_pages_that_blocks_are_copied_into_are_nobody_elses_until_that_is_ov
         assert piece.state == "moving"
     pages = set(sequence.pages[: -(-piece.end // 16)])
     if how == "abort":
-        inner.abort(key)
+        inner.requests.abort(key)
     else:
-        inner.scheduler._preempt(Preemption(sequence, "drop"), StepPlan())
+        inner.scheduler.queues.preempt(Preemption(sequence, "drop"), StepPlan())
         assert inner.offload is not None
         inner.offload.close(sequence)
     fetches.held = False
@@ -626,7 +626,7 @@ def test_f36_what_is_cleared_is_gone_from_the_pool_and_the_tiers(tiny_llama: Pat
     prompt = prompt_of(60, seed=5)
     answer = engine.run(prompt, **mine)
     others = engine.run(prompt_of(40, seed=6), tenant=TENANT, session=b"o" * TAG_BYTES)
-    assert engine.built.engine.forget({TENANT + SESSION}) == 4
+    assert engine.built.engine.requests.forget({TENANT + SESSION}) == 4
     assert engine.node.clear(Clear(TENANT, SESSION)).extents == 1
     again = engine.run([*prompt, *answer.ids, 9], **mine)
     assert tokens(again)["compute"] == 69
@@ -643,7 +643,7 @@ def test_f36_a_turn_that_runs_while_its_session_is_cleared_leaves_nothing(
     engine.submit(prompt, max_tokens=30, **mine)
     for _ in range(6):
         engine.driver.step()
-    engine.built.engine.forget({TENANT + SESSION})
+    engine.built.engine.requests.forget({TENANT + SESSION})
     engine.node.clear(Clear(TENANT, SESSION))
     engine.drain()
     assert engine.built.engine.stats().pages_cached == 0
@@ -781,14 +781,14 @@ def test_f08_a_slow_tier_is_remembered_as_slow_after_its_request_is_over(
     fetches = engine.lanes.fetch
     assert isinstance(fetches, InlineExecutor)
     before = engine.node.lookup(Lookup(bytes(32), b"", TENANT, SESSION)).prices["cpu"]
-    inner = engine.built.engine.offload.link  # type: ignore[union-attr]
+    offload = engine.built.engine.offload
+    assert offload is not None
 
     def slow(_: Fetch, reply: Fetched | FetchFailed) -> Fetched | FetchFailed:
         engine.clock.now_s += 9.0
         return reply
 
-    engine.built.engine.offload.link = Overlay(inner, fetch=slow)  # type: ignore[union-attr, assignment]
-    engine.built.engine.offload.reports._link = inner  # type: ignore[union-attr]
+    offload.restores.loads.fetch_now = Overlay(offload.link, fetch=slow).fetch
     for _ in range(3):
         engine.run(prompt)
         engine.forget_pool()
@@ -830,7 +830,7 @@ def test_f23_what_waits_to_be_fetched_is_forgotten_with_its_request(tiny_llama: 
     key = engine.submit(prompt)
     for _ in range(3):
         engine.driver.step()
-    assert inner.abort(key)
+    assert inner.requests.abort(key)
     assert fetches.waiting == 1
     fetches.held = False
     fetches.release()

@@ -313,7 +313,7 @@ def test_who_hangs_up_is_gone_and_not_running(tiny_llama: Path, tmp_path: Path, 
     key = engine.submit(prompt_of(60, seed=5), n=choices, max_tokens=50)
     for _ in range(4):
         engine.driver.step()
-    engine.built.engine.abort(key)
+    engine.built.engine.requests.abort(key)
     engine.work()
     turns_heard = [turn for turn in foretells.heard if isinstance(turn, Turn)]
     assert [turn.stop for turn in turns_heard] == ["gone"]

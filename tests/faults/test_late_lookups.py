@@ -105,7 +105,7 @@ def prefill_late(engine: Tiered, prompt: list[int], answered: int, loaded: int =
     lookups, fetches, inner = lane(engine.lanes.lookup), lane(engine.lanes.fetch), engine.built.engine
     lookups.held = fetches.held = True
     key, kv, done = engine.submit(prompt, logprobs=5), None, 0
-    while inner.open_keys():
+    while inner.requests.open_keys():
         if not inner.has_work:
             assert inner.wake_in_s is not None, "a request waits for something that never comes"
             engine.clock.now_s += inner.wake_in_s
@@ -221,7 +221,7 @@ def test_no_request_waits_longer_than_its_own_recompute_price(
     engine = engine_of(tiny_llama, tmp_path, extent_bytes=16 * MIB, node={"prices": {"cpu": (1.2, 1e9)}})
     inner, offload = engine.built.engine, engine.built.engine.offload
     assert offload is not None
-    offload._settings = TierSettings(audit_share=0.0, hedge_factor=100.0, lookup_share=share)
+    offload.restores.settings = TierSettings(audit_share=0.0, hedge_factor=100.0, lookup_share=share)
     prompt = stored(tiny_llama, engine)
     lane(engine.lanes.lookup).held = lane(engine.lanes.fetch).held = True
     other = engine.submit(prompt_of(20, seed=5), max_tokens=1)  # somebody computes: the engine is not idle

@@ -80,9 +80,9 @@ def preempt_one(engine: Tiered, rng: random.Random) -> None:
     inner = engine.built.engine
     assert inner.offload is not None
     victim, how = rng.choice(inner.scheduler.running), rng.choice(("swap", "drop"))
-    inner.scheduler._preempt(Preemption(victim, how), StepPlan())  # type: ignore[arg-type]
+    inner.scheduler.queues.preempt(Preemption(victim, how), StepPlan())  # type: ignore[arg-type]
     inner.offload.close(victim, keep_swapped=True)
-    inner._is_stalled = False
+    inner.requests.is_stalled = False
 
 
 # The wait for a late load, its price beside computing, fetches at a time, threads.
@@ -127,9 +127,9 @@ def test_loads_beside_steps(
     inner.on_wake(wake.release)
     asked: dict[int, tuple[int, int]] = {}  # seed of the prompt, choices
     left, ends_s = REQUESTS, time.monotonic() + STUCK_S
-    while left or inner.open_keys() or offload.moves.pages_held() or not inner.is_settled:
-        assert time.monotonic() < ends_s, f"stuck: {[one.restore for one in inner.scheduler.sequences()]}"
-        if left and len(inner.open_keys()) < AT_ONCE and rng.random() < 0.4:
+    while left or inner.requests.open_keys() or offload.moves.pages_held() or not inner.is_settled:
+        assert time.monotonic() < ends_s, f"stuck: {[one.restore for one in inner.scheduler.queues]}"
+        if left and len(inner.requests.open_keys()) < AT_ONCE and rng.random() < 0.4:
             seed, choices = rng.randrange(len(SESSIONS)), rng.choice((1, 1, 2, 3))
             key = engine.submit(
                 prompt_of(SESSIONS[seed], seed=seed),
@@ -140,14 +140,14 @@ def test_loads_beside_steps(
             )
             asked[key], left = (seed, choices), left - 1
         fate = rng.random()
-        if fate < 0.02 and inner.open_keys():
-            key = rng.choice(inner.open_keys())
-            inner.abort(key)
+        if fate < 0.02 and inner.requests.open_keys():
+            key = rng.choice(inner.requests.open_keys())
+            inner.requests.abort(key)
             del asked[key]
         elif fate < 0.07:
             engine.forget_pool()
         elif fate < 0.075:
-            inner.forget({bytes([rng.randrange(2)]) * TAG_BYTES})
+            inner.requests.forget({bytes([rng.randrange(2)]) * TAG_BYTES})
         elif fate < 0.1 and len(inner.scheduler.running) > 1:
             preempt_one(engine, rng)
         if rng.random() < 0.2:

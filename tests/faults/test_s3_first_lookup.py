@@ -103,7 +103,7 @@ def ask(engine: Tiered, prompt: list[int], number: int) -> Admitted:
     inner, wake = engine.built.engine, threading.Event()
     inner.on_wake(wake.set)
     key = engine.submit(prompt, session=person(number), max_tokens=2)
-    while inner.open_keys():
+    while inner.requests.open_keys():
         if inner.has_work:
             engine.driver.step()
         else:

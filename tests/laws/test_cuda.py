@@ -23,8 +23,7 @@ from replicas.forward.attention_choice import choose_attention
 from replicas.forward.attention_triton import TritonPaged
 from replicas.forward.runner import Runner, load_model
 from replicas.kv.block_io import page_io
-from replicas.kv.int8 import quantise
-from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.kv.kv_pool import KvGeometry, KvPool, quantise
 from replicas.model.families import SERVED_TYPES
 from replicas.model.spec import inspect_model
 from replicas.sampling.draws import Sampled

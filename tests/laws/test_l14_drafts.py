@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 
-from replicas.drafting import Drafter
 from replicas.engine.engine import Engine
 from replicas.messages import Grammar
 from replicas.scheduling import Chunk, Sequence, StepPlan
+from replicas.scheduling.drafts import Drafter
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.other_cpu import is_played
 
@@ -171,7 +171,7 @@ def test_the_real_model_answers_the_same(smollm2: Path) -> None:
 
 
 def _always(engine: Engine, chunk: Chunk, guess: int) -> bool:
-    return chunk.sequence in engine._of_sequence and guess < len(chunk.draft)
+    return chunk.sequence in engine.requests.key_of and guess < len(chunk.draft)
 
 
 def _not_behind_the_first(engine: Engine, chunk: Chunk, guess: int) -> bool:

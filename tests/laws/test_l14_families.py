@@ -148,7 +148,7 @@ def test_our_own_steps_give_the_tokens_of_transformers_modules(
     tokens, others = (Driver(built.engine).run(prompt, max_tokens=40).ids for built in (ours, modules))
     assert tokens == others
     if ours.info.exact and modules.info.exact:  # each promises its own bits
-        assert ours.engine.namespace != modules.engine.namespace
+        assert ours.engine.requests.intake.namespace != modules.engine.requests.intake.namespace
 
 
 @pytest.mark.parametrize("name", INT8)

@@ -56,16 +56,16 @@ def engine_of(
 
 def prefill(engine: Tiered, prompt: list[int], peers: tuple[str, ...] = ("a", "b")) -> Prefilled:
     """As `Tiered.prefill`, with a route."""
-    real = engine.driver.engine.add
+    real = engine.driver.engine.requests.add
 
     def add(key: int, request: GenerateRequest) -> object:
         return real(key, replace(request, route=Route(peers=peers)))
 
-    engine.driver.engine.add = add  # type: ignore[method-assign, assignment]
+    engine.driver.engine.requests.add = add  # type: ignore[method-assign, assignment]
     try:
         return engine.prefill(prompt, logprobs=5)
     finally:
-        engine.driver.engine.add = real  # type: ignore[method-assign]
+        engine.driver.engine.requests.add = real  # type: ignore[method-assign]
 
 
 def first_turn(engine: Tiered, length: int) -> list[int]:

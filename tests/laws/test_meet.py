@@ -106,7 +106,7 @@ class Return:
         key, began_s, kv = engine.submit(self.prompt, logprobs=5), clock.now_s, None
         due: list[float] | None = None
         for _ in range(20 * len(self.prompt)):
-            if not inner.open_keys():
+            if not inner.requests.open_keys():
                 break
             running = inner.scheduler.running
             if running and due is None:
@@ -153,7 +153,7 @@ class Return:
     def preempt(self, sequence: Sequence) -> None:
         inner = self.engine.built.engine
         assert inner.offload is not None
-        inner.scheduler._preempt(Preemption(sequence, "drop"), StepPlan())
+        inner.scheduler.queues.preempt(Preemption(sequence, "drop"), StepPlan())
         inner.offload.close(sequence)
 
 

@@ -106,7 +106,7 @@ def expire(engine: Tiered) -> None:
 
 
 def clear(engine: Tiered) -> None:
-    engine.built.engine.forget({TENANT + SESSION})
+    engine.built.engine.requests.forget({TENANT + SESSION})
     engine.node.clear(Clear(TENANT, SESSION))
 
 
@@ -150,7 +150,7 @@ def test_an_answer_that_ended_early_says_so(tiny_llama: Path, tmp_path: Path) ->
     key = engine.submit(FIRST, tenant=TENANT, session=SESSION, max_tokens=20)
     while engine.driver.answers[key].admitted is None:
         engine.driver.step()
-    engine.built.engine.abort(key)
+    engine.built.engine.requests.abort(key)
     assert again(engine).missed == {"not stored: ended early": KNOWN}
 
 
@@ -194,12 +194,12 @@ class Silent:
 
 def moved(engine: Tiered, left_tokens: int) -> Receipt:
     """A turn of a session whose last turn was on another replica, as its front door says."""
-    real = engine.driver.engine.add
+    real = engine.driver.engine.requests.add
 
     def add(key: int, request: GenerateRequest) -> object:
         return real(key, replace(request, route=Route(home="another", cached_tokens=left_tokens)))
 
-    engine.driver.engine.add = add  # type: ignore[method-assign, assignment]
+    engine.driver.engine.requests.add = add  # type: ignore[method-assign, assignment]
     return ask(engine)
 
 
@@ -229,7 +229,7 @@ def test_without_tiers_the_front_door_is_believed(tiny_llama: Path) -> None:
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     request = GenerateRequest("r", FIRST, sampling, route=Route(home="another", cached_tokens=len(FIRST)))
     driver.answers[0] = Answer()
-    assert driver.engine.add(0, request) is None
+    assert driver.engine.requests.add(0, request) is None
     driver.drain()
     assert receipt_of(driver.answers[0]).missed == {"tiers not used": KNOWN - 16}
 

@@ -68,7 +68,7 @@ class _Replica(Replica):
 
     def submit(self, key: int, request: GenerateRequest) -> None:
         engine = self._tiered.built.engine
-        refused = engine.add(key, request)
+        refused = engine.requests.add(key, request)
         events: list[tuple[int, Event]] = [] if refused is None else [(key, refused)]
         while engine.has_work:
             events += engine.step()
@@ -76,7 +76,7 @@ class _Replica(Replica):
         self._distribute(events)
 
     def abort(self, key: int) -> None:
-        self._tiered.built.engine.abort(key)
+        self._tiered.built.engine.requests.abort(key)
 
     def __del__(self) -> None:  # type: ignore[override]
         """Nothing was started."""

@@ -18,7 +18,7 @@ from replicas.engine.engine import Engine
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
 from replicas.offload.tier_client import TierAccess
 from replicas.ranks import Launch, RankSubprocess
-from replicas.start.build import BuiltEngine, build_engine
+from replicas.start.build import BuiltEngine, Start
 from tests.support.engines import exactness
 from tests.support.engines.other_cpu import is_played
 
@@ -61,9 +61,9 @@ def small_engine(
     )
     pages = 1 + pool_tokens // block_tokens
     keep = None if measures_anew else Path(_kept().name)
-    built = build_engine(
+    built = Start(
         settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill, keep=keep, launch=launch
-    )
+    ).run()
     if exact is None and defaults["device"] == engine.get("device", "cpu"):
         exactness.note(model_dir.name, dtype, built.info.exactness)
     return built
@@ -108,7 +108,7 @@ class Driver:
         key = self.next_key()
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
         answer = self.answers[key] = Answer()
-        answer.refused = self.engine.add(key, GenerateRequest(f"r{key}", prompt, sampling, n, salt))
+        answer.refused = self.engine.requests.add(key, GenerateRequest(f"r{key}", prompt, sampling, n, salt))
         return key
 
     def step(self) -> None:

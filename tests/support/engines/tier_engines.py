@@ -185,7 +185,7 @@ class Tiered:
             *(f"r{key}", prompt, sampling, n, salt, tenant, session, self.placement), stores_all=stores_all
         )
         answer = self.driver.answers[key] = Answer()
-        answer.refused = self.built.engine.add(key, request)
+        answer.refused = self.built.engine.requests.add(key, request)
         return key
 
     def run(self, prompt: list[int], **params: Any) -> Answer:
@@ -197,7 +197,7 @@ class Tiered:
         """Until nothing is open and everything is stored."""
         while self.has_work:
             self.driver.step()
-        assert not self.built.engine.open_keys(), "a request waits for something that never comes"
+        assert not self.built.engine.requests.open_keys(), "a request waits for something that never comes"
         self.work()
 
     def work(self) -> None:

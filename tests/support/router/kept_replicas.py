@@ -60,7 +60,7 @@ class TinyReplica(Replica):
 
     def __init__(self, name: str, model_dir: Path, answers: AnswerSettings, clock: Clock) -> None:
         built = small_engine(model_dir)
-        built.engine.replica_id = name
+        built.engine.requests.replica_id = name
         self.engine = HeldEngine(built.engine)
         self._settings = Settings(answers=answers)
         self._info = replace(built.info, replica_id=name, model="")

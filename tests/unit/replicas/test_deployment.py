@@ -49,7 +49,7 @@ class Fakes:
 
     def call(self, action: Any) -> Future[Any]:
         done: Future[Any] = Future()
-        done.set_result(action(SimpleNamespace(forget=self.forget)))
+        done.set_result(action(SimpleNamespace(requests=SimpleNamespace(forget=self.forget))))
         return done
 
     def clear(self, clear: Clear) -> Cleared:

@@ -19,7 +19,7 @@ from replicas import kept_measurements
 from replicas.engine import Probe, ProbeResult
 from replicas.forward import GatherSdpa
 from replicas.kept_measurements import KeptMeasurements
-from replicas.start.build import BuiltEngine, build_engine
+from replicas.start.build import BuiltEngine, Start
 from tests.support.clock import Clock
 
 NUMBER = TypeAdapter(float)
@@ -159,7 +159,7 @@ def start(
         ),
         tiers=TierSettings(),
     )
-    return build_engine(settings, model, "test", pages=64, keep=keep)
+    return Start(settings, model, "test", pages=64, keep=keep).run()
 
 
 def test_an_engine_keeps_its_probe_and_its_prices(
@@ -233,4 +233,6 @@ def test_a_fast_start_is_never_assumed_to_be_exact(
     again = start(tiny_llama, tmp_path, fast=True, exact=exact)
     assert (again.info.exact, again.info.exactness) == (whole.info.exact, whole.info.exactness)
     assert again.engine.meter.price == whole.engine.meter.price
-    assert (whole.engine.namespace == fast.engine.namespace) == (not whole.info.exact)
+    assert (whole.engine.requests.intake.namespace == fast.engine.requests.intake.namespace) == (
+        not whole.info.exact
+    )

@@ -32,7 +32,7 @@ print(receipt_of(again).decision, receipt_of(again).tokens["cpu"])
 """
 
 
-def test_build_engine_and_offload_run_without_ray_boto3_gguf_fastapi_and_nixl(
+def test_a_start_and_offload_run_without_ray_boto3_gguf_fastapi_and_nixl(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", RUN, str(tiny_llama), str(tmp_path)]

@@ -103,7 +103,7 @@ def on(
         step_tokens_max=STEP_TOKENS,
     )
     engine.placement = Placement("cpu", (), "cpu")
-    engine.built.engine._clock = clock
+    engine.built.engine.requests.clock = clock
     for name in ("observe", "observe_steps"):  # that the meter learns is what is tested here
         vars(engine.built.engine.meter).pop(name, None)
     return engine

@@ -107,7 +107,7 @@ from pathlib import Path
 from tests.support.engines.engines import Driver
 from configs.sections import TierSettings
 from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas.start.build import build_engine
+from replicas.start.build import Start
 
 model, keep = map(Path, sys.argv[1:])
 settings = Settings(
@@ -115,11 +115,11 @@ settings = Settings(
     engine=EngineSettings(device="cpu", threads=1, step_tokens_max=64),
     tiers=TierSettings(),
 )
-built = build_engine(settings, model, "test", pages=64, keep=keep)
+built = Start(settings, model, "test", pages=64, keep=keep).run()
 answer = Driver(built.engine).run([(7 * i + 3) % 500 for i in range(40)], max_tokens=12, logprobs=2)
 print(built.info.step, built.info.exactness)
 print(answer.ids, answer.text.encode(), answer.deltas)
-print(built.engine.namespace.hex())
+print(built.engine.requests.intake.namespace.hex())
 print("transformers" in sys.modules, "torch._dynamo" in sys.modules)
 """
 

@@ -27,8 +27,7 @@ from replicas.model.spec import inspect_model
 from replicas.ranks.channel import RankLost
 from replicas.sampling.draws import draw_tokens
 from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.shortage import halved
-from replicas.scheduling.step import CHUNK_TOKENS, Chunk
+from replicas.scheduling.step import CHUNK_TOKENS, Chunk, halved
 from replicas.start import build
 from replicas.start.measure import hold_step_memory, run_largest_steps
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
@@ -60,8 +59,8 @@ def engine(tiny_llama: Path) -> Engine:
 def on_device(engine: Engine, fits: Fits) -> Driver:
     """The engine with an empty cache, counting from 0."""
     engine.scheduler.pool.clear_cache()
-    engine._shortages.clear()
-    engine.scheduler.preemptions = 0
+    engine.requests.counts.shortages.clear()
+    engine.scheduler.queues.preemptions = 0
     cast(Limited, engine.runner).fits = fits
     return Driver(engine)
 
@@ -243,9 +242,9 @@ def test_a_long_context_that_no_pool_would_hold_refuses_no_model(
         model=ModelSettings(path=tiny_llama, dtype="float32"),
         engine=EngineSettings(pool_memory_fraction=0.95, step_tokens_max=64, block_tokens=16, threads=1),
     )
-    built = build.build_engine(
+    built = build.Start(
         wanted, tiny_llama, "r", load=lambda spec, dtype, _: load_model(spec, dtype, cpu)
-    )
+    ).run()
     assert spec.context_tokens_max > 19 * 16
     assert max(longest) == built.info.context_tokens_max == 18 * 16
 
@@ -367,5 +366,5 @@ def test_a_lost_device_ends_the_engine_wherever_it_is_noticed(
         monkeypatch.setattr("replicas.sampling.sampler.draw_tokens", lost)
     with pytest.raises(torch.AcceleratorError):
         driver.run(prompt_of(20), temperature=1.0)
-    for key in engine.open_keys():
-        engine.abort(key)
+    for key in engine.requests.open_keys():
+        engine.requests.abort(key)

@@ -163,16 +163,16 @@ class TestEnds:
             driver.step()
         assert driver.engine.stats().waiting == 1
         for key in (running[1], choices, running[0], running[2]):
-            assert driver.engine.abort(key)
+            assert driver.engine.requests.abort(key)
             driver.engine.check_integrity()
-        assert not driver.engine.abort(choices), "it is over"
+        assert not driver.engine.requests.abort(choices), "it is over"
         assert not driver.engine.has_work
         assert pages_in_use(driver) == 0
 
 
 class TestRefusals:
     def test_too_long(self, driver: Driver) -> None:
-        limit = driver.engine.limits.context_tokens_max
+        limit = driver.engine.requests.intake.limits.context_tokens_max
         refused = driver.run(prompt_of(limit), max_tokens=1).refused
         assert refused is not None
         assert refused.reason == "too_long"
@@ -299,7 +299,7 @@ def test_any_schedule_gives_the_same_answers_and_loses_no_page(tiny_llama: Path,
             submitted[driver.submit(prompt_of(length, seed=seed), n=n, max_tokens=10)] = (length, seed, n)
         elif action == "abort" and submitted:
             key = data.draw(st.sampled_from(sorted(submitted)))
-            driver.engine.abort(key)
+            driver.engine.requests.abort(key)
             del submitted[key]
         elif driver.engine.has_work:
             driver.step()

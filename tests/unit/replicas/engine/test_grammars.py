@@ -65,7 +65,9 @@ def submit(
     sampling = SamplingParams(**{"max_tokens": TOKENS, **DRAWN, **params, "grammar": grammar})
     key = driver.next_key()
     answer = driver.answers[key] = Answer()
-    answer.refused = driver.engine.add(key, GenerateRequest(f"r{key}", PROMPT, sampling, n, resume=resume))
+    answer.refused = driver.engine.requests.add(
+        key, GenerateRequest(f"r{key}", PROMPT, sampling, n, resume=resume)
+    )
     return answer
 
 
@@ -277,7 +279,7 @@ def test_the_default_model_answers_in_json(smollm2: Path) -> None:
     driver = Driver(
         small_engine(smollm2, pool_tokens=2048, dtype="bfloat16", exact=False).engine, check=False
     )
-    prompt = driver.engine.tokenizer.encode("Describe a cup of tea as JSON:").ids
+    prompt = driver.engine.requests.output.tokenizer.encode("Describe a cup of tea as JSON:").ids
     answers = [
         driver.submit(prompt, max_tokens=200, grammar=JSON, temperature=1.0, seed=seed, ignore_eos=False)
         for seed in range(6)
@@ -292,7 +294,7 @@ def test_the_default_model_calls_the_tool_that_it_must_call(smollm2: Path) -> No
     driver = Driver(
         small_engine(smollm2, pool_tokens=4096, dtype="bfloat16", exact=False).engine, check=False
     )
-    tokenizer = driver.engine.tokenizer
+    tokenizer = driver.engine.requests.output.tokenizer
     reading, grammar = tool_calls(tokenizer, 49_152, "hermes", is_parallel=False)
     prompt = tokenizer.encode("Paint a cup of tea:").ids
     answers = [

@@ -80,13 +80,13 @@ def test_they_do_not_depend_on_chunks_pieces_or_blocks(tiny_llama: Path, how: di
 def test_no_more_rows_of_logits_exist_than_allowed(tiny_llama: Path) -> None:
     driver = fresh(tiny_llama, logit_rows_max=8, step_tokens_max=64)
     seen: list[int] = []
-    score = driver.engine._score
+    score = driver.engine.requests.score
 
     def watched(chunk: Any, start: int, logits: torch.Tensor) -> None:
         seen.append(logits.shape[0])
         score(chunk, start, logits)
 
-    driver.engine._score = watched  # type: ignore[method-assign]
+    driver.engine.requests.score = watched  # type: ignore[method-assign]
     assert len(scores(scored(driver))) == len(PROMPT)
     assert sum(seen) == len(PROMPT) - 1
     assert max(seen) == 8
@@ -152,7 +152,7 @@ def test_a_preempted_prompt_goes_on_where_it_was(tiny_llama: Path) -> None:
         driver.step()
     (target,) = scheduler.running
     assert target.score_from == 32
-    scheduler._preempt(Preemption(target, "drop"), StepPlan())
+    scheduler.queues.preempt(Preemption(target, "drop"), StepPlan())
     scheduler.pool.clear_cache()  # nothing of it is left
     driver.drain()
     assert driver.engine.stats().preemptions == 1

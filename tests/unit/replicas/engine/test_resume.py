@@ -56,7 +56,7 @@ def submit(driver: Driver, params: SamplingParams, resume: Resume | None, n: int
     key = driver.next_key()
     answer = driver.answers[key] = Answer()
     request = GenerateRequest(f"r{key}", PROMPT, params, n, resume=resume)
-    answer.refused = driver.engine.add(key, request)
+    answer.refused = driver.engine.requests.add(key, request)
     return answer
 
 
@@ -163,7 +163,7 @@ def test_tokens_that_cannot_be_read_are_refused_and_take_nobody_down(
         patch.setattr(TextOut, "push", broken)
         answer = submit(driver, sampling(), Resume(0, (5, 6)))
     assert answer.refused is not None
-    assert not driver.engine.open_keys()
+    assert not driver.engine.requests.open_keys()
     assert driver.run(PROMPT, max_tokens=2).refused is None
 
 

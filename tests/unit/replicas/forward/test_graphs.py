@@ -270,7 +270,7 @@ def test_what_cannot_be_recorded_is_served_without_and_told(
     runner = Mock(device=torch.device(device), backend=Mock(tile_rows=tile_rows), exact=False)
     runner.record_decodes.side_effect = error
     settings = EngineSettings(graph_rows_max=rows_max, sequences_max=32)
-    said = build._record_decodes(settings, runner, Mock(has_experts=has_experts), Mock(context_tokens_max=99))
+    said = build.record_decodes(settings, runner, Mock(has_experts=has_experts), Mock(context_tokens_max=99))
     assert said == told
     assert runner.record_decodes.called == (error is not None or "as graphs" in told)
 
@@ -292,7 +292,7 @@ def test_the_memory_of_the_largest_steps_is_held_again_after_recording(
     runner = Mock(device=torch.device("cuda"), backend=Mock(tile_rows=4), exact=False)
     runner.record_decodes.side_effect = lambda *_, **__: done.append("record")
     runner.forget_decodes.side_effect = lambda: done.append("forget")
-    said = build._record_decodes(
+    said = build.record_decodes(
         EngineSettings(), runner, Mock(has_experts=False), Mock(context_tokens_max=99)
     )
     assert done == ["record", "hold", *([] if fits else ["forget"])]

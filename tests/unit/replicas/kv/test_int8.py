@@ -15,8 +15,7 @@ from cache_tiers.blocks.extent import BlockShape
 from replicas.forward.attention import AttentionForm, GatherSdpa
 from replicas.forward.inputs import StepPacker
 from replicas.kv.block_io import page_io
-from replicas.kv.int8 import CODE_MAX, dequantise, quantise
-from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.kv.kv_pool import CODE_MAX, KvGeometry, KvPool, dequantise, quantise
 from replicas.scheduling.sequence import bare_sequence
 from replicas.scheduling.step import Chunk
 

@@ -160,7 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.sessions.ended(owner, self.now_s, curve_of(np.full(BINS, idle_s / 100)), tokens=8)
         else:
             self.pool.sessions.set_curve(owner, COLD, self.now_s)
-        self.pool.session_changed(owner)
+        self.pool.returns.changed(owner)
 
     @rule(owner=st.sampled_from(OWNERS))
     def cool(self, owner: bytes) -> None:
@@ -245,7 +245,7 @@ def test_who_is_likely_to_return_keeps_its_pages_and_who_is_cooled_loses_them_fi
         pool.release(chains[owner])
         now_s += 1
         pool.sessions.ended(owner, now_s, curve_of(np.full(BINS, hazard)))
-        pool.session_changed(owner)
+        pool.returns.changed(owner)
     now_s += 5
     assert pool.allocate() == chains[b"b"][1], "used later, but not likely to be wanted"
     assert pool.evict_first(b"a") == 2
@@ -262,10 +262,10 @@ def test_a_client_that_types_keeps_its_pages() -> None:
         pool.release(chain)
         pool.sessions.ended(owner, now_s, curve_of(np.full(BINS, 0.05)))
         now_s += 1
-    pool.hint(b"a", "typing", None)
-    pool.hint(b"nobody", "typing", None)
+    pool.returns.hint(b"a", "typing", None)
+    pool.returns.hint(b"nobody", "typing", None)
     assert pool.allocate() == chains[1][0]
-    pool.hint(b"a", "closed", None)
+    pool.returns.hint(b"a", "closed", None)
     assert resume_within(pool.sessions.curves[pool.sessions.slot(b"a")], 0.0, 1e4) == 0.0
 
 

@@ -75,16 +75,18 @@ def test_an_engine_takes_the_native_step_and_is_exact_with_any_threads(tiny_llam
     assert [built.info.step for built in engines] == [f"{step}, compiled for {name} (engine.step)"] * 3
     assert all(built.info.exact for built in engines)
     assert answers[0] == answers[1] == answers[2]
-    assert len({built.engine.namespace for built in engines}) == 1, "what one has stored the others find"
+    assert len({built.engine.requests.intake.namespace for built in engines}) == 1, (
+        "what one has stored the others find"
+    )
     assert engines[0].engine.runner.forward.name == step, "by this name its speed is kept for later starts"
 
 
 def test_its_blocks_are_not_those_of_other_steps(tiny_llama: Path) -> None:
     native, lean = (small_engine(tiny_llama, step=step, dtype="bfloat16") for step in ("native", "lean"))
     if lean.info.exact:
-        assert native.engine.namespace != lean.engine.namespace
+        assert native.engine.requests.intake.namespace != lean.engine.requests.intake.namespace
     again = small_engine(tiny_llama, step="native", dtype="bfloat16", measures_anew=True)
-    assert again.engine.namespace == native.engine.namespace
+    assert again.engine.requests.intake.namespace == native.engine.requests.intake.namespace
 
 
 def test_products_in_bfloat16_are_taken_where_the_cpu_has_them_with_a_namespace_of_their_own(
@@ -96,7 +98,7 @@ def test_products_in_bfloat16_are_taken_where_the_cpu_has_them_with_a_namespace_
         small_engine(tiny_llama, dtype="bfloat16", step=step, threads=1) for step in ("auto", "native")
     )
     assert chosen.info.step == "native-bf16, compiled for AVX512-BF16"
-    assert chosen.engine.namespace != in_float.engine.namespace
+    assert chosen.engine.requests.intake.namespace != in_float.engine.requests.intake.namespace
     kept = small_engine(tiny_llama, dtype="float32", threads=1)
     assert "native-bf16: it multiplies in bfloat16, and the weights are float32" in kept.info.step
     with pytest.raises(ModelRefused, match=r"engine\.step is native-bf16, which does not serve here"):
@@ -151,7 +153,7 @@ def test_weights_in_int8_have_a_namespace_of_their_own(tiny_llama: Path) -> None
         )
         assert rounded.info.step.endswith(", weights in int8")
         assert rounded.info.exact == (exact is None)
-        assert rounded.engine.namespace != plain.engine.namespace
+        assert rounded.engine.requests.intake.namespace != plain.engine.requests.intake.namespace
         assert len(Driver(rounded.engine).run(prompt_of(30), max_tokens=4).ids) == 4
 
 

@@ -55,7 +55,7 @@ def unstored(engine: Tiered, prompt: list[int], number: int) -> list[int]:
     turns._settings = turns._settings.model_copy(update={"store_queue_max": 0})
     answer = engine.run(prompt, tenant=TENANT, session=tag(number))
     turns._settings = turns._settings.model_copy(update={"store_queue_max": 64})
-    assert turns.outcomes["dropped:staged"] > 0
+    assert turns.results.outcomes["dropped:staged"] > 0
     return [*prompt, *answer.ids, *prompt_of(5, seed=number)]
 
 
@@ -74,9 +74,9 @@ def test_what_only_the_pool_holds_is_there_for_the_next_replica(tiny_llama: Path
 def test_what_the_tiers_hold_already_is_not_moved_again(tiny_llama: Path, tmp_path: Path) -> None:
     engine = engine_with(tiny_llama, tmp_path)
     engine.run(prompt_of(70, seed=1), tenant=TENANT, session=tag(1))
-    stores = dict(engine.built.engine.offload.turns.outcomes)  # type: ignore[union-attr]
+    stores = dict(engine.built.engine.offload.turns.results.outcomes)  # type: ignore[union-attr]
     leave(engine)
-    assert dict(engine.built.engine.offload.turns.outcomes) == stores  # type: ignore[union-attr]
+    assert dict(engine.built.engine.offload.turns.results.outcomes) == stores  # type: ignore[union-attr]
 
 
 def test_a_shared_beginning_is_handed_over_once(tiny_llama: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_likeliest_to_come_back_go_first(tiny_llama: Path, tmp_path: Path) -
     for number in (1, 2, 3):
         unstored(engine, prompt_of(70, seed=number), number)
         engine.clock.now_s += 600.0
-    engine.built.engine.scheduler.pool.hint(TENANT + tag(2), None, 1.0)
+    engine.built.engine.scheduler.pool.returns.hint(TENANT + tag(2), None, 1.0)
     going = handover(engine)
     assert going.begin() == 3
     order = [chain.provenance.owner[TAG_BYTES:] for chain in going._chains]
@@ -126,7 +126,7 @@ def test_f36_what_was_cleared_elsewhere_meanwhile_does_not_come_back(
     leave(engine)
     (kept,) = engine.node.sessions.sessions(9)
     assert kept.session == tag(2)
-    outcomes = engine.built.engine.offload.turns.outcomes  # type: ignore[union-attr]
+    outcomes = engine.built.engine.offload.turns.results.outcomes  # type: ignore[union-attr]
     assert any(outcome.startswith("refused:") for outcome in outcomes)
 
 

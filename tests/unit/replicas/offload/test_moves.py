@@ -253,7 +253,7 @@ def _to_the_end(
 ) -> list[Any]:
     """Run requests until they are answered and stored; wait for arrivals when there is no work."""
     keys = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
-    while engine.built.engine.open_keys() or not engine.built.engine.is_settled:
+    while engine.built.engine.requests.open_keys() or not engine.built.engine.is_settled:
         if engine.built.engine.has_work:
             engine.driver.step()
         elif not engine.node.work():

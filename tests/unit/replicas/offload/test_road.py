@@ -146,7 +146,7 @@ def test_a_long_conversation_is_back_in_its_pages_as_quickly_as_it_can_be_copied
     assert max(of.steps_s) <= 1.15 * step_s
     if out is not None:
         assert out.busy_s >= 0.9 * STORING_S, "the other direction is as quick as it was alone"
-    while engine.built.engine.open_keys():
+    while engine.built.engine.requests.open_keys():
         of.step()
     assert receipt_of(engine.driver.answers[key]).tokens["cpu"] >= TOKENS - 1
     assert engine.driver.answers[key].ids == truth(tiny_llama)

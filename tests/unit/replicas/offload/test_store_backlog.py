@@ -80,7 +80,7 @@ def test_a_turn_longer_than_the_staging_memory_is_stored_whole(tiny_llama: Path,
     prompt = halfway(engine)
     engine.work()
     assert turns_of(engine).is_settled
-    assert turns_of(engine).outcomes == {"taken": 5}
+    assert turns_of(engine).results.outcomes == {"taken": 5}
     assert (
         stored_tokens(engine) == LENGTH + 7
     )  # the last token is never computed; the rest is a partial block
@@ -119,7 +119,7 @@ def test_what_waits_is_given_up_without_a_gap(
     engine.work()
     turns = turns_of(engine)
     assert turns.is_settled
-    assert turns.outcomes[reason] >= 1, turns.outcomes
+    assert turns.results.outcomes[reason] >= 1, turns.results.outcomes
     assert engine.built.engine.stats().pages_active == 0
     assert answered(engine, prompt, tiny_llama, tmp_path)["cpu"] < LENGTH
 
@@ -153,7 +153,7 @@ def test_no_more_stores_wait_than_may(tiny_llama: Path, tmp_path: Path) -> None:
     for seed in range(4, 8):
         halfway(engine, seed)
     assert len(turns_of(engine)._waiting) == 2
-    assert turns_of(engine).outcomes["dropped:staged"] > 0
+    assert turns_of(engine).results.outcomes["dropped:staged"] > 0
     engine.work()
     assert turns_of(engine).is_settled
 
@@ -164,7 +164,7 @@ def test_a_block_that_never_fits_does_not_wait(tiny_llama: Path, tmp_path: Path)
     turns._settings = turns._settings.model_copy(update={"staged_bytes_max": 10 * KIB})
     engine.run(prompt_of(LENGTH, seed=4))
     assert turns.is_settled
-    assert set(turns.outcomes) == {"dropped:staged"}
+    assert set(turns.results.outcomes) == {"dropped:staged"}
 
 
 def test_room_is_noticed_when_the_node_fetches_a_record(tiny_llama: Path, tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_a_store_that_fails_leaves_its_room_to_another(tiny_llama: Path, tmp_pat
     with mock.patch.object(turns._io, "begin_out", side_effect=MemoryError("no memory for the record")):
         stores.release()
     engine.work()
-    assert turns.outcomes["dropped:error"]
-    assert turns.outcomes["taken"] == 5
+    assert turns.results.outcomes["dropped:error"]
+    assert turns.results.outcomes["taken"] == 5
     assert turns.is_settled
     assert engine.built.engine.stats().pages_active == 0
 
@@ -225,4 +225,4 @@ def test_a_request_for_all_pages_does_not_wait_for_what_waits(tiny_llama: Path, 
     engine = small(tiny_llama, tmp_path, pool_tokens=640)
     halfway(engine)
     assert len(engine.run(prompt_of(640 - 8, seed=9)).ids) == 8  # the node fetches nothing meanwhile
-    assert turns_of(engine).outcomes["dropped:evicted"]
+    assert turns_of(engine).results.outcomes["dropped:evicted"]

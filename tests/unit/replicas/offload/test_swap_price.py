@@ -69,10 +69,10 @@ def test_p6_swapping_is_decided_by_what_copying_takes_here(
     engine = on(monkeypatch, tiny_llama, tmp_path, bytes_per_s, prefill_s).built.engine
     sequence = bare_sequence(prompt_of(2048), [])
     sequence.computed = 2048
-    assert engine.scheduler.policy.choose([sequence]).how == "swap"  # no swap has proved the price yet
+    assert engine.scheduler.queues.policy.choose([sequence]).how == "swap"  # no swap has proved the price yet
     assert engine.offload is not None
     prove(engine.offload.swap.meter)
-    assert engine.scheduler.policy.choose([sequence]).how == expected
+    assert engine.scheduler.queues.policy.choose([sequence]).how == expected
 
 
 def test_the_price_is_learned_from_swaps(
@@ -89,7 +89,7 @@ def test_the_price_is_learned_from_swaps(
         while not (running := scheduler.running) or running[0].computed < 2048:
             engine.driver.step()
         plan = StepPlan()
-        scheduler._preempt(Preemption(running[0], "swap"), plan)
+        scheduler.queues.preempt(Preemption(running[0], "swap"), plan)
         engine.built.engine.offload.close(plan.preempted[0], keep_swapped=True)
         engine.drain()
         assert len(engine.driver.answers[key].ids) == 4
@@ -117,7 +117,7 @@ def test_measuring_leaves_the_pages_as_they_are(tiny_llama: Path, tmp_path: Path
     assert offload is not None
     pool.data.uniform_()
     before = pool.data.clone()
-    io, shape = offload.moves.io, offload._shape
+    io, shape = offload.moves.io, offload.restores.shape
     price = measuring.measure_copy(io, shape, pages=pool.pages, bytes_max=1 << 20)
     assert price is not None
     assert price.is_up

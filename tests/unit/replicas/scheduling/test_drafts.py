@@ -9,10 +9,9 @@ from typing import cast
 import pytest
 
 from cache_tiers.blocks import TAG_BYTES
-from replicas.drafting import Drafter
 from replicas.kv import PagePool
 from replicas.messages import SamplingParams
-from replicas.scheduling import Scheduler, Sequence, StepPlan
+from replicas.scheduling import Drafter, Scheduler, Sequence, StepBudget, StepPlan
 from replicas.scheduling.preemption import DropNewest
 
 BLOCK = 16
@@ -35,7 +34,7 @@ class Replica:
 
     def __init__(self, pages: int, places: int = 8, draft: tuple[int, ...] = ()) -> None:
         self.scheduler = Scheduler(
-            PagePool(1 + pages, BLOCK), step_tokens_max=256, sequences_max=places, policy=DropNewest()
+            PagePool(1 + pages, BLOCK), budget=StepBudget(256), sequences_max=places, policy=DropNewest()
         )
         if draft:
             self.scheduler.drafter = cast(Drafter, SameDraft(draft))
@@ -68,9 +67,9 @@ class Replica:
             while guesses and guesses.pop(0) == SAMPLED:
                 scheduler.accept(sequence)
                 sequence.tokens.append(SAMPLED)
-            scheduler.drop_drafted(sequence)
+            scheduler.tables.trim(sequence)
             if not sequence.tokens_left:
-                scheduler.finish(sequence)
+                scheduler.queues.finish(sequence)
         scheduler.check_integrity()
         return plan
 
@@ -107,8 +106,8 @@ def test_an_answer_gets_the_page_that_another_one_has_guessed_into(draft: tuple[
     first, second = replica.send(BLOCK - 5), replica.send(BLOCK - 1)
     for _ in range(4):
         replica.step()
-    replica.scheduler.finish(first)
-    assert replica.scheduler.preemptions == 0
+    replica.scheduler.queues.finish(first)
+    assert replica.scheduler.queues.preemptions == 0
     assert len(second.pages) == 2
 
 

@@ -8,9 +8,11 @@ import pytest
 
 from replicas.kv import PagePool
 from replicas.messages import SamplingParams
+from replicas.scheduling.admission import JOINED_TOKENS
 from replicas.scheduling.preemption import DropNewest
-from replicas.scheduling.scheduler import JOINED_TOKENS, Scheduler
+from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.step import StepBudget
 
 BT = 16
 STEP = 128
@@ -32,7 +34,7 @@ def prompt(number: int, shared: int, own: int = 40, namespace: bytes = b"n" * 32
 def computed(sequences: list[Sequence], *, reuse: bool = True, lost: Sequence | None = None) -> int:
     """Run all to their first token; return the prompt tokens computed. `lost` ends after its first step."""
     scheduler = Scheduler(
-        PagePool(400, BT), step_tokens_max=STEP, sequences_max=8, policy=DropNewest(), prefix_reuse=reuse
+        PagePool(400, BT), budget=StepBudget(STEP), sequences_max=8, policy=DropNewest(), prefix_reuse=reuse
     )
     for sequence in sequences:
         scheduler.add(sequence)
@@ -46,7 +48,7 @@ def computed(sequences: list[Sequence], *, reuse: bool = True, lost: Sequence | 
         total += sum(chunk.count for chunk in plan.chunks)
         scheduler.commit(plan)
         for sequence in [one for one in scheduler.running if one.computed == len(one.tokens) or one is lost]:
-            scheduler.finish(sequence)
+            scheduler.queues.finish(sequence)
     raise AssertionError("work is left")
 
 
@@ -60,7 +62,7 @@ def test_what_sub_agents_share_is_computed_once(count: int) -> None:
 def test_with_little_in_common_nobody_waits() -> None:
     shared = JOINED_TOKENS - BT
     first, second = prompt(1, shared, own=500), prompt(2, shared, own=30)
-    scheduler = Scheduler(PagePool(400, BT), step_tokens_max=1024, sequences_max=8, policy=DropNewest())
+    scheduler = Scheduler(PagePool(400, BT), budget=StepBudget(1024), sequences_max=8, policy=DropNewest())
     for sequence in (first, second):
         scheduler.add(sequence)
     assert [chunk.sequence for chunk in scheduler.schedule().chunks] == [first, second]

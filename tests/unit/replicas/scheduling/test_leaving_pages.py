@@ -11,6 +11,7 @@ from replicas.messages import SamplingParams
 from replicas.scheduling.preemption import SwapNewest
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.step import StepBudget
 
 BT = 16
 
@@ -48,7 +49,7 @@ class Replica:
         self.aside = Aside(self.pool)
         self.scheduler = Scheduler(
             self.pool,
-            step_tokens_max=256,
+            budget=StepBudget(256),
             sequences_max=8,
             policy=SwapNewest(),
             prefix_reuse=False,
@@ -89,10 +90,10 @@ def test_a_sequence_waits_for_pages_on_their_way_out_and_no_other_is_preempted()
     assert replica.step() == {second}, "the first needs a page of the third's, the second has room in its own"
     assert (third.pages, replica.aside.pages_leaving()) == ([], 2)
     assert replica.step() == {second}
-    assert replica.scheduler.preemptions == 1
+    assert replica.scheduler.queues.preemptions == 1
     replica.aside.land()
     assert replica.step() >= {first, second}
-    assert replica.scheduler.preemptions == 1
+    assert replica.scheduler.queues.preemptions == 1
 
 
 def test_nothing_is_admitted_into_the_pages_that_a_running_sequence_waits_for() -> None:
@@ -115,10 +116,10 @@ def test_another_tenant_waits_for_pages_on_their_way_out_and_preempts_no_second_
     assert replica.step() == set(running)
     other = replica.add(2 * BT - 1, tenant=b"b")
     replica.step()
-    assert replica.scheduler.preemptions == 1
+    assert replica.scheduler.queues.preemptions == 1
     for _ in range(3):
         assert replica.step() == set(running[:3])
-    assert (replica.scheduler.preemptions, other.pages) == (1, [])
+    assert (replica.scheduler.queues.preemptions, other.pages) == (1, [])
     replica.aside.land()
     assert other in replica.step()
-    assert replica.scheduler.preemptions == 1
+    assert replica.scheduler.queues.preemptions == 1

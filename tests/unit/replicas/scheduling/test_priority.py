@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from cache_tiers.blocks import TAG_BYTES
 from cache_tiers.pricing import PrefillPrice, TierPrice
-from replicas.engine.limits import EngineLimits, refusal
+from replicas.engine.requests import EngineLimits, refusal
 from replicas.messages import GenerateRequest, SamplingParams
-from replicas.scheduling.answer_lengths import AnswerLengths
-from replicas.scheduling.preemption import ByPrice
-from replicas.scheduling.priorities import SHARED_STEPS, gives
+from replicas.scheduling.order import SHARED_STEPS, gives
+from replicas.scheduling.preemption import AnswerLengths, ByPrice
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import StepPlan
 from replicas.turns.fair_queue import PRIORITY_SHARE, FairQueue

@@ -15,8 +15,8 @@ from cache_tiers.pricing import PrefillPrice
 from replicas.kv import PagePool
 from replicas.messages import SamplingParams
 from replicas.scheduling import OffloadState, Restore, RestorePiece, Scheduler, Sequence
+from replicas.scheduling.order import expected_tokens
 from replicas.scheduling.preemption import DropNewest
-from replicas.scheduling.prompt_order import expected_tokens
 from replicas.scheduling.step import CHUNK_TOKENS, StepBudget
 
 BT = 16
@@ -43,7 +43,6 @@ class Replica:
         )
         self.scheduler = Scheduler(
             PagePool(1 + self.pages, BT),
-            step_tokens_max=self.step_tokens,
             sequences_max=16,
             policy=DropNewest(),
             budget=budget,
@@ -82,7 +81,7 @@ class Replica:
             self.done.setdefault(one, self.steps)
             one.tokens.append(0)
             if one.output_tokens == one.sampling.max_tokens:
-                self.scheduler.finish(one)
+                self.scheduler.queues.finish(one)
         self.scheduler.check_integrity()
         return {chunk.sequence: chunk.count for chunk in plan.chunks}
 
@@ -175,7 +174,7 @@ def test_a_prompt_that_is_loaded_enters_at_once_and_takes_no_room() -> None:
         def pages_leaving(self) -> int:
             return 0
 
-    replica.scheduler.restorer = Restorer()
+    replica.scheduler.queues.restorer = Restorer()
     long = replica.send(4000)
     replica.step()
     found = LookupResult("", 0, (BlockRange(bytes(16), bytes(16), 0, 0, 50, "cpu", 1),))
@@ -206,7 +205,7 @@ def test_every_prompt_is_served_within_so_many_steps(
         for _ in range(steps):
             if replica.scheduler.has_work:
                 replica.step()
-        before = [one for one in replica.scheduler.sequences() if one not in replica.done]
+        before = [one for one in replica.scheduler.queues if one not in replica.done]
         ahead = sum(one.pending for one in before)
         came.append((replica.send(tokens, answer), ahead, len(before), replica.steps))
     replica.drain()

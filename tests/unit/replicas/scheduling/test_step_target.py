@@ -27,7 +27,7 @@ class Steps:
         self.built = small_engine(
             model_dir, prefill=told, step_tokens_max=512, pool_tokens=8192, sequences_max=32, **engine
         )
-        self.built.engine._clock = clock
+        self.built.engine.requests.clock = clock
         self.driver = Driver(self.built.engine, check=False)
         self.took: list[tuple[float, bool]] = []
         self.slower = 1.0
@@ -57,7 +57,7 @@ class Steps:
             self.driver.step()
         assert 0 not in self.driver.answers[stream].finish
         assert all(decodes for _, decodes in self.took)
-        self.driver.engine.abort(stream)
+        self.driver.engine.requests.abort(stream)
         self.driver.drain()
         self.driver.engine.check_integrity()
         return [seconds for seconds, _ in self.took]

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from cache_tiers.blocks.extent import TAG_BYTES
 from replicas.engine.engine import Engine
-from replicas.engine.limits import EngineLimits, refusal
+from replicas.engine.requests import EngineLimits, refusal
 from replicas.kv.page_pool import PagePool
 from replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
+from replicas.scheduling.page_tables import PageTables
 from replicas.scheduling.preemption import DropNewest
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import StepPlan
+from replicas.scheduling.step import StepBudget, StepPlan
 from tests.support.engines.engines import prompt_of, small_engine
 
 BLOCK = 16
@@ -33,7 +34,7 @@ class Replica:
     def __init__(self, places: int = 32, pages: int = 1000, step_tokens: int = 64, **options: object) -> None:
         self.scheduler = Scheduler(
             PagePool(pages + 1, BLOCK),
-            step_tokens_max=step_tokens,
+            budget=StepBudget(step_tokens),
             sequences_max=places,
             policy=DropNewest(),
             **options,  # type: ignore[arg-type]
@@ -68,7 +69,7 @@ class Replica:
     def step(self) -> StepPlan:
         scheduler = self.scheduler
         plan = scheduler.schedule()
-        assert plan.tokens <= scheduler.step_tokens_max
+        assert plan.tokens <= scheduler.budget.tokens_max
         assert not set(plan.admitted) & set(plan.preempted)
         assert all(chunk.sequence in scheduler.running for chunk in plan.chunks)
         copied = {source for source, _ in plan.copies}
@@ -78,11 +79,11 @@ class Replica:
         scheduler.commit(plan)
         for chunk in plan.chunks:
             if chunk.samples:
-                for one in [chunk.sequence, *scheduler.fork(chunk.sequence)]:
+                for one in [chunk.sequence, *scheduler.queues.fork(chunk.sequence)]:
                     one.tokens.append(0)
                     self.generated[one.owner[:TAG_BYTES]] += 1
                     if one.output_tokens == one.sampling.max_tokens:
-                        scheduler.finish(one)
+                        scheduler.queues.finish(one)
                         self.finished.append(one)
         scheduler.check_integrity()
         self.steps += 1
@@ -121,7 +122,7 @@ def test_what_a_step_copies_from_is_not_given_away_in_its_plan(monkeypatch: pyte
         return plan
 
     bob_comes()
-    monkeypatch.setattr(Scheduler, "_keep_copied", lambda *_: None)
+    monkeypatch.setattr(PageTables, "keep_copied", lambda *_: None)
     with pytest.raises(AssertionError, match="given away"):
         bob_comes()
 
@@ -148,10 +149,10 @@ def test_s2_a_tenant_gets_half_of_the_places_and_no_more() -> None:
     for _ in range(60):
         replica.step()
     assert replica.runs() == {"alice": 16, "bob": 16}
-    before = replica.scheduler.preemptions
+    before = replica.scheduler.queues.preemptions
     for _ in range(100):
         replica.step()
-    assert replica.scheduler.preemptions == before, "nobody pushes back"
+    assert replica.scheduler.queues.preemptions == before, "nobody pushes back"
     replica.send(CAROL, sequences=2, n=8, answer=100)
     assert replica.steps_until_admitted(CAROL) <= 2
     assert replica.runs()["carol"] >= 1
@@ -280,7 +281,7 @@ def test_s2_prompts_are_computed_by_turns_and_who_keeps_coming_back_gains_nothin
     replica.send(ALICE, sequences=10, prompt=4000, answer=1)
     done = Counter[bytes]()
     for number in range(400):
-        if number % 2 == 0 and not any(one.owner[:TAG_BYTES] == BOB for one in replica.scheduler.sequences()):
+        if number % 2 == 0 and not any(one.owner[:TAG_BYTES] == BOB for one in replica.scheduler.queues):
             replica.send(BOB, prompt=64, answer=1)
         for chunk in replica.step().chunks:
             done[chunk.sequence.owner[:TAG_BYTES]] += chunk.count
@@ -306,7 +307,7 @@ def test_a_tenant_alone_is_served_in_order_and_never_preempted_for_fairness() ->
     replica.send(ALICE, sequences=30, answer=20)
     replica.drain()
     assert [one.arrival for one in replica.finished] == sorted(one.arrival for one in replica.finished)
-    assert replica.scheduler.preemptions == 0
+    assert replica.scheduler.queues.preemptions == 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -380,7 +381,7 @@ def test_s2_who_is_pushed_out_goes_on_as_if_nothing_had_been(tiny_llama: Path) -
             if key == 3 and at_once:
                 for _ in range(10):
                     collect(engine, said, over)
-            assert engine.add(key, ask) is None
+            assert engine.requests.add(key, ask) is None
             while not at_once and engine.has_work:
                 collect(engine, said, over)
         while engine.has_work:

@@ -83,7 +83,7 @@ class Engines:
         engine, key = self.engines[number % len(self.engines)], next(self._keys)
         left = self.kills.get(number, 10**9)
         self._inbox[key] = []
-        refused = engine.add(key, request)
+        refused = engine.requests.add(key, request)
         assert refused is None, refused
         try:
             for _ in range(10**4):
@@ -103,7 +103,7 @@ class Engines:
                 yield merge_deltas(events)
                 await asyncio.sleep(0)
         finally:
-            engine.abort(key)
+            engine.requests.abort(key)
             del self._inbox[key]
 
 

@@ -42,7 +42,7 @@ def generate(engine: Tiered, prompt: Prompt, text_ids: list[int]) -> Answer:
         resume=Resume(0, tuple(text_ids)),
         reading=prompt.reading,
     )
-    answer.refused = engine.built.engine.add(key, request)
+    answer.refused = engine.built.engine.requests.add(key, request)
     engine.drain()
     assert answer.refused is None
     assert (answer.ids, answer.finish) == ([EOS_ID], {0: "stop"})

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.drafting import guesses
-from replicas.drafting.guesses import Guesses, last_match
+from replicas.scheduling import drafts
+from replicas.scheduling.drafts import Guesses, last_match
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -29,7 +29,7 @@ def followed(*tokens: int, of: int = 1) -> Guesses:
 @given(TOKENS)
 def test_the_match_is_the_last_one_of_the_longest_suffix(tokens: list[int]) -> None:
     expected: tuple[int | None, int] = (None, 0)
-    for length in guesses.SUFFIXES:
+    for length in drafts.SUFFIXES:
         places = [
             place
             for place in range(length, len(tokens))
@@ -48,7 +48,7 @@ def test_tokens_are_matched_and_not_bytes(tokens: list[int]) -> None:
 
 
 def test_nothing_further_back_than_the_limit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guesses, "LOOKBACK_TOKENS", 8)
+    monkeypatch.setattr(drafts, "LOOKBACK_TOKENS", 8)
     near = [1, 2, 3, 9, 9, 9, 1, 2]
     assert last_match(text(*near)) == (2, 2)
     assert last_match(text(*near[:3], 9, *near[3:])) == (None, 0)

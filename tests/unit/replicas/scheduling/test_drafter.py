@@ -7,8 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from cache_tiers.pricing.meters import PrefillPrice
-from replicas.drafting import Drafter, DraftLimits, Guesses
-from replicas.drafting.drafter import ROW_DEARNESS
+from replicas.scheduling.drafts import ROW_DEARNESS, Drafter, DraftLimits, Guesses
 
 PRICE = PrefillPrice(4e-3, 0.3e-3, 0.0)
 LOOP = array("I", [5, 6, 7, 8] * 16)
