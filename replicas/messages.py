@@ -182,9 +182,9 @@ class GenerateRequest:
     where the turn's blocks are stored at its end; None: nowhere. `model`: fingerprint of the model whose
     tokenizer produced the ids; a replica of another model refuses (`Failed`, `replica_lost`); empty: any.
     `resume`: continue an answer that another replica began. `trace`: context of the request's span; empty: it
-    is not traced. `reply_to`: where the events are awaited; None: they are what the call returns, as they are
-    where that cannot be reached. `keep`: the answer is kept for a while, and may be read again; None: it ends
-    with its reader. `stores_all`: its blocks are stored even where computing them again is cheaper.
+    is not traced. `reply_to`: where the events of a call over a link are awaited; None: Serve carries the
+    call, and its events. `keep`: the answer is kept for a while, and may be read again; None: it ends with
+    its reader. `stores_all`: its blocks are stored even where computing them again is cheaper.
     `priority`: smaller = sooner, among the tenant's own.
     """
 

@@ -9,8 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from configs.settings import EngineSettings
-from replicas.links import LinkCall, Links, Mailbox
-from replicas.messages import Delta, Event, GenerateRequest, ReplyTo, Route, SamplingParams
+from replicas.links import EventSender, LinkCall, Links, Mailbox
+from replicas.messages import Delta, GenerateRequest, ReplyTo, Route, SamplingParams
 from replicas.serving.deployment import places
 from replicas.serving.requests import pack_request
 from replicas.serving.served import UNREACHED, call_handler
@@ -177,14 +177,16 @@ async def test_f33_on_a_dead_front_doors_port_for_answers(doomed: Doomed) -> Non
     """The same of a replica, whose events go to the front door that asked."""
     ran, refused, links = list[GenerateRequest](), list[str](), Links(LINKS, 60.0)
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[list[Event], None]:
+    @asynccontextmanager
+    async def answering(request: GenerateRequest, sender: EventSender) -> AsyncIterator[None]:
         ran.append(request)
-        yield [Delta(0, PROMPT, (1,))]
+        sender.put(Delta(0, PROMPT, (1,), (), "stop"))
+        yield
 
     assert await links.reach(doomed.to) is not None
     await die(doomed, links)
     request = GenerateRequest("r", [1, 2], SamplingParams(), reply_to=doomed.to, route=Route(ticket="t"))
-    handle = call_handler(links, places(EngineSettings()), generate)
+    handle = call_handler(links, places(EngineSettings()), answering)
     for how in HOW:
         with squatter(doomed.to, how):
             await handle(LinkCall(pack_request(request), Mailbox(), refused.append))

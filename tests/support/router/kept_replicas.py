@@ -18,13 +18,14 @@ from configs.settings import Settings
 from replicas.answers import KeptAnswers, SweepTimer
 from replicas.engine import EngineThread
 from replicas.links import Inlet, Links
-from replicas.messages import Delta, Event, GenerateRequest, KeptAnswer
+from replicas.messages import Delta, Event, GenerateRequest, KeptAnswer, ReplyTo
 from replicas.serving.deployment import Replica, _call_later, places
 from replicas.serving.door_loads import DoorLoads
+from replicas.serving.requests import pack_request
 from replicas.turns import TenantThreads
 from router.routing import ReplicaLost
+from router.routing.direct_call import DirectCall
 from router.routing.kept_search import KeptSearch
-from router.routing.linked_call import LinkedCall
 from router.routing.replica_client import choices_ended
 from tests.support.clock import Clock
 from tests.support.engines.engines import small_engine
@@ -111,6 +112,7 @@ class KeptReplicas(FakeReplicas):
         self.search = KeptSearch(60.0)
         self.has_links = True
         self.inlet = Inlet(LOOPBACK, LINKS, 0.0)
+        self.links = Links(LINKS, 60.0)
         self.infos = [replace(INFO, replica_id=one._info.replica_id) for one in replicas]
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
@@ -118,14 +120,8 @@ class KeptReplicas(FakeReplicas):
         names = {one._info.replica_id: one for one in self.tiny if not one.is_lost}
         fitting = [name for name in names if name not in request.route.avoid] or list(names)
         name = request.route.only if request.route.only in names else fitting[0]
-        ticket = uuid.uuid4().hex
-        asked = replace(
-            request,
-            model="",
-            route=replace(request.route, ticket=ticket),
-            reply_to=await self.inlet.address() if self.has_links else None,
-        )
-        call = LinkedCall(names[name].generate(asked), self.inlet, ticket, joins=request.keep is None)
+        asked = replace(request, model="", route=replace(request.route, ticket=uuid.uuid4().hex))
+        call = await self.linked(names[name], asked) if self.has_links else names[name].generate(asked)
         choices_open = request.n
         self.open += 1
         try:
@@ -142,7 +138,23 @@ class KeptReplicas(FakeReplicas):
                     break
         finally:
             self.open -= 1
-            call.close(is_over=choices_open <= 0)
+            if isinstance(call, DirectCall):
+                call.close(is_over=choices_open <= 0)
+            else:
+                await call.aclose()
+
+    async def linked(self, replica: TinyReplica, request: GenerateRequest) -> DirectCall:
+        """Return a call over a link, which has begun."""
+        told = await replica.record_replica_metadata()
+        link = await self.links.reach(ReplyTo.of(told["address"]))
+        assert link is not None
+        call = DirectCall(self.inlet, link, request.route.ticket, joins=request.keep is None)
+        try:
+            await call.begin(pack_request(replace(request, reply_to=await self.inlet.address())))
+        except BaseException:
+            call.close(is_over=False)
+            raise
+        return call
 
     async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
         asked = [one.kept(tenant, ref) for one in self.tiny if not one.is_lost]

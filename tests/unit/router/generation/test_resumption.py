@@ -184,25 +184,17 @@ async def test_who_reads_slowly_is_waited_for_and_who_leaves_is_forgotten(tiny_l
         assert log.nbytes > 4 * LINKS.stream_bytes_max
         sent: list[int] = []
         request = replace(house.replicas.calls[-1], keep=replace(log.keep, is_attaching=True))
-        box = house.replicas.inlet.expect("a ticket")
-        box._bytes_max = LINKS.stream_bytes_max
-        asked = replace(
-            request,
-            model="",
-            route=replace(request.route, ticket="a ticket"),
-            reply_to=await house.replicas.inlet.address(),
-        )
-        call = asyncio.create_task(anext(replica.generate(asked)))  # type: ignore[arg-type]
+        asked = replace(request, model="", route=replace(request.route, ticket="a ticket"))
+        call = await house.replicas.linked(replica, asked)
+        box = house.replicas.inlet._boxes["a ticket"]
         await until(lambda: box._is_paused)
         for _ in range(50):
             await asyncio.sleep(0)
             sent.append(box._nbytes)
         assert log.followers == 1
         assert box._nbytes < log.nbytes - LINKS.stream_bytes_max, "all was sent to who reads nothing"
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
+        call.close(is_over=False)
         await until(lambda: log.followers == 0)
-        house.replicas.inlet.forget("a ticket")
 
 
 async def test_a_replay_is_no_turn_of_its_session(tiny_llama: Path) -> None:
