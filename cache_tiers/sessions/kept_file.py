@@ -2,7 +2,7 @@
 
 Erased content is overwritten (`secure_delete`), and the journal emptied after each erasure. A file that
 cannot be read or written costs speed only: the service goes on without. Bodies carry a digest under their
-tenant's salt, which the front door checks: bytes changed on disk are never used.
+tenant's salt, which the ingress checks: bytes changed on disk are never used.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cache_tiers.sessions.shelf import Item, KeptBounds, Kind, Shelf
 
-if TYPE_CHECKING:  # the file's module imports SQLite, which front doors do without
+if TYPE_CHECKING:  # the file's module imports SQLite, which ingresses do without
     from cache_tiers.sessions.kept_file import KeptFile
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class NotErased(Exception):
 
 
 class KeptShelf:
-    """What front doors keep, in memory and, where it may be, in a file. `wall_clock`: unix seconds."""
+    """What ingresses keep, in memory and, where it may be, in a file. `wall_clock`: unix seconds."""
 
     def __init__(
         self, bounds: KeptBounds, cleared_at: ClearedAt, wall_clock: Callable[[], float] = time.time
@@ -53,7 +53,7 @@ class KeptShelf:
             gone = [lost for item in self._file.load(self._wall_clock()) for lost in self._shelf.put(item)]
             self._file.erase(gone)
         except (OSError, sqlite3.Error) as error:
-            logger.warning("front doors keep nothing on disk: %s: %s", self._bounds.path, error)
+            logger.warning("ingresses keep nothing on disk: %s: %s", self._bounds.path, error)
             self._file = None
 
     def put(self, items: Iterable[Item]) -> int:
@@ -127,7 +127,7 @@ class KeptShelf:
             if durable:
                 self._file.erase(durable)
         except sqlite3.Error as error:
-            logger.warning("an item of a front door is not on disk: %s", error)
+            logger.warning("an item of an ingress is not on disk: %s", error)
 
     def _erase(self, erase: Callable[[KeptFile], None]) -> None:
         """Erase from the file what was forgotten on purpose, also what only the file has."""

@@ -1,6 +1,6 @@
 """What a replica keeps of answers that their clients have named: every event, as it was said. Pure.
 
-A kept answer goes on without a reader, for a bounded time, and any front door may read it from its first
+A kept answer goes on without a reader, for a bounded time, and any ingress may read it from its first
 event on. What is kept is bounded in answers, bytes and seconds; it is dropped with its session.
 """
 
@@ -22,7 +22,7 @@ from replicas.messages import Delta, Event, Failed, GenerateRequest, KeptAnswer,
 ANSWER_BYTES = 2048
 """What an answer takes beside its events and its prompt."""
 PIECE_BYTES = 1 << 13
-"""What was said is told again in pieces: all readers of a front door wait while one is written."""
+"""What was said is told again in pieces: all readers of an ingress wait while one is written."""
 
 Name = tuple[bytes, bytes]
 """The tenant's tag, and `Keep.ref`."""
@@ -76,7 +76,7 @@ class KeptLog:
         return self.is_over and self.choices_open > 0
 
     def told(self, replica_id: str) -> KeptAnswer:
-        """Return what a front door has to know to read it."""
+        """Return what an ingress has to know to read it."""
         return KeptAnswer(replica_id, self.keep.body, self.keep.created, self._prompt, is_over=self.is_over)
 
     def begins_with(self, said: Sequence[Event]) -> bool:

@@ -151,7 +151,7 @@ class EventSender:
         """Wait until the last event has been put. Raises `LinkLost` if the link is lost before."""
         await self._over.wait()
         if self._is_lost:
-            raise LinkLost("the connection to the front door has ended")
+            raise LinkLost("the connection to the ingress has ended")
 
     def close(self) -> None:
         """Take the stream off its link."""

@@ -46,7 +46,7 @@ from replicas.messages import (
     ReplicaInfo,
     TierSign,
 )
-from replicas.serving.door_loads import DoorLoads
+from replicas.serving.ingress_loads import IngressLoads
 from replicas.serving.served import Places, call_handler
 from replicas.turns import TenantThreads
 
@@ -211,7 +211,7 @@ class Replica:
         self._inlet: Inlet | None = open_inlet(settings.cluster.links, 0.0)
         self._places = places(settings.engine)
         self._compiles = TenantThreads("compile", settings.grammar.threads, places=settings.engine.queue_max)
-        self._door_loads = DoorLoads(replica_id)
+        self._ingress_loads = IngressLoads(replica_id)
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread.start()
@@ -288,7 +288,7 @@ class Replica:
         """Compute an answer for one reader while the block runs."""
         key = next(self._keys)
         self._streams[key] = stream
-        self._door_loads.began(key, request)
+        self._ingress_loads.began(key, request)
         spans = self._spans(request)
         if spans is not None:
             self._untold[key] = spans
@@ -300,7 +300,7 @@ class Replica:
                 spans.end(is_complete=stream.is_over)
             self._untold.pop(key, None)
             del self._streams[key]
-            self._door_loads.ended(key)
+            self._ingress_loads.ended(key)
             if not stream.is_over:
                 self._thread.abort(key)
 
@@ -333,7 +333,7 @@ class Replica:
         else:
             key = next(self._keys)
             log = self._kept_logs[key] = self._kept.begin(key, request, stream)
-            self._door_loads.began(key, request)
+            self._ingress_loads.began(key, request)
             spans = self._spans(request)
             if spans is not None:
                 self._untold[key] = self._kept_spans[key] = spans
@@ -390,7 +390,7 @@ class Replica:
         return {
             "prefill": [price.c0_s, price.a_s, price.b_s],
             "step_tokens": price.step_tokens,
-            "load": self._door_loads.report(
+            "load": self._ingress_loads.report(
                 PrefillPrice(price.c0_s, price.a_s, price.b_s, price.step_tokens)
             ),
         }
@@ -535,7 +535,7 @@ class Replica:
             else:
                 continue
             if isinstance(event, Admitted):
-                self._door_loads.computed(key)
+                self._ingress_loads.computed(key)
             spans = self._untold.get(key)
             if spans is not None:
                 spans.saw([event])
@@ -556,7 +556,7 @@ class Replica:
     def _end_kept(self, key: int, *, is_complete: bool) -> None:
         self._kept_logs.pop(key, None)
         self._untold.pop(key, None)
-        self._door_loads.ended(key)
+        self._ingress_loads.ended(key)
         if (spans := self._kept_spans.pop(key, None)) is not None:
             spans.end(is_complete=is_complete)
 

@@ -15,7 +15,7 @@ from replicas.serving.requests import BadRequestBytes, request_form, unpack_requ
 logger = logging.getLogger(__name__)
 
 UNREACHED, UNREADABLE = "unreached", "unreadable"
-"""Why a call is refused: the front door is not reached, or what came is no request. Serve may carry it."""
+"""Why a call is refused: the ingress is not reached, or what came is no request. Serve may carry it."""
 
 Answering = Callable[[GenerateRequest, EventSender], AbstractAsyncContextManager[None]]
 """Has a request's events put into the sender while the block runs."""
@@ -71,7 +71,7 @@ class Places:
 
 
 def call_handler(links: Links, places: Places, answering: Answering) -> Handler:
-    """Return what serves a front door's call over a link: its events go over another one, back to there."""
+    """Return what serves an ingress's call over a link: its events go over another one, back to there."""
     request_form()
 
     async def handle(call: LinkCall) -> None:

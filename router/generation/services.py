@@ -14,7 +14,7 @@ from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder
 from router.generation.stages import PromptStage
 from router.generation.usage import UsageBook
-from router.ingresses import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
+from router.ingresses import Ingresses, IngressShares, KeptResponses, KnownSessions, SessionTurn
 from router.metrics import Metrics
 from router.openai import ModelNotFound
 from router.prompt import PromptBuilder
@@ -45,11 +45,11 @@ class IngressServices:
     concurrency: ConcurrencyLimit
     reads: ConcurrencyLimit
     directory: SessionDirectory
-    shares: DoorShares
+    shares: IngressShares
     known: KnownSessions
     responses: KeptResponses
     clears: Erasures
-    peers: DoorPeers | None = None
+    peers: Ingresses | None = None
     recorder: IngressRecorder | None = None
     usage: UsageBook = field(default_factory=UsageBook)
     generation: Mapping[str, float] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from cache_tiers.actors import rpc
 from cache_tiers.blocks import TIERS, tenant_tag
 from cache_tiers.sessions import KeptBounds, session_actor
 from configs.imports import collector_paused
-from configs.optional_sections import DOORS_MAX
+from configs.optional_sections import INGRESSES_MAX
 from configs.settings import Settings
 from configs.telemetry import Tracer, open_tracer, set_up_logs
 from replicas.links import Links, open_inlet
@@ -77,11 +77,11 @@ from router.ingress.response_routes import ResponseRoutes
 from router.ingress.taker import RequestTaker
 from router.ingress.tokenizer_routes import TokenizerRoutes
 from router.ingresses import (
-    DoorPeers,
-    DoorShares,
+    Ingresses,
+    IngressShares,
     KeptResponses,
     KnownSessions,
-    door_count,
+    ingress_count,
     merged,
     ray_peers,
 )
@@ -109,7 +109,7 @@ TENANTS_MAX = 4096
 """Tenants whose tags are remembered: a tag is an HMAC."""
 MESSAGES_PATH = "/v1/messages"
 SYNCS = 4
-"""Reports of all front doors, after which the share of each is known."""
+"""Reports of all ingresses, after which the share of each is known."""
 NODE_CHARS = 8
 """Characters of a node's id shown in a message."""
 
@@ -128,7 +128,7 @@ def build_service(
     generation: Mapping[str, float] | None = None,
     commit: str | None = None,
     tracer: Tracer | None = None,
-    peers: DoorPeers | None = None,
+    peers: Ingresses | None = None,
     first_s: float = 0.0,
 ) -> IngressServices:
     """Create the parts of one ingress.
@@ -151,14 +151,14 @@ def build_service(
     directory = directory or SessionDirectory(None, load_tracker.BOOK, settings.router)
     concurrency = ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys))
     tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))
-    shares = DoorShares(
-        directory.door,
+    shares = IngressShares(
+        directory.ingress,
         None if peers is None else directory.link,
         concurrency,
         tag_of,
-        doors_at_start=door_count(settings) or DOORS_MAX,
-        wait_s=settings.doors.wait_s,
-        unsettled_s=settings.doors.silent_s + SYNCS * settings.router.sync_s,
+        ingresses_at_start=ingress_count(settings) or INGRESSES_MAX,
+        wait_s=settings.ingress.wait_s,
+        unsettled_s=settings.ingress.silent_s + SYNCS * settings.router.sync_s,
     )
     directory.report = None if peers is None else shares
     metrics, stages = Metrics(), list[PromptStage]()
@@ -209,12 +209,12 @@ def build_service(
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
         directory=directory,
         shares=shares,
-        known=KnownSessions(prompts.replies, directory, settings.doors),
+        known=KnownSessions(prompts.replies, directory, settings.ingress),
         responses=KeptResponses(
             settings.limits.responses_max,
             settings.limits.responses_bytes_max,
             directory=directory,
-            settings=settings.doors,
+            settings=settings.ingress,
             tag_of=tag_of,
             salt_of=partial(tenant_salt, secret, cache_salt=None),
         ),
@@ -238,8 +238,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        until_s = asyncio.get_running_loop().time() + settings.doors.start_wait_s
-        service.directory.start()  # first: a new directory knows of all front doors when the replicas are up
+        until_s = asyncio.get_running_loop().time() + settings.ingress.start_wait_s
+        service.directory.start()  # first: a new directory knows of all ingresses when the replicas are up
         await service.readiness.start()
         await service.shares.settled(until_s)
         await service.clears.start()
@@ -467,15 +467,15 @@ def kept_bounds(settings: Settings) -> KeptBounds:
     """Return how much of what ingresses share is kept; on disk if blocks are."""
     nvme = settings.tiers.nvme
     path = settings.nvme_dir / KEPT_FILE if settings.tiers.enabled and nvme.bytes_max > 0 else None
-    return KeptBounds(settings.doors.kept_bytes_max, settings.doors.replies_per_session, path)
+    return KeptBounds(settings.ingress.kept_bytes_max, settings.ingress.replies_per_session, path)
 
 
-def _peers(settings: Settings) -> DoorPeers | None:
+def _peers(settings: Settings) -> Ingresses | None:
     """Return all ingresses of the deployment that this process belongs to; None if there is only one."""
-    if door_count(settings) == 1:
+    if ingress_count(settings) == 1:
         return None
     own = serve.get_replica_context()
-    return ray_peers.RayPeers(serve.get_deployment_handle(own.deployment, own.app_name))
+    return ray_peers.RayIngresses(serve.get_deployment_handle(own.deployment, own.app_name))
 
 
 @serve.ingress()
@@ -525,7 +525,7 @@ class Ingress:
             context_tokens_max=_context_tokens(settings, spec),
             model=spec.fingerprint.hex(),
             waits=waits,
-            first_s=settings.doors.start_wait_s,
+            first_s=settings.ingress.start_wait_s,
             peers=_peers(settings),
             secret=server_secret(settings.auth),
             generation=spec.generation,
@@ -540,7 +540,7 @@ class Ingress:
                             settings.tiers.store_s_max,
                             settings.telemetry,
                             kept_bounds(settings),
-                            settings.doors.silent_s,
+                            settings.ingress.silent_s,
                         ),
                         restart_backoff_s_max=settings.tiers.node.restart_backoff_s_max,
                     ),
@@ -548,7 +548,7 @@ class Ingress:
                 ),
                 load_tracker.BOOK,
                 settings.router,
-                quiet_s=settings.doors.silent_s / 2,  # or it would count as dead
+                quiet_s=settings.ingress.silent_s / 2,  # or it would count as dead
             ),
         )
 
@@ -586,7 +586,7 @@ class Ingress:
         metrics, directory = self._service.metrics, self._service.directory
         outcomes, _, unsynced = directory.counts()
         metrics.set_sessions(outcomes, {}, unsynced, self._service.prompts.salts_changed)
-        return load_tracker.BOOK.door, metrics.own_text()
+        return load_tracker.BOOK.ingress, metrics.own_text()
 
     def drain(self) -> int:
         """Stop admitting work, permanently. Returns how many generations are still open."""

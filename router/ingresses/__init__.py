@@ -3,20 +3,20 @@
 `ray_peers` imports Ray: import the module.
 """
 
-from router.ingresses.door_count import door_count
-from router.ingresses.door_metrics import merged
+from router.ingresses.ingress_count import ingress_count
+from router.ingresses.ingress_metrics import merged
 from router.ingresses.kept_responses import KeptResponses
 from router.ingresses.known_sessions import KnownSessions, SessionTurn
-from router.ingresses.peers import DoorPeers, ToldDoors
-from router.ingresses.tenant_shares import DoorShares
+from router.ingresses.peers import Ingresses, IngressesCleared
+from router.ingresses.tenant_shares import IngressShares
 
 __all__ = [
-    "DoorPeers",
-    "DoorShares",
+    "IngressShares",
+    "Ingresses",
+    "IngressesCleared",
     "KeptResponses",
     "KnownSessions",
     "SessionTurn",
-    "ToldDoors",
-    "door_count",
+    "ingress_count",
     "merged",
 ]

@@ -1,7 +1,7 @@
-"""Sessions that another front door has served: replies and places are asked for when the next turn comes.
+"""Sessions that another ingress has served: replies and places are asked for when the next turn comes.
 
 And what a turn leaves here is told to the session directory before its answer ends, so that the next turn may
-come to any front door. Whatever fails costs speed: the reply is tokenised again, the session has no home.
+come to any ingress. Whatever fails costs speed: the reply is tokenised again, the session has no home.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cache_tiers.blocks import Placement
 from cache_tiers.sessions import Item, SessionRow
-from configs.optional_sections import DoorSettings
+from configs.optional_sections import IngressSettings
 from router.ingresses.told_together import ToldTogether
 from router.openai import ParsedChat
 from router.prompt import Owner, SharedReplies
@@ -44,7 +44,7 @@ class KnownSessions:
         self,
         replies: SharedReplies,
         directory: SessionDirectory,
-        settings: DoorSettings,
+        settings: IngressSettings,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,7 +60,7 @@ class KnownSessions:
         """Replies that were not packed for their tenant, or had changed."""
 
     async def recall(self, turn: SessionTurn, request: ParsedChat) -> None:
-        """Take over what other front doors know of a session, if its last reply is not known here."""
+        """Take over what other ingresses know of a session, if its last reply is not known here."""
         link = self._directory.link
         if link is None or not self._is_on or self._replies.knows_last(turn.salt, turn.owner, request):
             return

@@ -1,4 +1,4 @@
-"""What one front door asks of all, itself included. Without Ray: see `ray_peers.py`."""
+"""What one ingress asks of all, itself included. Without Ray: see `ray_peers.py`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class ToldDoors:
-    """How many replies were forgotten; how many front doors did not answer, and how many go on forgetting."""
+class IngressesCleared:
+    """How many replies were forgotten; how many ingresses did not answer, and how many go on forgetting."""
 
     replies: int
     silent: int = 0
     unfinished: int = 0
 
 
-class DoorPeers(Protocol):
-    """All front doors of the service."""
+class Ingresses(Protocol):
+    """All ingresses of the service."""
 
-    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> ToldDoors:
+    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> IngressesCleared:
         """Forget a tenant's replies, responses and summaries."""
 
     async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
         """Erase what was made of these entries of knowledge, or of any; return how many did not answer."""
 
     async def discard(self, tenant: str, response_id: str) -> int:
-        """Delete a stored response; return how many front doors did not answer."""
+        """Delete a stored response; return how many ingresses did not answer."""
 
     async def metrics(self) -> dict[str, bytes]:
-        """Return front door -> its own metrics, as text; without those that do not answer."""
+        """Return ingress -> its own metrics, as text; without those that do not answer."""

@@ -1,6 +1,6 @@
 """What turns have left is told to the session directory in one call for all that ended meanwhile.
 
-A call costs about a CPU-millisecond at both ends, whatever it carries. An idle front door tells each turn at
+A call costs about a CPU-millisecond at both ends, whatever it carries. An idle ingress tells each turn at
 once; a busy one, whose call is still under way, tells those that end until then with the next.
 """
 

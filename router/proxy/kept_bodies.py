@@ -1,6 +1,6 @@
 """Bodies of requests, kept in a proxy until their answers begin: so that it can repeat a request itself.
 
-A front door that dies takes its requests with it. Those of whose answer nothing was sent yet may go to
+An ingress that dies takes its requests with it. Those of whose answer nothing was sent yet may go to
 another, if they do no more than read or generate. The rest is the client's to repeat.
 """
 

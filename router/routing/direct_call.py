@@ -120,7 +120,7 @@ class DirectCalls:
         try:
             payload = pack_request(replace(request, reply_to=await self._inlet.address()))
         except OSError as error:
-            logger.warning("Serve carries all calls: this front door cannot listen for events: %s", error)
+            logger.warning("Serve carries all calls: this ingress cannot listen for events: %s", error)
             self._is_listening = False
             return None
         except ValueError as error:

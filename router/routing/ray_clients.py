@@ -89,7 +89,9 @@ class RayReplicaClient:
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         ticket = uuid.uuid4().hex
-        request = replace(request, route=replace(request.route, ticket=ticket, door=load_tracker.BOOK.door))
+        request = replace(
+            request, route=replace(request.route, ticket=ticket, ingress=load_tracker.BOOK.ingress)
+        )
         call: DirectCall | _ServeCall | None = None
         choices_open = request.n
         loop = asyncio.get_running_loop()
@@ -329,8 +331,8 @@ class RayDirectoryLink:
         erased: int = await self._ask("forget", self._timeout_s, clears)
         return erased
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
-        may: bool | None = await self._ask("allow", self._timeout_s, door, asked, tenant, wanted, limit)
+    async def allow(self, ingress: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+        may: bool | None = await self._ask("allow", self._timeout_s, ingress, asked, tenant, wanted, limit)
         return may
 
     async def _ask(self, method: str, timeout_s: float, *args: object) -> Any:

@@ -193,7 +193,7 @@ class Silent:
 
 
 def moved(engine: Tiered, left_tokens: int) -> Receipt:
-    """A turn of a session whose last turn was on another replica, as its front door says."""
+    """A turn of a session whose last turn was on another replica, as its ingress says."""
     real = engine.driver.engine.add
 
     def add(key: int, request: GenerateRequest) -> object:
@@ -224,7 +224,7 @@ def test_a_session_that_comes_from_another_replica_has_a_reason_too(
     assert receipt.miss in (says, reason)
 
 
-def test_without_tiers_the_front_door_is_believed(tiny_llama: Path) -> None:
+def test_without_tiers_the_ingress_is_believed(tiny_llama: Path) -> None:
     driver = Driver(small_engine(tiny_llama).engine)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     request = GenerateRequest("r", FIRST, sampling, route=Route(home="another", cached_tokens=len(FIRST)))

@@ -53,7 +53,7 @@ class ServeResponse:
 
 
 class CalledReplicas:
-    """A front door's client, and the replicas that it calls."""
+    """An ingress's client, and the replicas that it calls."""
 
     def __init__(self, replicas: list[TinyReplica], links: Links | None) -> None:
         self.replicas = replicas
@@ -93,7 +93,7 @@ def own_books() -> Iterator[None]:
 
 @asynccontextmanager
 async def called(replicas: list[TinyReplica], *, has_links: bool = True) -> AsyncIterator[CalledReplicas]:
-    """A front door over these replicas, which it calls over links or through Serve's stand-in."""
+    """An ingress over these replicas, which it calls over links or through Serve's stand-in."""
     with own_books():
         made = CalledReplicas(replicas, Links(LINKS, 60.0) if has_links else None)
         await made.list_all()

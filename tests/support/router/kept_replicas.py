@@ -1,4 +1,4 @@
-"""Real replicas with tiny engines behind links, in this process: what front doors read from, one or several.
+"""Real replicas with tiny engines behind links, in this process: what ingresses read from, one or several.
 
 Their engines take as many steps as they are allowed, so that a test can stop an answer in the middle.
 """
@@ -20,7 +20,7 @@ from replicas.engine import EngineThread
 from replicas.links import Inlet, Links
 from replicas.messages import Delta, Event, GenerateRequest, KeptAnswer, ReplyTo
 from replicas.serving.deployment import Replica, _call_later, places
-from replicas.serving.door_loads import DoorLoads
+from replicas.serving.ingress_loads import IngressLoads
 from replicas.serving.requests import pack_request
 from replicas.turns import TenantThreads
 from router.routing import ReplicaLost
@@ -70,7 +70,7 @@ class TinyReplica(Replica):
         self._thread = EngineThread(self.engine, self._deliver, 60.0)  # type: ignore[arg-type]
         self._streams, self._untold, self._kept_logs, self._kept_spans = {}, {}, {}, {}
         self._links = Links(LINKS, 60.0)
-        self._door_loads = DoorLoads(name)
+        self._ingress_loads = IngressLoads(name)
         self._compiles = TenantThreads("compile", 1, places=8)
         self._places = places(self._settings.engine)
         self._inlet = Inlet(LOOPBACK, LINKS, 0.0)
@@ -102,7 +102,7 @@ class TinyReplica(Replica):
 
 
 class KeptReplicas(FakeReplicas):
-    """`ReplicaClient` of one front door over the replicas that all of them share."""
+    """`ReplicaClient` of one ingress over the replicas that all of them share."""
 
     def __init__(self, replicas: list[TinyReplica]) -> None:
         super().__init__(lambda request: say([]))
@@ -185,15 +185,15 @@ async def tiny_replicas(
                 await until(lambda one=one: not one.engine.real.has_work)  # type: ignore[misc]
                 assert not one._streams
                 assert not one._kept_logs
-                assert not one._door_loads._calls
+                assert not one._ingress_loads._calls
     finally:
         for one in made:
             one.stop()
 
 
 @asynccontextmanager
-async def front_door(replicas: list[TinyReplica], **settings: Any) -> AsyncIterator[tuple[House, Any]]:
-    """A front door over them, with a client; several of them know nothing of each other."""
+async def ingress(replicas: list[TinyReplica], **settings: Any) -> AsyncIterator[tuple[House, Any]]:
+    """An ingress over them, with a client; several of them know nothing of each other."""
     house = House(**settings)
     client = KeptReplicas(replicas)
     house.replicas = client

@@ -1,4 +1,4 @@
-"""A front door behind the proxy's real guard, with a real link between them."""
+"""An ingress behind the proxy's real guard, with a real link between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from configs.settings import LimitsSettings
 from replicas.links import Inlet
 from replicas.messages import ReplyTo
 from router.ingress.taker import RequestTaker
-from router.proxy import ADDRESS, KNOWN, Door, KeptBodies, KnownDoors, RequestCarrier
+from router.proxy import ADDRESS, KNOWN, KeptBodies, KnownIngresses, ListedIngress, RequestCarrier
 from router.proxy.proxy_guard import ProxyGuard
 from tests.support.router.router_harness import House
 
@@ -53,18 +53,18 @@ class ServeDouble:
 
 @dataclass
 class Proxied:
-    """A front door behind the proxy's guard. `inlet`: the proxy's; `taker`, `door`: the front door's."""
+    """An ingress behind the proxy's guard. `inlet`: the proxy's; `taker`, `ingress`: the ingress's."""
 
     guard: ProxyGuard
     serve: ServeDouble
     inlet: Inlet
     taker: RequestTaker
-    door: Inlet
-    known: KnownDoors
+    ingress: Inlet
+    known: KnownIngresses
 
     def close(self) -> None:
         self.inlet.close()
-        self.door.close()
+        self.ingress.close()
 
 
 async def proxied(
@@ -77,18 +77,18 @@ async def proxied(
     bodies: KeptBodies | None = None,
 ) -> Proxied:
     """Return the guard before an app that takes requests over links. `serve`: by default it runs the app."""
-    double, inlet, door = (
+    double, inlet, ingress = (
         ServeDouble(serve or app),
         Inlet(LOOPBACK, links, 0.02),
         Inlet(LOOPBACK, links, 0.02),
     )
-    taker, known = RequestTaker(door, 60.0), KNOWN.setdefault(double.deployment_id, KnownDoors())
+    taker, known = RequestTaker(ingress, 60.0), KNOWN.setdefault(double.deployment_id, KnownIngresses())
     taker.app = app
     address = ReplyTo.of((await taker.listen())[ADDRESS]) if takes else None
-    known.update([Door("door-1", "here", address)], "here")
+    known.update([ListedIngress("ingress-1", "here", address)], "here")
     carrier = RequestCarrier(inlet)
     guard = ProxyGuard(double, limits=limits or LimitsSettings(), carrier=carrier, bodies=bodies)
-    return Proxied(guard, double, inlet, taker, door, known)
+    return Proxied(guard, double, inlet, taker, ingress, known)
 
 
 @asynccontextmanager

@@ -62,7 +62,7 @@ async def test_a_stream_over_links_says_what_it_says_without() -> None:
         assert not there.serve.carried
         assert (there.serve.counted, there.serve.ongoing) == (1, 0)
         assert not there.inlet._boxes
-        await until(lambda: there.door.calls.open == 0)
+        await until(lambda: there.ingress.calls.open == 0)
     house.check()
 
 
@@ -106,12 +106,12 @@ async def test_both_roads_give_the_same_answer(method: str, path: str, options: 
                 told.pop("id", None)
             head = sorted(one for one in answer.headers.multi_items() if one[0] != "x-ingress")
             answers.append((answer.status_code, head, told))
-            await until(lambda there=there: there.door.calls.open == 0)  # type: ignore[misc]
+            await until(lambda there=there: there.ingress.calls.open == 0)  # type: ignore[misc]
         house.check()
     assert answers[0] == answers[1]
 
 
-async def test_a_front_door_that_reaches_no_proxy_leaves_the_request_to_serve(
+async def test_an_ingress_that_reaches_no_proxy_leaves_the_request_to_serve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     house = worded_house()
@@ -126,7 +126,7 @@ async def test_a_front_door_that_reaches_no_proxy_leaves_the_request_to_serve(
 
 
 @pytest.mark.parametrize("why", ["closing", "full", "gone", "elsewhere", "no app", "control"])
-async def test_what_no_front_door_takes_serve_brings(why: str) -> None:
+async def test_what_no_ingress_takes_serve_brings(why: str) -> None:
     house = worded_house()
     async with through_proxy(house, LinkSettings(calls_max=1)) as (client, there):
         holding, path = None, "/v1/models"
@@ -135,9 +135,9 @@ async def test_what_no_front_door_takes_serve_brings(why: str) -> None:
         elif why == "full":
             house.replicas.script = lambda request: [*HELLO, asyncio.Event()]
             holding = asyncio.create_task(client.post(CHAT, json=STREAM))
-            await until(lambda: there.door.calls.open == 1)
+            await until(lambda: there.ingress.calls.open == 1)
         elif why == "gone":
-            there.door.close()
+            there.ingress.close()
         elif why == "elsewhere":  # another application of the same cluster
             there.serve.route = "/other"
         elif why == "no app":
@@ -168,12 +168,12 @@ async def test_behind_another_serve_all_requests_are_serve_s() -> None:
         assert sent[0]["status"] == 200
 
 
-async def test_a_front_door_that_is_lost_in_mid_stream_ends_it_with_an_error() -> None:
+async def test_an_ingress_that_is_lost_in_mid_stream_ends_it_with_an_error() -> None:
     house = worded_house(lambda request: [*HELLO, asyncio.Event()])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
         await until(lambda: any(box.has_spoken for box in there.inlet._boxes.values()))
-        there.door.close()  # the process ends
+        there.ingress.close()  # the process ends
         body = (await asking).text
         assert text_of(body) == "Hel"
         assert '"code":"ingress_lost"' in body
@@ -234,14 +234,14 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
     assert house.service.concurrency.open_total == 1
     left.set()
     await asyncio.wait_for(serving, 10)
-    await until(lambda: house.service.concurrency.open_total == 0 and there.door.calls.open == 0)
+    await until(lambda: house.service.concurrency.open_total == 0 and there.ingress.calls.open == 0)
     assert not there.inlet._boxes
     assert not there.serve.carried
     there.close()
 
 
 async def test_a_client_that_does_not_read_holds_its_replica_back_at_the_proxy() -> None:
-    """The proxy keeps `stream_bytes_max`; the front door waits, and ends the request in `write_idle_s`."""
+    """The proxy keeps `stream_bytes_max`; the ingress waits, and ends the request in `write_idle_s`."""
     limits = {"write_idle_s": 1}
     house = House(lambda request: say(["x" * 200] * 40), settings=make_settings(limits=limits))
     gate, sent = asyncio.Event(), asyncio.Event()
@@ -264,7 +264,7 @@ async def test_a_client_that_does_not_read_holds_its_replica_back_at_the_proxy()
 
 
 def front(write: Any) -> Any:
-    """A front door that streams what `write` sends, without anything else."""
+    """An ingress that streams what `write` sends, without anything else."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -309,7 +309,7 @@ async def test_an_app_that_ends_without_an_answer_is_a_lost_one() -> None:
         there.close()
 
 
-async def test_a_front_door_that_stops_refuses_and_waits_for_what_it_has_taken() -> None:
+async def test_an_ingress_that_stops_refuses_and_waits_for_what_it_has_taken() -> None:
     gate = asyncio.Event()
     house = worded_house(lambda request: [*HELLO, gate, *say(["lo"])[1:]])
     async with through_proxy(house) as (client, there):
@@ -344,19 +344,19 @@ async def test_a_client_cannot_name_where_its_answer_is_sent() -> None:
 
 
 @pytest.mark.guarantee("F33")
-async def test_who_does_not_know_the_secret_calls_no_front_door() -> None:
+async def test_who_does_not_know_the_secret_calls_no_ingress() -> None:
     served = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         served.set()
 
     there = await proxied(app)
-    to = await there.door.address()
+    to = await there.ingress.address()
     wrong = ReplyTo(to.host, to.port, "0" * len(to.secret))
     assert there.guard._carrier is not None
     assert await there.guard._carrier._links.reach(wrong) is None
     assert not served.is_set()
-    assert there.door.calls.open == 0
+    assert there.ingress.calls.open == 0
     there.close()
 
 
@@ -376,7 +376,7 @@ def test_the_proxy_learns_from_its_environment_whether_to_listen(monkeypatch: py
 
 
 async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> None:
-    """Each 16 KB that a client reads lets the front door go on: it never waits for all that is held."""
+    """Each 16 KB that a client reads lets the ingress go on: it never waits for all that is held."""
     pieces, reads, sizes = [0], asyncio.Semaphore(0), list[int]()
     written, waited_for = [0], [0]
 
@@ -403,7 +403,7 @@ async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> Non
         before = written[0], pieces[0]
         reads.release()
         await until(lambda before=before: serving.done() or pieces[0] > before[1])  # type: ignore[misc]
-        if written[0] < 128:  # the client has read a piece: the front door soon writes more
+        if written[0] < 128:  # the client has read a piece: the ingress soon writes more
             await until(lambda before=before: written[0] > before[0] or waited_for[0] > 3)  # type: ignore[misc]
     await serving
     assert (sum(sizes), max(sizes)) == (128 * 8192 + 3, 1 << 14)
@@ -415,14 +415,14 @@ async def test_the_live_stream_ends_when_its_reader_leaves() -> None:
     house = worded_house()
     async with through_proxy(house) as (client, there):
         live = asyncio.create_task(client.get("/v1/live"))
-        await until(lambda: there.door.calls.open == 1 and bool(there.inlet._from))
+        await until(lambda: there.ingress.calls.open == 1 and bool(there.inlet._from))
         live.cancel()
         await asyncio.gather(live, return_exceptions=True)
-        await until(lambda: not there.inlet._boxes and there.door.calls.open == 0)
+        await until(lambda: not there.inlet._boxes and there.ingress.calls.open == 0)
 
 
 async def test_the_end_of_the_app_waits_for_what_came_over_links_but_not_for_live_streams() -> None:
-    """Serve ends the app's lifespan when it stops a front door, and does not count these requests."""
+    """Serve ends the app's lifespan when it stops an ingress, and does not count these requests."""
     gate = asyncio.Event()
     house = worded_house(lambda request: [*HELLO, gate, *say(["lo"])[1:]])
     async with through_proxy(house) as (client, there):
@@ -438,7 +438,7 @@ async def test_the_end_of_the_app_waits_for_what_came_over_links_but_not_for_liv
         await asyncio.wait_for(begun.wait(), 10)
         live = asyncio.create_task(client.get("/v1/live"))
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
-        await until(lambda: there.door.calls.open == 2 and len(there.inlet._from) == 2)
+        await until(lambda: there.ingress.calls.open == 2 and len(there.inlet._from) == 2)
         ending.set()
         assert (await asyncio.wait_for(live, 10)).status_code == 200
         assert (await client.get("/v1/models")).status_code == 200  # through Serve, as long as that calls it

@@ -154,7 +154,7 @@ async def test_serve_carries_calls_to_replicas_without_an_address_or_out_of_reac
         assert len(front.handle.calls) == 3
 
 
-async def test_a_front_door_that_cannot_listen_is_answered_through_serve(tiny_llama: Path) -> None:
+async def test_an_ingress_that_cannot_listen_is_answered_through_serve(tiny_llama: Path) -> None:
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
         assert front.client._direct is not None
         front.client._direct._inlet = Inlet("192.0.2.1", LINKS, 0.0)  # no address of this machine
@@ -163,7 +163,7 @@ async def test_a_front_door_that_cannot_listen_is_answered_through_serve(tiny_ll
             assert len(front.handle.calls) == number
 
 
-async def test_a_front_door_that_a_replica_does_not_reach_is_answered_through_serve(
+async def test_an_ingress_that_a_replica_does_not_reach_is_answered_through_serve(
     tiny_llama: Path,
 ) -> None:
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:

@@ -1,14 +1,14 @@
-"""How many front doors there are to be."""
+"""How many ingresses there are to be."""
 
 from __future__ import annotations
 
 from configs.settings import Settings
 
 
-def door_count(settings: Settings) -> int | None:
-    """Return the number of front doors; None: one on each node.
+def ingress_count(settings: Settings) -> int | None:
+    """Return the number of ingresses; None: one on each node.
 
-    One where something is written by one front door only: a recording, a knowledge base in a file.
+    One where something is written by one ingress only: a recording, a knowledge base in a file.
     """
     wanted = settings.server.ingress_replicas
     if wanted is not None:
