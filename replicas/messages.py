@@ -144,7 +144,7 @@ KEPT_REF_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The name by which a client may ask for an answer again (`answers/kept.py`).
+    """The name by which a client may ask for an answer again (`answers/answer_log.py`).
 
     `ref`: `KEPT_REF_BYTES`, from the tenant and the client's key. `body`: digest of what was asked under it.
     `created`: Unix time of the first asking. `is_attaching`: the answer is there; nothing is to be computed.
@@ -159,7 +159,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAnswer:
+class LoggedAnswer:
     """An answer that a replica keeps. `prompt`: its token ids, four bytes each, in this machine's order.
 
     `body`, `created`: see `Keep`.

@@ -23,7 +23,7 @@ from cache_tiers.blocks import TIERS, Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
 from cache_tiers.sessions.ingress_deaths import IngressDeaths
-from cache_tiers.sessions.kept_shelf import KeptShelf, NotErased
+from cache_tiers.sessions.item_store import ItemStore, NotErased
 from cache_tiers.sessions.quotas import Quotas, Use
 from cache_tiers.sessions.session_table import (
     Move,
@@ -34,7 +34,7 @@ from cache_tiers.sessions.session_table import (
     Sync,
     Synced,
 )
-from cache_tiers.sessions.shelf import Item, KeptBounds, Kind
+from cache_tiers.sessions.shelf import Item, ItemBounds, Kind
 from configs.optional_sections import TelemetrySettings
 from configs.telemetry import set_up_logs
 
@@ -62,7 +62,7 @@ def session_actor(
     lineages_max: int,
     clear_s_max: float,
     telemetry: TelemetrySettings | None = None,
-    kept: KeptBounds | None = None,
+    kept: ItemBounds | None = None,
     ingress_silent_s: float = INGRESS_SILENT_S,
 ) -> Any:
     """Return the handle of the cluster's session directory, creating the actor if needed.
@@ -95,7 +95,7 @@ class SessionActor:
         lineages_max: int,
         clear_s_max: float,
         telemetry: TelemetrySettings | None = None,
-        kept: KeptBounds | None = None,
+        kept: ItemBounds | None = None,
         ingress_silent_s: float = INGRESS_SILENT_S,
     ) -> None:
         set_up_logs(telemetry or TelemetrySettings())
@@ -104,7 +104,7 @@ class SessionActor:
         self._lock = threading.Lock()
         self._quotas = Quotas(ingress_silent_s, time.monotonic)
         self._deaths = IngressDeaths(self._is_dead, self._bury)
-        self._kept = KeptShelf(kept or KeptBounds(), self._cleared_at)
+        self._kept = ItemStore(kept or ItemBounds(), self._cleared_at)
         self._incarnation = uuid.uuid4().hex
         self._draining: tuple[str, ...] = ()
         self._actors: dict[str, Any] = {}

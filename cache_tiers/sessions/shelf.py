@@ -19,7 +19,7 @@ ITEM_OVERHEAD_BYTES = 1100
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBounds:
+class ItemBounds:
     """How much is kept of what ingresses share. `path`: of the file; None: in memory only."""
 
     bytes_max: int = 64 << 20

@@ -40,7 +40,7 @@ from replicas.messages import (
     Failed,
     Forgotten,
     GenerateRequest,
-    KeptAnswer,
+    LoggedAnswer,
     Refused,
     ReplicaGlance,
     ReplicaInfo,
@@ -51,7 +51,7 @@ from replicas.serving.served import Places, call_handler
 from replicas.turns import TenantThreads
 
 if TYPE_CHECKING:
-    from replicas.answers import KeptAnswers, KeptLog, SweepTimer
+    from replicas.answers import AnswerLog, AnswerLogs, SweepTimer
     from replicas.engine import Engine, EventStream
     from replicas.links import EventSender
     from replicas.scheduling import Sequence
@@ -175,7 +175,7 @@ class Replica:
 
     def __init__(self, settings: Settings, model_dir: str | None) -> None:
         with collector_paused():
-            from replicas.answers import KeptAnswers as Kept
+            from replicas.answers import AnswerLogs as Kept
             from replicas.answers import SweepTimer as Sweeps
             from replicas.engine import EngineThread
             from replicas.links import Links
@@ -202,8 +202,8 @@ class Replica:
         self._runner = built.engine.runner
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
         self._streams: dict[int, EventStream | EventSender] = {}
-        self._kept: KeptAnswers = Kept(settings.answers, self._abort_kept, time.monotonic)
-        self._kept_logs: dict[int, KeptLog] = {}  # of answers that are not over, by the engine's key
+        self._kept: AnswerLogs = Kept(settings.answers, self._abort_kept, time.monotonic)
+        self._answer_logs: dict[int, AnswerLog] = {}  # of answers that are not over, by the engine's key
         self._kept_spans: dict[int, AnswerSpans] = {}
         self._sweeps: SweepTimer = Sweeps(self._kept, _call_later, time.monotonic)
         self._untold: dict[int, AnswerSpans] = {}  # traced requests whose prompt is not computed yet
@@ -332,7 +332,7 @@ class Replica:
             stream.put(self._named(Failed("this replica does not keep the answer", replica_lost=True)))
         else:
             key = next(self._keys)
-            log = self._kept_logs[key] = self._kept.begin(key, request, stream)
+            log = self._answer_logs[key] = self._kept.begin(key, request, stream)
             self._ingress_loads.began(key, request)
             spans = self._spans(request)
             if spans is not None:
@@ -359,7 +359,7 @@ class Replica:
             stream.put(Failed("The answer could not be told again."))
         self._sweeps.set()
 
-    async def kept(self, tenant: bytes, ref: bytes) -> tuple[str, KeptAnswer | None]:
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[str, LoggedAnswer | None]:
         """Return our id, and what is known of the answer that a tenant's client has named so."""
         log, own = self._kept.find(tenant, ref), self._info.replica_id
         return own, None if log is None else log.told(own)
@@ -527,7 +527,7 @@ class Replica:
 
     def _distribute(self, events: list[tuple[int, Event]]) -> None:
         for key, event in events:
-            stream, log = self._streams.get(key), self._kept_logs.get(key)
+            stream, log = self._streams.get(key), self._answer_logs.get(key)
             if log is not None:
                 self._put_kept(log, event)
             elif stream is not None:  # else its reader has just disconnected
@@ -542,7 +542,7 @@ class Replica:
                 if not spans.is_waiting:
                     del self._untold[key]
 
-    def _put_kept(self, log: KeptLog, event: Event) -> None:
+    def _put_kept(self, log: AnswerLog, event: Event) -> None:
         """Note an event of a kept answer and tell its readers."""
         self._kept.put(log, self._named(event))
         if log.is_over:
@@ -554,7 +554,7 @@ class Replica:
         self._thread.abort(key)
 
     def _end_kept(self, key: int, *, is_complete: bool) -> None:
-        self._kept_logs.pop(key, None)
+        self._answer_logs.pop(key, None)
         self._untold.pop(key, None)
         self._ingress_loads.ended(key)
         if (spans := self._kept_spans.pop(key, None)) is not None:

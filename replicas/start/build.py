@@ -26,7 +26,6 @@ from replicas.drafting import Drafter, DraftLimits
 from replicas.engine import Auditor, Engine, EngineLimits, TokenText
 from replicas.forward import CudaCapture, Runner, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
-from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import (
     KvGeometry,
     KvPool,
@@ -38,6 +37,7 @@ from replicas.kv import (
     plan_pages,
     register_object_store,
 )
+from replicas.measurement_cache import MeasurementCache
 from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import (
     GemmSeconds,
@@ -210,7 +210,7 @@ def build_engine(
     ranks = _start_ranks(settings, spec, geometry, device, threads, launch, inspected_dir)
     is_reached = device.type == "cuda" and ranks is None and tiers is not None
     registered = register_object_store(device) if is_reached else None
-    kept = KeptMeasurements(
+    kept = MeasurementCache(
         keep,
         settings.engine.measurements_ttl_s,
         spec.fingerprint.hex(),
@@ -332,7 +332,7 @@ def _gemm_seconds(keep: Path | None, threads: int) -> GemmSeconds:
 
     Kept for good, whatever the settings: another dtype would not find the blocks of earlier starts.
     """
-    kept = KeptMeasurements(keep, math.inf, "dtype", f"{threads} threads")
+    kept = MeasurementCache(keep, math.inf, "dtype", f"{threads} threads")
     try:
         return kept.get("gemm", GEMM, measure_gemm, GemmSeconds(1.0, 1.0))
     finally:
@@ -415,7 +415,7 @@ def _prefill_meter(
     spec: ModelSpec,
     plan: PagePlan,
     given: PrefillPrice | None,
-    kept: KeptMeasurements,
+    kept: MeasurementCache,
 ) -> PrefillMeter:
     step_tokens_max = settings.engine.step_tokens_max
     if given is not None:
@@ -434,7 +434,7 @@ def _offload(
     open_io: Callable[[int], PageIo],
     page_pool: PagePool,
     meter: PrefillMeter,
-    kept: KeptMeasurements,
+    kept: MeasurementCache,
     *,
     measures_loads: bool,
 ) -> tuple[Offload | None, PreemptionPolicy]:

@@ -14,7 +14,7 @@ from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder
 from router.generation.stages import PromptStage
 from router.generation.usage import UsageBook
-from router.ingresses import Ingresses, IngressShares, KeptResponses, KnownSessions, SessionTurn
+from router.ingresses import Ingresses, IngressShares, KnownSessions, SessionTurn, SharedResponses
 from router.metrics import Metrics
 from router.openai import ModelNotFound
 from router.prompt import PromptBuilder
@@ -47,7 +47,7 @@ class IngressServices:
     directory: SessionDirectory
     shares: IngressShares
     known: KnownSessions
-    responses: KeptResponses
+    responses: SharedResponses
     clears: Erasures
     peers: Ingresses | None = None
     recorder: IngressRecorder | None = None

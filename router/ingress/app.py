@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from cache_tiers.actors import rpc
 from cache_tiers.blocks import TIERS, tenant_tag
-from cache_tiers.sessions import KeptBounds, session_actor
+from cache_tiers.sessions import ItemBounds, session_actor
 from configs.imports import collector_paused
 from configs.optional_sections import INGRESSES_MAX
 from configs.settings import Settings
@@ -79,8 +79,8 @@ from router.ingress.tokenizer_routes import TokenizerRoutes
 from router.ingresses import (
     Ingresses,
     IngressShares,
-    KeptResponses,
     KnownSessions,
+    SharedResponses,
     ingress_count,
     merged,
     ray_peers,
@@ -210,7 +210,7 @@ def build_service(
         directory=directory,
         shares=shares,
         known=KnownSessions(prompts.replies, directory, settings.ingress),
-        responses=KeptResponses(
+        responses=SharedResponses(
             settings.limits.responses_max,
             settings.limits.responses_bytes_max,
             directory=directory,
@@ -463,11 +463,11 @@ def _context_tokens(settings: Settings, spec: ModelSpec) -> int:
     return min(wanted, spec.context_tokens_max)
 
 
-def kept_bounds(settings: Settings) -> KeptBounds:
+def item_bounds(settings: Settings) -> ItemBounds:
     """Return how much of what ingresses share is kept; on disk if blocks are."""
     nvme = settings.tiers.nvme
     path = settings.nvme_dir / KEPT_FILE if settings.tiers.enabled and nvme.bytes_max > 0 else None
-    return KeptBounds(settings.ingress.kept_bytes_max, settings.ingress.replies_per_session, path)
+    return ItemBounds(settings.ingress.kept_bytes_max, settings.ingress.replies_per_session, path)
 
 
 def _peers(settings: Settings) -> Ingresses | None:
@@ -539,7 +539,7 @@ class Ingress:
                             settings.router.lineages_max,
                             settings.tiers.store_s_max,
                             settings.telemetry,
-                            kept_bounds(settings),
+                            item_bounds(settings),
                             settings.ingress.silent_s,
                         ),
                         restart_backoff_s_max=settings.tiers.node.restart_backoff_s_max,

@@ -5,18 +5,18 @@
 
 from router.ingresses.ingress_count import ingress_count
 from router.ingresses.ingress_metrics import merged
-from router.ingresses.kept_responses import KeptResponses
 from router.ingresses.known_sessions import KnownSessions, SessionTurn
 from router.ingresses.peers import Ingresses, IngressesCleared
+from router.ingresses.shared_responses import SharedResponses
 from router.ingresses.tenant_shares import IngressShares
 
 __all__ = [
     "IngressShares",
     "Ingresses",
     "IngressesCleared",
-    "KeptResponses",
     "KnownSessions",
     "SessionTurn",
+    "SharedResponses",
     "ingress_count",
     "merged",
 ]

@@ -13,9 +13,9 @@ from router.proxy.environment import (
     inlet_from_environment,
     links_environment,
 )
-from router.proxy.kept_bodies import KeptBodies
 from router.proxy.known_ingresses import ADDRESS, KNOWN, KnownIngresses, ListedIngress
 from router.proxy.proxy_guard import proxy_environment
+from router.proxy.retry_buffer import RetryBuffer
 from router.proxy.serve_proxy import ServeProxy
 from router.proxy.wire import CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
 
@@ -32,10 +32,10 @@ __all__ = [
     "UNREACHED",
     "WHOLE",
     "EarlyBody",
-    "KeptBodies",
     "KnownIngresses",
     "ListedIngress",
     "RequestCarrier",
+    "RetryBuffer",
     "ServeProxy",
     "are_proxies_guarded",
     "inlet_from_environment",

@@ -44,7 +44,7 @@ from router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_erro
 from router.proxy.carrier import EarlyBody, RequestCarrier
 from router.proxy.environment import CALLBACK, CALLBACK_VARIABLE, inlet_from_environment, links_environment
 from router.proxy.http_guard import ConnectionLimits, guarded_protocol
-from router.proxy.kept_bodies import KeptBodies
+from router.proxy.retry_buffer import RetryBuffer
 from router.proxy.serve_proxy import ServeProxy
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
@@ -130,7 +130,7 @@ def install() -> list[Middleware]:
     inlet = inlet_from_environment(os.environ)
     carrier = None if inlet is None else RequestCarrier(inlet)
     tracer = tracer_from_environment(os.environ)
-    bodies = KeptBodies(int(os.environ.get(REPEAT_BYTES, IngressSettings().repeat_bytes_max)))
+    bodies = RetryBuffer(int(os.environ.get(REPEAT_BYTES, IngressSettings().repeat_bytes_max)))
     return [Middleware(ProxyGuard, limits=limits, carrier=carrier, tracer=tracer, bodies=bodies)]
 
 
@@ -172,10 +172,10 @@ class ProxyGuard:
         limits: LimitsSettings,
         carrier: RequestCarrier | None = None,
         tracer: Tracer | None = None,
-        bodies: KeptBodies | None = None,
+        bodies: RetryBuffer | None = None,
     ) -> None:
         self._tracer = tracer
-        self._bodies = bodies or KeptBodies(0)
+        self._bodies = bodies or RetryBuffer(0)
         self._app = app
         self._limits = limits
         self._carrier = carrier

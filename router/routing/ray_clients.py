@@ -31,15 +31,15 @@ from replicas.messages import (
     Event,
     Failed,
     GenerateRequest,
-    KeptAnswer,
+    LoggedAnswer,
     Refused,
     ReplicaGlance,
     ReplicaInfo,
     TierSign,
 )
 from router.routing import load_tracker, roster
+from router.routing.answer_search import AnswerSearch
 from router.routing.direct_call import CallRefused, DirectCall, DirectCalls
-from router.routing.kept_search import KeptSearch
 from router.routing.replica_client import (
     ClearCounts,
     ReplicaFailed,
@@ -84,7 +84,7 @@ class RayReplicaClient:
         self._handle = handle
         self._retry_after_s = retry_after_s
         self._control_timeout_s = control_timeout_s
-        self._search = KeptSearch(control_timeout_s)
+        self._search = AnswerSearch(control_timeout_s)
         self._clear_timeout_s = clear_timeout_s
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
@@ -172,7 +172,7 @@ class RayReplicaClient:
             up[sign.node_id] = up.get(sign.node_id, False) or sign.is_up
         return up
 
-    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         try:
             async with asyncio.timeout(self._control_timeout_s):
                 # Serve's own `results_async` waits for the slowest (ray 2.60, `handle.py`).

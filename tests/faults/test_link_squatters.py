@@ -31,9 +31,9 @@ from router.routing import roster
 from tests.faults.dead_listener import NOBODY
 from tests.support.engines.engines import prompt_of
 from tests.support.router.called_replicas import called
-from tests.support.router.kept_replicas import tiny_replicas
 from tests.support.router.linked_replicas import LINKS, LOOPBACK, Proxied, proxied
 from tests.support.router.router_harness import until
+from tests.support.router.tiny_replicas import tiny_replicas
 
 ROOT = Path(__file__).parents[2]
 MODULE = Path(__file__).with_name("dead_listener.py")

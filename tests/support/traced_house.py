@@ -57,7 +57,7 @@ class _Replica(Replica):
         self._tracer = tracer
         self._streams = {}
         self._untold = {}
-        self._kept_logs = {}
+        self._answer_logs = {}
         self._ingress_loads = IngressLoads("here")
         self._compiles = TenantThreads("compile", 1, places=8)
         self._links = Links(self._settings.cluster.links, self._settings.router.heartbeat_s)

@@ -12,8 +12,8 @@ from router.routing import load_tracker, roster
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.ray_clients import RayReplicaClient
 from router.routing.roster import ListedReplica, RankOptions, Roster
-from tests.support.router.kept_replicas import TinyReplica
 from tests.support.router.linked_replicas import LINKS, LOOPBACK
+from tests.support.router.tiny_replicas import TinyReplica
 
 
 class ServeHandle:

@@ -17,7 +17,7 @@ from configs.settings import LimitsSettings
 from replicas.links import Inlet
 from replicas.messages import ReplyTo
 from router.ingress.taker import RequestTaker
-from router.proxy import ADDRESS, KNOWN, KeptBodies, KnownIngresses, ListedIngress, RequestCarrier
+from router.proxy import ADDRESS, KNOWN, KnownIngresses, ListedIngress, RequestCarrier, RetryBuffer
 from router.proxy.proxy_guard import ProxyGuard
 from tests.support.router.router_harness import House
 
@@ -74,7 +74,7 @@ async def proxied(
     serve: ASGIApp | None = None,
     takes: bool = True,
     limits: LimitsSettings | None = None,
-    bodies: KeptBodies | None = None,
+    bodies: RetryBuffer | None = None,
 ) -> Proxied:
     """Return the guard before an app that takes requests over links. `serve`: by default it runs the app."""
     double, inlet, ingress = (

@@ -14,7 +14,7 @@ from cache_tiers.messages import Cleared
 from configs.optional_sections import AnswerSettings
 from configs.sections import GrammarSettings
 from configs.settings import Settings
-from replicas.answers import KeptAnswers
+from replicas.answers import AnswerLogs
 from replicas.grammar import GrammarCompiler
 from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, ReplyTo, SamplingParams
 from replicas.sampling import Sampler
@@ -61,7 +61,7 @@ class Fakes:
     def replica(self) -> Replica:
         made = BareReplica.__new__(BareReplica)
         made._thread = self  # type: ignore[assignment]
-        made._kept = KeptAnswers(AnswerSettings(), lambda key: None, Clock())
+        made._kept = AnswerLogs(AnswerSettings(), lambda key: None, Clock())
         made._tiers = SimpleNamespace(link=SimpleNamespace(clear=self.clear))  # type: ignore[assignment]
         made._places = Places(8, 8)
         made._settings = Settings()

@@ -15,14 +15,13 @@ import msgpack
 import pytest
 
 from configs.optional_sections import AnswerSettings
-from replicas.answers import kept
+from replicas.answers import answer_log
 from replicas.engine import EventStream
 from replicas.links import EventSender, pack_event
 from replicas.messages import Delta
 from router.generation import AskedTurn, PromptStage
 from router.openai import ChatMessage
 from tests.support.clock import Clock
-from tests.support.router.kept_replicas import FREE, KeptReplicas, ingress, tiny_replicas
 from tests.support.router.linked_replicas import LINKS
 from tests.support.router.router_harness import (
     KEY,
@@ -33,6 +32,7 @@ from tests.support.router.router_harness import (
     make_settings,
     until,
 )
+from tests.support.router.tiny_replicas import FREE, TinyReplicaClient, ingress, tiny_replicas
 
 CHAT = "/v1/chat/completions"
 NAMED = {"Idempotency-Key": "the first question"}
@@ -148,7 +148,7 @@ async def test_each_event_is_one_to_go_on_from(kind: str, tokens: int, tiny_llam
 async def test_a_long_answer_is_told_again_in_pieces(
     has_links: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "PIECE_BYTES", 64)
+    monkeypatch.setattr(answer_log, "PIECE_BYTES", 64)
     told: list[int] = []
     for kind in (EventSender, EventStream):
 
@@ -291,7 +291,7 @@ async def test_an_answer_goes_on_on_another_replica_and_is_kept_there(tiny_llama
             async with reading(url, body) as response:
                 lines = response.aiter_lines()
                 seen = [await anext(lines) for _ in range(6)]
-                assert isinstance(house.replicas, KeptReplicas)
+                assert isinstance(house.replicas, TinyReplicaClient)
                 replicas = house.replicas
                 # What is on its way when a replica is lost is computed again: here nothing is.
                 await until(lambda: one.engine.steps_left <= 0 and replicas.heard == one.generated)
@@ -317,7 +317,7 @@ async def test_a_replica_that_was_given_up_and_lives_says_nothing_twice(kind: st
         async with reading(url, body) as response:
             lines = response.aiter_lines()
             seen = [await anext(lines) for _ in range(4)]
-            assert isinstance(house.replicas, KeptReplicas)
+            assert isinstance(house.replicas, TinyReplicaClient)
             house.replicas.cuts = 1
             replica.allow(FREE)
             seen += [line async for line in lines]
@@ -513,7 +513,7 @@ async def test_an_answer_that_nobody_reads_ends_in_time(tiny_llama: Path) -> Non
         replica.allow(4)
         await begun(url, body, 2)
         await until(lambda: house.service.concurrency.open_total == 0)
-        await until(lambda: not any(log.readers for log in replica._kept_logs.values()))
+        await until(lambda: not any(log.readers for log in replica._answer_logs.values()))
         clock.now_s += 5.1
         replica._kept.sweep()
         replica.allow(FREE)

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from configs.cluster import LinkSettings
 from configs.settings import LimitsSettings
-from router.proxy import KeptBodies
+from router.proxy import RetryBuffer
 from router.proxy.proxy_guard import ProxyGuard
 from router.proxy.wire import packed_request, read_request
 from tests.support.router.linked_replicas import LINKS, Proxied, proxied
@@ -70,7 +70,7 @@ async def proxy(
     ingress: Ingress, links: LinkSettings = LINKS, **options: Any
 ) -> AsyncIterator[tuple[str, Proxied]]:
     """The proxy's guard before the ingress, as a server; its address."""
-    there = await proxied(ingress, links, bodies=KeptBodies(1 << 20), **options)
+    there = await proxied(ingress, links, bodies=RetryBuffer(1 << 20), **options)
     async with serving(there.guard, lifespan="off") as url:
         yield url, there
     there.close()

@@ -30,9 +30,9 @@ from router.generation.failover import resuming
 from router.routing import ReplicaFailed, ReplicaLost, load_tracker, roster
 from tests.support.engines.engines import prompt_of
 from tests.support.router.called_replicas import CalledReplicas, called
-from tests.support.router.kept_replicas import FREE, TinyReplica, tiny_replicas
 from tests.support.router.linked_replicas import LINKS
 from tests.support.router.router_harness import until
+from tests.support.router.tiny_replicas import FREE, TinyReplica, tiny_replicas
 
 TOKENS = 12
 KEPT = Keep(b"k" * 16, b"body", 1)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 DIGEST_BYTES = sha256().digest_size
 
 
-class KeptResponses(ResponseStore):
+class SharedResponses(ResponseStore):
     """A store whose responses are told to the session directory, and asked for there. Not thread-safe.
 
     `tag_of`: a tenant's tag; `salt_of`: what its items are packed under.

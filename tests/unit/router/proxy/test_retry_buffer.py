@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from configs.settings import LimitsSettings
-from router.proxy import KeptBodies
+from router.proxy import RetryBuffer
 from router.proxy.proxy_guard import ProxyGuard
 from tests.support.router.asgi_bodies import whole_body
 from tests.support.router.router_harness import serving
@@ -44,8 +44,8 @@ class DyingIngresses:
 @asynccontextmanager
 async def proxy(
     ingresses: DyingIngresses, bytes_max: int = 1 << 20
-) -> AsyncIterator[tuple[httpx.AsyncClient, KeptBodies]]:
-    bodies = KeptBodies(bytes_max)
+) -> AsyncIterator[tuple[httpx.AsyncClient, RetryBuffer]]:
+    bodies = RetryBuffer(bytes_max)
     guard = ProxyGuard(ingresses, limits=LimitsSettings(), bodies=bodies)
     async with serving(guard, lifespan="off") as url, httpx.AsyncClient(base_url=url) as client:
         yield client, bodies
@@ -100,7 +100,7 @@ async def test_a_body_without_room_is_not_repeated(bytes_max: int) -> None:
 
 
 async def test_the_room_is_that_of_all_requests_together() -> None:
-    bodies = KeptBodies(10)
+    bodies = RetryBuffer(10)
 
     async def receive() -> Message:
         return {"type": "http.request", "body": b"123456", "more_body": False}

@@ -15,17 +15,17 @@ from typing import Any
 
 from configs.optional_sections import AnswerSettings
 from configs.settings import Settings
-from replicas.answers import KeptAnswers, SweepTimer
+from replicas.answers import AnswerLogs, SweepTimer
 from replicas.engine import EngineThread
 from replicas.links import Inlet, Links
-from replicas.messages import Delta, Event, GenerateRequest, KeptAnswer, ReplyTo
+from replicas.messages import Delta, Event, GenerateRequest, LoggedAnswer, ReplyTo
 from replicas.serving.deployment import Replica, _call_later, places
 from replicas.serving.ingress_loads import IngressLoads
 from replicas.serving.requests import pack_request
 from replicas.turns import TenantThreads
 from router.routing import ReplicaLost
+from router.routing.answer_search import AnswerSearch
 from router.routing.direct_call import DirectCall
-from router.routing.kept_search import KeptSearch
 from router.routing.replica_client import choices_ended
 from tests.support.clock import Clock
 from tests.support.engines.engines import small_engine
@@ -68,14 +68,14 @@ class TinyReplica(Replica):
         self._tiers = None
         self._sampler = built.engine.sampler
         self._thread = EngineThread(self.engine, self._deliver, 60.0)  # type: ignore[arg-type]
-        self._streams, self._untold, self._kept_logs, self._kept_spans = {}, {}, {}, {}
+        self._streams, self._untold, self._answer_logs, self._kept_spans = {}, {}, {}, {}
         self._links = Links(LINKS, 60.0)
         self._ingress_loads = IngressLoads(name)
         self._compiles = TenantThreads("compile", 1, places=8)
         self._places = places(self._settings.engine)
         self._inlet = Inlet(LOOPBACK, LINKS, 0.0)
         self._keys = itertools.count()
-        self._kept = KeptAnswers(answers, self._abort_kept, clock)
+        self._kept = AnswerLogs(answers, self._abort_kept, clock)
         self._sweeps = SweepTimer(self._kept, _call_later, clock)
         self.is_lost = False
         self._thread.start()
@@ -101,7 +101,7 @@ class TinyReplica(Replica):
         return int(self.engine.stats().generated_tokens)
 
 
-class KeptReplicas(FakeReplicas):
+class TinyReplicaClient(FakeReplicas):
     """`ReplicaClient` of one ingress over the replicas that all of them share."""
 
     def __init__(self, replicas: list[TinyReplica]) -> None:
@@ -109,7 +109,7 @@ class KeptReplicas(FakeReplicas):
         self.tiny = replicas
         self.heard = 0  # tokens that have come, of all replicas
         self.cuts = 0  # of connections that end with the next events, of replicas that live on
-        self.search = KeptSearch(60.0)
+        self.search = AnswerSearch(60.0)
         self.has_links = True
         self.inlet = Inlet(LOOPBACK, LINKS, 0.0)
         self.links = Links(LINKS, 60.0)
@@ -156,7 +156,7 @@ class KeptReplicas(FakeReplicas):
             raise
         return call
 
-    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         asked = [one.kept(tenant, ref) for one in self.tiny if not one.is_lost]
         found, is_whole = await self.search.find(asked, ())
         return found, is_whole and self.all_asked
@@ -184,7 +184,7 @@ async def tiny_replicas(
             if not one.is_lost:
                 await until(lambda one=one: not one.engine.real.has_work)  # type: ignore[misc]
                 assert not one._streams
-                assert not one._kept_logs
+                assert not one._answer_logs
                 assert not one._ingress_loads._calls
     finally:
         for one in made:
@@ -195,7 +195,7 @@ async def tiny_replicas(
 async def ingress(replicas: list[TinyReplica], **settings: Any) -> AsyncIterator[tuple[House, Any]]:
     """An ingress over them, with a client; several of them know nothing of each other."""
     house = House(**settings)
-    client = KeptReplicas(replicas)
+    client = TinyReplicaClient(replicas)
     house.replicas = client
     object.__setattr__(house.service, "client", client)
     object.__setattr__(house.service.readiness, "_client", client)

@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS kept (
 KINDS: dict[str, Kind] = {"reply": "reply", "response": "response"}
 
 
-class KeptFile:
+class ItemFile:
     """Durable items on disk, written as they come. Not thread-safe; usable from any thread, one at a time.
 
     All that is in it is in the shelf too: what is not found there need not be looked for here.
