@@ -49,7 +49,7 @@ def told(node: Bench, *offers: StoreRequest) -> tuple[str, ...]:
 
 
 def accounted(node: Bench, tier: TierName) -> int:
-    return node.node._books.directory.usage(tier).bytes_accounted
+    return node.node._state.directory.usage(tier).bytes_accounted
 
 
 def test_f18_an_offer_that_comes_twice_is_called_for_once() -> None:
@@ -76,7 +76,7 @@ def test_f18_an_offer_sent_again_when_all_is_over_stores_nothing() -> None:
     offer = message(node, wanted)
     assert told(node, offer) == ("taken",)
     node.work()
-    node.node._books.lost(wanted.header.address, "nvme")
+    node.node._state.lost(wanted.header.address, "nvme")
     assert told(node, offer) == ("taken",)
     node.work()
     assert node.node.stats().stores["failed:call"] == 1
@@ -137,7 +137,7 @@ def calm(*nodes: Bench) -> None:
         node.work()
         node.node.tick()
         node.node.check_integrity()
-        assert len(node.node._books.directory.transfers) == 0
+        assert len(node.node._state.directory.transfers) == 0
 
 
 @pytest.mark.parametrize("state", ["planned", "reserved", "copying", "verified", "committed"])
@@ -184,7 +184,7 @@ def test_f18_a_write_taken_back_on_one_node_costs_the_other_a_miss_at_most() -> 
         assert theirs.load(wanted) is not None
     finally:
         ingress.gate.set()
-    until("the late write is taken back", lambda: len(ours.node._books.directory.transfers) == 0)
+    until("the late write is taken back", lambda: len(ours.node._state.directory.transfers) == 0)
     assert accounted(ours, "s3") == 0
     assert bucket == {}, "it took the other's with it"
     assert theirs.load(wanted) is None

@@ -120,8 +120,8 @@ def break_tier(engine: Tiered) -> None:
 def lose(engine: Tiered) -> None:
     """The medium loses its records, and a load finds that out."""
     engine.tiers["cpu"].inner._records.clear()  # type: ignore[attr-defined]
-    for extent in list(engine.node._books.directory._registry):
-        engine.node._books.lost(extent.address, "cpu")
+    for extent in list(engine.node._state.directory._registry):
+        engine.node._state.lost(extent.address, "cpu")
 
 
 CASES = {
