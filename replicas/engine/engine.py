@@ -192,7 +192,7 @@ class Engine:
         self._of_sequence[sequence] = key
         if self.offload is not None:
             self.offload.open(sequence, request, is_queued=not self.scheduler.admits_at_once(sequence))
-            self.offload.news.began(sequence.owner)
+            self.offload.reporter.began(sequence.owner)
         self.scheduler.add(sequence)
         self._is_stalled = False
         self._counts["prompt_tokens"] += sequence.prompt_tokens
@@ -552,7 +552,7 @@ class Engine:
     def _turn_over(self, opened: OpenRequest, sequence: Sequence, stop: Stop) -> None:
         if self.offload is not None:
             tool = opened.called_tool(sequence.index) if stop == "stop" else None
-            self.offload.news.over(
+            self.offload.reporter.over(
                 opened.request,
                 sequence,
                 stop if tool is None else "tool_calls",

@@ -59,13 +59,13 @@ class Offload:
         lanes: WorkerPools,
         arrivals: CompletionQueue,
         clock: Callable[[], float],
-        news: TurnReporter,
+        reporter: TurnReporter,
     ) -> None:
         self.link = link
         self.swap = swap
         self.turns = turns
         self.handover = handover
-        self.news = news
+        self.reporter = reporter
         self.arrivals = arrivals
         self.decisions: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()  # blocks that were not loaded, by reason; slow lookups too
@@ -481,5 +481,5 @@ class Offload:
         self._loads.check_integrity()
         self._doubt.check_integrity()
         self.turns.check_integrity()
-        self.news.check_integrity()
+        self.reporter.check_integrity()
         self.swap.check_integrity()

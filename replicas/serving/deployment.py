@@ -121,8 +121,8 @@ def load_of(engine: Engine, horizon_s: float) -> ReplicaLoad:
         if new_tokens > 0:
             prompts += 1
             prefill_s += price.seconds(new_tokens, after_tokens)
-    news = None if engine.offload is None else engine.offload.news
-    expected = pool.returns_within(horizon_s * (1.0 if news is None else news.rate))
+    reporter = None if engine.offload is None else engine.offload.reporter
+    expected = pool.returns_within(horizon_s * (1.0 if reporter is None else reporter.rate))
     waiting_pages = sum(pool.pages_for(len(sequence.tokens)) for sequence in scheduler.waiting)
     return ReplicaLoad(
         running=sum(sequence.forks for sequence in scheduler.running),

@@ -109,7 +109,7 @@ def build_offload(
         lanes=access.lanes,
         arrivals=arrivals,
         clock=access.clock,
-        news=TurnReporter(
+        reporter=TurnReporter(
             access.link,
             pool,
             access.lanes.returns,

@@ -287,7 +287,7 @@ def test_f29_answers_are_the_same_with_a_broken_predictor(tiny_llama: Path, tmp_
     for at in ("arrived", "ended"):
         broken = tiered(tiny_llama, tmp_path / at, node={"make_predictor": lambda at=at: Fails(at)})
         assert two_turns(broken) == whole
-        outcomes = broken.built.engine.offload.news.outcomes  # type: ignore[union-attr]
+        outcomes = broken.built.engine.offload.reporter.outcomes  # type: ignore[union-attr]
         assert outcomes == ({"no forecast": 2} if at == "ended" else {"forecast": 2})
 
 
@@ -334,15 +334,15 @@ def test_f29_a_node_that_does_not_answer_is_no_longer_told(tiny_llama: Path, tmp
     held.held = True  # type: ignore[attr-defined]
     for number in range(70):
         engine.run(prompt_of(20, seed=number), max_tokens=1)
-    news = engine.built.engine.offload.news  # type: ignore[union-attr]
-    assert news.outcomes == {"not reported": 6}
+    reporter = engine.built.engine.offload.reporter  # type: ignore[union-attr]
+    assert reporter.outcomes == {"not reported": 6}
     held.release()  # type: ignore[attr-defined]
     engine.work()
-    assert news.outcomes == {"not reported": 6, "forecast": 64}
-    news.check_integrity()
-    news._waiting = -1
+    assert reporter.outcomes == {"not reported": 6, "forecast": 64}
+    reporter.check_integrity()
+    reporter._waiting = -1
     with pytest.raises(AssertionError):
-        news.check_integrity()
+        reporter.check_integrity()
 
 
 def test_a_request_that_finds_no_place_is_said_to_be_queued(tiny_llama: Path, tmp_path: Path) -> None:
