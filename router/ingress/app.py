@@ -54,7 +54,6 @@ from router.generation import (
     Readiness,
     open_recorder,
 )
-from router.ingress.cors import CorsOrigins
 from router.ingress.middleware import (
     HINT_ROUTE,
     PAGE_ROUTE,
@@ -73,9 +72,8 @@ from router.ingress.places import (
     forget_sessions,
     unfinished_dir,
 )
-from router.ingress.response_routes import ResponseRoutes
+from router.ingress.routes import CorsOrigins, ResponseRoutes, TokenizerRoutes
 from router.ingress.taker import RequestTaker
-from router.ingress.tokenizer_routes import TokenizerRoutes
 from router.ingresses import (
     Ingresses,
     IngressShares,
@@ -83,7 +81,7 @@ from router.ingresses import (
     SharedResponses,
     ingress_count,
     merged,
-    ray_peers,
+    ray_ingresses,
 )
 from router.metrics import CONTENT_TYPE, Metrics
 from router.observe.live import LiveHub, LiveRoutes, PageFiles
@@ -475,7 +473,7 @@ def _peers(settings: Settings) -> Ingresses | None:
     if ingress_count(settings) == 1:
         return None
     own = serve.get_replica_context()
-    return ray_peers.RayIngresses(serve.get_deployment_handle(own.deployment, own.app_name))
+    return ray_ingresses.RayIngresses(serve.get_deployment_handle(own.deployment, own.app_name))
 
 
 @serve.ingress()

@@ -1,12 +1,11 @@
 """Several ingresses of one service: what they know of each other, and what they share.
 
-`ray_peers` imports Ray: import the module.
+`ray_ingresses` imports Ray: import the module.
 """
 
-from router.ingresses.ingress_count import ingress_count
+from router.ingresses.all_ingresses import Ingresses, IngressesCleared, ingress_count
 from router.ingresses.ingress_metrics import merged
 from router.ingresses.known_sessions import KnownSessions, SessionTurn
-from router.ingresses.peers import Ingresses, IngressesCleared
 from router.ingresses.shared_responses import SharedResponses
 from router.ingresses.tenant_shares import IngressShares
 

@@ -18,7 +18,7 @@ from configs.settings import LimitsSettings, Settings
 from replicas.messages import GenerateRequest, Route, SamplingParams
 from replicas.serving.ingress_loads import IngressLoad, IngressLoads, others_load
 from router.auth import ConcurrencyLimit, Need
-from router.ingresses.ingress_count import ingress_count
+from router.ingresses.all_ingresses import ingress_count
 from router.ingresses.ingress_metrics import merged
 from router.ingresses.tenant_shares import IngressShares
 from router.openai import TooManyRequests

@@ -9,7 +9,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from router.ingresses.peers import IngressesCleared
+from router.ingresses.all_ingresses import IngressesCleared
 
 logger = logging.getLogger(__name__)
 

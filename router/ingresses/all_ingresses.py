@@ -1,10 +1,12 @@
-"""What one ingress asks of all, itself included. Without Ray: see `ray_peers.py`."""
+"""How many ingresses there are to be, and what one asks of all, itself included; see `ray_ingresses.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from configs.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +32,15 @@ class Ingresses(Protocol):
 
     async def metrics(self) -> dict[str, bytes]:
         """Return ingress -> its own metrics, as text; without those that do not answer."""
+
+
+def ingress_count(settings: Settings) -> int | None:
+    """Return the number of ingresses; None: one on each node.
+
+    One where something is written by one ingress only: a recording, a knowledge base in a file.
+    """
+    wanted = settings.server.ingress_replicas
+    if wanted is not None:
+        return wanted
+    is_single = settings.server.record is not None or settings.knowledge.is_one_file
+    return 1 if is_single or settings.cluster.ray_address == "local" else None
