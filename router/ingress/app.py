@@ -126,7 +126,7 @@ def build_service(
     generation: Mapping[str, float] | None = None,
     commit: str | None = None,
     tracer: Tracer | None = None,
-    peers: Ingresses | None = None,
+    ingresses: Ingresses | None = None,
     first_s: float = 0.0,
 ) -> IngressServices:
     """Create the parts of one ingress.
@@ -134,7 +134,7 @@ def build_service(
     `secret`: see `auth.server_secret`. `directory`: by default a local one without link. `model`:
     fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
     `generation`: the model's own defaults, used unless the settings say no. `commit`: of the hub.
-    `tracer`: None: requests are not traced. `peers`: all ingresses; None: there is no other. `first_s`:
+    `tracer`: None: requests are not traced. `ingresses`: all ingresses; None: there is no other. `first_s`:
     how long the start waits for a replica if it need not see one.
     """
     TIERS.take_up(settings.tiers.more)
@@ -151,14 +151,14 @@ def build_service(
     tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))
     shares = IngressShares(
         directory.ingress,
-        None if peers is None else directory.link,
+        None if ingresses is None else directory.link,
         concurrency,
         tag_of,
         ingresses_at_start=ingress_count(settings) or INGRESSES_MAX,
         wait_s=settings.ingress.wait_s,
         unsettled_s=settings.ingress.silent_s + SYNCS * settings.router.sync_s,
     )
-    directory.report = None if peers is None else shares
+    directory.report = None if ingresses is None else shares
     metrics, stages = Metrics(), list[PromptStage]()
     has_entries: dict[str, Any] = {}
     if settings.knowledge.enabled:
@@ -216,7 +216,7 @@ def build_service(
             tag_of=tag_of,
             salt_of=partial(tenant_salt, secret, cache_salt=None),
         ),
-        peers=peers,
+        ingresses=ingresses,
         recorder=open_recorder(settings),
         generation=(generation or {}) if settings.model.generation_config == "auto" else {},
         commit=commit,
@@ -376,9 +376,9 @@ class _SimpleRoutes:
             told = await asyncio.gather(client.stats(), client.cache_stats(), client.tiers_up())
             self._service.metrics.set_replicas(*told)
         self._service.metrics.set_sessions(*directory.counts(), self._service.prompts.salts_changed)
-        text, peers = self._service.metrics.text(), self._service.peers
-        if peers is not None:
-            text = await asyncio.to_thread(merged, text, await peers.metrics())
+        text, ingresses = self._service.metrics.text(), self._service.ingresses
+        if ingresses is not None:
+            text = await asyncio.to_thread(merged, text, await ingresses.metrics())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def embeddings(self, request: Request) -> Response:
@@ -468,7 +468,7 @@ def item_bounds(settings: Settings) -> ItemBounds:
     return ItemBounds(settings.ingress.kept_bytes_max, settings.ingress.replies_per_session, path)
 
 
-def _peers(settings: Settings) -> Ingresses | None:
+def _all_ingresses(settings: Settings) -> Ingresses | None:
     """Return all ingresses of the deployment that this process belongs to; None if there is only one."""
     if ingress_count(settings) == 1:
         return None
@@ -524,7 +524,7 @@ class Ingress:
             model=spec.fingerprint.hex(),
             waits=waits,
             first_s=settings.ingress.start_wait_s,
-            peers=_peers(settings),
+            ingresses=_all_ingresses(settings),
             secret=server_secret(settings.auth),
             generation=spec.generation,
             commit=spec.commit,

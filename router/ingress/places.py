@@ -42,7 +42,7 @@ def add_places(service: IngressServices) -> None:
         places["made"] |= {stage.keeps: partial(_forget_entries, stage)}
     if service.directory.link is not None:
         places["sessions"] |= {"the session directory": own.directory}
-    if service.peers is not None:
+    if service.ingresses is not None:
         places["sessions"] |= {"front doors": own.ingresses}
         if _own_stages(service):
             places["made"] |= {"front doors": own.ingresses_entries}
@@ -53,7 +53,7 @@ def add_places(service: IngressServices) -> None:
         if stage.keeps and stage.is_shared:
             places["sessions"] |= {stage.keeps: partial(_forget, stage)}
     places["response"] |= {"stored responses": own.response}
-    if service.peers is not None:
+    if service.ingresses is not None:
         places["response"] |= {"front doors": own.ingresses_response}
 
 
@@ -101,8 +101,8 @@ class _Places:
         return Cleared()
 
     async def ingresses(self, what: Erasure) -> Cleared:
-        assert self._service.peers is not None
-        told = await self._service.peers.forget(what.tenant, what.tags)
+        assert self._service.ingresses is not None
+        told = await self._service.ingresses.forget(what.tenant, what.tags)
         cleared = Cleared(replies=told.replies)
         if told.silent:
             raise Left("an ingress did not answer: replies that it keeps are not all forgotten", cleared)
@@ -112,15 +112,15 @@ class _Places:
         return cleared
 
     async def ingresses_entries(self, what: Erasure) -> Cleared:
-        assert self._service.peers is not None
-        if await self._service.peers.forget_entries(what.tenant, what.names):
+        assert self._service.ingresses is not None
+        if await self._service.ingresses.forget_entries(what.tenant, what.names):
             raise Left("summaries that other ingresses made of it are not all erased")
         return Cleared()
 
     async def ingresses_response(self, what: Erasure) -> Cleared:
-        assert self._service.peers is not None
+        assert self._service.ingresses is not None
         for name in what.names or ():
-            if await self._service.peers.discard(what.tenant, name):
+            if await self._service.ingresses.discard(what.tenant, name):
                 raise Left("an ingress did not answer")
         return Cleared()
 

@@ -73,7 +73,7 @@ def house(folder: Path) -> House:
     settings = settings.model_copy(update={"model": ModelSettings(cache_dir=folder)})
     link = FakeLink()
     link.nodes = {"n1": NodeCleared(0, 0)}
-    return House(lambda _: spoken("Fine."), settings=settings, link=link, peers=Neighbours())
+    return House(lambda _: spoken("Fine."), settings=settings, link=link, ingresses=Neighbours())
 
 
 def keeper(of: House) -> Compactor:
@@ -159,7 +159,7 @@ def test_every_way_to_delete_has_its_places(tmp_path: Path) -> None:
 @pytest.mark.guarantee("G12")
 async def test_what_is_left_is_named_once_and_repeating_tells_when_it_is_done(tmp_path: Path) -> None:
     made = house(tmp_path)
-    link, peers = made.directory.link, made.service.peers
+    link, peers = made.directory.link, made.service.ingresses
     assert isinstance(link, FakeLink)
     assert isinstance(peers, Neighbours)
     async with made.client() as client:

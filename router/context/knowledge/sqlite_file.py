@@ -122,7 +122,7 @@ class SqliteFile:
 
     @property
     def db(self) -> sqlite3.Connection:
-        """This thread's connection, for a file that nobody closes meanwhile. Raises `KnowledgeError`."""
+        """This thread's connection, for a file that no thread closes meanwhile. Raises `KnowledgeError`."""
         return self._own()[0]
 
     def _own(self) -> tuple[sqlite3.Connection, threading.RLock]:

@@ -91,7 +91,7 @@ class House:
         commit: str | None = None,
         tokenizer: Any = TOKENIZER,
         tracer: Tracer | None = None,
-        peers: Ingresses | None = None,
+        ingresses: Ingresses | None = None,
         stages: tuple[PromptStage, ...] = (),
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
@@ -117,7 +117,7 @@ class House:
             generation=generation,
             commit=commit,
             tracer=tracer,
-            peers=peers,
+            ingresses=ingresses,
         )
         if stages:
             self.service = replace(self.service, stages=(*self.service.stages, *stages))

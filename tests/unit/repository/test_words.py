@@ -52,6 +52,35 @@ def names_of(source: str) -> set[str]:
     return found
 
 
+PAIRS = {
+    ("books", "NodeState"),
+    ("carrier", "TransferRunner"),
+    ("news", "TurnReporter"),
+    ("returns", "NodeResumption"),
+    ("peers", "Ingresses"),
+}
+"""What a class was called before it had its name: (variable, class)."""
+
+
+def pairs_of(source: str) -> Iterator[tuple[str, str]]:
+    """Each name that code annotates, or makes an object for, with each class that it may be."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.arg(arg=name, annotation=kind) if kind is not None:
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name), annotation=kind):
+                pass
+            case ast.Assign(
+                targets=[ast.Name(id=name) | ast.Attribute(attr=name)], value=ast.Call(func=kind)
+            ):
+                pass
+            case ast.keyword(arg=str(name), value=ast.Call(func=kind)):
+                pass
+            case _:
+                continue
+        yield from ((name.strip("_"), part.id) for part in ast.walk(kind) if isinstance(part, ast.Name))
+
+
 def found_in(texts: Iterable[tuple[int, str]]) -> list[str]:
     return [f"line {line}: {match[0]}" for line, text in texts for match in WORDS.finditer(text)]
 
@@ -77,6 +106,22 @@ def test_one_noun_has_one_name() -> None:
     banned = {path.name: sorted(filter(NAMES.search, names_of(path.read_text("utf-8")))) for path in CODE}
     assert not {name: found for name, found in banned.items() if found}
     assert not [path.name for path in CODE if NAMES.search(path.stem)]
+
+
+def test_variables_follow_their_classes() -> None:
+    found = {path.name: PAIRS & set(pairs_of(path.read_text("utf-8"))) for path in CODE}
+    assert not {name: pairs for name, pairs in found.items() if pairs}
+
+
+def test_the_search_finds_pairs() -> None:
+    source = (
+        "def f(books: NodeState | None): self._news = TurnReporter(peers=Ingresses())\nself.returns: X = 1\n"
+    )
+    assert set(pairs_of(source)) & PAIRS == {
+        ("books", "NodeState"),
+        ("news", "TurnReporter"),
+        ("peers", "Ingresses"),
+    }
 
 
 def test_the_search_finds_names() -> None:

@@ -49,7 +49,7 @@ class Street:
             self.asked.append(request)
             return letters(self.reply)
 
-        return House(script, settings=self.settings, link=self.link, peers=self)
+        return House(script, settings=self.settings, link=self.link, ingresses=self)
 
     def die(self, number: int) -> None:
         """Another begins in its place."""
@@ -261,7 +261,7 @@ async def test_the_metrics_of_all_are_told_by_any() -> None:
     await street.turn(0, [user("hi")])
     await street.turn(1, [user("hi")])
     street.settings = make_settings(ingress_replicas=3)
-    open_house = House(settings=street.settings, link=street.link, peers=street)
+    open_house = House(settings=street.settings, link=street.link, ingresses=street)
     async with open_house.client() as client:
         text = (await client.get("/metrics")).text
     rows = [line for line in text.splitlines() if line.startswith("samovar_requests_total{")]
