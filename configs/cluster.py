@@ -61,7 +61,7 @@ class AutoscalingSettings(Section):
 
 
 class LinkSettings(Section):
-    """Connections that carry streamed answers, beside Ray Serve's calls: replica, front door, proxy."""
+    """Connections that carry streamed answers, beside Ray Serve's calls: replica, ingress, proxy."""
 
     enabled: bool = Field(
         True,
@@ -108,8 +108,8 @@ class LinkSettings(Section):
         16 * 1024,
         ge=0,
         le=MIB,
-        description="so much of a request's body goes to the front door with the request; the rest follows "
-        "when a front door has taken it. 0 = all of it follows",
+        description="so much of a request's body goes to the ingress with the request; the rest follows "
+        "when an ingress has taken it. 0 = all of it follows",
     )
 
 

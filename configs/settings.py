@@ -259,7 +259,7 @@ class EngineSettings(SplitSettings):
         "swap = keep them in main memory, price = the one that is expected to be quicker",
     )
     coalesce_ms: float = Field(
-        20.0, ge=0, le=1000, description="how long tokens may wait for more while the front door is busy"
+        20.0, ge=0, le=1000, description="how long tokens may wait for more while the ingress is busy"
     )
     idle_check_s: float = Field(
         1.0, ge=0, le=3600, description="an engine idle this long checks that no page was lost"

@@ -96,7 +96,7 @@ def loads(node: Bench, wanted: Sample) -> bool:
 
 def forget(node: Bench, wanted: Sample, *tiers: TierName) -> None:
     for tier in tiers:
-        node.node._books.lost(wanted.header.address, tier)
+        node.node._state.lost(wanted.header.address, tier)
     node.node.check_integrity()
 
 
@@ -176,7 +176,7 @@ def cut_and_heal(world: World, how: Cut) -> None:
         assert theirs.copies(wanted) == ("cpu", "nvme", "s3")
     assert world.keys(ours, everything) | world.keys(theirs, everything) == world.bucket(), "not agreed"
     for node in (ours, theirs):
-        assert len(node.node._books.pending) == 0
+        assert len(node.node._state.pending) == 0
         assert not loads(node, forgotten)
     # Whoever starts now finds all of both, from S3 alone, and nothing that was forgotten.
     third = world.start("third", world.by_proxy)

@@ -137,7 +137,7 @@ def test_g12_bad_records_of_a_tenant_go_with_it(stub: Stub) -> None:
     wanted = sample(1, placement=IN_S3)
     put(stub, wanted)
     node = start(stub)
-    node.node._books.bad(wanted.header.address, "s3", "checksum")
+    node.node._state.bad(wanted.header.address, "s3", "checksum")
     assert [key for key in stub.objects if "/bad/" in key]
     node.node.clear(Clear(TENANT, SESSION))
     assert not [key for key in stub.objects if "/bad/" in key]
@@ -350,8 +350,8 @@ def test_s4_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
 def test_s4_a_clear_of_ids_that_nobody_has_leaves_no_tombstone_on_a_node(stub: Stub, tmp_path: Path) -> None:
     node = start(stub, pending=tmp_path / "owed.json")
     node.node.clear(Clear(TENANT, SESSION, tuple(bytes([number]) * 16 for number in range(6))))
-    assert node.node._books.directory.clears.tombstones == 0
-    assert len(node.node._books.pending) == 0
+    assert node.node._state.directory.clears.tombstones == 0
+    assert len(node.node._state.pending) == 0
     assert len(marks(stub)) == 1, "another node may have put some of it there: one mark for all of them"
     node.node.close()
 

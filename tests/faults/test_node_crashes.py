@@ -180,7 +180,7 @@ def test_g12_what_a_failed_write_may_have_left_is_pending_after_a_clear(tmp_path
     files.update(FAILING)
     assert node.store(wanted) == "taken"
     assert node.node.stats().stores["failed:write"] == 1
-    assert node.node._books.directory.usage("nvme").bytes_accounted == NBYTES, "it may be there"
+    assert node.node._state.directory.usage("nvme").bytes_accounted == NBYTES, "it may be there"
     node.node.clear(Clear(TENANT))
     node.node.check_integrity()
     assert wanted.header.extent_id.hex() in pending.read_text(), "a restart could find it again"
@@ -189,7 +189,7 @@ def test_g12_what_a_failed_write_may_have_left_is_pending_after_a_clear(tmp_path
     node.node.tick()
     node.node.check_integrity()
     assert pending.read_text() == ""
-    assert node.node._books.directory.usage("nvme").bytes_accounted == 0
+    assert node.node._state.directory.usage("nvme").bytes_accounted == 0
     node.node.close()
 
 

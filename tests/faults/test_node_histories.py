@@ -84,7 +84,7 @@ class History:
             self.node.node.tick()
             self.node.node._scans.join(10)
             self.node.work()
-        books = self.node.node._books
+        books = self.node.node._state
         assert len(books.directory.transfers) == 0
         assert len(books.pending) == 0
         for name in ("cpu", "s3"):

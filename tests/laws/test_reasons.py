@@ -120,8 +120,8 @@ def break_tier(engine: Tiered) -> None:
 def lose(engine: Tiered) -> None:
     """The medium loses its records, and a load finds that out."""
     engine.tiers["cpu"].inner._records.clear()  # type: ignore[attr-defined]
-    for extent in list(engine.node._books.directory._registry):
-        engine.node._books.lost(extent.address, "cpu")
+    for extent in list(engine.node._state.directory._registry):
+        engine.node._state.lost(extent.address, "cpu")
 
 
 CASES = {
@@ -193,7 +193,7 @@ class Silent:
 
 
 def moved(engine: Tiered, left_tokens: int) -> Receipt:
-    """A turn of a session whose last turn was on another replica, as its front door says."""
+    """A turn of a session whose last turn was on another replica, as its ingress says."""
     real = engine.driver.engine.requests.add
 
     def add(key: int, request: GenerateRequest) -> object:
@@ -224,7 +224,7 @@ def test_a_session_that_comes_from_another_replica_has_a_reason_too(
     assert receipt.miss in (says, reason)
 
 
-def test_without_tiers_the_front_door_is_believed(tiny_llama: Path) -> None:
+def test_without_tiers_the_ingress_is_believed(tiny_llama: Path) -> None:
     driver = Driver(small_engine(tiny_llama).engine)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     request = GenerateRequest("r", FIRST, sampling, route=Route(home="another", cached_tokens=len(FIRST)))

@@ -137,7 +137,7 @@ class Bench:
 
     def copies(self, wanted: Sample) -> tuple[TierName, ...]:
         """All tiers that the books say have it."""
-        return self.node._books.directory.copies(wanted.header.address)
+        return self.node._state.directory.copies(wanted.header.address)
 
     def fetch(self, wanted: Sample, span: BlockRange, deadline_s: float = 5.0) -> Fetched | FetchFailed:
         header = wanted.header

@@ -182,7 +182,7 @@ class Home:
         return self.fetch(wanted, span)
 
     def holds(self, wanted: Sample) -> tuple[str, ...]:
-        return self.node._books.directory.copies(wanted.header.address)
+        return self.node._state.directory.copies(wanted.header.address)
 
 
 def home(

@@ -267,7 +267,7 @@ def test_what_sinks_from_a_tier_makes_room_in_that_tier(tmp_path: Path) -> None:
     bottom = HeapTier(4 * MIB)
     bottom.name = "s3"
     node = bench([*two_tiers(tmp_path), bottom])
-    until("the lowest tier is looked through", lambda: node.node._books.guards["s3"].ready)
+    until("the lowest tier is looked through", lambda: node.node._state.guards["s3"].ready)
     wanted = sample(1, placement=BEHIND)
     node.store(wanted)
     assert set(node.copies(wanted)) == {"cpu", "nvme"}
@@ -299,7 +299,7 @@ def test_fetches_of_the_same_record_at_once_read_it_once(room: int, reads: int) 
     with ThreadPoolExecutor(3) as threads:
         fetches = [threads.submit(one.fetch, wanted, span) for _ in range(3)]
         assert below.waiting.acquire(timeout=30)
-        until("all have asked", lambda: one.node._books.fetches == 3)
+        until("all have asked", lambda: one.node._state.fetches == 3)
         below.gate.set()
         answers = [fetch.result(30) for fetch in fetches]
     assert all(isinstance(answer, Fetched) for answer in answers)

@@ -400,7 +400,7 @@ def test_g12_a_clear_between_the_last_look_and_the_booking_of_what_was_pulled() 
     wanted = sample(1)
     a.store(wanted)
     (span,) = b.look(wanted, "a", session=b"session2" * 2).spans
-    b.node._books.reach = lambda state: void(
+    b.node._state.reach = lambda state: void(
         b.node.clear(Clear(TENANT, SESSION)) if state == "planned" else None
     )
     assert isinstance(b.fetch(wanted, span), FetchFailed)
@@ -552,7 +552,7 @@ def test_a_session_goes_down_and_comes_up_at_a_hint(tmp_path: Path) -> None:
     one.work()
     assert one.holds(wanted) == ("nvme",)
     assert one.holds(other) == ("cpu",)
-    assert one.node.returns.prefetch.promote(TENANT, SESSION, "hint") == 1
+    assert one.node.resumption.prefetch.promote(TENANT, SESSION, "hint") == 1
     one.work()
     assert one.holds(wanted) == ("cpu", "nvme")
     assert one.node.sessions.demote(TENANT, SESSION) == 1  # a copy is below: at once
