@@ -27,6 +27,7 @@ from cache_tiers.blocks.lineage import lineage_tag, root_tokens
 from cache_tiers.blocks.record import (
     HEADER_ALIGN,
     PREFIX_BYTES,
+    READABLE,
     BadRecord,
     Record,
     TierError,
@@ -64,6 +65,7 @@ __all__ = [
     "PEER",
     "PLACED",
     "PREFIX_BYTES",
+    "READABLE",
     "ROOT",
     "S3",
     "SESSION_BYTES",

@@ -1,12 +1,13 @@
 """Storage tiers behind one contract: memory, NVMe files, S3; with guards, injected faults, measuring.
 
-`memory` imports Ray, so it and `s3` are imported explicitly where needed.
+`s3` is imported explicitly where needed.
 """
 
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.files import Syscalls, lock_owner
 from cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
 from cache_tiers.media.measure import RESERVED_NAMESPACE, measure_tier, random_record
+from cache_tiers.media.memory import MemoryFile, SharedRecord, SharedTier, shared
 from cache_tiers.media.nvme import NvmeTier, measure_direct_io
 from cache_tiers.media.tier import Deadline, Scanned, Tier, open_medium
 
@@ -16,8 +17,11 @@ __all__ = [
     "Deadline",
     "FaultyTier",
     "GuardedTier",
+    "MemoryFile",
     "NvmeTier",
     "Scanned",
+    "SharedRecord",
+    "SharedTier",
     "Syscalls",
     "Tier",
     "TierDown",
@@ -27,4 +31,5 @@ __all__ = [
     "measure_tier",
     "open_medium",
     "random_record",
+    "shared",
 ]

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cache_tiers.blocks import CPU, NVME, PEER
-from cache_tiers.door.client import DoorLink
+from cache_tiers.socket.client import SocketLink
 from cache_tiers.vllm.chain import extra_digest
 from cache_tiers.vllm.identity import namespace_of, weights_digest
 from cache_tiers.vllm.messages import ConnectorOptions, Jobs, PageLayout
@@ -105,7 +105,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_config(vllm_config, kv_cache_config)
         self._block_tokens: int = vllm_config.cache_config.block_size
         self._page_count: int = kv_cache_config.num_blocks
-        self._link = DoorLink(self._options.socket, f"vllm {role.name.lower()} {os.getpid()}")
+        self._link = SocketLink(self._options.socket, f"vllm {role.name.lower()} {os.getpid()}")
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._mark: Callable[[], Callable[[], None]] | None = None

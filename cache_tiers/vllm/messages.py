@@ -14,7 +14,7 @@ from cache_tiers.messages import BlockRange
 class ConnectorOptions:
     """`kv_connector_extra_config`, checked.
 
-    `socket`: the node's door. `tenant`: whose blocks these are, for quotas and clears. `trusts_clients`: the
+    `socket`: the tiers'. `tenant`: whose blocks these are, for quotas and clears. `trusts_clients`: the
     `tenant` and `session` in a request's `kv_transfer_params` are believed. `lookup_s_max`: a request waits
     so long for an answer of the tiers, `load_s_max` for its blocks. `secret`: of the tags.
     """

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cache_tiers.blocks import CPU, ROOT, SESSION_BYTES, TAG_BYTES, Clear, LoadSource, marks_of, tenant_tag
-from cache_tiers.door.client import Loaded
 from cache_tiers.forecast import Stop
 from cache_tiers.messages import BlockRange, Cleared, Fetch, FetchFailed, Lookup, LookupResult, TurnEnded
 from cache_tiers.pricing import LoadPiece, PrefillMeter, fit_prefill, pairs_of, plan_load
+from cache_tiers.socket.client import Loaded
 from cache_tiers.vllm.chain import chain_keys
 from cache_tiers.vllm.messages import ConnectorOptions, Jobs, Load, Store
 
@@ -31,8 +31,8 @@ STEP_TOKENS_MIN = 16
 """A step of fewer new tokens says little of what a prompt costs."""
 
 
-class TierCalls(Protocol):
-    """See `DoorLink`."""
+class SchedulerCalls(Protocol):
+    """See `SocketLink`."""
 
     def lookup(self, lookup: Lookup) -> LookupResult | None: ...
     def fetch(self, fetch: Fetch) -> Loaded | FetchFailed: ...
@@ -79,7 +79,7 @@ class SchedulerHalf:
     def __init__(
         self,
         options: ConnectorOptions,
-        calls: TierCalls,
+        calls: SchedulerCalls,
         pool: Executor,
         *,
         block_tokens: int,

@@ -30,10 +30,10 @@ from cache_tiers.blocks import (
     record_bytes,
     seal,
 )
-from cache_tiers.door.client import Loaded
-from cache_tiers.door.messages import Offer
-from cache_tiers.media.shared import MemoryFile, SharedRecord
+from cache_tiers.media import MemoryFile, SharedRecord
 from cache_tiers.messages import BadReport, BlockRange, Fetch, FetchFailed, LoadReport
+from cache_tiers.socket.client import Loaded
+from cache_tiers.socket.messages import Offer
 from cache_tiers.vllm.chain import chain_keys
 from cache_tiers.vllm.messages import ConnectorOptions, Load, PageLayout, Store
 from cache_tiers.vllm.scheduler import fetch_of
@@ -53,8 +53,8 @@ class Pages(Protocol):
     def scatter(self, pages: Sequence[int], blocks: Bytes) -> None: ...
 
 
-class TierCalls(Protocol):
-    """See `DoorLink`."""
+class WorkerCalls(Protocol):
+    """See `SocketLink`."""
 
     def fetch(self, fetch: Fetch) -> Loaded | FetchFailed: ...
     def offer(self, offers: Sequence[tuple[Offer, SharedRecord]]) -> tuple[str, ...]: ...
@@ -67,7 +67,7 @@ class WorkerHalf:
     def __init__(
         self,
         options: ConnectorOptions,
-        calls: TierCalls,
+        calls: WorkerCalls,
         pool: Executor,
         pages: Pages,
         *,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cache_tiers.blocks import Bytes
-from cache_tiers.door.client import DoorLink
+from cache_tiers.socket.client import SocketLink
 from cache_tiers.vllm.chain import extra_digest
 from cache_tiers.vllm.identity import namespace_of
 from cache_tiers.vllm.messages import ConnectorOptions, PageLayout
@@ -85,7 +85,7 @@ class FakeVllm:
     def __init__(self, socket: Path, *, world: str = "a", pages: int = 256) -> None:
         self.world = world
         self.options = ConnectorOptions(socket, lookup_s_max=30.0, load_s_max=30.0, trusts_clients=True)
-        self.links = [DoorLink(socket, name, call_s=30.0) for name in ("scheduler", "worker")]
+        self.links = [SocketLink(socket, name, call_s=30.0) for name in ("scheduler", "worker")]
         self.pools = [ThreadPoolExecutor(THREADS), ThreadPoolExecutor(THREADS)]
         self.pages = FakePages(pages)
         self.free = list(range(1, pages))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cache_tiers.door.process import TierProcess
+from cache_tiers.socket.process import TierProcess
 from configs.loader import load
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm, prompt
 

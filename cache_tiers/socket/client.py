@@ -1,4 +1,4 @@
-"""The client's end of the door: calls of a node's tiers from an engine's process.
+"""The client's end of the tiers' socket: calls of a node's tiers from an engine's process.
 
 No failure of the node leaves it as an error: tiers that do not answer have no blocks and accept none.
 """
@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_tiers.blocks import Clear
-from cache_tiers.door.messages import CALLS, Found, Hello, Offer, Reports, Welcome
-from cache_tiers.door.server import CONNECTIONS_PER_PROCESS_MAX, PEER
-from cache_tiers.door.wire import PROTOCOL, DoorError, close_all, decoded, receive, send
-from cache_tiers.media.shared import SharedRecord
+from cache_tiers.media import SharedRecord
 from cache_tiers.messages import (
     BadReport,
     Cleared,
@@ -31,17 +28,20 @@ from cache_tiers.messages import (
     NodeStats,
     TurnEnded,
 )
+from cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
+from cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, PEER
+from cache_tiers.socket.wire import PROTOCOL, SocketError, close_all, decoded, receive, send
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 1.0
 RETRY_S = 1.0
-"""So long after a connection failed nobody tries again: a call costs nothing then."""
+"""So long after a connection failed no call tries again: a call costs nothing then."""
 MARGIN_S = 1.0
 """An answer may come so much later than the node's own deadline."""
 
 
-class Refused(DoorError):
+class CallRefused(SocketError):
     """The node has answered that it will not do that."""
 
 
@@ -53,12 +53,12 @@ class Loaded:
     """
 
     first: int
-    found: Found
+    found: FetchReply
     record: SharedRecord
 
 
-class DoorLink:
-    """Calls a node by its door; connections are opened as they are needed, and opened again. Thread-safe.
+class SocketLink:
+    """Calls a node by its socket; connections are opened as they are needed, and opened again. Thread-safe.
 
     `path`: the socket. `client`: a name for people. `call_s`: how long an answer is waited for, where the
     call has no deadline of its own. `uids`: whose process may serve it, besides this user's and root's.
@@ -95,9 +95,9 @@ class DoorLink:
         """Fetch blocks within the fetch's deadline."""
         try:
             found, fds = self._call("fetch", fetch, fetch.deadline_s + MARGIN_S)
-        except Refused as error:
+        except CallRefused as error:
             return FetchFailed("refused", str(error))
-        except DoorError as error:
+        except SocketError as error:
             return FetchFailed("gone", str(error))
         if found.failed is not None:
             close_all(fds)
@@ -152,7 +152,7 @@ class DoorLink:
         """Return the answer; None: there was none."""
         try:
             result, came = self._call(method, given, timeout_s, fds)
-        except DoorError as error:
+        except SocketError as error:
             logger.info("the tiers at %s did not answer %s: %s", self._path, method, error)
             return None
         close_all(came)
@@ -163,14 +163,14 @@ class DoorLink:
     ) -> tuple[Any, list[int]]:
         ends_s = self._clock() + timeout_s
         if not self._slots.acquire(timeout=max(0.0, timeout_s)):
-            raise DoorError("all connections are busy")
+            raise SocketError("all connections are busy")
         try:
             sock, is_new = self._taken(ends_s)
             try:
                 return self._exchanged(sock, method, given, ends_s, fds)
-            except Refused:
+            except CallRefused:
                 raise
-            except DoorError:
+            except SocketError:
                 # A connection that lay idle may have been closed by a node that was started again.
                 if is_new or self._clock() >= ends_s:
                     self._failed()
@@ -178,9 +178,9 @@ class DoorLink:
             sock, _ = self._taken(ends_s, is_new=True)
             try:
                 return self._exchanged(sock, method, given, ends_s, fds)
-            except Refused:
+            except CallRefused:
                 raise
-            except DoorError:
+            except SocketError:
                 self._failed()
                 raise
         finally:
@@ -189,20 +189,20 @@ class DoorLink:
     def _exchanged(
         self, sock: socket.socket, method: str, given: Any, ends_s: float, fds: Sequence[int]
     ) -> tuple[Any, list[int]]:
-        """Make one call on a connection, which is free again then, or closed. Raises `DoorError`."""
+        """Make one call on a connection, which is free again then, or closed. Raises `SocketError`."""
         came: list[int] = []
         try:
             sock.settimeout(max(ends_s - self._clock(), 1e-3))
             send(sock, [method, given], fds)
             said, came = receive(sock)
             if not (type(said) is list and len(said) == 2 and type(said[0]) is bool):
-                raise DoorError("no answer")
+                raise SocketError("no answer")
             result = decoded(CALLS[method][1], said[1], is_finite=False) if said[0] else said[1]
         except BaseException as error:
             close_all(came)
             sock.close()
             if isinstance(error, OSError):
-                raise DoorError(str(error)) from error
+                raise SocketError(str(error)) from error
             raise
         with self._lock:
             if self._is_closed:
@@ -211,14 +211,14 @@ class DoorLink:
                 self._free.append(sock)
         if not said[0]:
             close_all(came)
-            raise Refused(str(result))
+            raise CallRefused(str(result))
         return result, came
 
     def _taken(self, ends_s: float, *, is_new: bool = False) -> tuple[socket.socket, bool]:
-        """Return a connection, and whether it is a new one. Raises `DoorError`."""
+        """Return a connection, and whether it is a new one. Raises `SocketError`."""
         with self._lock:
             if self._is_closed:
-                raise DoorError("closed")
+                raise SocketError("closed")
             if is_new:  # the others are as old
                 left, self._free = self._free, []
                 for old in left:
@@ -226,24 +226,24 @@ class DoorLink:
             elif self._free:
                 return self._free.pop(), False
             if self._clock() < self._retry_s:
-                raise DoorError("it did not answer just now")
+                raise SocketError("it did not answer just now")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(min(CONNECT_S, max(ends_s - self._clock(), 1e-3)))
             sock.connect(str(self._path))
             _, uid, _ = PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
             if uid not in self._uids:
-                raise DoorError(f"user {uid} serves {self._path}")
+                raise SocketError(f"user {uid} serves {self._path}")
             send(sock, ["hello", Hello(PROTOCOL, self._client)])
             said, came = receive(sock)
             close_all(came)
             if type(said) is not list or len(said) != 2 or said[0] is not True:
-                raise DoorError(str(said[1]) if type(said) is list and len(said) == 2 else "no welcome")
+                raise SocketError(str(said[1]) if type(said) is list and len(said) == 2 else "no welcome")
             welcome: Welcome = decoded(Welcome, said[1], is_finite=False)
-        except (OSError, DoorError) as error:
+        except (OSError, SocketError) as error:
             sock.close()
             self._failed()
-            raise DoorError(f"no connection: {error}") from error
+            raise SocketError(f"no connection: {error}") from error
         if self._is_down:
             logger.warning("the tiers at %s answer again", self._path)
         self._is_down, self.incarnation = False, welcome.incarnation

@@ -1,6 +1,6 @@
 """A node's tiers in a process of their own, without Ray: what `samovar tiers` runs.
 
-Also `python -m cache_tiers.door --socket PATH`, in an environment that has only what the tiers need.
+Also `python -m cache_tiers.socket --socket PATH`, in an environment that has only what the tiers need.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from cache_tiers.blocks import SumsSetup, compile_sums
-from cache_tiers.door.server import TierDoor, call_brought
-from cache_tiers.media.shared import SharedTier
+from cache_tiers.media import SharedTier
 from cache_tiers.messages import NodeStats
 from cache_tiers.node import KillPoint, NodeIdentity, NodePorts, TierNode, build_tiers, count_start
 from cache_tiers.node_metrics import node_metrics
+from cache_tiers.socket.server import TierSocket, call_brought
 from configs.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ HTTP_WAIT_S = 5.0
 
 
 class TierProcess:
-    """A node, its door, and its HTTP port on loopback (`/health`, `/metrics`).
+    """A node, its socket, and its HTTP port on loopback (`/health`, `/metrics`).
 
     `port`: 0 = any free one, None = no port. Raises `OSError` if the socket or the port is taken.
     """
@@ -67,7 +67,7 @@ class TierProcess:
         )
         self.http: ThreadingHTTPServer | None = None
         try:
-            self.door = TierDoor(self.node, path, load_s_max=tiers.load_s_max)
+            self.socket = TierSocket(self.node, path, load_s_max=tiers.load_s_max)
             if port is not None:
                 self.http = _http(port, self._is_well, self.stats)
         except OSError:
@@ -84,7 +84,7 @@ class TierProcess:
     def close(self) -> dict[str, int]:
         """Write to disk what only main memory holds, within `tiers.flush_s`, and end. Returns the extents."""
         self._over.set()
-        self.door.close()
+        self.socket.close()
         done = self.node.flush(self._flush_s) if self._flush_s > 0 else {}
         if self.http is not None:
             self.http.shutdown()
@@ -128,7 +128,7 @@ def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callab
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run `python -m cache_tiers.door`."""
+    """Run `python -m cache_tiers.socket`."""
     from configs.loader import ConfigError, load
 
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""What goes through the door: frames of MessagePack, plain data only, checked against the messages' types.
+"""What goes over the tiers' socket: frames of MessagePack, plain data, checked against the messages' types.
 
 A frame is `LENGTH` bytes of its length, then a list: `[method, arguments]` from a client, `[whether it was
 done, result or why not]` back. A dataclass is the list of its fields in order, an enum of words its word, a
@@ -28,11 +28,11 @@ FDS_MAX = 16
 LENGTH = struct.Struct("<I")
 
 
-class DoorError(Exception):
+class SocketError(Exception):
     """The other end is gone, late, or has sent what makes no sense."""
 
 
-class BadMessage(DoorError):
+class BadMessage(SocketError):
     """What came is no message of that type; the connection can go on."""
 
 
@@ -94,7 +94,7 @@ def _decoder(kind: Any, is_finite: bool) -> Decoder:
         return lambda data: made(*(part(one) for part, one in _paired(fill, data)))
     if kind is object or kind is Any:
         return lambda data: data
-    raise TypeError(f"{kind} does not go through the door")
+    raise TypeError(f"{kind} does not go over the socket")
 
 
 def _of_type(data: Any, kind: type) -> Any:
@@ -125,7 +125,7 @@ def _paired(parts: Sequence[Decoder], data: Any) -> typing.Iterable[tuple[Decode
 
 
 def send(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
-    """Send a frame within the socket's timeout. Raises `DoorError`."""
+    """Send a frame within the socket's timeout. Raises `SocketError`."""
     payload: bytes = msgpack.packb(encoded(message), unicode_errors="surrogatepass")
     if len(payload) > FRAME_BYTES_MAX or len(fds) > FDS_MAX:
         raise BadMessage(f"a frame of {len(payload)} bytes and {len(fds)} files")
@@ -135,35 +135,35 @@ def send(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
         if sent < len(data):
             sock.sendall(data[sent:])
     except (OSError, ValueError) as error:
-        raise DoorError(f"not sent: {type(error).__name__}") from error
+        raise SocketError(f"not sent: {type(error).__name__}") from error
 
 
 def receive(sock: socket.socket, begun: Callable[[], None] = lambda: None) -> tuple[Any, list[int]]:
     """Receive a frame and its file descriptors, which the caller closes. `begun`: its first bytes are here.
 
-    Raises `DoorError`, and nothing is left open then.
+    Raises `SocketError`, and nothing is left open then.
     """
     fds: list[int] = []
     try:
         head, found, flags, _ = socket.recv_fds(sock, LENGTH.size, FDS_MAX)
         fds.extend(found)
         if not head:
-            raise DoorError("the connection was closed")
+            raise SocketError("the connection was closed")
         if flags & socket.MSG_CTRUNC:
-            raise DoorError("too many files")
+            raise SocketError("too many files")
         begun()
         head += _exactly(sock, LENGTH.size - len(head))
         (nbytes,) = LENGTH.unpack(head)
         if nbytes > FRAME_BYTES_MAX:
-            raise DoorError(f"a frame of {nbytes} bytes")
+            raise SocketError(f"a frame of {nbytes} bytes")
         try:
             data = msgpack.unpackb(_exactly(sock, nbytes), unicode_errors="surrogatepass")
         except (ValueError, RecursionError, msgpack.UnpackException) as error:
-            raise DoorError(f"no MessagePack: {type(error).__name__}") from error
+            raise SocketError(f"no MessagePack: {type(error).__name__}") from error
     except BaseException as error:
         close_all(fds)
         if isinstance(error, OSError):
-            raise DoorError(f"nothing came: {type(error).__name__}") from error
+            raise SocketError(f"nothing came: {type(error).__name__}") from error
         raise
     return data, fds
 
@@ -173,7 +173,7 @@ def _exactly(sock: socket.socket, nbytes: int) -> bytes:
     while len(data) < nbytes:
         part = sock.recv(min(nbytes - len(data), 1 << 20))
         if not part:
-            raise DoorError("the connection was closed within a frame")
+            raise SocketError("the connection was closed within a frame")
         data += part
     return bytes(data)
 

@@ -1,4 +1,4 @@
-"""What is said at the door besides `cache_tiers/messages.py`, and what each call takes and gives."""
+"""What is said over the socket besides `cache_tiers/messages.py`, and what each call takes and gives."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FetchReply:
     """The answer to a `Fetch`, see `Fetched`; a memory file of `nbytes` comes along, unless it has failed."""
 
     first: int
@@ -66,7 +66,7 @@ NOTHING = type(None)
 CALLS: dict[str, tuple[type, object]] = {
     "hello": (Hello, Welcome),
     "lookup": (Lookup, LookupResult),
-    "fetch": (Fetch, Found),
+    "fetch": (Fetch, FetchReply),
     "offer": (tuple[Offer, ...], tuple[str, ...]),
     "report": (Reports, NOTHING),
     "turn_over": (TurnEnded, NOTHING),

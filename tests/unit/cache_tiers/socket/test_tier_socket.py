@@ -1,4 +1,4 @@
-"""The door: what a client stores and loads there, and that no client hurts the node or another client."""
+"""The socket: what a client stores and loads there, and that no client hurts the node or another client."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 
 from cache_tiers.blocks import Clear, decode_header, good_blocks, header_bytes, marks_of
-from cache_tiers.door.client import DoorLink, Loaded
-from cache_tiers.door.messages import Hello, Offer
-from cache_tiers.door.server import CONNECTIONS_PER_PROCESS_MAX, TierDoor, call_brought
-from cache_tiers.door.wire import FRAME_BYTES_MAX, LENGTH, PROTOCOL, DoorError, receive, send
-from cache_tiers.media.shared import MemoryFile, SharedTier, shared
+from cache_tiers.media import MemoryFile, SharedTier, shared
 from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, TurnEnded
 from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
+from cache_tiers.socket.client import Loaded, SocketLink
+from cache_tiers.socket.messages import Hello, Offer
+from cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, TierSocket, call_brought
+from cache_tiers.socket.wire import FRAME_BYTES_MAX, LENGTH, PROTOCOL, SocketError, receive, send
 from configs.sections import TierSettings
 from tests.support.nodes.node_harness import MIB, Sample, sample
 
 
 class World:
-    """A node with a `cpu` tier and its workers, behind a door."""
+    """A node with a `cpu` tier and its workers, behind a socket."""
 
     def __init__(self, folder: Path) -> None:
         self.node = TierNode(
@@ -38,16 +38,16 @@ class World:
             NodePorts(clock=time.monotonic, wall_clock=time.time, call_for=call_brought),
         )
         self.node.start()
-        self.door = TierDoor(self.node, folder / "tiers" / "door.sock")
+        self.socket = TierSocket(self.node, folder / "tiers" / "t.sock")
         self.link = self.client()
 
-    def client(self, **options: Any) -> DoorLink:
-        return DoorLink(self.door.path, "test", **options)
+    def client(self, **options: Any) -> SocketLink:
+        return SocketLink(self.socket.path, "test", **options)
 
     def raw(self, *, greets: bool = True) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(10)
-        sock.connect(str(self.door.path))
+        sock.connect(str(self.socket.path))
         if greets:
             send(sock, ["hello", Hello(PROTOCOL, "raw")])
             assert receive(sock)[0][0]
@@ -70,7 +70,7 @@ class World:
 
     def close(self) -> None:
         self.link.close()
-        self.door.close()
+        self.socket.close()
         self.node.close()
 
 
@@ -140,7 +140,7 @@ def test_a_miss_and_a_bad_record_are_said(world: World) -> None:
     assert world.link.offer([(replace(offer, incarnation="x"), shared(one.record))]) == (
         "refused:incarnation",
     )
-    assert world.door.stats.waiting_bytes == 0
+    assert world.socket.stats.waiting_bytes == 0
 
 
 def test_a_file_that_can_still_be_written_is_refused(world: World) -> None:
@@ -169,7 +169,7 @@ def test_a_client_that_dies_leaves_nothing(world: World) -> None:
     half.send(LENGTH.pack(100) + b"half")
     half.close()
     ends_s = time.monotonic() + 30
-    while world.door.stats.connections > 1 or world.door.stats.waiting_bytes:
+    while world.socket.stats.connections > 1 or world.socket.stats.waiting_bytes:
         assert time.monotonic() < ends_s
         time.sleep(0.005)
     assert isinstance(world.link.fetch(fetch_of(one)), Loaded)
@@ -200,9 +200,9 @@ def test_only_so_many_connections_of_a_process(world: World) -> None:
     socks = [world.raw() for _ in range(CONNECTIONS_PER_PROCESS_MAX - 1)]
     assert world.link.ping()
     for _ in range(2):
-        with pytest.raises((DoorError, OSError)):
+        with pytest.raises((SocketError, OSError)):
             world.raw()
-    assert world.door.stats.refused["connections of a process"] == 2
+    assert world.socket.stats.refused["connections of a process"] == 2
     for sock in socks:
         sock.close()
 
@@ -212,15 +212,15 @@ def test_another_protocol_is_told_so(world: World) -> None:
     send(sock, ["hello", Hello(PROTOCOL + 1, "new")])
     said, _ = receive(sock)
     assert said[0] is False
-    assert "one release" in said[1]
+    assert "speaks protocol" in said[1]
 
 
 def test_a_second_node_does_not_take_the_socket(world: World) -> None:
     with pytest.raises(FileExistsError):
-        TierDoor(world.node, world.door.path)
-    world.door.path.parent.chmod(0o777)
+        TierSocket(world.node, world.socket.path)
+    world.socket.path.parent.chmod(0o777)
     with pytest.raises(PermissionError):
-        TierDoor(world.node, world.door.path.with_name("other"))
+        TierSocket(world.node, world.socket.path.with_name("other"))
 
 
 def test_frames_of_noise_hurt_nobody(world: World) -> None:
@@ -266,12 +266,12 @@ def test_frames_of_noise_hurt_nobody(world: World) -> None:
                     for fd in fds:
                         os.close(fd)
                     receive(sock)
-        except (DoorError, OSError):
+        except (SocketError, OSError):
             pass
         sock.close()
     assert isinstance(world.link.fetch(fetch_of(one)), Loaded)
     world.node.check_integrity()
-    assert world.door.stats.waiting_bytes == 0
+    assert world.socket.stats.waiting_bytes == 0
 
 
 def test_a_turns_end_reaches_the_predictor(world: World) -> None:

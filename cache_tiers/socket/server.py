@@ -1,4 +1,4 @@
-"""The door: a Unix socket by which engines of any kind use a node's tiers.
+"""The tiers' socket: engines of any kind use a node by it.
 
 A connection makes one call at a time, on a thread of its own; a client opens a few, so that its lookups do
 not wait behind its loads. All clients are processes of users that may come in, which the kernel tells; what
@@ -21,21 +21,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cache_tiers.blocks import BadRecord, Bytes, Record, TierError, decode_header
-from cache_tiers.blocks.record import READABLE
-from cache_tiers.door.messages import CALLS, Found, Hello, Offer, Reports, Welcome
-from cache_tiers.door.wire import (
+from cache_tiers.blocks import READABLE, BadRecord, Bytes, Record, TierError, decode_header
+from cache_tiers.media import SharedRecord, shared
+from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, StoreRequest
+from cache_tiers.node import TierNode
+from cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
+from cache_tiers.socket.wire import (
     PROTOCOL,
     BadMessage,
-    DoorError,
+    SocketError,
     close_all,
     decoded,
     receive,
     send,
 )
-from cache_tiers.media.shared import SharedRecord, shared
-from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, StoreRequest
-from cache_tiers.node import TierNode
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def call_brought(source: object, ticket: int) -> Record:
 
 
 @dataclass(frozen=True, slots=True)
-class DoorStats:
+class SocketStats:
     """`connections`: open now; `waiting_bytes`: brought and not stored yet; `refused`: by reason."""
 
     connections: int
@@ -72,7 +71,7 @@ class DoorStats:
     refused: dict[str, int]
 
 
-class TierDoor:
+class TierSocket:
     """Serves a node's tiers on a Unix socket.
 
     `path`: in a directory that only this user can enter, which is made if it is not there. `uids`: whose
@@ -102,12 +101,12 @@ class TierDoor:
         self._refused: Counter[str] = Counter()
         self._is_closed = False
         self._listener = _listen(path)
-        threading.Thread(target=self._accept, name="tiers-door", daemon=True).start()
+        threading.Thread(target=self._accept, name="tiers-socket", daemon=True).start()
 
     @property
-    def stats(self) -> DoorStats:
+    def stats(self) -> SocketStats:
         with self._lock:
-            return DoorStats(len(self._open), self._waiting(), dict(self._refused))
+            return SocketStats(len(self._open), self._waiting(), dict(self._refused))
 
     def close(self) -> None:
         """End all connections and remove the socket. Idempotent."""
@@ -164,7 +163,7 @@ class TierDoor:
             self._greet(sock)
             while True:
                 self._call(sock)
-        except DoorError as error:
+        except SocketError as error:
             logger.debug("a client has left: %s", error)
         except Exception:  # of our own: it costs this connection
             logger.exception("a client's call failed")
@@ -181,8 +180,8 @@ class TierDoor:
         hello = decoded(Hello, args) if method == "hello" else None
         if hello is None or hello.protocol != PROTOCOL:
             spoken = "no hello" if hello is None else f"protocol {hello.protocol}"
-            send(sock, [False, f"this door speaks protocol {PROTOCOL}, the client {spoken}: use one release"])
-            raise DoorError(spoken)
+            send(sock, [False, f"this socket speaks protocol {PROTOCOL}, the client {spoken}"])
+            raise SocketError(spoken)
         send(sock, [True, Welcome(PROTOCOL, self._node.incarnation, READABLE)])
 
     def _call(self, sock: socket.socket) -> None:
@@ -235,11 +234,11 @@ class TierDoor:
         try:
             if isinstance(reply, Fetched):
                 held = self._shared(reply)
-                return [True, Found(reply.first, reply.tier, held.nbytes)], held
+                return [True, FetchReply(reply.first, reply.tier, held.nbytes)], held
             failed = reply
         except TierError as error:
             failed = FetchFailed("error", str(error))
-        return [True, Found(0, None, 0, failed)], None
+        return [True, FetchReply(0, None, 0, failed)], None
 
     def _shared(self, reply: Fetched) -> SharedRecord:
         """Return what was fetched as a memory file. Raises `TierError`."""
@@ -304,7 +303,7 @@ class TierDoor:
 
 def _call_of(data: Any) -> tuple[str, Any]:
     if not (type(data) is list and len(data) == 2 and type(data[0]) is str):
-        raise DoorError("no call")
+        raise SocketError("no call")
     return data[0], data[1]
 
 

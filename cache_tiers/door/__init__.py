@@ -1,1 +1,0 @@
-"""A node's tiers for processes that are no Ray actors: the door, and its client."""
