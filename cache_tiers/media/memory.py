@@ -1,4 +1,4 @@
-"""The `cpu` tier: records in the node's Ray object store; without Ray in sealed memory files, or on the heap."""
+"""The `cpu` tier: records in Ray's object store; without Ray in sealed memory files, or on the heap."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class HeapTier(RamTier[Bytes]):
 
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-"""With these nobody can change a file any more: what was verified stays so, and no reader gets a SIGBUS."""
+"""With these no process can change a file any more: what was verified stays so, no reader gets a SIGBUS."""
 
 
 class SharedRecord:

@@ -60,10 +60,9 @@ from cache_tiers.messages import (
 )
 from cache_tiers.node.clears import NodeClears
 from cache_tiers.node.drain import NodeDrain
-from cache_tiers.node.load import NodeReads
+from cache_tiers.node.load import NodeReads, NodeSamples
 from cache_tiers.node.peers import NodePeers, covers
 from cache_tiers.node.resumption import NodePrefetch, NodeResumption
-from cache_tiers.node.samples import NodeSamples
 from cache_tiers.node.scan import RescanCoalescer, TierScans
 from cache_tiers.node.state import NodeState, PendingDeletes
 from cache_tiers.node.store import CallFor, NodeStores

@@ -41,7 +41,7 @@ MARGIN_S = 1.0
 """An answer may come so much later than the node's own deadline."""
 
 
-class CallRefused(SocketError):
+class SaidNo(SocketError):
     """The node has answered that it will not do that."""
 
 
@@ -95,7 +95,7 @@ class SocketLink:
         """Fetch blocks within the fetch's deadline."""
         try:
             found, fds = self._call("fetch", fetch, fetch.deadline_s + MARGIN_S)
-        except CallRefused as error:
+        except SaidNo as error:
             return FetchFailed("refused", str(error))
         except SocketError as error:
             return FetchFailed("gone", str(error))
@@ -168,7 +168,7 @@ class SocketLink:
             sock, is_new = self._taken(ends_s)
             try:
                 return self._exchanged(sock, method, given, ends_s, fds)
-            except CallRefused:
+            except SaidNo:
                 raise
             except SocketError:
                 # A connection that lay idle may have been closed by a node that was started again.
@@ -178,7 +178,7 @@ class SocketLink:
             sock, _ = self._taken(ends_s, is_new=True)
             try:
                 return self._exchanged(sock, method, given, ends_s, fds)
-            except CallRefused:
+            except SaidNo:
                 raise
             except SocketError:
                 self._failed()
@@ -211,7 +211,7 @@ class SocketLink:
                 self._free.append(sock)
         if not said[0]:
             close_all(came)
-            raise CallRefused(str(result))
+            raise SaidNo(str(result))
         return result, came
 
     def _taken(self, ends_s: float, *, is_new: bool = False) -> tuple[socket.socket, bool]:

@@ -136,14 +136,16 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--socket", type=Path, required=True, help="path of the Unix socket")
     parser.add_argument("--config", help="settings file or preset")
-    parser.add_argument("--port", type=int, help="of /health and /metrics on 127.0.0.1; 0 = any")
+    parser.add_argument("--metrics-port", type=int, help="of /health and /metrics on 127.0.0.1; 0 = any")
     given, rest = parser.parse_known_args(words)
     try:
         settings = load(given.config, os.environ, rest).settings
     except ConfigError as error:
         print(f"samovar tiers: {error}", file=sys.stderr)
         return 2
-    return serve_tiers(settings, given.socket, port=given.port, say=lambda line: print(line, flush=True))
+    return serve_tiers(
+        settings, given.socket, port=given.metrics_port, say=lambda line: print(line, flush=True)
+    )
 
 
 def _raise_files_max() -> None:

@@ -1,6 +1,6 @@
 """Names of a request's blocks: keys over its tokens and whatever else its KV depends on. Pure.
 
-vLLM's own block hashes begin with a number that each process draws anew: after a restart they name nothing.
+vLLM's own block hashes begin with a number that each process draws: after a restart they name nothing.
 """
 
 from __future__ import annotations

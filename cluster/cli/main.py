@@ -5,6 +5,7 @@ Commands import what they need when they run, so that `samovar --help` is fast.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -412,6 +413,24 @@ def _look_first(settings: Settings, with_s3_demo: bool) -> StartStages:
     return StartStages(errors)
 
 
+@app.command(cls=Command, context_settings=ANY_SETTING, epilog=SPELLING)
+def tiers(
+    ctx: typer.Context,
+    socket: Annotated[Path, typer.Option(metavar="PATH", help="the Unix socket to serve at")],
+    config: ConfigOption = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="of /health and /metrics on 127.0.0.1; 0 = any free one"),
+    ] = None,
+) -> None:
+    """Serve cache tiers to other engines on this machine, such as vLLM: docs/vllm.md. Needs no Ray."""
+    settings = load_or_exit(config, None, None, None, None, ctx.args).settings
+    from cache_tiers.socket.process import serve_tiers
+
+    say = functools.partial(print, flush=True)
+    raise typer.Exit(serve_tiers(settings, socket, port=metrics_port, say=say))
+
+
 @app.command(cls=Command)
 def chat(
     question: Annotated[str | None, typer.Argument(help="ask this, print the answer and leave")] = None,
@@ -454,13 +473,19 @@ def status(
         float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="of --watch")
     ] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+    tiers: Annotated[
+        Path | None, typer.Option("--tiers", metavar="PATH", help="of `samovar tiers` at this socket instead")
+    ] = None,
 ) -> None:
     """Show a running server's replicas and cache tiers. With API keys it needs the administrator's."""
     from cluster.cli import status as shown
     from cluster.cli.running import server_url
 
-    address = server_url(url)
     try:
+        if tiers is not None:
+            shown.show_tiers(tiers, as_json=as_json)
+            return
+        address = server_url(url)
         shown.show(address, api_key, as_json=as_json, every=every, watch_s=every_s if watch else None)
     except shown.StatusFailed as error:
         refuse(str(error))

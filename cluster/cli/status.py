@@ -6,10 +6,12 @@ Asks the server over HTTP. Imports neither Ray nor anything heavy, so that it do
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -156,8 +158,8 @@ def _tier_row(node: dict[str, Any], tier: dict[str, Any]) -> Row:
         f"{_size(tier['bytes_held'])} / {_size(tier['bytes_max'])}",
         *(_count(tier[name]) for name in ("extents", "tokens", "hits_blocks")),
         f"{_size(tier['read_bytes'])} / {_size(tier['written_bytes'])}",
-        "-" if latency_s is None else f"{latency_s * 1000:.2f}",
-        "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f}",
+        "-" if not latency_s else f"{latency_s * 1000:.2f}",
+        "-" if bytes_per_s is None or math.isinf(bytes_per_s) else f"{bytes_per_s / 1e9:.2f}",
         _failures(tier["read_errors"] + tier["write_errors"], sum(tier["verify_failures"].values())),
         _count(tier["breaker_opened"]),
         "-" if tier.get("listed_ago_s") is None else f"{tier['listed_ago_s']:.0f}",
@@ -270,6 +272,24 @@ def show(
         return
 
 
+def show_tiers(path: Path, *, as_json: bool) -> None:
+    """Print the tiers that `samovar tiers` serves at a socket. Raises `StatusFailed`."""
+    from cache_tiers.socket.client import SocketLink
+
+    link = SocketLink(path, "samovar status", call_s=TIMEOUT_S)
+    stats = link.stats()
+    link.close()
+    if stats is None:
+        raise StatusFailed(f"no tiers answer at {path}. Start them with `samovar tiers --socket {path}`")
+    status = Status({}, (), (asdict(stats),))
+    if as_json:
+        print(json.dumps(status.json()["nodes"][0], default=str))
+        return
+    console = Console()
+    for head, rows in all_tables(status)[1:]:
+        console.print(_fitting(head, rows, console))
+
+
 def or_why_not(build: Callable[[], RenderableType]) -> RenderableType:
     """Return what `build` shows, or why the server could not be asked."""
     try:
@@ -315,15 +335,17 @@ def all_of(status: Status, url: str) -> RenderableType:
     """Return all tables; a row too wide for the terminal is a block of lines, one for each column."""
     console = Console()
     parts: list[RenderableType] = [Text(_head(status, url)), Text("")]
-    for head, rows in all_tables(status):
-        table = _table(head, rows)
-        wanted = console.measure(table, options=console.options.update(width=COLUMNS_MAX)).maximum
-        if wanted > console.width:
-            parts += [_upright(head, row) for row in rows]
-        else:
-            parts += [table, Text("")]
+    parts += [_fitting(head, rows, console) for head, rows in all_tables(status)]
     parts += [Text(line, style="yellow") for line in draining_lines(status)]
     return Group(*parts)
+
+
+def _fitting(head: Row, rows: Sequence[Row], console: Console) -> RenderableType:
+    table = _table(head, rows)
+    wanted = console.measure(table, options=console.options.update(width=COLUMNS_MAX)).maximum
+    if wanted > console.width:
+        return Group(*(_upright(head, row) for row in rows))
+    return Group(table, Text(""))
 
 
 def _table(head: Row, rows: Sequence[Row]) -> Table:
