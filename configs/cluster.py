@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -86,12 +86,8 @@ class LinkSettings(Section):
         le=32 * MIB,
         description="a request to a replica up to this size goes over a link; Ray Serve carries a larger one",
     )
-    keepalive_s: int = Field(
-        5,
-        ge=1,
-        le=600,
-        description="after this silence a connection is probed, and ended if the other machine is gone",
-    )
+    # After this silence a connection is probed, and ended if the other machine is gone.
+    keepalive_s: ClassVar[int] = 5
     unread_bytes_max: int = Field(
         64 * MIB,
         ge=MIB,
@@ -320,7 +316,7 @@ class LaunchSettings(Section):
         le=1440,
         description="idle time before a rack's worker is stopped; AWS pools have their own",
     )
-    upscaling_speed: float = Field(1.0, gt=0, le=100, description="as in Ray's cluster file")
+    upscaling_speed: ClassVar[float] = 1.0  # as in Ray's cluster file
     up_timeout_s: float = Field(
         1800.0, ge=30, le=86400, description="how long nodes and replicas may take until the cluster serves"
     )

@@ -79,6 +79,7 @@ def former_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str
         f"{at}{former}": f"{at}{name}"
         for at, section in _sections(model, prefix)
         for former, name in section.FORMER.items()
+        if name in section.model_fields
     }
 
 

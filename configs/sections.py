@@ -18,8 +18,8 @@ class Section(BaseModel):
     """Base class of all sections: frozen, and unknown keys are refused.
 
     `FORMER`: former name -> name, accepted for one release. `load` warns; trees saved before are just read.
-    A `ClassVar` in lower case was a setting that no page named, and is a constant: what is given for it is
-    not used, and `load` says so.
+    A `ClassVar` in lower case was a setting that nobody had to set for a machine, a workload or a rule, and
+    is a constant: what is given for it is not used, and `load` says so.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,9 +43,10 @@ class Section(BaseModel):
 
     @classmethod
     def fixed(cls) -> dict[str, Any]:
-        """Return the constants that were settings, by name."""
+        """Return the constants that were settings, by name, and by the name that they had before."""
         names = sorted(name for name in cls.__class_vars__ if name.islower() and name[0] != "_")
-        return {name: getattr(cls, name) for name in names}
+        found = {name: getattr(cls, name) for name in names}
+        return found | {former: found[name] for former, name in cls.FORMER.items() if name in found}
 
 
 PolicyName = Literal["lru", "t-lru", "ttl", "type-km", "learned"]
@@ -78,7 +79,7 @@ class PredictorSettings(Section):
         1000, ge=1, le=1_000_000, description="learning resumes with so many turns after a restart with fewer"
     )
     batch_turns: int = Field(32, ge=1, le=4096, description="turns per learning step, one step per arrival")
-    learning_rate: float = Field(3e-3, gt=0, le=1, description="step size (Adam)")
+    learning_rate: ClassVar[float] = 3e-3  # step size (Adam)
     guard_outcomes: int = Field(
         2000, ge=50, le=1_000_000, description="latest outcomes that judge the model and its fallback"
     )
@@ -106,15 +107,10 @@ class PolicySettings(Section):
         "beyond about 32k tokens",
     )
     rerank_s: float = Field(1.0, gt=0, le=600, description="how often idle sessions are ranked again")
-    horizon_s_min: float = Field(30.0, gt=0, le=86400, description="shortest horizon of P(resumes)")
-    horizon_s_max: float = Field(3600.0, gt=0, le=86400, description="longest horizon of P(resumes)")
-    copied_probability_min: float = Field(
-        0.02,
-        ge=0,
-        le=1,
-        description="what resumes less likely than this is copied to slower tiers only if there is nothing "
-        "better to do",
-    )
+    horizon_s_min: ClassVar[float] = 30.0  # shortest horizon of P(resumes)
+    horizon_s_max: ClassVar[float] = 3600.0  # longest horizon of P(resumes)
+    # What resumes less likely than this is copied to slower tiers only if there is nothing better to do.
+    copied_probability_min: ClassVar[float] = 0.02
     ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
     ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
     remembered_blocks_max: int = Field(
@@ -320,11 +316,9 @@ class PeerSettings(Section):
     pull_s_max: float = Field(
         10.0, gt=0, le=600, description="timeout of one extent, then the next transport"
     )
-    lease_s: float = Field(15.0, gt=0, le=600, description="how long exported memory is kept for a peer")
-    breaker_failures: int = Field(
-        2, ge=1, le=1000, description="failures in a row after which a peer is skipped"
-    )
-    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="skip time; doubles up to 30 times")
+    lease_s: ClassVar[float] = 15.0  # how long exported memory is kept for a peer
+    breaker_failures: ClassVar[int] = 2  # failures in a row after which a peer is skipped
+    breaker_open_s: ClassVar[float] = 2.0  # skip time; doubles up to 30 times
     drain_s: float = Field(
         20.0, ge=0, le=3600, description="longest push of a node's blocks in a drain without a deadline"
     )
@@ -420,13 +414,9 @@ class TierSettings(Section):
         default_factory=dict, description="tenant -> share of each tier, if different"
     )
     io_threads: int = Field(4, ge=1, le=64, description="concurrent reads and writes per node")
-    check_threads: int = Field(
-        4,
-        ge=1,
-        le=64,
-        description="threads that seal or check one extent; never more than half of the cores",
-    )
-    lookup_threads: int = Field(2, ge=1, le=16, description="concurrent lookups per node")
+    # Threads that seal or check one extent; never more than half of the cores.
+    check_threads: ClassVar[int] = 4
+    lookup_threads: ClassVar[int] = 2  # concurrent lookups per node
     store_queue_max: int = Field(
         64, ge=1, le=65536, description="waiting stores of a replica; more are dropped"
     )
@@ -473,7 +463,7 @@ class TierSettings(Section):
     audit_share: float = Field(
         0.01, ge=0, le=1, description="share of restored prompts that are recomputed and compared"
     )
-    audit_tokens_max: int = Field(2048, ge=16, description="audited tokens of a restored prompt")
+    audit_tokens_max: ClassVar[int] = 2048  # audited tokens of a restored prompt
     audit_step_tokens: int = Field(64, ge=16, le=4096, description="tokens of one audit step, while idle")
 
     @property
@@ -536,9 +526,7 @@ class DraftSettings(Section):
         description="tokens of an answer that one step guesses from its own text and checks, where guesses "
         "were right so far and engine.exact holds: the same answer in fewer steps; 0 = one token a step",
     )
-    draft_rows_max: int = Field(
-        32, ge=2, le=1024, description="tokens of a step with guesses, those of all its answers together"
-    )
+    draft_rows_max: ClassVar[int] = 32  # tokens of a step with guesses, those of all its answers together
 
 
 class SplitSettings(DraftSettings):
