@@ -153,9 +153,9 @@ class TelemetrySettings(Section):
     queue_max: int = Field(
         2048, ge=1, le=1_000_000, description="spans of a process that may wait for export; more are dropped"
     )
-    batch_max: int = Field(512, ge=1, le=65536, description="spans in one export")
+    batch_max: ClassVar[int] = 512  # spans in one export
     export_interval_s: float = Field(5.0, gt=0, le=600, description="time between two exports")
-    export_timeout_s: float = Field(10.0, gt=0, le=600, description="an export that takes longer is dropped")
+    export_timeout_s: ClassVar[float] = 10.0  # an export that takes longer is dropped
     log_format: Literal["text", "json"] = Field(
         "text", description="json = one JSON object a line, with request id and trace id"
     )
@@ -281,7 +281,7 @@ class KnowledgeSettings(Section):
     entry_bytes_max: int = Field(16 * KIB, ge=64, le=MIB, description="title, text and topics of one version")
     import_entries_max: ClassVar[int] = 1000  # entries of one import
     topics_max: ClassVar[int] = 16  # topics of an entry
-    tags_max: int = Field(1000, ge=1, le=100_000, description="named states of a tenant's knowledge base")
+    tags_max: ClassVar[int] = 1000  # named states of a tenant's knowledge base
     questions_max: ClassVar[int] = 1000  # questions of one regression test
     questions_s: float = Field(
         30.0,
@@ -305,9 +305,7 @@ class KnowledgeSettings(Section):
     )
     # A set of entries in use scores at most this share less than the best set and is taken.
     tie_share: ClassVar[float] = 0.1
-    turns_max: int = Field(
-        100_000, ge=1, le=100_000_000, description="turns of which it is known what was placed there"
-    )
+    turns_max: ClassVar[int] = 100_000  # turns of which it is known what was placed there
     vectors_bytes_max: int = Field(
         256 * MIB,
         ge=MIB,
@@ -349,9 +347,8 @@ class AnswerSettings(Section):
         le=3600,
         description="how long an answer is computed on when its client, or its front door, is gone",
     )
-    unread_per_tenant_max: int = Field(
-        8, ge=0, le=1024, description="such answers of one tenant on a replica; the longest unread one ends"
-    )
+    # Such answers of one tenant on a replica; the longest unread one ends.
+    unread_per_tenant_max: ClassVar[int] = 8
     answers_max: int = Field(
         1024, ge=0, le=1_000_000, description="answers kept by a replica; 0 = the header is ignored"
     )
@@ -401,9 +398,7 @@ class DocumentsSettings(Section):
         description="sessions remembered as users of a document, whose blocks go with it; after more, all "
         "blocks of the tenant do",
     )
-    text_cache_bytes_max: int = Field(
-        64 * MIB, ge=MIB, le=100 * GIB, description="texts of documents kept in an ingress's memory"
-    )
+    text_cache_bytes_max: ClassVar[int] = 64 * MIB  # texts of documents kept in an ingress's memory
     lease_s: float = Field(
         30.0, ge=1, le=3600, description="after this time another ingress takes over what one began and left"
     )
@@ -453,16 +448,9 @@ class CompactionSettings(Section):
     )
     summaries_per_session: ClassVar[int] = 4
     summaries_max: ClassVar[int] = 100_000
-    sessions_max: int = Field(
-        4096,
-        ge=1,
-        le=10_000_000,
-        description="sessions whose cuts an ingress remembers; lost ones are remade",
-    )
-    notes_max: int = Field(1024, ge=1, le=1_000_000, description="cuts, and questions, remembered of each")
-    memory_bytes_max: int = Field(
-        64 * MIB, ge=64 * KIB, le=100 * GIB, description="what an ingress takes for them"
-    )
+    sessions_max: ClassVar[int] = 4096  # sessions whose cuts an ingress remembers; lost ones are remade
+    notes_max: ClassVar[int] = 1024  # cuts, and questions, remembered of each
+    memory_bytes_max: ClassVar[int] = 64 * MIB  # what an ingress takes for them
     idle_s: float = Field(
         0.5,
         ge=0,
@@ -490,8 +478,8 @@ class CompactionSettings(Section):
         return None if mode == "off" else mode
 
     jobs_max: ClassVar[int] = 256  # sessions that wait for an idle moment
-    tries_max: int = Field(8, ge=1, le=1000, description="how often work that was stopped is begun again")
-    busy_s: float = Field(5.0, gt=0, le=600, description="how long a write waits for another process's write")
+    tries_max: ClassVar[int] = 8  # how often work that was stopped is begun again
+    busy_s: ClassVar[float] = 5.0  # how long a write waits for another process's write
 
     @model_validator(mode="after")
     def _steps_are_possible(self) -> CompactionSettings:

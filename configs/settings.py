@@ -429,12 +429,8 @@ class RouterSettings(Section):
         le=60,
         description="another replica must be this much faster than a session's home replica",
     )
-    load_bound_factor: float = Field(
-        1.25,
-        ge=1,
-        le=100,
-        description="sessions without a home avoid replicas above this multiple of the mean load",
-    )
+    # Sessions without a home avoid replicas above this multiple of the mean load.
+    load_bound_factor: ClassVar[float] = 1.25
     stats_period_s: ClassVar[float] = 2.0  # how often replicas report their prices
     sessions_max: int = Field(
         100_000,
@@ -442,12 +438,8 @@ class RouterSettings(Section):
         le=100_000_000,
         description="lineages of sessions tracked; the longest idle are dropped first",
     )
-    lineages_max: int = Field(
-        32,
-        ge=1,
-        le=10_000,
-        description="lineages tracked per session: the conversation, sub-agents, titles and the like",
-    )
+    # Lineages tracked per session: the conversation, sub-agents, titles and the like.
+    lineages_max: ClassVar[int] = 32
     sync_s: float = Field(
         0.5, gt=0, le=60, description="how often an ingress synchronises with the session directory"
     )

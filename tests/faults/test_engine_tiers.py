@@ -27,6 +27,7 @@ from replicas.offload.tier_client import TierLink
 from replicas.scheduling.preemption import Preemption
 from replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
+from tests.support.constants import tuned
 from tests.support.engines.engines import Answer, prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered
 
@@ -739,7 +740,9 @@ def test_a_request_whose_cached_blocks_hold_nan_fails_once_and_not_for_ever(
 
 
 def test_the_audit_waits_until_nobody_wants_anything(tiny_llama: Path, tmp_path: Path) -> None:
-    engine = cpu_only(tiny_llama, tmp_path, settings=TierSettings(audit_share=1.0, audit_step_tokens=16))
+    engine = cpu_only(
+        tiny_llama, tmp_path, settings=tuned(TierSettings(audit_share=1.0), audit_step_tokens=16)
+    )
     prompt = two_turns(engine)
     engine.submit(prompt, max_tokens=5)
     engine.submit(prompt_of(30, seed=9), max_tokens=12)

@@ -16,12 +16,13 @@ from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.s3_keys import S3Keys
 from cache_tiers.messages import TierStats
 from configs.sections import S3TierSettings, TierSettings
+from tests.support.constants import tuned
 from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, nvme, sample
 from tests.support.services.rclone import plain_client, s3_server
 from tests.support.services.tcp_proxy import Cut, TcpProxy, tcp_proxy
 
 EVERYWHERE = Placement(first="cpu", write_behind=("nvme", "s3"))
-SETTINGS = TierSettings(breaker_failures=2, breaker_open_s=2.0, load_s_max=10.0, store_s_max=10.0)
+SETTINGS = tuned(TierSettings(breaker_open_s=2.0, load_s_max=10.0, store_s_max=10.0), breaker_failures=2)
 NOW_UNIX_S = 4e9  # later than any server's clock
 
 

@@ -20,6 +20,7 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.node import resumption as node_returns
 from configs.sections import PredictorSettings, PrefetchSettings, TierSettings
+from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import Tiered, tiered
 from tests.support.nodes.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, nvme, sample
@@ -172,7 +173,7 @@ def test_f29_a_predictor_that_hangs_holds_up_no_lookup_and_its_queue_is_bounded(
             hangs.set()
             goes_on.wait(30)
 
-    settings = TierSettings(predictor=PredictorSettings(queue_max=5))
+    settings = TierSettings(predictor=tuned(PredictorSettings(), queue_max=5))
     node = bench([HeapTier(MIB)], settings=settings, make_predictor=Hangs, workers=1)
     wanted = sample(1)
     node.offer(wanted)
@@ -225,12 +226,9 @@ def storm(path: Path, prefetch: PrefetchSettings, sessions: int) -> tuple[Bench,
 
 def test_f30_a_storm_of_returns_stays_within_budget_and_bytes_in_flight(tmp_path: Path) -> None:
     one = sample(0).record.nbytes
-    prefetch = PrefetchSettings(
-        by_hazard=True,
-        bytes_per_s_max=3 * one,
+    prefetch = tuned(
+        PrefetchSettings(by_hazard=True, bytes_per_s_max=3 * one, inflight_bytes_max=4 * one, at_pause=False),
         burst_s=2.0,
-        inflight_bytes_max=4 * one,
-        at_pause=False,
         holdout_share=0.0,
     )
     node, samples = storm(tmp_path, prefetch, 150)

@@ -16,6 +16,7 @@ from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import BadReport, Fetch, FetchFailed
 from configs.sections import FaultSettings, TierSettings
+from tests.support.constants import tuned
 from tests.support.nodes.node_faults import FAILING, FULL, HANGING, MemoryTier, faulty
 from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, heap_bench, nvme, sample
 
@@ -101,7 +102,7 @@ def test_f07_a_directory_that_goes_away_opens_the_breaker(tmp_path: Path) -> Non
 
 def test_f08_a_slow_tier_ends_at_the_deadline_and_no_threads_pile_up() -> None:
     slow = faulty(MemoryTier("nvme", MIB))
-    node = bench([slow], settings=TierSettings(io_threads=2, breaker_failures=100))
+    node = bench([slow], settings=tuned(TierSettings(io_threads=2), breaker_failures=100))
     node.store(sample(1, placement=LOW))
     slow.update(HANGING)
     before = threading.active_count()

@@ -17,6 +17,7 @@ from cache_tiers.messages import BadReport
 from configs.sections import FaultSettings, TierSettings
 from tests.support.amounts import seeds
 from tests.support.clock import Clock
+from tests.support.constants import tuned
 from tests.support.nodes.node_faults import MemoryTier, faulty
 from tests.support.nodes.node_harness import OTHER_TENANT, TENANT, Bench, Sample, bench, nvme, sample
 
@@ -111,7 +112,7 @@ class History:
         tiers = [faulty(HeapTier(BUDGETS["cpu"])), faulty(self.files), faulty(self.bucket)]
         node = bench(
             [*tiers],
-            settings=TierSettings(store_queue_max=4, transfer_queue_max=6, load_s_max=5.0),
+            settings=tuned(TierSettings(store_queue_max=4, load_s_max=5.0), transfer_queue_max=6),
             pending_path=self.path / "owed.json",
             incarnation=f"life {self.lives}",
             clock=self.clock,

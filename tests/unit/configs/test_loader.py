@@ -204,9 +204,9 @@ def test_a_source_with_both_names_is_refused(former: str, key: str, tmp_path: Pa
 
 
 def test_a_higher_source_overrides_a_former_name_below_it(tmp_path: Path) -> None:
-    path = written(tmp_path, "router: {spill_factor: 3}")
-    loaded = load(path, {"SAMOVAR_ROUTER__LOAD_BOUND_FACTOR": "2"}, [])
-    assert loaded.settings.router.load_bound_factor == 2
+    path = written(tmp_path, "router: {leave_home_s: 3}")
+    loaded = load(path, {"SAMOVAR_ROUTER__AFFINITY_PENALTY_S": "2"}, [])
+    assert loaded.settings.router.affinity_penalty_s == 2
 
 
 def test_secrets_can_be_given_by_flag_and_by_variable() -> None:

@@ -14,9 +14,10 @@ import pytest
 from configs.cluster import LinkSettings
 from replicas.links import CLOSING, FAILED, FULL, Inlet, Link, LinkCall, LinkLost, Links
 from replicas.links.wire import CALL, LEAVE, Parser, packed
+from tests.support.constants import tuned
 from tests.support.router.router_harness import until
 
-SETTINGS = LinkSettings(stream_bytes_max=1024, calls_max=2)
+SETTINGS = tuned(LinkSettings(), stream_bytes_max=1024, calls_max=2)
 
 
 class Callee:

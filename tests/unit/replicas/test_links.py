@@ -20,11 +20,12 @@ from replicas.links.handshake import NUMBER_BYTES
 from replicas.links.wire import Parser, packed
 from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, ReplyTo, TokenLogprob
 from tests.support.clock import Clock
+from tests.support.constants import tuned
 from tests.support.link_ends import admit
 from tests.support.router.router_harness import until
 
 SECRET = "0" * 64
-SETTINGS = LinkSettings(stream_bytes_max=1024)
+SETTINGS = tuned(LinkSettings(), stream_bytes_max=1024)
 TOKEN = TokenLogprob(3, "\ud83d", b"\xf0\x9f", -0.25, (TokenLogprob(4, "é", b"\xc3\xa9", -1.5),), 1)
 EVENTS: list[Event] = [
     Admitted("r1", 5, 0.25, Receipt({"cpu": 3, "compute": 2}, "load", miss="late"), (TOKEN,)),
@@ -188,7 +189,7 @@ async def test_a_writer_waits_while_the_connection_takes_no_more() -> None:
 
     server = await asyncio.start_server(hold, "127.0.0.1", 0, limit=1024)
     to = ReplyTo("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
-    link = await Links(LinkSettings(unread_bytes_max=1 << 20), 60.0).reach(to)
+    link = await Links(tuned(LinkSettings(), unread_bytes_max=1 << 20), 60.0).reach(to)
     assert link is not None
     link.open("t", lost.set)
 
@@ -278,7 +279,7 @@ async def test_a_reader_that_never_reads_costs_the_link_not_the_memory() -> None
 
     server = await asyncio.start_server(hold, "127.0.0.1", 0, limit=1024)
     to = ReplyTo("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
-    settings = SETTINGS.model_copy(update={"unread_bytes_max": 1 << 20})
+    settings = tuned(SETTINGS, unread_bytes_max=1 << 20)
     link = await Links(settings, 60.0).reach(to)
     assert link is not None
     link.open("t", lost.set)
@@ -308,7 +309,7 @@ async def test_nothing_is_read_from_a_connection_without_a_proof() -> None:
 
 @pytest.mark.guarantee("F33")
 async def test_who_does_not_prove_itself_takes_no_place_of_those_that_do() -> None:
-    settings = SETTINGS.model_copy(update={"links_max": 2})
+    settings = tuned(SETTINGS, links_max=2)
     inlet = Inlet("127.0.0.1", settings, 0.0)
     to = await inlet.address()
     strangers = [await asyncio.open_connection(to.host, to.port) for _ in range(4)]
@@ -329,7 +330,7 @@ async def test_who_does_not_prove_itself_takes_no_place_of_those_that_do() -> No
 
 
 async def test_a_process_that_takes_no_more_links_is_not_reached_so_that_serve_carries_the_streams() -> None:
-    settings = SETTINGS.model_copy(update={"links_max": 1})
+    settings = tuned(SETTINGS, links_max=1)
     async with linked(settings) as (inlet, first):
         to = await inlet.address()
         links = Links(settings, 60.0)

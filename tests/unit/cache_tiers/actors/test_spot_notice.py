@@ -18,6 +18,7 @@ from cache_tiers.actors.cluster_watch import (
     SpotWatch,
 )
 from configs.sections import NodeSettings
+from tests.support.constants import tuned
 from tests.support.services.metadata_server import MetadataServer
 from tests.support.services.service import until
 
@@ -31,8 +32,8 @@ def server() -> Iterator[MetadataServer]:
 
 
 def settings(server: MetadataServer) -> NodeSettings:
-    return NodeSettings(
-        spot_notice="aws", spot_notice_url=server.url, spot_poll_s=0.02, spot_answer_s_max=0.3
+    return tuned(
+        NodeSettings(spot_notice="aws", spot_notice_url=server.url, spot_poll_s=0.02), spot_answer_s_max=0.3
     )
 
 

@@ -16,10 +16,11 @@ from cache_tiers.forecast.predictor import Outcome, Predictor, ReplayTurns, Rows
 from cache_tiers.forecast.survival import COLD, EDGES, Curves, Floats, resume_probability, resume_within
 from cache_tiers.forecast.turns import Hint, Turn
 from configs.sections import PredictorSettings
+from tests.support.constants import tuned
 from tests.support.turn_streams import Rule, stream
 
 HORIZON_S = 300.0
-SMALL = PredictorSettings(sessions_max=50, replay_turns=64, batch_turns=8, guard_outcomes=50)
+SMALL = tuned(PredictorSettings(sessions_max=50), replay_turns=64, batch_turns=8, guard_outcomes=50)
 
 
 class Naive(ReplayTurns):
@@ -96,7 +97,7 @@ def test_trap_naive_labels_break_calibration_and_masked_ones_do_not() -> None:
 
 def test_the_guard_fires_when_the_world_turns_round_and_lets_go_again() -> None:
     """Who came back now stays away: the model is surely wrong, counting by kind is right on average."""
-    predictor = Predictor(PredictorSettings(guard_outcomes=300, replay_turns=1000))
+    predictor = Predictor(tuned(PredictorSettings(), guard_outcomes=300, replay_turns=1000))
     forward, backward = Rule(0.9, 0.05), Rule(0.05, 0.9)
     _, _, before = feed(predictor, forward, seed=3, end_s=1200.0)
     assert before[-1] == "model"
@@ -111,7 +112,7 @@ def test_the_guard_fires_when_the_world_turns_round_and_lets_go_again() -> None:
 def test_without_the_guard_that_turn_costs_more() -> None:
     losses = []
     for kind in (Predictor, Unguarded):
-        predictor = kind(PredictorSettings(guard_outcomes=300, replay_turns=1000))
+        predictor = kind(tuned(PredictorSettings(), guard_outcomes=300, replay_turns=1000))
         feed(predictor, Rule(0.9, 0.05), seed=3, end_s=1200.0)
         turned, begin_s = Rule(0.05, 0.9), 1200.0
         forecasts, came_back, _ = feed(

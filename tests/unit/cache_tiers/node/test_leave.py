@@ -19,6 +19,7 @@ from cache_tiers.node.drain import NodeLeave, has_refuge, inhabited, is_worth_an
 from cache_tiers.transport.peers import PeerLost
 from configs.sections import NodeSettings, TierSettings
 from replicas.offload.ray_link import RayLink
+from tests.support.constants import tuned
 from tests.support.nodes.node_harness import sample
 from tests.support.nodes.peer_harness import World, home
 
@@ -259,7 +260,7 @@ class Made:
     def __init__(self) -> None:
         self.actors: list[Any] = []
         self.now_s = 100.0
-        settings = TierSettings(node=NodeSettings(restart_backoff_s_max=8.0))
+        settings = TierSettings(node=tuned(NodeSettings(), restart_backoff_s_max=8.0))
         self.link = RayLink(self.find, source=None, settings=settings, clock=lambda: self.now_s)
 
     def find(self) -> Any:

@@ -21,11 +21,12 @@ from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
 from cache_tiers.node.resumption import runs_of
 from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
 from tests.support.clock import Clock
+from tests.support.constants import tuned
 from tests.support.nodes.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, Sample, bench, nvme, sample
 
 LOW = Placement(first="nvme", write_behind=())
 OWNER = TENANT + SESSION
-NO_HOLDOUT = PrefetchSettings(by_hazard=True, holdout_share=0.0)
+NO_HOLDOUT = tuned(PrefetchSettings(by_hazard=True), holdout_share=0.0)
 
 
 class Foretells:
@@ -309,7 +310,7 @@ def test_the_clock_may_run_faster(tmp_path: Path) -> None:
 
 def test_what_was_learned_outlives_the_node(tmp_path: Path) -> None:
     path = tmp_path / "predictor.bin"
-    settings = TierSettings(predictor=PredictorSettings(save_s=10.0))
+    settings = TierSettings(predictor=tuned(PredictorSettings(), save_s=10.0))
     node = bench([HeapTier(MIB)], settings=settings, predictor_path=path)
     for number in range(40):
         begin(node, sample(number))

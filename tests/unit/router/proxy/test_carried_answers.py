@@ -17,6 +17,7 @@ from router.ingress.app import build_api
 from router.proxy import are_proxies_guarded, inlet_from_environment, links_environment
 from router.proxy.proxy_guard import ProxyGuard, proxy_environment
 from router.routing import ReplicaFailed
+from tests.support.constants import tuned
 from tests.support.router.fake_replica import INFO, say
 from tests.support.router.linked_replicas import (
     LINKS,
@@ -137,7 +138,7 @@ async def test_a_front_door_that_reaches_no_proxy_leaves_the_request_to_serve(
 @pytest.mark.parametrize("why", ["closing", "full", "gone", "elsewhere", "no app", "control"])
 async def test_what_no_front_door_takes_serve_brings(why: str) -> None:
     house, replicas = linked_house()
-    async with through_proxy(house, LinkSettings(calls_max=1)) as (client, there):
+    async with through_proxy(house, tuned(LinkSettings(), calls_max=1)) as (client, there):
         holding, path = None, "/v1/models"
         if why == "closing":
             there.taker.refuse()
@@ -259,7 +260,9 @@ async def test_a_client_that_does_not_read_holds_its_replica_back_at_the_proxy()
     limits = {"write_idle_s": 1}
     house = House(lambda request: say(["x" * 200] * 40), settings=make_settings(limits=limits))
     gate, sent = asyncio.Event(), asyncio.Event()
-    there = await proxied(house.app, LinkSettings(stream_bytes_max=1024), limits=LimitsSettings(**limits))
+    there = await proxied(
+        house.app, tuned(LinkSettings(), stream_bytes_max=1024), limits=LimitsSettings(**limits)
+    )
     await house.service.readiness.poll()
 
     async def send(message: Any) -> None:
@@ -296,7 +299,7 @@ async def test_a_body_larger_than_a_connection_may_hold_arrives_and_harms_no_oth
         await send({"type": "http.response.body", "body": b"x" * (8 << 20), "more_body": True})
         await send({"type": "http.response.body", "body": b"end", "more_body": False})
 
-    there = await proxied(front(write), LinkSettings(unread_bytes_max=1 << 20))
+    there = await proxied(front(write), tuned(LinkSettings(), unread_bytes_max=1 << 20))
 
     async def send(message: Any) -> None:
         got.extend(message.get("body", b""))

@@ -16,6 +16,7 @@ from configs.settings import LimitsSettings
 from router.proxy import KeptBodies
 from router.proxy.proxy_guard import ProxyGuard
 from router.proxy.wire import packed_request, read_request
+from tests.support.constants import tuned
 from tests.support.router.linked_replicas import LINKS, Proxied, proxied
 from tests.support.router.router_harness import serving, until
 
@@ -122,7 +123,10 @@ async def test_a_body_in_parts_arrives_whole(path: str, first: int) -> None:
 @pytest.mark.parametrize("bytes_max", [0, len(BODY), 1 << 20])
 async def test_a_large_body_comes_in_pieces(bytes_max: int) -> None:
     door = Door()
-    async with proxy(door, LinkSettings(body_bytes_max=bytes_max, stream_bytes_max=1 << 15)) as (url, there):
+    async with proxy(door, tuned(LinkSettings(), body_bytes_max=bytes_max, stream_bytes_max=1 << 15)) as (
+        url,
+        there,
+    ):
         assert await asyncio.wait_for(posted(url, LARGE), 30) == LARGE
         assert not there.serve.carried
 

@@ -27,6 +27,7 @@ from replicas.serving.deployment import Replica
 from replicas.serving.served import Places
 from router.generation.failover import resuming
 from router.routing import ReplicaFailed, ReplicaLost, load_tracker, roster
+from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.router.called_replicas import CalledReplicas, called
 from tests.support.router.kept_replicas import FREE, TinyReplica, tiny_replicas
@@ -117,7 +118,7 @@ async def test_serve_carries_what_is_not_for_links(tiny_llama: Path, monkeypatch
         assert ids_of(await answer(front, request(sampling=sampling)))
         assert len(front.handle.calls) == 1
         assert front.client._direct is not None
-        small = front.client._direct._settings.model_copy(update={"call_bytes_max": 64})
+        small = tuned(front.client._direct._settings, call_bytes_max=64)
         monkeypatch.setattr(front.client._direct, "_settings", small)
         await answer(front, request())
         assert len(front.handle.calls) == 2

@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from configs.optional_sections import CompactionSettings
 from replicas.messages import EngineStats, Failed, GenerateRequest
 from router.context.compaction import Compactor, PieceIndex, fitter
 from tests.house import ROOT
+from tests.support.constants import move
 from tests.support.engines.tiny_models import EOS_TOKEN
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import (
@@ -401,8 +403,11 @@ async def test_a_summariser_that_fails_delays_nobody(tmp_path: Path) -> None:
         assert keeper(made).idle.outcomes["done"] == 0
 
 
-async def test_work_in_an_idle_moment_is_cancelled_when_somebody_comes(tmp_path: Path) -> None:
-    made = house(tmp_path, tries_max=2)
+async def test_work_in_an_idle_moment_is_cancelled_when_somebody_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move(monkeypatch, CompactionSettings, tries_max=2)
+    made = house(tmp_path)
     never = asyncio.Event()
     began = asyncio.Event()
 
@@ -621,8 +626,9 @@ async def test_with_a_knowledge_base_entries_stay_in_the_system_prompt(tmp_path:
     keeper(made).close()
 
 
-async def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
-    made = house(tmp_path, sessions_max=2, notes_max=3)
+async def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    move(monkeypatch, CompactionSettings, sessions_max=2, notes_max=3)
+    made = house(tmp_path)
     async with made.client() as client:
         memory = keeper(made).fitter.memory
         for session in "abcd":
