@@ -859,9 +859,7 @@ def test_a_staging_area_that_is_full_drops_the_store_and_not_the_request(
     assert engine.built.engine.stats().stores == {"taken": 1, "dropped:staged": 2}
 
 
-def test_p8_the_last_block_of_a_warm_turn_rides_along_beside_a_stream(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_the_last_block_of_a_warm_turn_rides_along_beside_a_stream(tiny_llama: Path, tmp_path: Path) -> None:
     """It is in a tier, and computing it takes less than the step that runs anyway; alone, it is loaded."""
     decisions = {}
     for streams in (0, 1):

@@ -436,7 +436,7 @@ def test_a_fetch_that_finds_nothing_forgets_it_and_frees_its_bytes() -> None:
 
 
 @pytest.mark.guarantee("F01", "F02")
-def test_g13_s10_bad_records_that_the_start_scan_finds_are_counted(tmp_path: Path) -> None:
+def test_g13_bad_records_that_the_start_scan_finds_are_counted(tmp_path: Path) -> None:
     disk = nvme(tmp_path)
     first = bench([disk])
     for number in range(5):
@@ -457,7 +457,7 @@ def test_g13_s10_bad_records_that_the_start_scan_finds_are_counted(tmp_path: Pat
     disk.close()
 
 
-def test_g13_s10_what_a_reader_finds_later_comes_on_top(tmp_path: Path) -> None:
+def test_g13_what_a_reader_finds_later_comes_on_top(tmp_path: Path) -> None:
     disk = nvme(tmp_path)
     first = bench([disk])
     for number in range(2):

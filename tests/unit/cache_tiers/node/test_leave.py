@@ -290,7 +290,7 @@ def test_a_dead_actor_is_not_replaced_at_every_call() -> None:
 
 
 @pytest.mark.guarantee("G9", "F17")
-def test_s6_an_actor_that_cannot_start_is_made_again_less_and_less_often() -> None:
+def test_an_actor_that_cannot_start_is_made_again_less_and_less_often() -> None:
     """Each costs a process and its imports: one per `restart_backoff_s_max`, for any number of requests."""
     made, at_s = Made(), []
     for _ in range(1000):
@@ -305,7 +305,7 @@ def test_s6_an_actor_that_cannot_start_is_made_again_less_and_less_often() -> No
     assert set(pauses[5:]) == {8}
 
 
-def test_s6_one_that_answers_is_replaced_at_once_when_it_dies_much_later(
+def test_one_that_answers_is_replaced_at_once_when_it_dies_much_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = Made()

@@ -188,7 +188,7 @@ async def test_f33_the_admin_key_is_no_tenants_key() -> None:
 
 
 @pytest.mark.guarantee("G2", "F15")
-async def test_s8_metrics_tell_no_tenant_of_another() -> None:
+async def test_metrics_tell_no_tenant_of_another() -> None:
     """How many tokens somebody else has sent, and how many were cached, follow from two scrapes."""
     house = guarded(admin_key=ADMIN_KEY)
     async with house.client() as client:
@@ -205,7 +205,7 @@ async def test_s8_metrics_tell_no_tenant_of_another() -> None:
 
 
 @pytest.mark.parametrize("admin_key", [None, ADMIN_KEY])
-async def test_s8_without_tenants_metrics_are_open_to_scrapers(admin_key: str | None) -> None:
+async def test_without_tenants_metrics_are_open_to_scrapers(admin_key: str | None) -> None:
     async with House(settings=make_settings(admin_key=admin_key)).client() as client:
         assert (await client.get("/metrics")).status_code == 200
 
