@@ -30,6 +30,7 @@ from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.engines.engines import Answer, prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered
+from tests.support.inside import records_in
 
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
 CHEAP = PrefillPrice(0.0, 1e-9, 0.0)  # ... and never, though a lookup is waited for
@@ -65,7 +66,7 @@ def held(engine: Tiered) -> list[ExtentHeader]:
     headers = []
     for tier in engine.tiers.values():
         if isinstance(tier, HeapTier):
-            headers += [decode_header(data, record_bytes=data.nbytes) for data in tier._records.values()]
+            headers += [decode_header(data, record_bytes=data.nbytes) for data in records_in(tier).values()]
         else:
             headers += [scanned.header for scanned in tier.scan()]
     return headers
@@ -378,7 +379,7 @@ def test_f03_another_extent_in_its_place_is_refused(tiny_llama: Path, tmp_path: 
     """The record of one conversation under the name of another: right checksums, wrong keys."""
     engine = cpu_only(tiny_llama, tmp_path)
     prompt, other = two_turns(engine, 60), two_turns(engine, 61)
-    records = engine.tiers["cpu"]._records  # type: ignore[attr-defined]
+    records = records_in(engine.tiers["cpu"])
     (one, two) = records
     records[one], records[two] = records[two], records[one]
     for asked in (prompt, other):
@@ -538,7 +539,7 @@ def test_g6_slots_behind_the_last_computed_one_leave_as_zeros(tiny_llama: Path, 
     engine = cpu_only(tiny_llama, tmp_path)
     engine.built.engine.runner.pool.data.fill_(7.0)
     engine.run(prompt_of(20, seed=2), max_tokens=3)
-    ((_, record),) = engine.tiers["cpu"]._records.items()  # type: ignore[attr-defined]
+    ((_, record),) = records_in(engine.tiers["cpu"]).items()
     geometry = engine.built.engine.runner.pool.geometry
     tail = record[-geometry.block_bytes :].reshape(geometry.layers * 2, 16, -1)
     assert tail[:, :6].any()

@@ -23,6 +23,7 @@ from configs.sections import PredictorSettings, PrefetchSettings, TierSettings
 from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import Tiered, tiered
+from tests.support.inside import idle_in, learner_of
 from tests.support.nodes.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, nvme, sample
 from tests.unit.cache_tiers.node.test_resumption import Foretells, begin, over
 
@@ -134,7 +135,7 @@ def test_f29_a_predictor_that_raises_starts_anew_and_at_last_is_off(tmp_path: Pa
         (curve,) = turns(node)
         assert at in ("hint", "forget", "arrived") or curve is None
         node.node.returns.hint(TENANT, SESSION, "typing", None)
-        node.node.returns._learner.forget(OWNER)
+        learner_of(node.node.returns).forget(OWNER)
         node.node.returns.work()
         assert node.load(wanted) is not None, "the tiers go on"
     stats = node.node.stats().returns
@@ -157,7 +158,7 @@ def test_f29_after_failures_in_a_row_nobody_asks_it_any_more(tmp_path: Path) -> 
     assert stats.failures == FAILURES_MAX
     assert turns(node, 3) == [None] * 3
     assert node.node.stats().returns.failures == FAILURES_MAX
-    sessions = node.node.returns._sessions
+    sessions = idle_in(node.node.returns)
     assert np.array_equal(sessions.curves[sessions.slot(TENANT + SESSION)], COLD), "then it is by recency"
 
 
@@ -182,7 +183,7 @@ def test_f29_a_predictor_that_hangs_holds_up_no_lookup_and_its_queue_is_bounded(
     assert turns(node, 20, is_checked=False) == [None] * 20, "lookups and turns' ends while it hangs"
     stats = node.node.stats().returns
     assert stats.dropped >= 30
-    sessions = node.node.returns._sessions
+    sessions = idle_in(node.node.returns)
     assert sessions.running[sessions.slot(TENANT + SESSION)] == 1  # of the first of all
     node.node.close()  # not held up either
     goes_on.set()
@@ -300,7 +301,7 @@ def test_the_pool_hears_what_the_node_foretells(tiny_llama: Path, tmp_path: Path
     assert pool.sessions.running[slot] == 0
     assert pool.sessions.tokens[slot] == 63
     assert np.array_equal(pool.sessions.curves[slot], Foretells(0.3).ended(None))  # type: ignore[arg-type]
-    node_sessions = engine.node.returns._sessions
+    node_sessions = idle_in(engine.node.returns)
     assert node_sessions.running[node_sessions.slot(OWNER)] == 0
 
 

@@ -17,6 +17,7 @@ from cache_tiers.media.s3_clears import S3Clears
 from cache_tiers.media.s3_keys import S3Keys
 from cache_tiers.media.tier import Deadline
 from configs.sections import S3TierSettings, TierSettings
+from tests.support.inside import clears_of, join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
 from tests.support.nodes.node_harness import (
     MIB,
@@ -48,7 +49,7 @@ def start(stub: Stub, name: str = "node", pending: Path | None = None, **more: o
     s3 = stub.settings(rescan_s=RESCAN_S, **more)
     settings = TierSettings(s3=s3, tombstones_max=tombstones_max, load_s_max=20.0)  # type: ignore[arg-type]
     node = bench([S3Tier(s3, time.time)], settings=settings, incarnation=name, pending_path=pending)
-    node.node._scans.join(20)
+    join_scans(node.node, 20)
     return node
 
 
@@ -64,8 +65,8 @@ def tick(node: Bench) -> None:
     """The next rescan is due, and over."""
     node.clock.now_s += RESCAN_S + 1
     node.node.tick()
-    node.node._scans.join(20)
-    node.node._clears.join(20)
+    join_scans(node.node, 20)
+    clears_of(node.node).join(20)
     node.node.check_integrity()
 
 
@@ -137,7 +138,7 @@ def test_g12_bad_records_of_a_tenant_go_with_it(stub: Stub) -> None:
     wanted = sample(1, placement=IN_S3)
     put(stub, wanted)
     node = start(stub)
-    node.node._books.bad(wanted.header.address, "s3", "checksum")
+    state_of(node.node).bad(wanted.header.address, "s3", "checksum")
     assert [key for key in stub.objects if "/bad/" in key]
     node.node.clear(Clear(TENANT, SESSION))
     assert not [key for key in stub.objects if "/bad/" in key]
@@ -221,7 +222,7 @@ def test_a_node_that_was_away_forgets_what_was_cleared_meanwhile_on_its_own_disk
             incarnation=name,
             pending_path=tmp_path / "owed.json",
         )
-        node.node._scans.join(20)
+        join_scans(node.node, 20)
         return node
 
     mine, hers = (
@@ -309,7 +310,7 @@ def test_s3_marks_are_read_back(stub: Stub) -> None:
     stub.misbehave = forgetful
     node = start(stub)
     assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("s3",)
-    assert isinstance(node.tiers["s3"]._clears, S3Clears)  # type: ignore[attr-defined]
+    assert isinstance(clears_of(node.tiers["s3"]), S3Clears)
     node.node.close()
 
 
@@ -335,7 +336,7 @@ def test_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
     bucket = SharedBucket(MIB)
     settings = TierSettings(tombstones_max=1000, s3=S3TierSettings(rescan_s=RESCAN_S))
     node = bench([SharedBucket(MIB, bucket)], settings=settings)
-    node.node._scans.join(20)
+    join_scans(node.node, 20)
     other = bench([bucket], settings=settings, incarnation="other")
     samples = [sample(number, placement=IN_S3) for number in range(4)]
     for wanted in samples:
@@ -350,8 +351,8 @@ def test_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
 def test_a_clear_of_ids_that_nobody_has_leaves_no_tombstone_on_a_node(stub: Stub, tmp_path: Path) -> None:
     node = start(stub, pending=tmp_path / "owed.json")
     node.node.clear(Clear(TENANT, SESSION, tuple(bytes([number]) * 16 for number in range(6))))
-    assert node.node._books.directory.clears.tombstones == 0
-    assert len(node.node._books.pending) == 0
+    assert state_of(node.node).directory.clears.tombstones == 0
+    assert len(state_of(node.node).pending) == 0
     assert len(marks(stub)) == 1, "another node may have put some of it there: one mark for all of them"
     node.node.close()
 
@@ -376,7 +377,7 @@ def test_g12_what_is_cleared_while_a_scan_runs_is_not_taken_in_by_it(what: Clear
     """It is listed before the clear, which finds nothing of it in the books."""
     bucket = Slow(MIB)
     node = bench([bucket], settings=TierSettings(s3=S3TierSettings(rescan_s=RESCAN_S)))
-    node.node._scans.join(20)
+    join_scans(node.node, 20)
     wanted, foreign = sample(1, placement=IN_S3), sample(2, tenant=OTHER_TENANT, placement=IN_S3)
     for one in (wanted, foreign):
         SharedBucket.put(bucket, one.header.address, Record(one.record), deadline=Deadline(1.0))

@@ -22,6 +22,7 @@ from cache_tiers.media.tier import Tier
 from cache_tiers.pricing.meters import PrefillPrice
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, nvme, receipt_of, same, tiered
+from tests.support.inside import records_in
 from tests.support.nodes.old_records import as_version
 from tests.support.services.rclone import s3_server
 from tests.support.services.service import until
@@ -232,7 +233,7 @@ def test_l14_fires_when_a_loaded_block_is_not_what_was_stored(
         engine = tiered(tiny_llama, tmp_path, tiers={"cpu": HeapTier(64 * MIB)})
         engine.placement = placement_of("cpu")
         prompt = first_turn(engine, 60)
-        records = engine.tiers["cpu"]._records  # type: ignore[attr-defined]
+        records = records_in(engine.tiers["cpu"])
         for address, data in records.items() if spoil else ():
             records[address] = data.copy()
             spoil(records[address])  # type: ignore[misc]

@@ -21,6 +21,7 @@ from replicas.links.wire import Parser, packed
 from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, ReplyTo, TokenLogprob
 from tests.support.clock import Clock
 from tests.support.constants import tuned
+from tests.support.inside import boxes_of, bytes_in, connecting_by, links_of, unreached_by
 from tests.support.link_ends import admit
 from tests.support.router.router_harness import until
 
@@ -149,7 +150,7 @@ async def test_streams_of_one_link_come_apart_and_in_order() -> None:
         link.send("c", "last")
         assert await read(last, 1) == ["last"]
         inlet.forget("c")
-        assert not inlet._boxes.keys() - {"a"}
+        assert not boxes_of(inlet).keys() - {"a"}
 
 
 async def test_a_silent_stream_shows_that_it_lives_and_a_closed_one_does_not() -> None:
@@ -335,7 +336,7 @@ async def test_a_process_that_takes_no_more_links_is_not_reached_so_that_serve_c
         to = await inlet.address()
         links = Links(settings, 60.0)
         assert await links.reach(to) is None
-        assert to in links._unreached
+        assert to in unreached_by(links)
         assert await Links(settings, 60.0).reach(replace(to, secret=SECRET)) is None
         assert first.is_open
 
@@ -347,7 +348,7 @@ async def test_an_address_that_is_not_reached_is_left_alone_for_a_while() -> Non
         gone = replace(to, port=1)
         assert await links.reach(None) is None
         assert await links.reach(gone) is None
-        assert gone in links._unreached
+        assert gone in unreached_by(links)
         first = await links.reach(to)
         assert first is not None
         assert await links.reach(to) is first
@@ -398,7 +399,7 @@ async def test_a_writer_goes_on_before_all_that_came_is_read() -> None:
     assert read == [[b"x" * 40]] * 3
     assert told == [False, True]
     assert await box.next() == [b"x" * 40, b"x" * 40, "no bytes"]
-    assert box._nbytes == 0
+    assert bytes_in(box) == 0
 
 
 async def test_an_address_that_keeps_silent_holds_up_no_other() -> None:
@@ -422,16 +423,16 @@ async def test_an_address_that_keeps_silent_holds_up_no_other() -> None:
     gate.set()
     async with asyncio.timeout(20):
         assert await waiting[1] is None
-    assert to in links._unreached
-    assert not links._connecting
+    assert to in unreached_by(links)
+    assert not connecting_by(links)
     silent.close()
     inlet.close()
 
 
 async def test_both_ends_of_a_link_notice_that_the_other_machine_is_gone() -> None:
     async with linked() as (inlet, link):
-        await until(lambda: bool(inlet._links))
-        for end in (link, *inlet._links):
+        await until(lambda: bool(links_of(inlet)))
+        for end in (link, *links_of(inlet)):
             transport = end._transport if isinstance(end, Link) else end.transport
             assert transport is not None
             sock = transport.get_extra_info("socket")

@@ -17,6 +17,7 @@ from cache_tiers.forecast.survival import COLD, EDGES, Curves, Floats, resume_pr
 from cache_tiers.forecast.turns import Hint, Turn
 from configs.sections import PredictorSettings
 from tests.support.constants import tuned
+from tests.support.inside import turns_of
 from tests.support.turn_streams import Rule, stream
 
 HORIZON_S = 300.0
@@ -80,14 +81,14 @@ def test_calibration_is_of_turns_that_were_seen_for_the_whole_horizon() -> None:
     said, true, turns = (np.array(column) for column in zip(*points, strict=True))
     assert (np.diff(said) > 0).all()
     assert float((np.abs(said - true) * turns).sum() / turns.sum()) < 0.05
-    assert turns.sum() <= len(predictor._turns)
+    assert turns.sum() <= len(turns_of(predictor))
 
 
 def test_trap_naive_labels_break_calibration_and_masked_ones_do_not() -> None:
     """Never wait until a session is back or timed out: those who stay away are then not learned in time."""
     masked, came_back, _ = feed(Unguarded(PredictorSettings()), Rule(), seed=2)
     naive = Unguarded(PredictorSettings())
-    naive._turns = Naive(naive._turns.rows_max)
+    naive._turns = Naive(turns_of(naive).rows_max)
     biased, same, _ = feed(naive, Rule(), seed=2)
     assert (came_back == same).all()
     assert (ece(masked, came_back) or 1) <= 0.03
@@ -152,7 +153,7 @@ def test_turns_that_overlap_are_no_return() -> None:
         for took_s in (5.0, 6.0):
             predictor.ended(Turn(session, begin_s + 1.0, begin_s + took_s, 100, 10))
     assert predictor.counts.returns == 0
-    came_back, _ = predictor._turns.targets(predictor._turns.latest(200), 1000.0)
+    came_back, _ = turns_of(predictor).targets(turns_of(predictor).latest(200), 1000.0)
     assert came_back.sum() == 0
     predictor.check_integrity()
 

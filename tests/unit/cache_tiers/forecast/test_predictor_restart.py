@@ -33,6 +33,7 @@ from cache_tiers.forecast.survival import EDGES, Curves, resume_probability
 from cache_tiers.forecast.turns import Turn
 from configs.sections import PredictorSettings
 from tests.support.constants import tuned
+from tests.support.inside import turns_of
 from tests.support.turn_streams import Rule, stream
 
 SETTINGS = PredictorSettings()
@@ -234,12 +235,12 @@ def test_other_settings_than_it_was_saved_with_take_the_newest_turns() -> None:
     state = taught().state()
     small = Predictor(tuned(PredictorSettings(), replay_turns=64, guard_outcomes=50))
     small.restore(state)
-    rows = small._turns.latest(64)
-    assert np.array_equal(small._turns.features(rows), state["turn_features"][-64:])
+    rows = turns_of(small).latest(64)
+    assert np.array_equal(turns_of(small).features(rows), state["turn_features"][-64:])
     feed(small, later()[:100])
     large = Predictor(tuned(PredictorSettings(), replay_turns=20_000, saved_turns=40_000))
     large.restore(state)
-    assert len(large._turns) == len(state["turn_kinds"])
+    assert len(turns_of(large)) == len(state["turn_kinds"])
     feed(large, later()[:100])
 
 
@@ -286,13 +287,13 @@ def test_turns_that_cannot_be_are_refused_and_nothing_has_changed(state: object,
     with pytest.raises(ValueError, match=reason):
         predictor.restore(state())  # type: ignore[operator]
     assert all(np.array_equal(array, before[name]) for name, array in predictor.state().items())
-    assert len(predictor._turns) == 0
+    assert len(turns_of(predictor)) == 0
 
 
 def test_the_largest_file_that_settings_allow_may_be_read() -> None:
     settings = tuned(PredictorSettings(), replay_turns=40_000, saved_turns=40_000)
     predictor = Predictor(settings)
-    turns, curve = predictor._turns, np.zeros(EDGES, dtype=np.float32)
+    turns, curve = turns_of(predictor), np.zeros(EDGES, dtype=np.float32)
     assert isinstance(turns, ReplayTurns)
     for number in range(40_000):
         turns.add(np.zeros(turns._features.shape[1], dtype=np.float32), 0, curve, curve, float(number))

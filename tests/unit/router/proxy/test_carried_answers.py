@@ -18,6 +18,7 @@ from router.proxy import are_proxies_guarded, inlet_from_environment, links_envi
 from router.proxy.proxy_guard import ProxyGuard, proxy_environment
 from router.routing import ReplicaFailed
 from tests.support.constants import tuned
+from tests.support.inside import boxes_of, bytes_in, carrier_of, links_of
 from tests.support.router.fake_replica import INFO, say
 from tests.support.router.linked_replicas import (
     LINKS,
@@ -68,8 +69,8 @@ async def test_a_stream_over_links_says_what_it_says_without() -> None:
         assert len(linked.headers.get_list("x-request-id")) == 1
         assert not there.serve.carried
         assert (there.serve.counted, there.serve.ongoing) == (1, 0)
-        assert not there.inlet._boxes
-        assert not replicas.inlet._boxes
+        assert not boxes_of(there.inlet)
+        assert not boxes_of(replicas.inlet)
         await until(lambda: there.door.calls.open == 0)
     replicas.inlet.close()
     house.check()
@@ -172,7 +173,7 @@ async def test_behind_another_serve_all_requests_are_serve_s() -> None:
             served.append(scope)
             await house.app(scope, receive, send)
 
-        guard = ProxyGuard(unknown, limits=LimitsSettings(), carrier=there.guard._carrier)
+        guard = ProxyGuard(unknown, limits=LimitsSettings(), carrier=carrier_of(there.guard))
         sent: list[Any] = []
         await posted(guard, sent)
         assert len(served) == 1
@@ -184,7 +185,7 @@ async def test_a_front_door_that_is_lost_in_mid_stream_ends_it_with_an_error() -
     house, replicas = linked_house(lambda request: [*HELLO, asyncio.Event()])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
-        await until(lambda: any(box.has_spoken for box in there.inlet._boxes.values()))
+        await until(lambda: any(box.has_spoken for box in boxes_of(there.inlet).values()))
         there.door.close()  # the process ends
         body = (await asking).text
         assert text_of(body) == "Hel"
@@ -201,7 +202,7 @@ async def test_an_answer_that_fails_in_mid_stream_says_so_over_the_link() -> Non
     house, replicas = linked_house(lambda request: [*HELLO, gate, ReplicaFailed("a bug")])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
-        await until(lambda: any(box.has_spoken for box in there.inlet._boxes.values()))
+        await until(lambda: any(box.has_spoken for box in boxes_of(there.inlet).values()))
         gate.set()
         body = (await asking).text
         assert text_of(body) == "Hel"
@@ -249,7 +250,7 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
     left.set()
     await asyncio.wait_for(serving, 10)
     await until(lambda: house.service.concurrency.open_total == 0 and there.door.calls.open == 0)
-    assert not there.inlet._boxes
+    assert not boxes_of(there.inlet)
     assert not there.serve.carried
     there.close()
     replicas.inlet.close()
@@ -272,11 +273,11 @@ async def test_a_client_that_does_not_read_holds_its_replica_back_at_the_proxy()
     serving = asyncio.create_task(posted(there.guard, left=gate, send=send))
     await asyncio.wait_for(sent.wait(), 10)
     await until(lambda: house.service.concurrency.open_total == 0)
-    held = [box._nbytes for box in there.inlet._boxes.values()]
+    held = [bytes_in(box) for box in boxes_of(there.inlet).values()]
     assert not held or max(held) < 4 * 1024
     gate.set()
     await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), 10)
-    assert not there.inlet._boxes
+    assert not boxes_of(there.inlet)
     there.close()
 
 
@@ -331,7 +332,7 @@ async def test_a_front_door_that_stops_refuses_and_waits_for_what_it_has_taken()
     house, replicas = linked_house(lambda request: [*HELLO, gate, *say(["lo"])[1:]])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
-        await until(lambda: any(box.has_spoken for box in there.inlet._boxes.values()))
+        await until(lambda: any(box.has_spoken for box in boxes_of(there.inlet).values()))
         there.taker.refuse()
         finishing = asyncio.create_task(there.taker.finish(60.0))
         assert (await client.get("/v1/models")).status_code == 200
@@ -372,8 +373,8 @@ async def test_who_does_not_know_the_secret_calls_no_front_door() -> None:
     there = await proxied(app)
     to = await there.door.address()
     wrong = ReplyTo(to.host, to.port, "0" * len(to.secret))
-    assert there.guard._carrier is not None
-    assert await there.guard._carrier._links.reach(wrong) is None
+    assert carrier_of(there.guard) is not None
+    assert await links_of(carrier_of(there.guard)).reach(wrong) is None
     assert not served.is_set()
     assert there.door.calls.open == 0
     there.close()
@@ -431,7 +432,7 @@ async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> Non
             sizes.append(len(body))
 
     serving = asyncio.create_task(posted(there.guard, send=send))
-    await until(lambda: any(box._is_paused for box in there.inlet._boxes.values()))
+    await until(lambda: any(box._is_paused for box in boxes_of(there.inlet).values()))
     while not serving.done():
         before = written[0], pieces[0]
         reads.release()
@@ -451,7 +452,7 @@ async def test_the_live_stream_ends_when_its_reader_leaves() -> None:
         await until(lambda: there.door.calls.open == 1 and bool(there.inlet._from))
         live.cancel()
         await asyncio.gather(live, return_exceptions=True)
-        await until(lambda: not there.inlet._boxes and there.door.calls.open == 0)
+        await until(lambda: not boxes_of(there.inlet) and there.door.calls.open == 0)
     replicas.inlet.close()
 
 

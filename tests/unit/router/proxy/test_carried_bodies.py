@@ -17,6 +17,7 @@ from router.proxy import KeptBodies
 from router.proxy.proxy_guard import ProxyGuard
 from router.proxy.wire import packed_request, read_request
 from tests.support.constants import tuned
+from tests.support.inside import carrier_of, links_of
 from tests.support.router.linked_replicas import LINKS, Proxied, proxied
 from tests.support.router.router_harness import serving, until
 
@@ -170,8 +171,8 @@ async def test_a_front_door_whose_answers_are_cut_off_gets_no_request_over_its_o
         await asyncio.wait_for(door.has_body.wait(), 30)
         to = await there.door.address()
         there.known.update([], "here")  # only the second try matters
-        assert there.guard._carrier is not None
-        link = there.guard._carrier._links._links[to]
+        assert carrier_of(there.guard) is not None
+        link = links_of(links_of(carrier_of(there.guard)))[to]
         for answers in list(there.inlet._links):
             assert answers.transport is not None
             answers.transport.abort()

@@ -19,6 +19,7 @@ from router.routing.request_router import SessionRouter
 from router.routing.roster import OTHERS_MAX
 from router.routing.score import Rendezvous, RoutingRequest
 from tests.support.clock import Clock
+from tests.support.inside import least_loaded, replicas_in
 
 PREFILL = PrefillPrice(0.01, 1e-3, 0.0)
 COUNT, PER_NODE = 200, 8
@@ -91,10 +92,10 @@ def test_idle_replicas_of_another_model_hide_none_of_this_one() -> None:
 
 def test_a_failed_look_at_replicas_loses_none() -> None:
     one = loaded(6)
-    heap = one._least_loaded
+    heap = least_loaded(one)
     with pytest.raises(KeyError):
-        heap.first(1, one._replicas, NAMES, dict[str, bool]().__getitem__)
-    assert {entry[-1] for entry in heap._heap if heap._is_valid(entry, one._replicas)} == set(NAMES)
+        heap.first(1, replicas_in(one), NAMES, dict[str, bool]().__getitem__)
+    assert {entry[-1] for entry in heap._heap if heap._is_valid(entry, replicas_in(one))} == set(NAMES)
 
 
 def test_where_all_are_full_there_is_still_somewhere_to_go() -> None:
@@ -115,7 +116,7 @@ def test_idle_replicas_share_what_comes_anew() -> None:
     for seed in range(40):
         one = ReplicaLoadTracker(Clock(100.0), random.Random(seed))
         one.update_replicas(NODES, {})
-        chosen.update(one._least_loaded.first(1, one._replicas, NAMES, lambda _: True))
+        chosen.update(least_loaded(one).first(1, replicas_in(one), NAMES, lambda _: True))
     assert len(chosen) > 20
 
 
@@ -124,7 +125,7 @@ def test_the_heap_of_loads_does_not_grow_with_requests() -> None:
     for number in range(20_000):
         one.routed("t", NAMES[number % 7], 1.0, None)
         one.ended(f"t{number}")
-    assert len(one._least_loaded._heap) <= 4 * COUNT + LOOKS_MAX + 1
+    assert len(least_loaded(one)._heap) <= 4 * COUNT + LOOKS_MAX + 1
     one.check_integrity()
 
 
@@ -161,7 +162,9 @@ def test_loads_are_what_is_open_whatever_happens_in_which_order(history: list[An
         one.check_integrity()
         waits = {view.name: view.wait_s for view in one.views(NAMES[:5], never)}
         assert all(wait_s >= 0 for wait_s in waits.values())
-        assert len(one._least_loaded.first(99, one._replicas, NAMES, lambda _: True)) == len(one._replicas)
+        assert len(least_loaded(one).first(99, replicas_in(one), NAMES, lambda _: True)) == len(
+            replicas_in(one)
+        )
 
 
 async def test_serve_gets_a_rank_for_each_of_the_few_and_one_of_others(

@@ -21,6 +21,7 @@ from router.context.compaction import Compactor, PieceIndex, fitter
 from tests.house import ROOT
 from tests.support.constants import move
 from tests.support.engines.tiny_models import EOS_TOKEN
+from tests.support.inside import remembered_in
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import (
     CONTEXT,
@@ -179,10 +180,10 @@ async def test_what_a_cut_leaves_out_is_indexed_before_anybody_asks(
         assert len(indexed) == keeper(made).idle.outcomes["done"] > 2
         await guest.says(question(3), compaction={"mode": "retrieve", "budget_tokens": 90})
         assert indexed[-1], "pieces of another size"
-        (owner,) = keeper(made).fitter.memory._sessions
+        (owner,) = remembered_in(keeper(made).fitter.memory)
         keeper(made).fitter.memory.check_integrity()
         await client.delete("/v1/sessions/s")
-        assert owner not in keeper(made).fitter.memory._sessions
+        assert owner not in remembered_in(keeper(made).fitter.memory)
 
 
 async def test_a_fact_beyond_the_window_comes_back_beside_its_question(tmp_path: Path) -> None:
@@ -501,12 +502,12 @@ async def test_a_session_that_is_deleted_is_gone_from_memory_and_file(tmp_path: 
         assert keeper(made).card("local", b"") == {"compaction": None}
         memory = keeper(made).fitter.memory
         memory.check_integrity()
-        assert not memory._sessions
+        assert not remembered_in(memory)
         await guest.says("And the safe?", compaction={"mode": "summarise"})
         assert guest.receipts[-1]["compaction"]["summarised_messages"] == 0
         await rest(made)
         await client.delete("/v1/cache")
-        assert not memory._sessions
+        assert not remembered_in(memory)
 
 
 async def test_a_delete_stops_the_summary_that_is_being_written(tmp_path: Path) -> None:
@@ -635,8 +636,8 @@ async def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest
             guest = Guest(client, made, session)
             await guest.talks(18)
             memory.check_integrity()
-            assert len(memory._sessions) <= 2
-            assert all(len(one.cuts) <= 3 >= len(one.pieces) for one in memory._sessions.values())
+            assert len(remembered_in(memory)) <= 2
+            assert all(len(one.cuts) <= 3 >= len(one.pieces) for one in remembered_in(memory).values())
         await keeper(made).stop()
         keeper(made).close()
 
