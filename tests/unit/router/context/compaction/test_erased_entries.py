@@ -144,7 +144,7 @@ async def test_a_store_that_fails_is_told_and_the_deletion_can_be_repeated(
             broken.setattr(file_of(store), "_busy_s", 0.0)
             with sqlite3.connect(tmp_path / "compaction.sqlite") as held:
                 held.execute("BEGIN IMMEDIATE")
-                for connection in connections_of(file_of(store)):
+                for connection, _ in connections_of(file_of(store)):
                     connection.execute("PRAGMA busy_timeout=0")
                 refused = await client.delete(f"/v1/knowledge/{entry}")
                 held.execute("ROLLBACK")
