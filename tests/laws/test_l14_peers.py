@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cache_tiers.blocks.extent import Bytes, Placement
-from cache_tiers.blocks.record import decode_header, header_bytes
+from cache_tiers.blocks.record import decode_header
 from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.s3 import S3Tier
@@ -25,6 +24,7 @@ from replicas.messages import GenerateRequest, Route
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, receipt_of, same, tiered
 from tests.support.inside import join_scans, link_of, records_in
+from tests.support.nodes.damages import one_bit, wrong_blocks
 from tests.support.nodes.peer_harness import FakeLink, World
 from tests.support.services.rclone import s3_server
 
@@ -126,17 +126,6 @@ def test_l14_what_came_is_not_stored_again_and_what_did_not_come_is(tiny_llama: 
     same(prefill(d, prompt), truth(tiny_llama, tmp_path, prompt))
     headers = [decode_header(data) for data in records_in(d.tiers["cpu"]).values()]
     assert min(header.first_block for header in headers) == 0  # what nobody gave it is here from now on
-
-
-def one_bit(record: Bytes) -> None:
-    record[header_bytes(5, 1) + 100] ^= 1
-
-
-def wrong_blocks(record: Bytes) -> None:
-    """Each block's KV stands in the next one's place."""
-    header = decode_header(record)
-    payload = record[header_bytes(header.blocks, header.shape.layers) :]
-    payload[:] = np.roll(payload, header.shape.block_bytes)
 
 
 @pytest.mark.parametrize(("spoil", "is_exact"), [(one_bit, True), (wrong_blocks, False)])

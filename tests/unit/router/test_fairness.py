@@ -11,14 +11,19 @@ from cache_tiers.sessions.session_table import SessionRow, SessionTable, Session
 from configs.settings import AuthSettings, LimitsSettings, Settings
 from router.openai.errors import TooManyRequests
 from router.prompt.tokenizer_threads import TokenizerThreads
-from tests.support.router.router_harness import KEY, MODEL, OTHER_KEY, House, error_of, make_settings, until
+from tests.support.router.router_harness import (
+    KEY,
+    MODEL,
+    OTHER_KEY,
+    House,
+    bearer,
+    error_of,
+    make_settings,
+    until,
+)
 
 KEYS = {"alice": KEY, "bob": OTHER_KEY}
 COMPLETIONS = "/v1/completions"
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def many(prompts: int, n: int, max_tokens: int | None = 10) -> dict[str, object]:

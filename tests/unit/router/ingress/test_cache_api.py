@@ -23,6 +23,7 @@ from tests.support.router.router_harness import (
     SENT,
     TOKENIZER,
     House,
+    bearer,
     chat,
     error_of,
     make_settings,
@@ -43,10 +44,6 @@ def guarded(**more: Any) -> House:
         settings=make_settings(keys={"a": KEY, "b": OTHER_KEY}, **more),
     )
     return house
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def knows_the_reply(client: Any, key: str, house: House, **fields: Any) -> bool:

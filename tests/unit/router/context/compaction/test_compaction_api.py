@@ -17,7 +17,7 @@ import pytest
 
 from configs.optional_sections import CompactionSettings
 from replicas.messages import EngineStats, Failed, GenerateRequest
-from router.context.compaction import Compactor, PieceIndex, fitter
+from router.context.compaction import PieceIndex, fitter
 from tests.house import ROOT
 from tests.support.constants import move
 from tests.support.engines.tiny_models import EOS_TOKEN
@@ -31,6 +31,7 @@ from tests.support.router.router_harness import (
     TOKENIZER,
     House,
     error_of,
+    keeper,
     make_settings,
     spoken,
     until,
@@ -56,11 +57,6 @@ def house(folder: Path, keys: dict[str, str] | None = None, summary: str = SUMMA
     made = House(script, settings=make_settings(compaction=settings_in(folder, **own), keys=keys))
     made.replicas.stats_now = [EngineStats("replica-1")]  # idle
     return made
-
-
-def keeper(of: House) -> Compactor:
-    assert isinstance(of.service.stage("compaction"), Compactor)
-    return of.service.stage("compaction")
 
 
 def text_of(request: GenerateRequest) -> str:

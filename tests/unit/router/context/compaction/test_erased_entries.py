@@ -15,12 +15,11 @@ from router.context.documents import DocumentShelf
 from router.context.knowledge import KnowledgeBase
 from tests.support.inside import connections_of, file_of
 from tests.support.router.fake_replica import Script
-from tests.support.router.router_harness import House, error_of, make_settings, spoken
+from tests.support.router.router_harness import House, error_of, keeper, make_settings, spoken
 from tests.unit.router.context.compaction.test_compaction_api import (
     Guest,
     bytes_in,
     is_summary,
-    keeper,
     question,
     rest,
     settings_in,
