@@ -13,6 +13,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from cache_tiers.pricing.meters import PrefillPrice
 from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
+from replicas.serving.door_loads import DoorLoad
 from router.routing import load_tracker
 from router.routing.load_tracker import LOOKS_MAX, RANKED_ALL_MAX, ReplicaLoadTracker
 from router.routing.request_router import SessionRouter
@@ -67,6 +68,19 @@ def test_home_the_replicas_beside_the_blocks_and_the_first_by_hash_are_among_the
     assert "r17" in some
     assert {NODES[name] for name in some} >= {"n2"}
     assert RING.first("s", 1)[0] in some
+
+
+def test_where_work_is_equal_the_requests_of_all_front_doors_count() -> None:
+    one = ReplicaLoadTracker(Clock(100.0), random.Random(0))
+    names = ["r0", "r1", "r2"]
+    one.update_replicas({name: NODES[name] for name in names}, dict.fromkeys(names, PREFILL))
+    for name, own, others in (("r0", 2, 2), ("r1", 2, 0), ("r2", 0, 3)):
+        known = replicas_in(one)[name]
+        known.others = DoorLoad(open_requests=others)
+        for number in range(own):
+            one.routed(f"{name}.{number}", name, 0.0, None)
+        least_loaded(one).changed(name, known)
+    assert least_loaded(one).first(3, replicas_in(one), names, lambda _: True) == ["r1", "r2", "r0"]
 
 
 def test_those_that_are_full_leaving_avoided_or_not_asked_for_are_left_out() -> None:
