@@ -66,7 +66,7 @@ Row = tuple[str, ...]
 
 
 def group_of(key: str) -> str:
-    """Return the heading of a setting: what somebody who sets it wants to do."""
+    """Return the heading of a setting: what a person who sets it wants to do."""
     fits = [
         (len(begin), group) for group, begins in GROUPS.items() for begin in begins if key.startswith(begin)
     ]

@@ -164,6 +164,11 @@ def test_a_former_name_still_works_and_each_source_warns_of_it(
     assert value_of_settings(merged(json.loads(in_yaml(former, wanted)), {}), key) == wanted
 
 
+def test_there_are_no_more_settings_than_there_were() -> None:
+    """A new one is for a machine, a workload or a rule; an inner number of an algorithm is a constant."""
+    assert len(setting_fields()) <= 374
+
+
 @pytest.mark.parametrize(("key", "value"), fixed_keys().items())
 def test_what_was_a_setting_is_not_used_and_each_source_says_so(
     key: str, value: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
