@@ -1,6 +1,6 @@
 """A replica whose engine costs nothing: it says one token for every open answer at a set rate.
 
-All else is the product's: deployment, engine thread, routes, front door, proxy. A token's text is the time at
+All else is the product's: deployment, engine thread, routes, ingress, proxy. A token's text is the time at
 which it was made, so that a client on the same machine knows how long it was on its way.
 
 As a program: `samovar serve` with such a replica, `python -m bench._front_engine --step-ms 20 FLAGS`.

@@ -2,9 +2,9 @@
 
 A service whose engine costs nothing (`_front_engine`) gets 1 to 1,024 streams; each token says when it was
 made. CPU is counted by process while all streams run. Beside it: the same without links (`samovar-serve`:
-every token is a message of Ray Serve), the same with two and four front doors, a bare streaming app under
+every token is a message of Ray Serve), the same with two and four ingresses, a bare streaming app under
 uvicorn, and vLLM's server if it is asked for (`_front_vllm`). The engine's own share of the replica's process
-counts as front door. What the processes take without any stream (Ray's and Serve's own work: more with each
+counts as ingress. What the processes take without any stream (Ray's and Serve's own work: more with each
 process) is measured before, and told apart: a row has the CPU of a token with it (`front_cpu_ms_per_token`)
 and without (`net_cpu_ms_per_token`). Linux only.
 """
@@ -92,8 +92,8 @@ def _samovar(*own: str) -> Server:
 
 SERVERS = {
     "samovar": _samovar(),
-    "samovar-2-doors": _samovar("--server.ingress-replicas", "2"),
-    "samovar-4-doors": _samovar("--server.ingress-replicas", "4"),
+    "samovar-2-ingresses": _samovar("--server.ingress-replicas", "2"),
+    "samovar-4-ingresses": _samovar("--server.ingress-replicas", "4"),
     "samovar-serve": _samovar("--cluster.links.enabled", "false"),
     "uvicorn": Server(_raw, "/", is_endless=True),
     "vllm": Server(_vllm, is_stamped=False, tokens=_front_vllm.tokens),
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with working_directory() as work:
         for name in args.servers:
             with server(name, args.step_ms, work, flags) as (port, root):
-                measure(name, port, root, 16, 1.0, {})  # each front door makes things at its first request
+                measure(name, port, root, 16, 1.0, {})  # each ingress makes things at its first request
                 if args.lone and SERVERS[name].is_stamped:
                     rows.append(measure_lone(name, port, root, args.lone))
                     report.show(f"{name}, {args.lone} lone requests", rows[-1:])

@@ -1,8 +1,8 @@
-"""`python -m bench.front_scale`: what a fleet of front doors costs, and which part of it breaks first.
+"""`python -m bench.front_scale`: what a fleet of ingresses costs, and which part of it breaks first.
 
 Measures the product's own parts in this process (choosing a replica, the tables of sessions and what they
 send each other, the memory of a row), and computes from them how much of a core each takes at a size, given
-as sessions a second, front doors and replicas. The simulator then says what looking beyond home is worth.
+as sessions a second, ingresses and replicas. The simulator then says what looking beyond home is worth.
 Times are CPU time of one core.
 """
 
@@ -33,7 +33,7 @@ REPLICAS = (64, 1000, 4000)
 ROWS = 50_000
 TENANT = bytes(16)
 SIZES = ((1, 3, 10), (100, 3, 100), (1_000, 10, 1_000), (10_000, 100, 1_000))
-"""Sessions a second, front doors, replicas."""
+"""Sessions a second, ingresses, replicas."""
 TURNS_A_SESSION = 1.6
 SIM_BLOCK_TOKENS = 2048
 
@@ -64,7 +64,7 @@ def fill(sessions: SessionTable, rows: int, first: int = 0) -> None:
 
 
 def row_cost() -> RowCost:
-    """Measure recording, sending and taking rows, as a front door and the directory's actor do."""
+    """Measure recording, sending and taking rows, as an ingress and the directory's actor do."""
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     first = table()
@@ -91,30 +91,32 @@ def row_cost() -> RowCost:
     return RowCost(memory, nbytes / ROWS, recorded_s * a_row, sent_s * a_row, taken_s * a_row)
 
 
-def load(cost: RowCost, routing_us: float, sessions_s: float, doors: int, replicas: int) -> dict[str, Any]:
+def load(
+    cost: RowCost, routing_us: float, sessions_s: float, ingresses: int, replicas: int
+) -> dict[str, Any]:
     """Return what a size takes: shares of a core, bytes. `routing_us`: of a request at so many replicas."""
     turns_s = sessions_s * TURNS_A_SESSION
-    out_s = turns_s * (doors - 1)  # every row goes to every other front door
+    out_s = turns_s * (ingresses - 1)  # every row goes to every other ingress
     actor = (turns_s * cost.take_us + out_s * cost.send_us) / 1e6
-    door_rows_s = turns_s - turns_s / doors
-    directory = (turns_s / doors * (cost.record_us + cost.send_us) + door_rows_s * cost.take_us) / 1e6
+    ingress_rows_s = turns_s - turns_s / ingresses
+    directory = (turns_s / ingresses * (cost.record_us + cost.send_us) + ingress_rows_s * cost.take_us) / 1e6
     return {
         "sessions_s": sessions_s,
-        "front_doors": doors,
+        "ingresses": ingresses,
         "replicas": replicas,
         "actor_cores": actor,
         "actor_out_mb_s": out_s * cost.wire_bytes / 1e6,
-        "door_directory_cores": directory,
-        "door_routing_cores": turns_s / doors * routing_us / 1e6,
+        "ingress_directory_cores": directory,
+        "ingress_routing_cores": turns_s / ingresses * routing_us / 1e6,
         "hour_of_sessions_mb": 3600 * sessions_s * cost.memory_bytes / 1e6,
         "default_table_s": RouterSettings().sessions_max / sessions_s,
         "messages_s_if_1_in_100_is_named": 0.01 * turns_s * replicas,
     }
 
 
-def breaks_at(cost: RowCost, doors: int) -> float:
+def breaks_at(cost: RowCost, ingresses: int) -> float:
     """Return at how many sessions a second the directory's actor needs a whole core."""
-    return 1e6 / TURNS_A_SESSION / (cost.take_us + (doors - 1) * cost.send_us)
+    return 1e6 / TURNS_A_SESSION / (cost.take_us + (ingresses - 1) * cost.send_us)
 
 
 def hits(replicas: int, turns: int, candidates: int) -> dict[str, Any]:
@@ -150,8 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = [load(cost, near[replicas], *size) for size in SIZES for replicas in size[2:]]
     report.show("what a size takes", sizes)
     limits = [
-        {"front_doors": doors, "sessions_s_of_one_actor_core": breaks_at(cost, doors)}
-        for doors in (3, 10, 100)
+        {"ingresses": ingresses, "sessions_s_of_one_actor_core": breaks_at(cost, ingresses)}
+        for ingresses in (3, 10, 100)
     ]
     report.show("where the directory's actor is full", limits)
     worth = [hits(100, args.turns, candidates) for candidates in (1, 4)]

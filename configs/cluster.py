@@ -61,7 +61,7 @@ class AutoscalingSettings(Section):
 
 
 class LinkSettings(Section):
-    """Connections that carry streamed answers, beside Ray Serve's calls: replica, front door, proxy."""
+    """Connections that carry streamed answers, beside Ray Serve's calls: replica, ingress, proxy."""
 
     enabled: bool = Field(
         True,
@@ -81,7 +81,7 @@ class LinkSettings(Section):
     unread_bytes_max: ClassVar[int] = 64 * MIB
     # The writer waits while a client leaves this many bytes of its answer unread.
     stream_bytes_max: ClassVar[int] = 256 * 1024
-    # So much of a request's body goes to the front door with the request; the rest follows when a front door
+    # So much of a request's body goes to the ingress with the request; the rest follows when an ingress
     # has taken it. 0 = all of it follows.
     body_bytes_max: ClassVar[int] = 16 * 1024
 

@@ -74,13 +74,20 @@ def setting_fields(model: type[BaseModel] = Settings) -> dict[str, SettingField]
 
 
 def former_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, str]:
-    """Return the key of every renamed setting by its former key; see `Section.FORMER`."""
-    return {
-        f"{at}{former}": f"{at}{name}"
-        for at, section in _sections(model, prefix)
-        for former, name in section.FORMER.items()
-        if name in section.model_fields
-    }
+    """Return the key of every renamed setting by its former key, those of renamed sections, too.
+
+    See `Section.FORMER`.
+    """
+    found: dict[str, str] = {}
+    for at, section in _sections(model, prefix):
+        for former, name in section.FORMER.items():
+            below = section.model_fields[name].annotation if name in section.model_fields else None
+            if isinstance(below, type) and issubclass(below, Section):
+                inner = [field.key for field in _walk(below, "")] + list(fixed_keys(below))
+                found |= {f"{at}{former}.{key}": f"{at}{name}.{key}" for key in inner}
+            elif name in section.model_fields:
+                found[f"{at}{former}"] = f"{at}{name}"
+    return found
 
 
 def fixed_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, Any]:

@@ -276,7 +276,7 @@ def _walk_nodes(
     `above` holds the ids of the enclosing nodes: an alias may lead back to one of them.
     """
     seen: dict[str, int] = {}
-    known, sections = setting_fields(), section_keys()
+    known, sections = setting_fields(), _given_sections()
     above |= {id(node)}
     for key_node, value_node in node.value:
         name, line = str(key_node.value), key_node.start_mark.line + 1
@@ -297,6 +297,11 @@ def _walk_nodes(
             _walk_nodes(value_node, f"{key}.", place, lines, problems, above)
 
 
+def _given_sections() -> set[str]:
+    """Return the keys that may contain others, by their present and their former names."""
+    return section_keys() | {key.rsplit(".", 1)[0] for key in former_keys()}
+
+
 def _walk_tree(
     tree: Mapping[Any, Any],
     prefix: str,
@@ -305,7 +310,7 @@ def _walk_tree(
     layer: Layer,
     problems: list[Problem],
 ) -> None:
-    known, sections, former, fixed = setting_fields(), section_keys(), former_keys(), fixed_keys()
+    known, sections, former, fixed = setting_fields(), _given_sections(), former_keys(), fixed_keys()
     for name, value in tree.items():
         given = f"{prefix}{name}"
         origin = f"{place}, line {lines[given]}" if given in lines else place
@@ -323,7 +328,8 @@ def _walk_tree(
             _walk_tree(value, f"{key}.", place, lines, layer, problems)
         elif value is not None:  # an empty section is fine
             message = f"this is a section, but the file gives {_kind_of(value)}"
-            fix = f"Write its keys below it, such as {next(k for k in known if k.startswith(key + '.'))}"
+            below = next(one for one in (*known, *former) if one.startswith(key + "."))
+            fix = f"Write its keys below it, such as {below}"
             problems.append(Problem(key, origin, message, fix))
 
 

@@ -13,8 +13,8 @@ from configs.sections import GIB, KIB, MIB, TIB, Section
 HttpUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]{1,1000}$")]
 
 
-DOORS_MAX = 64
-Doors = Annotated[int, Field(ge=1, le=DOORS_MAX)]
+INGRESSES_MAX = 64
+Ingresses = Annotated[int, Field(ge=1, le=INGRESSES_MAX)]
 
 
 def _auto_as_none(given: object) -> object:
@@ -25,7 +25,7 @@ def _auto_as_none(given: object) -> object:
 class PageSettings(Section):
     """How many ingresses there are, and whether they show their work; a base of the section `server`."""
 
-    ingress_replicas: Annotated[Doors | None, BeforeValidator(_auto_as_none)] = Field(
+    ingress_replicas: Annotated[Ingresses | None, BeforeValidator(_auto_as_none)] = Field(
         None,
         description="processes that parse, tokenise and stream; any may die at any time; empty or `auto` = "
         "one on each node of a cluster, and one on a single machine; with server.record or "
@@ -37,7 +37,7 @@ class PageSettings(Section):
     )
 
 
-class DoorSettings(Section):
+class IngressSettings(Section):
     """What ingresses share by the session directory, so that any of them may die."""
 
     kept_bytes_max: int = Field(
@@ -345,7 +345,7 @@ class AnswerSettings(Section):
         60.0,
         ge=0,
         le=3600,
-        description="how long an answer is computed on when its client, or its front door, is gone",
+        description="how long an answer is computed on when its client, or its ingress, is gone",
     )
     # Such answers of one tenant on a replica; the longest unread one ends.
     unread_per_tenant_max: ClassVar[int] = 8
@@ -499,7 +499,9 @@ class CompactionSettings(Section):
 class OptionalSections(Section):
     """The optional sections; a base of the whole tree."""
 
-    doors: DoorSettings = DoorSettings()
+    FORMER = {"doors": "ingress"}
+
+    ingress: IngressSettings = IngressSettings()
     answers: AnswerSettings = AnswerSettings()
     live: LiveSettings = LiveSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()

@@ -17,7 +17,8 @@ TIB = 1024 * GIB
 class Section(BaseModel):
     """Base class of all sections: frozen, and unknown keys are refused.
 
-    `FORMER`: former name -> name, accepted for one release. `load` warns; trees saved before are just read.
+    `FORMER`: former name -> name, of settings or of sections below, accepted for one release. `load` warns;
+    trees saved before are just read.
     A `ClassVar` in lower case was a setting that no operator had to set for a machine, a workload or a rule,
     and is a constant: what is given for it is not used, and `load` says so.
     """

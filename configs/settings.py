@@ -256,7 +256,7 @@ class EngineSettings(SplitSettings):
         description="blocks of a preempted sequence: drop = recompute them later, "
         "swap = keep them in main memory, price = the one that is expected to be quicker",
     )
-    coalesce_ms: ClassVar[float] = 20.0  # how long tokens may wait for more while the front door is busy
+    coalesce_ms: ClassVar[float] = 20.0  # how long tokens may wait for more while the ingress is busy
     idle_check_s: ClassVar[float] = 1.0  # an engine idle this long checks that no page was lost
     stuck_step_s: float = Field(
         120.0, ge=1, le=3600, description="a step that takes longer than this makes the replica unhealthy"

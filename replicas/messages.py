@@ -1,4 +1,4 @@
-"""Messages between the front door and a replica.
+"""Messages between the ingress and a replica.
 
 Plain frozen data that crosses a process boundary; no torch, no Ray, no HTTP. The replica's `generate` yields
 lists of events for one request: first one `Admitted` or `Refused`, then `Delta`s of its `n` choices in the
@@ -48,13 +48,13 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled. Validated by the front door; `temperature=0` is greedy.
+    """How tokens are sampled. Validated by the ingress; `temperature=0` is greedy.
 
     `prompt_logprobs`: k = the log-probabilities of the prompt's tokens and of the k best in their places;
     they are computed, so the cache serves only tokens before `prompt_logprobs_from`.
     """
 
-    max_tokens: int = 0  # 0 = the rest of the context: the front door puts the number in
+    max_tokens: int = 0  # 0 = the rest of the context: the ingress puts the number in
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -95,8 +95,8 @@ class Route:
     `home`: id of the replica that served the session last, `node`: that replica's node. `cached_tokens`:
     prompt tokens that the last turn left there. `avoid`: replicas on which this request has failed. `peers`:
     nodes whose tiers may hold the session's blocks, the likeliest first. `ticket`: identifies this call to
-    the front door (a request id is chosen by the client, and one request may be several calls). `door`: that
-    front door. `only`: the id of the only replica that can serve it, as long as that is there.
+    the ingress (a request id is chosen by the client, and one request may be several calls). `ingress`: that
+    ingress. `only`: the id of the only replica that can serve it, as long as that is there.
     """
 
     home: str = ""
@@ -105,7 +105,7 @@ class Route:
     avoid: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     ticket: str = ""
-    door: str = ""
+    ingress: str = ""
     only: str = ""
 
 
@@ -144,7 +144,7 @@ KEPT_REF_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The name by which a client may ask for an answer again (`answers/kept.py`).
+    """The name by which a client may ask for an answer again (`answers/answer_log.py`).
 
     `ref`: `KEPT_REF_BYTES`, from the tenant and the client's key. `body`: digest of what was asked under it.
     `created`: Unix time of the first asking. `is_attaching`: the answer is there; nothing is to be computed.
@@ -159,7 +159,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAnswer:
+class LoggedAnswer:
     """An answer that a replica keeps. `prompt`: its token ids, four bytes each, in this machine's order.
 
     `body`, `created`: see `Keep`.
@@ -182,9 +182,9 @@ class GenerateRequest:
     where the turn's blocks are stored at its end; None: nowhere. `model`: fingerprint of the model whose
     tokenizer produced the ids; a replica of another model refuses (`Failed`, `replica_lost`); empty: any.
     `resume`: continue an answer that another replica began. `trace`: context of the request's span; empty: it
-    is not traced. `reply_to`: where the events are awaited; None: they are what the call returns, as they are
-    where that cannot be reached. `keep`: the answer is kept for a while, and may be read again; None: it ends
-    with its reader. `stores_all`: its blocks are stored even where computing them again is cheaper.
+    is not traced. `reply_to`: where the events of a call over a link are awaited; None: Serve carries the
+    call, and its events. `keep`: the answer is kept for a while, and may be read again; None: it ends with
+    its reader. `stores_all`: its blocks are stored even where computing them again is cheaper.
     `priority`: smaller = sooner, among the tenant's own.
     """
 

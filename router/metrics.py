@@ -240,7 +240,7 @@ class Metrics:
         self._replicas.nodes = list(nodes)
         self._replicas.tiers_up = dict(tiers_up or {})
 
-    def front_door(self) -> Iterator[Metric]:
+    def ingress(self) -> Iterator[Metric]:
         """Yield the metrics of this ingress that a diagnosis reads, without asking anyone for more."""
         for one in (self.prefixes_left, self.prefix_shared, self.prefix_lost, self.returning, self.queue_s):
             yield from one.collect()

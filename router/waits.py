@@ -13,7 +13,7 @@ class BoundedWaits:
     """Cancels a wait that takes too long, as `asyncio.timeout` does, for one wait at a time.
 
     One timer serves many waits: it looks when the latest one ends, and goes on. Timers and contexts for
-    each cost a third of what a token does in a front door whose caches a model on the same CPU has emptied.
+    each cost a third of what a token does in an ingress whose caches a model on the same CPU has emptied.
     Call `close` at the end.
     """
 

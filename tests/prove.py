@@ -62,7 +62,7 @@ FAULTS = {
     "F19": "an object's owner dies, the object store is full",
     "F20": "a replica is killed in mid-stream",
     "F21": "a replica freezes and comes back",
-    "F22": "the front door or the controller is killed",
+    "F22": "the ingress or the controller is killed",
     "F23": "clients hang up at any token",
     "F24": "a turn ends at any place of a page",
     "F25": "preemption and forks during stores and loads",

@@ -337,8 +337,8 @@ class TierActor:
         return replace(stats, bad_files=stats.bad_files + self._bad_files)
 
     # What the session directory and the command line call.
-    hint = served("returns", NodeResumption.hint, lambda node: node.returns)
-    likely = served("returns", NodeResumption.likely, lambda node: node.returns)
+    hint = served("returns", NodeResumption.hint, lambda node: node.resumption)
+    likely = served("returns", NodeResumption.likely, lambda node: node.resumption)
     glance = served("lookup", TierNode.glance, whole)
     sessions = served("control", NodeSessions.sessions, lambda node: node.sessions)
     session_bytes = served("lookup", NodeSessions.session_bytes, lambda node: node.sessions)
@@ -350,7 +350,7 @@ class TierActor:
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def promote(self, tenant: bytes, session: bytes) -> int:
-        return self._node.returns.prefetch.promote(tenant, session, "hint")
+        return self._node.resumption.prefetch.promote(tenant, session, "hint")
 
     # What other nodes' tier actors call: see `PeerCalls`.
     peer_lookup = served("peer_lookup", TierNode.lookup_here, whole)

@@ -36,12 +36,12 @@ class NodeClears:
 
     def __init__(
         self,
-        books: NodeState,
+        state: NodeState,
         scans: TierScans,
         settings: TierSettings,
         forget: Callable[[Clear], None],
     ) -> None:
-        self._books = books
+        self._state = state
         self._scans = scans
         self._forget = forget
         self._clear_s_max = settings.load_s_max  # for all that one clear deletes
@@ -55,27 +55,27 @@ class NodeClears:
 
         `unreachable`: tiers that still have part of it to delete.
         """
-        books, clears = self._books, clear.each()
-        ends_s = books.clock() + self._clear_s_max
+        state, clears = self._state, clear.each()
+        ends_s = state.clock() + self._clear_s_max
         pending: list[_Pending] = []
-        with books.lock:
+        with state.lock:
             self._under_way += 1
             evictions = [eviction for one in clears for eviction in self._forgotten(one, is_marked=False)]
             shared = {name for name, _, _ in self._shared()}
             # Another process's directory is nothing that this node could clear; should it become ours, its
             # scan heeds the clear.
-            not_ours = books.not_ours()
+            not_ours = state.not_ours()
             unreachable = self._scans.unknown - shared - not_ours
             for name in _lasting(evictions) | self._scans.unknown | shared:
-                numbers = [(name, one, books.pending.add_clear(name, one)) for one in clears]
+                numbers = [(name, one, state.pending.add_clear(name, one)) for one in clears]
                 if any(number is None for _, _, number in numbers):
                     unreachable.add(name)  # too many clears are pending: no more can be promised
                 pending += numbers
         for one in clears:
             self._forget(one)
-        books.save_pending()
+        state.save_pending()
         unreachable |= self._mark(clears, ends_s)
-        unreachable |= books.drop(evictions, budget_s=ends_s - books.clock())
+        unreachable |= state.drop(evictions, budget_s=ends_s - state.clock())
         unreachable |= self._purge_quarantines(clear.tenant)
         unreachable |= self._purge(clears, unreachable, ends_s)
         if not self._settle(pending, unreachable | not_ours):
@@ -93,40 +93,40 @@ class NodeClears:
             self._heed(clears[at : at + HEEDED_AT_ONCE])
 
     def _heed(self, clears: Iterable[Clear]) -> None:
-        books = self._books
-        with books.lock:
-            new = [one for one in clears if not books.directory.clears.knows(one)]
+        state = self._state
+        with state.lock:
+            new = [one for one in clears if not state.directory.clears.knows(one)]
             if not new:
                 return
             self._under_way += 1
             evictions = [eviction for one in new for eviction in self._forgotten(one, is_marked=True)]
             local = (_lasting(evictions) | self._scans.unknown) - {name for name, _, _ in self._shared()}
-            pending = [(name, one, books.pending.add_clear(name, one)) for name in local for one in new]
+            pending = [(name, one, state.pending.add_clear(name, one)) for name in local for one in new]
         for one in new:
             self._forget(one)
-        books.save_pending()
-        unfinished = books.drop(evictions)
+        state.save_pending()
+        unfinished = state.drop(evictions)
         self._settle(pending, unfinished | self._scans.unknown)
         if evictions:
             logger.info("%d records are deleted that were cleared while this node was away", len(evictions))
 
     def _settle(self, pending: Iterable[_Pending], unfinished: set[TierName]) -> bool:
         """Settle what is deleted and save the rest as pending; return False if saving failed."""
-        with self._books.lock:
+        with self._state.lock:
             self._under_way -= 1
             for name, one, number in pending:
                 if name not in unfinished and number is not None:
-                    self._books.pending.settle_clear(name, one, number)
-        return self._books.save_pending()
+                    self._state.pending.settle_clear(name, one, number)
+        return self._state.save_pending()
 
     def go_on(self) -> None:
         """Retry pending clears of shared tiers in the background."""
         if self._retrying is not None and self._retrying.is_alive():
             return
         shared = {name for name, _, _ in self._shared()}
-        with self._books.lock:
-            is_pending = any(self._books.pending.clears_of(name) for name in shared)
-            for name in self._books.guards.keys() - shared - self._scans.unknown:
+        with self._state.lock:
+            is_pending = any(self._state.pending.clears_of(name) for name in shared)
+            for name in self._state.guards.keys() - shared - self._scans.unknown:
                 self._drop_clears(name)
         if is_pending:
             self._retrying = threading.Thread(target=self._retry, name="clears", daemon=True)
@@ -142,17 +142,17 @@ class NodeClears:
 
     def _forgotten(self, clear: Clear, *, is_marked: bool) -> list[Eviction]:
         """Clear in the directory, under the lock; writes in flight are fenced, their deletes pending."""
-        books = self._books
-        evictions = books.directory.clear(clear)
+        state = self._state
+        evictions = state.directory.clear(clear)
         self._scans.cleared(clear, is_marked=is_marked)
-        for transfer in books.directory.transfers.with_room():
+        for transfer in state.directory.transfers.with_room():
             if transfer.is_fenced and transfer.address.tenant == clear.tenant:
-                books.pending.add(transfer.tier, transfer.address, cleared=True)
+                state.pending.add(transfer.tier, transfer.address, cleared=True)
         return evictions
 
     def _drop_clears(self, name: TierName) -> None:
         """Drop the clears of a scanned tier without pending deletes. Requires the state's lock."""
-        pending = self._books.pending
+        pending = self._state.pending
         if self._under_way == 0 and pending.forgotten == 0 and not pending.of(name):
             pending.scanned(name)
 
@@ -160,7 +160,7 @@ class NodeClears:
         """Mark the clears in shared tiers; return those that failed."""
         failed: set[TierName] = set()
         for name, guard, tier in self._shared():
-            deadline = Deadline(ends_s - self._books.clock())
+            deadline = Deadline(ends_s - self._state.clock())
             try:
                 guard.call(partial(tier.mark_cleared, clears, deadline), deadline)
             except (TierError, BadRecord) as error:
@@ -176,7 +176,7 @@ class NodeClears:
         for name, guard, tier in self._shared():
             if name in failed:
                 continue
-            left_s = ends_s - self._books.clock()
+            left_s = ends_s - self._state.clock()
             is_known = partial(self._scans.is_known, name)
             try:
                 purge = partial(tier.purge, clears[0].tenant, is_known, Deadline(PURGE_SHARE * left_s))
@@ -191,26 +191,26 @@ class NodeClears:
     def _retry(self) -> None:
         """Retry pending clears one after the other in a background thread, until one fails."""
         for name, _, _ in self._shared():
-            with self._books.lock:
-                pending = self._books.pending.clears_of(name)
+            with self._state.lock:
+                pending = self._state.pending.clears_of(name)
             for clear, number in pending:
                 if self._stopped.is_set():
                     return
-                ends_s = self._books.clock() + self._clear_s_max
+                ends_s = self._state.clock() + self._clear_s_max
                 if self._mark([clear], ends_s) | self._purge([clear], set(), ends_s):
                     break
-                with self._books.lock:
-                    self._books.pending.settle_clear(name, clear, number)
-        self._books.save_pending()
+                with self._state.lock:
+                    self._state.pending.settle_clear(name, clear, number)
+        self._state.save_pending()
 
     def _shared(self) -> list[tuple[TierName, GuardedTier, Tier]]:
-        guards = self._books.guards.items()
+        guards = self._state.guards.items()
         return [(name, guard, guard.tier) for name, guard in guards if guard.tier.is_shared]
 
     def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
         """Delete a tenant's bad records, which hold its blocks too; return the tiers that failed."""
         failed: set[TierName] = set()
-        for name, guard in self._books.guards.items():
+        for name, guard in self._state.guards.items():
             if guard.tier.keeps_bad:
                 try:
                     purge = partial(guard.tier.purge_quarantine, tenant)

@@ -27,9 +27,9 @@ class NodeDrain:
     """Drains a node's extents to S3 or peers. `threads`: extents in flight at a time."""
 
     def __init__(
-        self, books: NodeState, stores: NodeStores, calls: PeerCalls | None, node_id: str, threads: int
+        self, state: NodeState, stores: NodeStores, calls: PeerCalls | None, node_id: str, threads: int
     ) -> None:
-        self._books = books
+        self._state = state
         self._stores = stores
         self._calls = calls
         self._node_id = node_id
@@ -49,8 +49,8 @@ class NodeDrain:
             if self.is_draining:
                 return dict(self.counts)
             self.is_draining = True
-            ends_s = self._books.clock() + deadline_s
-            run = _Run(self._books, self._stores, self._calls, self._node_id, peers, ends_s)
+            ends_s = self._state.clock() + deadline_s
+            run = _Run(self._state, self._stores, self._calls, self._node_id, peers, ends_s)
             self._run = run
         done: set[Address] = set()
         while todo := [address for address in self._hottest() if address not in done]:
@@ -74,8 +74,8 @@ class NodeDrain:
                 self._run.stopped.set()
 
     def _hottest(self) -> list[Address]:
-        with self._books.lock:
-            directory = self._books.directory
+        with self._state.lock:
+            directory = self._state.directory
             found = [address for tier in TIERS.local for address in directory.hottest(tier)]
             return [one for one in dict.fromkeys(found) if SHARED_TIER not in directory.copies(one)]
 
@@ -85,14 +85,14 @@ class _Run:
 
     def __init__(
         self,
-        books: NodeState,
+        state: NodeState,
         stores: NodeStores,
         calls: PeerCalls | None,
         node_id: str,
         peers: Sequence[str],
         ends_s: float,
     ) -> None:
-        self._books = books
+        self._state = state
         self._stores = stores
         self._calls = calls
         self._node_id = node_id
@@ -108,7 +108,7 @@ class _Run:
     @property
     def is_over(self) -> bool:
         """Return whether the time is up or the drain was cancelled."""
-        return self.stopped.is_set() or self._books.clock() >= self._ends_s
+        return self.stopped.is_set() or self._state.clock() >= self._ends_s
 
     def carry_out(self, threads: int) -> None:
         """Work until `todo` is empty or the time is up; a hanging thread is left behind."""
@@ -119,7 +119,7 @@ class _Run:
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join(max(0.0, self._ends_s - self._books.clock()))
+            worker.join(max(0.0, self._ends_s - self._state.clock()))
 
     def _work(self) -> None:
         while not self.is_over:
@@ -132,14 +132,14 @@ class _Run:
                 self.counts[outcome] += 1
 
     def _save(self, address: Address) -> str:
-        books = self._books
-        with books.lock:
-            info = books.directory.info(address)
+        state = self._state
+        with state.lock:
+            info = state.directory.info(address)
         if info is None:
             return "failed"
-        guard = books.guards.get(SHARED_TIER)
+        guard = state.guards.get(SHARED_TIER)
         if guard is not None and guard.is_writable and info.placement.allows(SHARED_TIER):
-            left_s = self._ends_s - books.clock()
+            left_s = self._ends_s - state.clock()
             if left_s > 0 and self._stores.copy_now(address, SHARED_TIER):
                 return SHARED_TIER
         return "peer" if self._to_peer(address, info.sessions) else "failed"
@@ -149,7 +149,7 @@ class _Run:
         refused: set[str] = set()
         while self._calls is not None:
             peer = self._peer(sessions, refused)
-            left_s = self._ends_s - self._books.clock()
+            left_s = self._ends_s - self._state.clock()
             if peer is None or left_s <= 0:
                 return False
             try:

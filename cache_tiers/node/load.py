@@ -58,32 +58,32 @@ class NodeReads:
     """Serves fetches; at most `fetch_max` in flight, more are refused."""
 
     def __init__(
-        self, books: NodeState, carrier: TransferRunner, *, fetch_max: int, from_peer: FromPeer
+        self, state: NodeState, runner: TransferRunner, *, fetch_max: int, from_peer: FromPeer
     ) -> None:
-        self._books = books
-        self._carrier = carrier
+        self._state = state
+        self._runner = runner
         self._from_peer = from_peer
         self._fetch_max = fetch_max
         self._reading: dict[Address, threading.Event] = {}  # whole records on their way to main memory
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
         """Return the blocks from the requested tier or, failing that, from another one."""
-        books = self._books
-        with books.lock:
-            if books.fetches >= self._fetch_max:
-                return self._failed(fetch, "refused", f"{books.fetches} fetches are under way")
-            books.fetches += 1
+        state = self._state
+        with state.lock:
+            if state.fetches >= self._fetch_max:
+                return self._failed(fetch, "refused", f"{state.fetches} fetches are under way")
+            state.fetches += 1
         try:
             return self._fetch(fetch)
         finally:
-            with books.work:
-                books.fetches -= 1
-                books.fetched_s = books.clock()
-                if not books.fetches:
-                    books.work.notify()  # guesses may go on
+            with state.work:
+                state.fetches -= 1
+                state.fetched_s = state.clock()
+                if not state.fetches:
+                    state.work.notify()  # guesses may go on
 
     def _fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
-        ends_s = self._books.clock() + fetch.deadline_s
+        ends_s = self._state.clock() + fetch.deadline_s
         address = Address(fetch.tenant, fetch.namespace, fetch.extent_id)
         with self._read_once(fetch, address, ends_s):
             return self._fetch_once(fetch, address, ends_s)
@@ -95,23 +95,23 @@ class NodeReads:
         Replicas that start sub-agents of one session at once want the same extents. Waits once: where main
         memory has no room for it, everyone reads it.
         """
-        books = self._books
-        with books.lock:
-            info = books.directory.info(address)
+        state = self._state
+        with state.lock:
+            info = state.directory.info(address)
             is_promoted = info is None or fetch.blocks >= PROMOTE_SHARE * info.blocks
             is_below = fetch.tier != TOP_TIER and (info is None or TOP_TIER not in info.tiers)
-            joins = TOP_TIER in books.guards and is_below and is_promoted
+            joins = TOP_TIER in state.guards and is_below and is_promoted
             other = self._reading.get(address) if joins else None
             own = threading.Event() if joins and other is None else None
             if own is not None:
                 self._reading[address] = own
         if other is not None:
-            other.wait(max(0.0, ends_s - books.clock()))
+            other.wait(max(0.0, ends_s - state.clock()))
         try:
             yield
         finally:
             if own is not None:
-                with books.lock:
+                with state.lock:
                     del self._reading[address]
                 own.set()
 
@@ -125,13 +125,13 @@ class NodeReads:
         return self._fetch_here(fetch, address, ends_s)
 
     def _fetch_here(self, fetch: Fetch, address: Address, ends_s: float) -> Fetched | FetchFailed:
-        books, clock = self._books, self._books.clock
-        with books.lock:
-            info = books.directory.info(address)
+        state, clock = self._state, self._state.clock
+        with state.lock:
+            info = state.directory.info(address)
             if info is not None and not 0 <= fetch.offset < fetch.offset + fetch.blocks <= info.blocks:
                 return self._failed(fetch, "gone", f"blocks of an extent of {info.blocks}")
-            tiers = books.directory.copies(address)
-            books.directory.touch(address)
+            tiers = state.directory.copies(address)
+            state.directory.touch(address)
         reason, message = "gone", ""
         spoilt: Fetched | None = None
         first = fetch.tier
@@ -141,9 +141,9 @@ class NodeReads:
             try:
                 return self._fetch_from(fetch, address, tier, ends_s)
             except TierMiss:
-                books.lost(address, tier)
+                state.lost(address, tier)
             except BadRecord as error:
-                books.bad(address, tier, error.kind)
+                state.bad(address, tier, error.kind)
                 if isinstance(error, _Spoilt) and spoilt is None:
                     spoilt = Fetched(0, error.data, tier=tier)
                 reason, message = "error", str(error)
@@ -160,32 +160,32 @@ class NodeReads:
 
     def _fetch_from(self, fetch: Fetch, address: Address, tier: TierName, ends_s: float) -> Fetched:
         """Fetch from one tier. Raises `TierError`, `BadRecord`."""
-        books = self._books
-        guard = books.guards[tier]
+        state = self._state
+        guard = state.guards[tier]
         if not guard.is_up:
             raise TierDown(f"{tier} is down")
-        with books.lock:
-            pin = books.directory.pin(address, tier)
-            info = books.directory.info(address)
+        with state.lock:
+            pin = state.directory.pin(address, tier)
+            info = state.directory.info(address)
         if pin is None or info is None:
             raise TierMiss("gone meanwhile")
         try:
             fetched = self._read(fetch, pin, info, ends_s)
         finally:
-            with books.lock:
-                books.directory.unpin(pin)
+            with state.lock:
+                state.directory.unpin(pin)
         if fetch.namespace != RESERVED_NAMESPACE:  # no request has asked for samples
             guard.count("hits_blocks", fetch.blocks)
         guard.tier.touch(address)
         return replace(fetched, tier=tier)
 
     def _read(self, fetch: Fetch, pin: Pin, info: ExtentInfo, ends_s: float) -> Fetched:
-        guard, address = self._books.guards[pin.tier], pin.address
+        guard, address = self._state.guards[pin.tier], pin.address
         if (ref := guard.tier.ref(address)) is not None:
             return Fetched(0, ref=[ref])
 
         def read(start: int, nbytes: int) -> Bytes:
-            return guard.read(address, start, nbytes, ends_s - self._books.clock())
+            return guard.read(address, start, nbytes, ends_s - self._state.clock())
 
         if pin.tier == TOP_TIER:
             return Fetched(0, read(0, pin.nbytes))
@@ -209,8 +209,8 @@ class NodeReads:
 
         Raises `BadRecord` if it is not what its source should hold.
         """
-        books, address = self._books, pin.address
-        transfer = self._carrier.reserve_copy(pin, TOP_TIER)
+        state, address = self._state, pin.address
+        transfer = self._runner.reserve_copy(pin, TOP_TIER)
         if isinstance(transfer, str):
             return None
 
@@ -218,15 +218,15 @@ class NodeReads:
             return Record(data), verified(data, address, pin.nbytes)
 
         try:
-            if self._carrier.run(transfer, obtain) is None:
+            if self._runner.run(transfer, obtain) is None:
                 return None
-            ref = books.guards[TOP_TIER].tier.ref(address)
+            ref = state.guards[TOP_TIER].tier.ref(address)
             return None if ref is None else Fetched(0, ref=[ref])
         except TierError as error:
             logger.info("a promotion from %s failed: %s", pin.tier, error)
             return None
 
     def _failed(self, fetch: Fetch, reason: str, message: str) -> FetchFailed:
-        with self._books.lock:
-            self._books.misses[reason] += fetch.blocks
+        with self._state.lock:
+            self._state.misses[reason] += fetch.blocks
         return FetchFailed(reason, message)

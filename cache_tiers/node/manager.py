@@ -137,22 +137,22 @@ def guarded(
 
 
 def tier_stats(
-    books: NodeState, off: Mapping[TierName, str], listed_ago_s: Callable[[TierName], float | None]
+    state: NodeState, off: Mapping[TierName, str], listed_ago_s: Callable[[TierName], float | None]
 ) -> tuple[TierStats, ...]:
     """Return rows in the order of `TIERS`, also for tiers that are `off`, with the reason."""
     rows = []
     for name in TIERS:
-        guard = books.guards.get(name)
+        guard = state.guards.get(name)
         if guard is not None:
-            rows.append(replace(_row(books, guard), listed_ago_s=listed_ago_s(name)))
+            rows.append(replace(_row(state, guard), listed_ago_s=listed_ago_s(name)))
         else:
             rows.append(TierStats(name, f"off: {off.get(name, 'not configured')}"))
     return tuple(rows)
 
 
-def _row(books: NodeState, guard: GuardedTier) -> TierStats:
-    with books.lock:
-        usage = books.directory.usage(guard.name)
+def _row(state: NodeState, guard: GuardedTier) -> TierStats:
+    with state.lock:
+        usage = state.directory.usage(guard.name)
     try:
         held = guard.tier.bytes_held()
     except TierError:
@@ -188,36 +188,36 @@ class NodeSessions:
     hint only queues copies; what does not fit into the queue stays where it is. Promotion: `resumption.py`.
     """
 
-    def __init__(self, books: NodeState, stores: NodeStores) -> None:
-        self._books = books
+    def __init__(self, state: NodeState, stores: NodeStores) -> None:
+        self._state = state
         self._stores = stores
 
     def sessions(self, limit: int) -> list[SessionHeld]:
         """Return up to `limit` lineages, last used first; walks all extents, so not per request."""
-        with self._books.lock:
-            return self._books.directory.sessions(limit)
+        with self._state.lock:
+            return self._state.directory.sessions(limit)
 
     def session_bytes(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
         """Return the bytes by tier of each of `sessions`; empty where nothing is held."""
-        with self._books.lock:
-            directory = self._books.directory
+        with self._state.lock:
+            directory = self._state.directory
             return {session: directory.session(tenant, session).nbytes for session in sessions}
 
     def tenant_bytes(self, tenant: bytes) -> dict[str, int]:
         """Return the bytes that a tenant takes in each tier, with what is reserved for it."""
-        with self._books.lock:
-            return {tier: self._books.directory.tenant_bytes(tier, tenant) for tier in self._books.guards}
+        with self._state.lock:
+            return {tier: self._state.directory.tenant_bytes(tier, tenant) for tier in self._state.guards}
 
     def demote(self, tenant: bytes, session: bytes) -> int:
         """Demote a session from main memory to the lowest allowed tier; return extents dropped or queued.
 
         What other sessions share stays; so does what no lower tier can take.
         """
-        books, done = self._books, 0
-        with books.lock:
+        state, done = self._state, 0
+        with state.lock:
             above = [
                 extent
-                for extent in books.directory.extents_of(tenant, session)
+                for extent in state.directory.extents_of(tenant, session)
                 if TOP_TIER in extent.tiers and all(is_of(tag, session) for tag in extent.sessions)
             ]
         for extent in above:
@@ -227,25 +227,25 @@ class NodeSessions:
             if target not in extent.tiers:
                 done += self._stores.copy(extent.address, target, sinks_from=TOP_TIER, is_urgent=True)
                 continue
-            with books.lock:
-                is_safe = target in books.directory.copies(extent.address)
-                eviction = books.directory.lose(extent.address, TOP_TIER) if is_safe else None
+            with state.lock:
+                is_safe = target in state.directory.copies(extent.address)
+                eviction = state.directory.lose(extent.address, TOP_TIER) if is_safe else None
             if eviction is not None:
-                books.drop([eviction])
+                state.drop([eviction])
                 done += 1
         return done
 
     def _lowest(self, placement: Placement) -> TierName | None:
         for tier in reversed(TIERS[1:]):
-            guard = self._books.guards.get(tier)
+            guard = self._state.guards.get(tier)
             if guard is not None and guard.is_writable and placement.allows(tier):
                 return tier
         return None
 
 
-def build_returns(
+def build_resumption(
     settings: TierSettings,
-    books: NodeState,
+    state: NodeState,
     stores: NodeStores,
     sessions: IdleSessions,
     *,
@@ -265,12 +265,12 @@ def build_returns(
         return TypeKm(predictor) if policy.name == "type-km" else Predictor(predictor)
 
     prefetch = NodePrefetch(
-        books,
+        state,
         stores,
         sessions,
         Prefetcher(settings.prefetch),
         clock=clock,
-        is_demand_busy=lambda: books.fetches > 0 or stores.has_stores,
+        is_demand_busy=lambda: state.fetches > 0 or stores.has_stores,
         lead_s=policy.horizon_s_min,
         stays_s=policy.horizon_s_max,
     )
@@ -278,7 +278,7 @@ def build_returns(
         make or make_predictor, queue_max=predictor.queue_max, clock=wall_clock, file=_kept_in(file, settings)
     )
     return NodeResumption(
-        books,
+        state,
         sessions,
         learner,
         prefetch,
@@ -350,7 +350,7 @@ class TierNode:
             sessions=sessions,
             settings=settings.policy,
         )
-        books = self._books = NodeState(
+        state = self._state = NodeState(
             self._guards,
             directory,
             PendingDeletes(media.pending_path, settings.tombstones_max),
@@ -359,12 +359,12 @@ class TierNode:
             delete_s_max=min(settings.load_s_max, settings.store_s_max),
             late_pending_path=media.late_pending_path,
         )
-        carrier = TransferRunner(books, settings.store_s_max)
-        self._scans = TierScans(books, ports.wall_clock, settings)
+        runner = TransferRunner(state, settings.store_s_max)
+        self._scans = TierScans(state, ports.wall_clock, settings)
         self._looks = RescanCoalescer(self._scans.look, clock)
         self.peers = NodePeers(
-            books,
-            carrier,
+            state,
+            runner,
             settings,
             ports.peer_calls,
             ports.link or LazyLink(None, "not configured"),
@@ -372,20 +372,20 @@ class TierNode:
             incarnation=identity.incarnation,
             look_again=self._look_again,
         )
-        self._samples = NodeSamples(books, carrier)
-        self._reads = NodeReads(books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch)
+        self._samples = NodeSamples(state, runner)
+        self._reads = NodeReads(state, runner, fetch_max=settings.fetch_max, from_peer=self.peers.fetch)
         self._stores = NodeStores(
-            books,
-            carrier,
+            state,
+            runner,
             settings,
             call_for=ports.call_for,
             incarnation=identity.incarnation,
             sessions=sessions,
             session_clock=replay_clock,
         )
-        self.returns = build_returns(
+        self.resumption = build_resumption(
             settings,
-            books,
+            state,
             self._stores,
             sessions,
             clock=replay_clock,
@@ -393,9 +393,9 @@ class TierNode:
             file=predictor_path(settings, media.pending_path),
             make=make_predictor,
         )
-        self._clears = NodeClears(books, self._scans, settings, self.returns.clear)
-        self.sessions = NodeSessions(books, self._stores)
-        self._drain = NodeDrain(books, self._stores, ports.peer_calls, identity.node_id, settings.io_threads)
+        self._clears = NodeClears(state, self._scans, settings, self.resumption.clear)
+        self.sessions = NodeSessions(state, self._stores)
+        self._drain = NodeDrain(state, self._stores, ports.peer_calls, identity.node_id, settings.io_threads)
 
     @property
     def incarnation(self) -> str:
@@ -409,7 +409,7 @@ class TierNode:
         """Scan the tiers and start the workers; S3 is scanned in the background."""
         self._scans.start()
         if self._workers_max:
-            self.returns.start()
+            self.resumption.start()
         for number in range(self._workers_max):
             worker = threading.Thread(
                 target=self._stores.work_until_stopped, name=f"tiers-{number}", daemon=True
@@ -422,21 +422,21 @@ class TierNode:
 
         Raises `ValueError` if `keys` is not a row of keys.
         """
-        self.returns.asked(lookup)
+        self.resumption.asked(lookup)
         own = self.lookup_here(lookup)
-        self.returns.looked_up(lookup, own)
+        self.resumption.looked_up(lookup, own)
         return self.peers.lookup(lookup, own)
 
     def lookup_here(self, lookup: Lookup) -> LookupResult:
         """Return what this node's tiers hold of a chain, without asking peers. Raises as `lookup`."""
-        books = self._books
-        with books.lock:
+        state = self._state
+        with state.lock:
             unlisted = self._scans.unlisted()  # first: what is taken in meanwhile is found
-            spans, tails = books.directory.find(lookup, books.up())
-            absent = books.directory.absent(lookup, spans)
-            clear_seq = books.directory.clears.seq
+            spans, tails = state.directory.find(lookup, state.up())
+            absent = state.directory.absent(lookup, spans)
+            clear_seq = state.directory.clears.seq
         prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
-        books.directory.prices.loads(prices)
+        state.directory.prices.loads(prices)
         if unlisted and covers(spans, len(lookup.keys) // KEY_BYTES):
             unlisted = ()
         return LookupResult(
@@ -485,11 +485,11 @@ class TierNode:
             if one.tier == "peer":  # verified on arrival: our own copy may be bad
                 self.peers.exports.check(ExtentRequest(address, self._settings.load_s_max))
             else:
-                self._books.bad(address, one.tier, one.kind)
+                self._state.bad(address, one.tier, one.kind)
 
     def turn_over(self, over: TurnEnded) -> Forecast | None:
         """See `NodeResumption`."""
-        return self.returns.turn_over(over)
+        return self.resumption.turn_over(over)
 
     def clear(self, clear: Clear) -> Cleared:
         """See `NodeClears`."""
@@ -513,37 +513,37 @@ class TierNode:
 
     def tick(self) -> None:
         """Run periodic work: expiry, trials of broken tiers, pending deletes, failed scans, sinking."""
-        books = self._books
-        with books.lock:
-            expired = books.directory.expired()
-        books.drop(expired)
+        state = self._state
+        with state.lock:
+            expired = state.directory.expired()
+        state.drop(expired)
         for guard in self._guards.values():
             guard.probe(self._settings.load_s_max)
-        books.retry_deletes()
+        state.retry_deletes()
         self._clears.go_on()
         self._scans.retry()
         is_peer_lost = self.peers.lost.is_set()
         self.peers.lost.clear()
         self._scans.rescan(now=is_peer_lost)
         self._stores.sink()
-        self.returns.tick()
+        self.resumption.tick()
 
     def stats(self) -> NodeStats:
         """Return the node's counters, with one row per tier in the order of `TIERS`, also if it is off."""
-        books = self._books
-        with books.lock:
+        state = self._state
+        with state.lock:
             moves, stores, misses = (
-                dict(books.directory.transfers.reached),
-                dict(books.stores),
-                dict(books.misses),
+                dict(state.directory.transfers.reached),
+                dict(state.stores),
+                dict(state.misses),
             )
             queue = len(self._stores)
-            pending, forgotten = len(books.pending), books.pending.forgotten
+            pending, forgotten = len(state.pending), state.pending.forgotten
         return NodeStats(
             self._identity.node_id,
             self._identity.incarnation,
             self._identity.restarts,
-            tier_stats(books, self._off, self._scans.listed_ago_s),
+            tier_stats(state, self._off, self._scans.listed_ago_s),
             moves=moves,
             stores=stores,
             misses=misses,
@@ -552,15 +552,15 @@ class TierNode:
             transport=self.peers.transport,
             draining=self._drain.is_draining,
             drained=dict(self._drain.counts),
-            returns=self.returns.stats(),
-            bad_files=int(books.pending.read_failed),
+            returns=self.resumption.stats(),
+            bad_files=int(state.pending.read_failed),
             pending_deletes=pending,
             forgotten_deletes=forgotten,
         )
 
     def glance(self, owners: Sequence[bytes], at_s: Sequence[float], with_stats: bool) -> NodeGlance:
         """Return what people who watch see; `owners`, `at_s`: see `NodeResumption.glance`."""
-        return NodeGlance(self.returns.glance(owners, at_s), self.stats() if with_stats else None)
+        return NodeGlance(self.resumption.glance(owners, at_s), self.stats() if with_stats else None)
 
     def close(self) -> None:
         """Release everything; waiting stores are dropped. See `flush`."""
@@ -569,16 +569,16 @@ class TierNode:
         self._stores.stop()
         for worker in self._workers:
             worker.join(CLOSE_S_MAX)
-        self.returns.close()
-        self._books.save_pending()
+        self.resumption.close()
+        self._state.save_pending()
         self.peers.close()
         for guard in self._guards.values():
             guard.tier.close()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""
-        self._books.check_integrity()
+        self._state.check_integrity()
         self._stores.check_integrity()
         self.peers.check_integrity()
         self._looks.check_integrity()
-        self.returns.check_integrity()
+        self.resumption.check_integrity()

@@ -61,8 +61,8 @@ class PeerExports:
     so that no other node's lease is released.
     """
 
-    def __init__(self, books: NodeState, link: LazyLink, agent: str) -> None:
-        self._books = books
+    def __init__(self, state: NodeState, link: LazyLink, agent: str) -> None:
+        self._state = state
         self._link = link
         self._agent = agent
 
@@ -71,7 +71,7 @@ class PeerExports:
 
         Fails as `_whole` does, and with: down (no NIXL here), no room (in the arena), in s3 (look there).
         """
-        ends_s = self._books.clock() + ask.deadline_s
+        ends_s = self._state.clock() + ask.deadline_s
         if self._is_only_in_s3(ask):
             return FetchFailed(IN_S3)
         try:
@@ -105,8 +105,8 @@ class PeerExports:
         """Return the whole record, for Ray to transfer."""
         if self._is_only_in_s3(ask):
             return FetchFailed(IN_S3)
-        address, books = ask.address, self._books
-        guard = books.guards.get(TOP_TIER)
+        address, state = ask.address, self._state
+        guard = state.guards.get(TOP_TIER)
         if guard is not None and guard.is_up:
             try:
                 ref = guard.tier.ref(address)
@@ -114,43 +114,43 @@ class PeerExports:
                 ref = None
             if ref is not None:
                 return Fetched(0, ref=[ref])
-        data = self._whole(address, books.clock() + ask.deadline_s)
+        data = self._whole(address, state.clock() + ask.deadline_s)
         return data if isinstance(data, FetchFailed) else Fetched(0, data)
 
     def check(self, ask: ExtentRequest) -> None:
         """Verify our copies after a requester received something other than this extent."""
-        books, address = self._books, ask.address
-        with books.lock:
-            tiers = books.directory.copies(address)
+        state, address = self._state, ask.address
+        with state.lock:
+            tiers = state.directory.copies(address)
         for tier in tiers:
             try:
-                data = self._read(address, tier, books.clock() + ask.deadline_s)
+                data = self._read(address, tier, state.clock() + ask.deadline_s)
                 verified(data, address, data.nbytes)
             except BadRecord as error:
-                books.bad(address, tier, error.kind)
+                state.bad(address, tier, error.kind)
             except TierMiss:
-                books.lost(address, tier)
+                state.lost(address, tier)
             except TierError as error:
                 logger.info("a copy that is under suspicion could not be read: %s", error)
 
     def _is_only_in_s3(self, ask: ExtentRequest) -> bool:
-        with self._books.lock:
-            return ask.reads_s3 and self._books.directory.copies(ask.address) == (SHARED_TIER,)
+        with self._state.lock:
+            return ask.reads_s3 and self._state.directory.copies(ask.address) == (SHARED_TIER,)
 
     def _whole(self, address: Address, ends_s: float) -> Bytes | FetchFailed:
         """Return the record from the cheapest tier with it, or a failure: gone | error | timeout | down."""
-        books = self._books
-        with books.lock:
-            tiers = books.directory.copies(address)
-            books.directory.touch(address)
+        state = self._state
+        with state.lock:
+            tiers = state.directory.copies(address)
+            state.directory.touch(address)
         failure = FetchFailed("gone")
         for tier in tiers:
             try:
                 return self._read(address, tier, ends_s)
             except TierMiss:
-                books.lost(address, tier)
+                state.lost(address, tier)
             except BadRecord as error:
-                books.bad(address, tier, error.kind)
+                state.bad(address, tier, error.kind)
                 failure = FetchFailed("error", str(error))
             except TierDown as error:
                 failure = FetchFailed("down", str(error))
@@ -162,20 +162,20 @@ class PeerExports:
 
     def _read(self, address: Address, tier: TierName, ends_s: float) -> Bytes:
         """Read the whole record from one tier. Raises `TierError`, `BadRecord`."""
-        books = self._books
-        guard = books.guards[tier]
-        with books.lock:
-            pin = books.directory.pin(address, tier)
+        state = self._state
+        guard = state.guards[tier]
+        with state.lock:
+            pin = state.directory.pin(address, tier)
         if pin is None:
             raise TierMiss("gone meanwhile")
         try:
-            left_s = ends_s - books.clock()
+            left_s = ends_s - state.clock()
             if left_s <= 0:
                 raise TierLate(f"no time left for {tier}")
             return guard.read(address, 0, pin.nbytes, left_s)
         finally:
-            with books.lock:
-                books.directory.unpin(pin)
+            with state.lock:
+                state.directory.unpin(pin)
 
 
 class _NotThisWay(Exception):
@@ -201,16 +201,16 @@ class PeerPulls:
 
     def __init__(
         self,
-        books: NodeState,
-        carrier: TransferRunner,
+        state: NodeState,
+        runner: TransferRunner,
         peers: PeerTable,
         calls: PeerCalls,
         link: LazyLink,
         settings: PeerSettings,
         lost: threading.Event,
     ) -> None:
-        self._books = books
-        self._carrier = carrier
+        self._state = state
+        self._runner = runner
         self._peers = peers
         self._calls = calls
         self._link = link
@@ -223,43 +223,43 @@ class PeerPulls:
 
         `ends_s`: on `NodeState.clock`. Raises nothing for failures of a peer, the link or a tier.
         """
-        books = self._books
-        with books.lock:
+        state = self._state
+        with state.lock:
             pull = self._pulls.get(address)
             is_first = pull is None
             if pull is None:
-                if books.directory.copies(address):
+                if state.directory.copies(address):
                     return None
                 pull = self._pulls[address] = Future()
         if not is_first:
             try:
-                return pull.result(max(0.0, ends_s - books.clock()))
+                return pull.result(max(0.0, ends_s - state.clock()))
             except TimeoutError:
                 return FetchFailed("timeout", "another pull of this extent is still running")
         result: Fetched | FetchFailed = FetchFailed("error", "the pull failed")
         try:
             result = self._pull(address, node, ends_s)
         finally:
-            with books.lock:
+            with state.lock:
                 del self._pulls[address]
             pull.set_result(result)
         return result
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is inconsistent."""
-        with self._books.lock:
+        with self._state.lock:
             for pull in self._pulls.values():
                 assert not pull.done(), "a pull that is over is remembered"
 
     def _pull(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed:
-        books = self._books
-        with books.lock:
-            clear_seq = books.directory.clears.seq
+        state = self._state
+        with state.lock:
+            clear_seq = state.directory.clears.seq
         failure, skipped = FetchFailed("gone", f"no way to {node}"), set[Way]()
         for way in self._ways(node):
             if way in skipped:
                 continue
-            began_s = books.clock()
+            began_s = state.clock()
             if began_s >= ends_s:
                 failure = FetchFailed("timeout", failure.message)
                 break
@@ -270,22 +270,22 @@ class PeerPulls:
                 skipped.update(error.skip)
                 logger.info("fetching an extent from %s by %s failed: %s", node[:8], way, error)
                 continue
-            with books.lock:
-                self._peers.pulled(node, way, record.nbytes, books.clock() - began_s)
+            with state.lock:
+                self._peers.pulled(node, way, record.nbytes, state.clock() - began_s)
             return self._keep(record, header, SHARED_TIER if way == SHARED_TIER else PEER, clear_seq)
         return failure
 
     def _ways(self, node: str) -> Iterator[Way]:
         """Yield the transfer ways in the order in which they are tried."""
-        books = self._books
-        with books.lock:
+        state = self._state
+        with state.lock:
             is_up = self._peers.allows(node)
             by_link = is_up and self._link.state == "nixl" and self._peers.allows_link(node)
         if by_link:
             yield "nixl"
         if is_up:
             yield "ray"
-        guard = books.guards.get(SHARED_TIER)
+        guard = state.guards.get(SHARED_TIER)
         if guard is not None and guard.is_up:
             yield SHARED_TIER
 
@@ -293,8 +293,8 @@ class PeerPulls:
         """Transfer and verify the record by one way. Raises `_NotThisWay`."""
         if way == SHARED_TIER:
             return self._by_s3(address, ends_s)
-        left_s = min(ends_s - self._books.clock(), self._settings.pull_s_max)
-        ask = ExtentRequest(address, left_s, reads_s3=SHARED_TIER in self._books.guards)
+        left_s = min(ends_s - self._state.clock(), self._settings.pull_s_max)
+        ask = ExtentRequest(address, left_s, reads_s3=SHARED_TIER in self._state.guards)
         try:
             data = self._by_link(node, ask) if way == "nixl" else self._by_ray(node, ask)
             header = verified(data, address, data.nbytes)
@@ -314,7 +314,7 @@ class PeerPulls:
 
     def _by_link(self, node: str, ask: ExtentRequest) -> Bytes:
         """Pull the record over NIXL. Raises `PeerError`, `BadRecord`, `_NotThisWay`."""
-        ends_s = self._books.clock() + ask.deadline_s
+        ends_s = self._state.clock() + ask.deadline_s
         reply: Export | FetchFailed | None = None
         try:
             link = self._link.get()
@@ -328,7 +328,7 @@ class PeerPulls:
                 self._answer(partial(self._peers.could_not, node, "nixl:arena full"))
                 raise _NotThisWay("error", f"no room in the arena for {reply.nbytes} bytes")
             try:
-                link.pull(reply, lease, ends_s - self._books.clock())
+                link.pull(reply, lease, ends_s - self._state.clock())
                 # A private copy, so that it cannot be written to after verification.
                 data: Bytes = lease.view[: reply.nbytes].copy()
             finally:
@@ -353,7 +353,7 @@ class PeerPulls:
 
     def _refused(self, node: str, way: Way, reply: FetchFailed) -> _NotThisWay:
         """Record a peer's refusal: it does not have the extent, or cannot give it that way."""
-        with self._books.lock:
+        with self._state.lock:
             self._peers.could_not(node, f"{way}:{reply.reason}")
             self._peers.succeeded(node)
             if way == "nixl" and reply.reason == "down":
@@ -363,7 +363,7 @@ class PeerPulls:
 
     def _by_s3(self, address: Address, ends_s: float) -> tuple[Bytes, ExtentHeader]:
         """Read the record from S3 by address, even if unknown here. Raises `_NotThisWay`."""
-        guard, clock = self._books.guards[SHARED_TIER], self._books.clock
+        guard, clock = self._state.guards[SHARED_TIER], self._state.clock
         try:
             head = guard.read(address, 0, HEADER_ALIGN, ends_s - clock())
             length = read_header_bytes(head)
@@ -388,7 +388,7 @@ class PeerPulls:
         for tier in TIERS.local:  # a fetch does not wait for a write that leaves the node
             if self._is_cleared(header):
                 break
-            transfer = self._carrier.reserve(header, data.nbytes, source, tier, clear_seq=clear_seq)
+            transfer = self._runner.reserve(header, data.nbytes, source, tier, clear_seq=clear_seq)
             if transfer == "held":
                 kept = tier
                 break
@@ -397,7 +397,7 @@ class PeerPulls:
                     return FetchFailed("gone", "cleared meanwhile")
                 continue
             try:
-                if self._carrier.run(transfer, lambda: (Record(data), header)) is None:
+                if self._runner.run(transfer, lambda: (Record(data), header)) is None:
                     return FetchFailed("gone", "cleared meanwhile")
             except (TierError, BadRecord) as error:
                 logger.info("blocks from another node could not be stored in %s: %s", tier, error)
@@ -409,7 +409,7 @@ class PeerPulls:
         if kept is None:
             return Fetched(0, data, tier="peer")
         try:
-            ref = self._books.guards[kept].tier.ref(header.address)
+            ref = self._state.guards[kept].tier.ref(header.address)
         except TierMiss:
             logger.info("blocks from another node were evicted at once")
             return Fetched(0, data, tier="peer")
@@ -418,10 +418,10 @@ class PeerPulls:
         return Fetched(0, ref=[ref], tier="peer", is_kept=True)
 
     def _is_cleared(self, header: ExtentHeader) -> bool:
-        with self._books.lock:
-            return self._books.directory.clears.forbids_pull(header.tenant, header.session)
+        with self._state.lock:
+            return self._state.directory.clears.forbids_pull(header.tenant, header.session)
 
     def _answer(self, note: partial[None]) -> None:
         """Record the outcome of a call, under the lock."""
-        with self._books.lock:
+        with self._state.lock:
             note()

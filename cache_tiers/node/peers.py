@@ -107,8 +107,8 @@ class NodePeers:
 
     def __init__(
         self,
-        books: NodeState,
-        carrier: TransferRunner,
+        state: NodeState,
+        runner: TransferRunner,
         settings: TierSettings,
         calls: PeerCalls | None,
         link: LazyLink,
@@ -117,20 +117,20 @@ class NodePeers:
         incarnation: str,
         look_again: Callable[[Lookup, Mapping[str, bool]], LookupResult] | None = None,
     ) -> None:
-        self._books = books
+        self._state = state
         self._look_again = look_again
         self._node_id = node_id
         self._settings = settings.peer
         self._calls = calls if settings.peer.enabled else None
         self._link = link
-        self._meter = TierMeter(clock=books.clock)
-        self._peers = PeerTable(settings.peer, books.clock)
+        self._meter = TierMeter(clock=state.clock)
+        self._peers = PeerTable(settings.peer, state.clock)
         self.lost = threading.Event()
         """Set when a node is gone, so that its data in S3 is worth a rescan; reset by the scanner."""
-        self.exports = PeerExports(books, link, f"{node_id}:{incarnation}")
+        self.exports = PeerExports(state, link, f"{node_id}:{incarnation}")
         self._pulls: PeerPulls | None = None
         if self._calls is not None:
-            self._pulls = PeerPulls(books, carrier, self._peers, self._calls, link, settings.peer, self.lost)
+            self._pulls = PeerPulls(state, runner, self._peers, self._calls, link, settings.peer, self.lost)
 
     @property
     def transport(self) -> str:
@@ -139,14 +139,14 @@ class NodePeers:
 
     def lookup(self, lookup: Lookup, own: LookupResult) -> LookupResult:
         """Add to `own` what the peers named in `lookup` have; asks them only if something is missing."""
-        books, found = self._books, own
-        blocks, began_s = len(lookup.keys) // KEY_BYTES, books.clock()
+        state, found = self._state, own
+        blocks, began_s = len(lookup.keys) // KEY_BYTES, state.clock()
         ends_s = began_s + self._settings.lookup_s_max
         asked, silent, answers = 0, dict[str, bool](), list[tuple[str, LookupResult]]()
         if self._calls is None or self._is_cleared(lookup):
             return own
         for node in dict.fromkeys(lookup.peers):
-            left_s = ends_s - books.clock()
+            left_s = ends_s - state.clock()
             if asked == PEERS_ASKED_MAX or left_s <= 0 or covers(found.spans, blocks):
                 break
             if node == self._node_id:
@@ -158,28 +158,28 @@ class NodePeers:
             try:
                 theirs = self._calls.lookup(node, replace(lookup, peers=()), left_s)
             except PeerError as error:
-                with books.lock:
+                with state.lock:
                     self._peers.failed(node, f"lookup:{type(error).__name__}")
                 silent[node] = isinstance(error, PeerLost)
                 if silent[node]:
                     self.lost.set()
                 continue
-            with books.lock:
+            with state.lock:
                 self._peers.succeeded(node)
             answers.append((node, theirs))
             found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
-        seconds: dict[LoadSource, float] = {"peer": books.clock() - began_s} if asked else {}
+        seconds: dict[LoadSource, float] = {"peer": state.clock() - began_s} if asked else {}
         if silent and self._look_again is not None and not covers(found.spans, blocks):
-            again_s = books.clock()
+            again_s = state.clock()
             found = self._look_again(lookup, silent)
-            seconds[SHARED_TIER] = books.clock() - again_s
+            seconds[SHARED_TIER] = state.clock() - again_s
             for node, theirs in answers:
                 found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
         is_there = any(span.tier == "peer" for span in found.spans) or any(
             tail.span.tier == "peer" for tail in found.tails
         )
         if is_there:
-            with books.lock:
+            with state.lock:
                 found = replace(found, prices={**found.prices, "peer": self._meter.price(True)})
         if silent and not covers(found.spans, blocks):
             found = replace(found, has_silent_peer=True)
@@ -212,16 +212,16 @@ class NodePeers:
         """See `PeerPulls.fetch`."""
         if self._pulls is None:
             return FetchFailed("gone", "no way to other nodes")
-        began_s = self._books.clock()
+        began_s = self._state.clock()
         result = self._pulls.fetch(address, node, ends_s)
         if isinstance(result, FetchFailed):
-            with self._books.lock:
-                self._meter.observe_failure(self._books.clock() - began_s)
+            with self._state.lock:
+                self._meter.observe_failure(self._state.clock() - began_s)
         return result
 
     def take(self, take: PushRequest) -> str:
         """Pull an extent that another node pushes. See `PushRequest`: taken | held | failed:REASON."""
-        came = self.fetch(take.address, take.node, self._books.clock() + take.deadline_s)
+        came = self.fetch(take.address, take.node, self._state.clock() + take.deadline_s)
         if isinstance(came, FetchFailed):
             return f"failed:{came.reason}"
         if came is None:
@@ -230,11 +230,11 @@ class NodePeers:
 
     def took(self, nbytes: int, seconds: float) -> None:
         """Record the end-to-end seconds of a load from a peer."""
-        with self._books.lock:
+        with self._state.lock:
             self._meter.observe(nbytes, seconds)
 
     def stats(self) -> dict[str, PeerStats]:
-        with self._books.lock:
+        with self._state.lock:
             return self._peers.stats()
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class NodePeers:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""
-        with self._books.lock:
+        with self._state.lock:
             self._peers.check_integrity()
             self._meter.check_integrity()
         self._link.check_integrity()
@@ -250,9 +250,9 @@ class NodePeers:
             self._pulls.check_integrity()
 
     def _allows(self, node: str) -> bool:
-        with self._books.lock:
+        with self._state.lock:
             return self._peers.allows(node)
 
     def _is_cleared(self, lookup: Lookup) -> bool:
-        with self._books.lock:
-            return self._books.directory.clears.forbids_pull(lookup.tenant, lookup.session)
+        with self._state.lock:
+            return self._state.directory.clears.forbids_pull(lookup.tenant, lookup.session)

@@ -78,7 +78,7 @@ class NodePrefetch:
 
     def __init__(
         self,
-        books: NodeState,
+        state: NodeState,
         stores: NodeStores,
         sessions: IdleSessions,
         prefetcher: Prefetcher,
@@ -88,7 +88,7 @@ class NodePrefetch:
         lead_s: float,
         stays_s: float,
     ) -> None:
-        self._books = books
+        self._state = state
         self._stores = stores
         self._sessions = sessions
         self._prefetcher = prefetcher
@@ -101,7 +101,7 @@ class NodePrefetch:
 
     def promote(self, tenant: bytes, session: bytes, why: Known) -> int:
         """Promote a session's extents, first ones first, for a hint or waiting request; return how many."""
-        with self._books.lock:
+        with self._state.lock:
             owner = tenant + session
             below = self._below(owner)
             granted = self._prefetcher.ask(why, owner, sum(extent.nbytes for extent in below))
@@ -109,7 +109,7 @@ class NodePrefetch:
 
     def returned(self, tenant: bytes, session: bytes, spans: Sequence[BlockRange]) -> None:
         """Judge and end the session's guesses as its next turn begins; `spans`: what was found here."""
-        with self._books.lock:
+        with self._state.lock:
             owner = tenant + session
             self._look_after(owner)
             up = self._up.pop(owner, {})
@@ -128,7 +128,7 @@ class NodePrefetch:
 
     def paused(self, tenant: bytes, session: bytes) -> None:
         """Guess at the end of a session's turn."""
-        with self._books.lock:
+        with self._state.lock:
             owner = tenant + session
             below = self._below(owner)
             guess = self._prefetcher.at_pause(
@@ -144,12 +144,12 @@ class NodePrefetch:
 
     def tick(self) -> None:
         """Check for lost guesses and guess again; called about every second."""
-        with self._books.lock:
+        with self._state.lock:
             for owner in list(self._up)[:LOOKED_AT_A_TICK]:
                 self._look_after(owner)
                 if owner in self._up:
                     self._up.move_to_end(owner)
-            if TOP_TIER not in self._books.guards:
+            if TOP_TIER not in self._state.guards:
                 return
             guesses = self._prefetcher.by_hazard(
                 self._sessions,
@@ -166,7 +166,7 @@ class NodePrefetch:
 
     def cancel(self, owners: Iterable[SessionKey]) -> None:
         """Cancel the guesses of closed or cleared sessions."""
-        with self._books.lock:
+        with self._state.lock:
             now_s = self._clock()
             for owner in map(_owner, owners):
                 self._prefetcher.cancel(owner, now_s)
@@ -175,16 +175,16 @@ class NodePrefetch:
 
     def of_tenant(self, tenant: bytes) -> list[bytes]:
         """Return the tenant's sessions that have guesses."""
-        with self._books.lock:
+        with self._state.lock:
             return [owner for owner in {*self._moving, *self._up} if owner.startswith(tenant)]
 
     def stats(self) -> PrefetchStats:
-        with self._books.lock:
+        with self._state.lock:
             return self._prefetcher.stats()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is inconsistent."""
-        with self._books.lock:
+        with self._state.lock:
             self._prefetcher.check_integrity()
             for owner, extents in [*self._moving.items(), *self._up.items()]:
                 assert extents, "a session without guesses is remembered"
@@ -192,18 +192,18 @@ class NodePrefetch:
 
     def _below(self, owner: bytes) -> list[ExtentInfo]:
         """Return the chain's extents that are not in main memory and could be, in chain order."""
-        if TOP_TIER not in self._books.guards:
+        if TOP_TIER not in self._state.guards:
             return []
         tenant, session = owner[:TAG_BYTES], owner[TAG_BYTES:]
-        extents = self._books.directory.extents_of(tenant, session)
+        extents = self._state.directory.extents_of(tenant, session)
         return [extent for extent in extents if TOP_TIER not in extent.tiers]
 
     def _below_bytes(self, session: SessionKey) -> int:
         return sum(extent.nbytes for extent in self._below(_owner(session)))
 
     def _room_bytes(self) -> int:
-        guard = self._books.guards.get(TOP_TIER)
-        return 0 if guard is None else guard.bytes_max - self._books.directory.usage(TOP_TIER).bytes_accounted
+        guard = self._state.guards.get(TOP_TIER)
+        return 0 if guard is None else guard.bytes_max - self._state.directory.usage(TOP_TIER).bytes_accounted
 
     def _begin(
         self, owner: bytes, below: Sequence[ExtentInfo], granted: int, *, is_guess: bool
@@ -229,7 +229,7 @@ class NodePrefetch:
 
     def _ended(self, owner: bytes, address: Address, nbytes: int, is_guess: bool, is_there: bool) -> None:
         """Record the end of a copy; runs in a worker's thread."""
-        with self._books.lock:
+        with self._state.lock:
             moving = self._moving.get(owner, {})
             if is_guess and moving.pop(address, None) is None:
                 return  # cancelled meanwhile
@@ -250,7 +250,7 @@ class NodePrefetch:
     def _look_after(self, owner: bytes) -> None:
         """Note which of its guesses were evicted or have expired."""
         up = self._up.get(owner, {})
-        gone = [address for address in up if TOP_TIER not in self._books.directory.copies(address)]
+        gone = [address for address in up if TOP_TIER not in self._state.directory.copies(address)]
         for address in gone:
             self._prefetcher.left(owner, up.pop(address), self._clock())
         if gone and not up:
@@ -276,7 +276,7 @@ class NodeResumption:
 
     def __init__(
         self,
-        books: NodeState,
+        state: NodeState,
         sessions: IdleSessions,
         learner: TurnLearner,
         prefetch: NodePrefetch,
@@ -285,7 +285,7 @@ class NodeResumption:
         rate: float,
         sessions_max: int,
     ) -> None:
-        self._books = books
+        self._state = state
         self._sessions = sessions
         self._learner = learner
         self.prefetch = prefetch
@@ -300,15 +300,15 @@ class NodeResumption:
         """Note the start of a replica's lookup, before anything of the session counts as used."""
         if lookup.starts_turn:
             owner = lookup.tenant + lookup.session
-            with self._books.lock:
+            with self._state.lock:
                 self._sessions.started(owner, self._clock())
-                self._books.directory.session_changed(owner, lookup.tenant)
+                self._state.directory.session_changed(owner, lookup.tenant)
 
     def looked_up(self, lookup: Lookup, found: LookupResult) -> None:
         """Note a lookup's answer `found` (of this node's tiers)."""
         if lookup.starts_turn:
             owner, now_s = lookup.tenant + lookup.session, self._clock()
-            with self._books.lock:
+            with self._state.lock:
                 self.prefetch.returned(lookup.tenant, lookup.session, found.spans)
                 whole = lookup.tenant + session_of(lookup.session)
                 opening = self._chains.began(owner, whole, lookup.keys, now_s)
@@ -323,7 +323,7 @@ class NodeResumption:
         """
         owner = over.tenant + over.session
         ended_s = self._clock() - max(0.0, over.ago_s) * self._rate
-        with self._books.lock:
+        with self._state.lock:
             kept = self._chains.ended(
                 owner,
                 over.marks,
@@ -344,7 +344,7 @@ class NodeResumption:
             over.profile,
         )
         # First without a curve: the learner may be slow, and the session is idle now.
-        with self._books.lock:
+        with self._state.lock:
             self._sessions.ended(
                 owner,
                 ended_s,
@@ -352,7 +352,7 @@ class NodeResumption:
                 new_tokens=float(max(0, over.input_tokens - kept)),
                 is_tool=over.stop == "tool_calls",
             )
-            self._books.directory.session_changed(owner, over.tenant)
+            self._state.directory.session_changed(owner, over.tenant)
         forecast = self._learner.ended(turn, ANSWER_S_MAX)
         if forecast is not None:
             self._told(owner, forecast, ended_s)
@@ -368,18 +368,18 @@ class NodeResumption:
         if event == "closed":
             self.prefetch.cancel([owner])
         if event == "tool_started":
-            with self._books.lock:
+            with self._state.lock:
                 self._sessions.calls_tool(owner)
         if curve is not None:
-            with self._books.lock:
+            with self._state.lock:
                 self._sessions.set_curve(owner, curve, now_s)
-                self._books.directory.session_changed(owner, tenant)
+                self._state.directory.session_changed(owner, tenant)
         return curve is not None
 
     def likely(self, tenant: bytes, sessions: Sequence[bytes], horizon_s: float) -> dict[bytes, float]:
         """Return P(resumes within `horizon_s`) of those lineages that are known here; 1 while a turn runs."""
         known = [session for session in sessions if tenant + session in self._sessions]
-        with self._books.lock:
+        with self._state.lock:
             now_s = self._clock()
             slots = np.array([self._sessions.slot(tenant + session) for session in known], dtype=np.intp)
             likely = self._sessions.probabilities(slots, now_s, horizon_s * self._rate)
@@ -394,8 +394,8 @@ class NodeResumption:
         times_s = np.array(at_s, dtype=np.float64) * self._rate
         found = {}
         for owner in owners:  # a lock for each: lookups wait for one at most
-            with self._books.lock:
-                extents = self._books.directory.extents_of(owner[:TAG_BYTES], owner[TAG_BYTES:])
+            with self._state.lock:
+                extents = self._state.directory.extents_of(owner[:TAG_BYTES], owner[TAG_BYTES:])
                 forecast = self._expected(owner, times_s)
             if extents or forecast != LineageGlance():
                 nbytes: Counter[str] = Counter()
@@ -427,14 +427,14 @@ class NodeResumption:
     def clear(self, clear: Clear) -> None:
         """Forget a tenant, or all lineages of one of its sessions."""
         of = clear.tenant if clear.session is None else clear.tenant + clear.session[:SESSION_BYTES]
-        with self._books.lock:
+        with self._state.lock:
             known = {*self._sessions.sessions(), *self._chains, *self.prefetch.of_tenant(clear.tenant)}
             owners = [owner for owner in known if isinstance(owner, bytes) and owner.startswith(of)]
             self.prefetch.cancel(owners)
             for owner in owners:
                 self._sessions.forget(owner)
                 self._chains.forget(owner)
-                self._books.directory.session_changed(owner, clear.tenant)
+                self._state.directory.session_changed(owner, clear.tenant)
         for owner in owners:
             self._learner.forget(owner)
 
@@ -457,7 +457,7 @@ class NodeResumption:
             kind, losses = KINDS[predictor.source], (predictor.model_loss, predictor.fallback_loss)
         elif isinstance(predictor, TypeKm):
             kind = "cold" if predictor.is_cold else "km"
-        with self._books.lock:
+        with self._state.lock:
             sessions = len(self._sessions)
         return ResumptionStats(
             predictor=f"off: {learner.off}" if learner.off else kind,
@@ -475,13 +475,13 @@ class NodeResumption:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is inconsistent."""
-        with self._books.lock:
+        with self._state.lock:
             self._sessions.check_integrity()
             self._chains.check_integrity()
         self.prefetch.check_integrity()
         self._learner.check_integrity()
 
     def _told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
-        with self._books.lock:
+        with self._state.lock:
             for changed in self._sessions.told(owner, forecast, since_s):
-                self._books.directory.session_changed(changed, owner[:TAG_BYTES])
+                self._state.directory.session_changed(changed, owner[:TAG_BYTES])

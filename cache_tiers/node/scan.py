@@ -28,13 +28,13 @@ class TierScans:
     every `s3.rescan_s`.
     """
 
-    def __init__(self, books: NodeState, wall_clock: Callable[[], float], settings: TierSettings) -> None:
-        self._books = books
+    def __init__(self, state: NodeState, wall_clock: Callable[[], float], settings: TierSettings) -> None:
+        self._state = state
         self._wall_clock = wall_clock
         self._retry_s = settings.breaker_open_s
         self._rescan_s = settings.s3.rescan_s
-        self._rescan_at_s = books.clock() + self._rescan_s
-        self.unknown: set[TierName] = set(books.guards)
+        self._rescan_at_s = state.clock() + self._rescan_s
+        self.unknown: set[TierName] = set(state.guards)
         """Tiers not scanned completely yet. Requires the state's lock."""
         self._clears_max = settings.tombstones_max
         self._cleared: dict[TierName, ClearSet] = {}  # since the scan in progress began
@@ -46,7 +46,7 @@ class TierScans:
 
     def start(self) -> None:
         """Scan the local tiers and return when done (or failed); shared ones go on in the background."""
-        for name, guard in self._books.guards.items():
+        for name, guard in self._state.guards.items():
             if name in TIERS.shared:
                 guard.ready = True
                 self._run(guard)
@@ -56,16 +56,16 @@ class TierScans:
 
     def retry(self) -> None:
         """Retry failed scans in the background, one thread per tier."""
-        for name, guard in self._books.guards.items():
-            with self._books.lock:
-                is_due = name in self.unknown and self._books.clock() >= self._again_s.get(name, 0.0)
+        for name, guard in self._state.guards.items():
+            with self._state.lock:
+                is_due = name in self.unknown and self._state.clock() >= self._again_s.get(name, 0.0)
             running = self._running.get(name)
             if is_due and (running is None or not running.is_alive()):
                 self._run(guard)
 
     def rescan(self, *, now: bool) -> None:
         """Rescan shared tiers for other nodes' records, if it is due or `now`."""
-        clock_s = self._books.clock()
+        clock_s = self._state.clock()
         if not now and clock_s < self._rescan_at_s:
             return
         self._rescan_at_s = clock_s + self._rescan_s
@@ -73,16 +73,16 @@ class TierScans:
 
     def look(self, wait_s: float) -> bool:
         """Rescan now and wait; True if everything others have put there is known by then."""
-        ends_s = self._books.clock() + wait_s
+        ends_s = self._state.clock() + wait_s
         threads = self._rescan()
         for thread in threads:
-            thread.join(max(0.0, ends_s - self._books.clock()))
+            thread.join(max(0.0, ends_s - self._state.clock()))
         return bool(threads) and not any(thread.is_alive() for thread in threads)
 
     def _rescan(self) -> list[threading.Thread]:
         """Return the threads scanning each shared tier that is up, running or new."""
         threads = []
-        for name, guard in self._books.guards.items():
+        for name, guard in self._state.guards.items():
             tier = guard.tier
             if not tier.is_shared or not guard.is_up:
                 continue
@@ -100,16 +100,16 @@ class TierScans:
         return tuple(
             name
             for name in self.unknown
-            if self._books.guards[name].tier.is_shared
+            if self._state.guards[name].tier.is_shared
             and name in self._running
             and self._running[name].is_alive()
         )
 
     def listed_ago_s(self, name: TierName) -> float | None:
         """Return the age of what is known of a shared tier; None: it was never scanned completely."""
-        with self._books.lock:
+        with self._state.lock:
             at_s = self._listed_s.get(name)
-        return None if at_s is None else max(0.0, self._books.clock() - at_s)
+        return None if at_s is None else max(0.0, self._state.clock() - at_s)
 
     def stop(self) -> None:
         """End scans at their next record; does not wait."""
@@ -122,7 +122,7 @@ class TierScans:
 
     def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
         """Call `heed` with what scans find marked as cleared."""
-        for guard in self._books.guards.values():
+        for guard in self._state.guards.values():
             guard.tier.on_marks(heed)
 
     def cleared(self, clear: Clear, *, is_marked: bool) -> None:
@@ -131,7 +131,7 @@ class TierScans:
         `is_marked`: the mark was found in a shared tier, and that tier's scan goes by it.
         """
         for name, clears in list(self._cleared.items()):
-            if is_marked and self._books.guards[name].tier.is_shared:
+            if is_marked and self._state.guards[name].tier.is_shared:
                 continue
             if clears.add(clear) is None:
                 logger.warning("%s tier: too much was cleared during its scan", name)
@@ -139,8 +139,8 @@ class TierScans:
 
     def is_known(self, name: TierName, address: Address) -> bool:
         """Return whether this tier holds it according to the directory."""
-        with self._books.lock:
-            return name in self._books.directory.copies(address)
+        with self._state.lock:
+            return name in self._state.directory.copies(address)
 
     def _run(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
         thread = threading.Thread(
@@ -151,11 +151,11 @@ class TierScans:
 
     def _scan(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
         found, undeleted, tier = 0, 0, guard.tier
-        with self._books.lock:
+        with self._state.lock:
             self._cleared[guard.name] = ClearSet(self._clears_max)
         try:
             if tier.take():
-                self._books.taken()
+                self._state.taken()
                 logger.info("%s tier: its directory was waited for and is ours now", guard.name)
             for scanned in (scan or guard.tier.scan)():
                 if self._stopped.is_set():
@@ -168,20 +168,20 @@ class TierScans:
             else:
                 logger.warning("%s tier: its contents are not known: %s", guard.name, error)
                 guard.failed()
-            with self._books.lock:
-                self._again_s[guard.name] = self._books.clock() + self._retry_s
+            with self._state.lock:
+                self._again_s[guard.name] = self._state.clock() + self._retry_s
             return
         finally:
-            with self._books.lock:
+            with self._state.lock:
                 self._cleared.pop(guard.name, None)
         if tier.is_shared and not undeleted:
             self._settle(tier)
-        with self._books.lock:
+        with self._state.lock:
             self.unknown.discard(guard.name)
             if tier.is_shared:
-                self._listed_s[guard.name] = self._books.clock()
+                self._listed_s[guard.name] = self._state.clock()
             else:
-                self._books.pending.scanned(guard.name)
+                self._state.pending.scanned(guard.name)
         guard.ready = True
         logger.info("%s tier: %d records found", guard.name, found)
 
@@ -193,25 +193,25 @@ class TierScans:
 
     def _take_in(self, guard: GuardedTier, scanned: Scanned) -> bool:
         """Add a scanned record; False: it was cleared, and its delete is pending. Raises `TierError`."""
-        books, name, header = self._books, guard.name, scanned.header
+        state, name, header = self._state, guard.name, scanned.header
         address = header.address
-        with books.lock:
+        with state.lock:
             since = self._cleared.get(name)
             if since is None:
                 raise TierError("more was cleared during the scan than can be tracked")
             is_cleared = (
                 scanned.is_cleared
-                or books.pending.is_cleared(name, header)
+                or state.pending.is_cleared(name, header)
                 or since.covers(header.tenant, header.session)
             )
-            is_writing = books.directory.transfers.is_writing(name, address)
-            if books.pending.has(name, address) and not is_writing:
+            is_writing = state.directory.transfers.is_writing(name, address)
+            if state.pending.has(name, address) and not is_writing:
                 evictions = None
             else:
-                evictions = books.directory.adopt(name, scanned, self._wall_clock(), is_cleared=is_cleared)
+                evictions = state.directory.adopt(name, scanned, self._wall_clock(), is_cleared=is_cleared)
         if evictions is None:
-            return books.delete(name, address, is_clear=True)
-        return not books.drop(evictions) or not is_cleared
+            return state.delete(name, address, is_clear=True)
+        return not state.drop(evictions) or not is_cleared
 
 
 def _warm(guard: GuardedTier) -> None:

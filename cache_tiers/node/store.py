@@ -145,8 +145,8 @@ class NodeStores:
 
     def __init__(
         self,
-        books: NodeState,
-        carrier: TransferRunner,
+        state: NodeState,
+        runner: TransferRunner,
         settings: TierSettings,
         *,
         call_for: CallFor,
@@ -154,8 +154,8 @@ class NodeStores:
         sessions: IdleSessions,
         session_clock: Callable[[], float],
     ) -> None:
-        self._books = books
-        self._carrier = carrier
+        self._state = state
+        self._runner = runner
         self._call_for = call_for
         self._incarnation = incarnation
         self._sessions = sessions
@@ -176,8 +176,8 @@ class NodeStores:
     def offer(self, offer: StoreRequest, source: object) -> str:
         """Return the outcome, see `StoreReply`. Reserves room, evicting for it, but touches no medium."""
         outcome = self._offered(offer, source)
-        with self._books.lock:
-            self._books.stores[outcome] += 1
+        with self._state.lock:
+            self._state.stores[outcome] += 1
         return outcome
 
     def copy(
@@ -196,26 +196,26 @@ class NodeStores:
         Returns False if it cannot be, is in flight already, or too much is waiting; `ended` is not called
         then.
         """
-        books = self._books
-        with books.lock:
-            info = books.directory.info(address)
-            if info is None or target in info.tiers or target not in books.guards:
+        state = self._state
+        with state.lock:
+            info = state.directory.info(address)
+            if info is None or target in info.tiers or target not in state.guards:
                 return False
-            if (address, target) in self._copies or books.directory.transfers.is_writing(target, address):
+            if (address, target) in self._copies or state.directory.transfers.is_writing(target, address):
                 return False
             copy = Copy(address, target, sinks_from, info.last_used_s, is_guess, if_worth, ended)
             if if_worth and not self._is_worth(copy):
                 return False
             if self._copies.is_full:
-                books.stores["copy dropped:queue"] += 1
+                state.stores["copy dropped:queue"] += 1
                 return False
             self._copies.add(copy, is_urgent=is_urgent)
-            self._books.work.notify()
+            self._state.work.notify()
             return True
 
     def cancel_guess(self, address: Address, target: TierName) -> bool:
         """Cancel a guess; False if it is done or being done."""
-        with self._books.lock:
+        with self._state.lock:
             return self._copies.cancel_guess(address, target)
 
     @property
@@ -231,21 +231,21 @@ class NodeStores:
         """Queue copies that demote the coldest extents of nearly full tiers to the next working tier."""
         for tier in TIERS:
             target = self._below(tier)
-            if target is None or tier not in self._books.guards:
+            if target is None or tier not in self._state.guards:
                 continue
-            with self._books.lock:
-                cold = self._books.directory.sinking(tier, target, SINK_SHARE)
+            with self._state.lock:
+                cold = self._state.directory.sinking(tier, target, SINK_SHARE)
             for address in cold:
                 self.copy(address, target, sinks_from=tier, if_worth=True)
 
     def work(self) -> bool:
         """Carry out the next waiting task in this thread; False if none waits."""
-        with self._books.lock:
+        with self._state.lock:
             task: _Store | Copy | None = None
             if self._stores:
                 task = self._stores.popleft()
             elif self._may_copy():
-                task = self._copies.take(may_guess=not self._books.fetches)
+                task = self._copies.take(may_guess=not self._state.fetches)
                 self._copying += task is not None
         if task is None:
             return False
@@ -255,15 +255,15 @@ class NodeStores:
         try:
             self._copy(task)
         finally:
-            with self._books.work:
+            with self._state.work:
                 self._copying -= 1
-                self._books.work.notify()
+                self._state.work.notify()
         return True
 
     def _copy(self, task: Copy) -> None:
         if task.if_worth and not self._is_worth(task):
-            with self._books.lock:
-                self._books.stores["copy dropped:unlikely"] += 1
+            with self._state.lock:
+                self._state.stores["copy dropped:unlikely"] += 1
             return
         is_there = False
         try:
@@ -275,8 +275,8 @@ class NodeStores:
     def work_until_stopped(self) -> None:
         """Run a worker until it is stopped."""
         while True:
-            with self._books.work:
-                self._books.work.wait_for(self._is_called, QUIET_S if len(self._copies) else None)
+            with self._state.work:
+                self._state.work.wait_for(self._is_called, QUIET_S if len(self._copies) else None)
                 if self._stopped.is_set():
                     return
             try:
@@ -287,44 +287,44 @@ class NodeStores:
     def _is_called(self) -> bool:
         if self._stopped.is_set() or self._stores:
             return True
-        return self._may_copy() and self._copies.has_next(may_guess=not self._books.fetches)
+        return self._may_copy() and self._copies.has_next(may_guess=not self._state.fetches)
 
     def _may_copy(self) -> bool:
         """Return whether one more copy may be made now: one at a time beside loads, and never by all workers.
 
         Who waits for a load or a store waits for main memory, not for a disk.
         """
-        books = self._books
-        is_busy = books.fetches > 0 or bool(self._stores) or books.clock() < books.fetched_s + QUIET_S
+        state = self._state
+        is_busy = state.fetches > 0 or bool(self._stores) or state.clock() < state.fetched_s + QUIET_S
         return self._copying < (1 if is_busy else self._copying_max)
 
     def stop(self) -> None:
         """Stop the workers after their current task; waiting tasks are dropped."""
-        with self._books.work:
+        with self._state.work:
             self._stopped.set()
             dropped = list(self._stores)
             self._stores.clear()
             self._copies.clear()
-            self._books.work.notify_all()
+            self._state.work.notify_all()
         for store in dropped:
-            self._carrier.abort(store.transfer)
+            self._runner.abort(store.transfer)
 
     def flush(self, deadline_s: float) -> dict[str, int]:
         """Save what only main memory holds, most recently used first, for at most `deadline_s` seconds.
 
         Returns extents by outcome: written, failed, left.
         """
-        clock = self._books.clock
+        clock = self._state.clock
         ends_s = clock() + deadline_s
         done = {"written": 0, "failed": 0, "left": 0}
         while clock() < ends_s and self.work():
             pass
         target = self._below(TOP_TIER)
-        if target is None or TOP_TIER not in self._books.guards:
+        if target is None or TOP_TIER not in self._state.guards:
             return done
-        with self._books.lock:
-            extents = self._books.directory.usage(TOP_TIER).extents
-            cold = self._books.directory.sinking(TOP_TIER, target, 0.0, extents_max=max(extents, 1))
+        with self._state.lock:
+            extents = self._state.directory.usage(TOP_TIER).extents
+            cold = self._state.directory.sinking(TOP_TIER, target, 0.0, extents_max=max(extents, 1))
         for address in reversed(cold):
             if clock() >= ends_s:
                 done["left"] += 1
@@ -334,7 +334,7 @@ class NodeStores:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the queues are inconsistent."""
-        with self._books.lock:
+        with self._state.lock:
             assert len(self._stores) <= self._store_queue_max, "too many stores wait"
             self._copies.check_integrity()
             for store in self._stores:
@@ -342,17 +342,17 @@ class NodeStores:
                 assert state == "reserved", f"a store that waits is {state}"
 
     def _offered(self, offer: StoreRequest, source: object) -> str:
-        books, header = self._books, offer.header
+        state, header = self._state, offer.header
         if offer.incarnation != self._incarnation:
             return "refused:incarnation"
         if offer.nbytes != header_bytes(header.blocks, header.shape.layers) + header.payload_bytes:
             return "refused:size"
         address = header.address
-        with books.lock:
+        with state.lock:
             if self._stopped.is_set() or len(self._stores) + self._reserving >= self._store_queue_max:
                 return "refused:queue"
-            if any(tier in books.up() for tier in books.directory.copies(address)):
-                books.directory.touch(address)
+            if any(tier in state.up() for tier in state.directory.copies(address)):
+                state.directory.touch(address)
                 self._copy_behind(address, header.placement)
                 return "held"
             self._reserving += 1
@@ -361,14 +361,14 @@ class NodeStores:
             if isinstance(transfer, str):
                 return "held" if transfer == "held" else f"refused:{transfer}"
         finally:
-            with books.lock:
+            with state.lock:
                 self._reserving -= 1
-        with self._books.work:
+        with self._state.work:
             if not self._stopped.is_set():
                 self._stores.append(_Store(offer, source, transfer))
-                self._books.work.notify()
+                self._state.work.notify()
                 return "taken"
-        self._carrier.abort(transfer)
+        self._runner.abort(transfer)
         return "refused:queue"
 
     def _reserve(self, offer: StoreRequest, after: TierName | None = None) -> Transfer | str:
@@ -381,9 +381,9 @@ class NodeStores:
         if after is not None:
             order = order[order.index(after) + 1 :]
         for tier in order:
-            if not header.placement.allows(tier) or tier not in self._books.guards:
+            if not header.placement.allows(tier) or tier not in self._state.guards:
                 continue
-            found = self._carrier.reserve(
+            found = self._runner.reserve(
                 header,
                 offer.nbytes,
                 "replica",
@@ -410,7 +410,7 @@ class NodeStores:
 
         while True:
             try:
-                stored = self._carrier.run(transfer, obtain)
+                stored = self._runner.run(transfer, obtain)
                 outcome = "stored" if stored is not None else "failed:fenced"
                 break
             except BadRecord as error:
@@ -427,26 +427,26 @@ class NodeStores:
             if isinstance(another, str):
                 break
             transfer = another
-        with self._books.lock:
-            self._books.stores[outcome] += 1
+        with self._state.lock:
+            self._state.stores[outcome] += 1
         if outcome == "stored":
             self._copy_behind(offer.header.address, offer.header.placement)
 
     def _do_copy(self, copy: Copy) -> bool:
         """Copy an extent; False if it cannot be: nothing changed (or a bad source was found)."""
-        books, address = self._books, copy.address
-        with books.lock:
-            sources = [tier for tier in books.directory.copies(address) if books.guards[tier].is_up]
+        state, address = self._state, copy.address
+        with state.lock:
+            sources = [tier for tier in state.directory.copies(address) if state.guards[tier].is_up]
             if copy.sinks_from is not None:  # this copy has to make room, not another
                 sources = [tier for tier in sources if tier == copy.sinks_from]
-            pin = books.directory.pin(address, sources[0]) if sources else None
+            pin = state.directory.pin(address, sources[0]) if sources else None
         if pin is None:
             return False
         try:
-            transfer = self._carrier.reserve_copy(pin, copy.target)
+            transfer = self._runner.reserve_copy(pin, copy.target)
             if isinstance(transfer, str):
                 return transfer == "held"
-            copied = self._carrier.run(
+            copied = self._runner.run(
                 transfer,
                 lambda: self._from(address, pin.tier, pin.nbytes),
                 is_last=copy.sinks_from is not None,
@@ -455,33 +455,33 @@ class NodeStores:
             logger.info("a copy %s -> %s failed: %s", pin.tier, copy.target, error)
             return False
         finally:
-            with books.lock:
-                books.directory.unpin(pin)
+            with state.lock:
+                state.directory.unpin(pin)
         if copied is not None and copy.sinks_from is not None:
             self._drop_source(transfer, copy, pin.tier)
         return copied is not None
 
     def _drop_source(self, transfer: Transfer, copy: Copy, source: TierName) -> None:
-        books = self._books
-        with books.lock:
-            info = books.directory.info(copy.address)
+        state = self._state
+        with state.lock:
+            info = state.directory.info(copy.address)
             is_cold = info is not None and info.last_used_s <= copy.last_used_s
             is_safe = info is not None and copy.target in info.tiers
-            eviction = books.directory.lose(copy.address, source) if is_cold and is_safe else None
+            eviction = state.directory.lose(copy.address, source) if is_cold and is_safe else None
         if eviction is not None:
-            self._carrier.drop_source(transfer, eviction)
-        self._carrier.end(transfer)
+            self._runner.drop_source(transfer, eviction)
+        self._runner.end(transfer)
 
     def _from(self, address: Address, tier: TierName, nbytes: int) -> tuple[Record, ExtentHeader]:
         """Return the whole record, verified; a source found bad or gone is forgotten on the way."""
         try:
-            data = self._books.guards[tier].read(address, 0, nbytes, self._read_s_max)
+            data = self._state.guards[tier].read(address, 0, nbytes, self._read_s_max)
             return Record(data), verified(data, address, nbytes)
         except BadRecord as error:
-            self._books.bad(address, tier, error.kind)
+            self._state.bad(address, tier, error.kind)
             raise
         except TierMiss:
-            self._books.lost(address, tier)
+            self._state.lost(address, tier)
             raise
 
     def _copy_behind(self, address: Address, placement: Placement) -> None:
@@ -491,22 +491,22 @@ class NodeStores:
 
     def _is_worth(self, copy: Copy) -> bool:
         """Return whether a copy `if_worth` may be done now: it could take time and room from others."""
-        books = self._books
-        with books.lock:
-            info = books.directory.info(copy.address)
+        state = self._state
+        with state.lock:
+            info = state.directory.info(copy.address)
             if info is None:
                 return True
             owners = [copy.address.tenant + session for session in info.sessions]
             if not self._sessions.are_unlikely(owners, self._session_clock(), self._copied_min):
                 return True
-            used = books.directory.usage(copy.target).bytes_accounted + info.nbytes
-            has_room = used <= SINK_SHARE * books.guards[copy.target].bytes_max
-            return has_room and not len(self) and not books.fetches
+            used = state.directory.usage(copy.target).bytes_accounted + info.nbytes
+            has_room = used <= SINK_SHARE * state.guards[copy.target].bytes_max
+            return has_room and not len(self) and not state.fetches
 
     def _below(self, tier: TierName) -> TierName | None:
         """Return the next lower tier that is writable now."""
         for lower in TIERS[TIERS.index(tier) + 1 :]:
-            guard = self._books.guards.get(lower)
+            guard = self._state.guards.get(lower)
             if guard is not None and guard.is_writable:
                 return lower
         return None

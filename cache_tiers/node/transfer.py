@@ -59,8 +59,8 @@ def verified(record: Bytes, address: Address, nbytes: int) -> ExtentHeader:
 class TransferRunner:
     """Moves one record per call, in the calling thread. `write_s_max`: how long one write may take."""
 
-    def __init__(self, books: NodeState, write_s_max: float) -> None:
-        self._books = books
+    def __init__(self, state: NodeState, write_s_max: float) -> None:
+        self._state = state
         self._write_s_max = write_s_max
         self._writes = itertools.count(1)
 
@@ -79,7 +79,7 @@ class TransferRunner:
         The transfer ends with `run` or `abort`. See `Directory.reserve`.
         """
         ask = partial(
-            self._books.directory.reserve,
+            self._state.directory.reserve,
             target,
             header,
             nbytes,
@@ -90,7 +90,7 @@ class TransferRunner:
 
     def reserve_copy(self, pin: Pin, target: TierName) -> Transfer | str:
         """Reserve room in `target` for a copy of what is pinned; else as `reserve`."""
-        ask = partial(self._books.directory.reserve_copy, target, pin.address)
+        ask = partial(self._state.directory.reserve_copy, target, pin.address)
         return self._reserve(pin.address, pin.tier, target, ask)
 
     def _reserve(
@@ -100,26 +100,26 @@ class TransferRunner:
         target: TierName,
         ask: Callable[..., Transfer | Held | ReservationRefused],
     ) -> Transfer | str:
-        books = self._books
-        guard = books.guards.get(target)
+        state = self._state
+        guard = state.guards.get(target)
         if guard is None or not guard.is_writable:
             return "down"
-        books.reach("planned")
-        with books.lock:
-            if books.pending.has(target, address):
+        state.reach("planned")
+        with state.lock:
+            if state.pending.has(target, address):
                 return "busy"
             answer = ask(source=source)
             if not isinstance(answer, Transfer):
-                books.directory.transfers.refused(source, target)
+                state.directory.transfers.refused(source, target)
                 return "held" if isinstance(answer, Held) else answer.reason
-        books.reach("reserved")
+        state.reach("reserved")
         return answer
 
     def abort(self, transfer: Transfer) -> None:
         """Abandon a transfer of which nothing was written."""
-        with self._books.lock:
-            self._books.directory.abandon(transfer)
-        self._books.drop(transfer.victims)
+        with self._state.lock:
+            self._state.directory.abandon(transfer)
+        self._state.drop(transfer.victims)
 
     def run(
         self,
@@ -134,8 +134,8 @@ class TransferRunner:
         afterwards in any case, unless `is_last`: then the caller must drop the source and call `end`. Raises
         what `obtain` raises, `TierError`, `BadRecord`.
         """
-        books = self._books
-        books.drop(transfer.victims)
+        state = self._state
+        state.drop(transfer.victims)
         try:
             self._advance(transfer, "copying")
             record, header = obtain()
@@ -147,39 +147,39 @@ class TransferRunner:
             self._read_back(transfer, header, whole=is_last)
         except (TierError, BadRecord) as error:
             if isinstance(error, BadRecord):
-                books.guards[transfer.tier].count(f"bad:{error.kind}")
+                state.guards[transfer.tier].count(f"bad:{error.kind}")
             self._undo(transfer)
             raise
         self._advance(transfer, "verified")
-        with books.lock:
-            is_committed = books.directory.commit(transfer)
+        with state.lock:
+            is_committed = state.directory.commit(transfer)
         if not is_committed:
             self._undo(transfer)
             return None
-        books.reach("committed")
+        state.reach("committed")
         if not is_last:
             self.end(transfer)
         return record, header
 
     def drop_source(self, transfer: Transfer, eviction: Eviction) -> None:
         """Delete the source of a committed transfer. `NodeState.drop` is the fault point."""
-        with self._books.lock:
-            self._books.directory.transfers.advance(transfer, "dropping")
-        self._books.drop([eviction])
+        with self._state.lock:
+            self._state.directory.transfers.advance(transfer, "dropping")
+        self._state.drop([eviction])
 
     def end(self, transfer: Transfer) -> None:
         """End the transfer."""
-        with self._books.lock:
-            self._books.directory.transfers.end(transfer)
+        with self._state.lock:
+            self._state.directory.transfers.end(transfer)
 
     def _advance(self, transfer: Transfer, state: Literal["copying", "verified"]) -> None:
-        with self._books.lock:
-            self._books.directory.transfers.advance(transfer, state)
-        self._books.reach(state)
+        with self._state.lock:
+            self._state.directory.transfers.advance(transfer, state)
+        self._state.reach(state)
 
     def _write(self, transfer: Transfer, record: Record) -> None:
         """Write the record; if there is no room after all, make some and retry once."""
-        guard = self._books.guards[transfer.tier]
+        guard = self._state.guards[transfer.tier]
         for is_retry in (False, True):
             try:
                 guard.put(transfer.address, record, self._write_s_max, when_late=lambda: self._undo(transfer))
@@ -204,7 +204,7 @@ class TransferRunner:
         address, nbytes = transfer.address, transfer.nbytes
         if not TIERS.kind(transfer.tier).verify_writes:
             return
-        guard = self._books.guards[transfer.tier]
+        guard = self._state.guards[transfer.tier]
         if whole or next(self._writes) % READ_BACK_EVERY == 0:
             verified(guard.read(address, 0, nbytes, self._write_s_max), address, nbytes)
             return
@@ -215,13 +215,13 @@ class TransferRunner:
 
     def _squeeze(self, transfer: Transfer) -> bool:
         """Evict as much again as is to be written, because the medium has less room than its budget."""
-        books = self._books
-        with books.lock:
-            victims = books.directory.squeeze(transfer.tier, transfer.address.tenant, transfer.nbytes)
-        return bool(victims) and not books.drop(victims)
+        state = self._state
+        with state.lock:
+            victims = state.directory.squeeze(transfer.tier, transfer.address.tenant, transfer.nbytes)
+        return bool(victims) and not state.drop(victims)
 
     def _undo(self, transfer: Transfer) -> None:
         """Delete what may have been written; only then is its room free again."""
-        books = self._books
-        books.delete(transfer.tier, transfer.address, lambda: books.directory.abandon(transfer))
+        state = self._state
+        state.delete(transfer.tier, transfer.address, lambda: state.directory.abandon(transfer))
         self.end(transfer)

@@ -7,7 +7,7 @@ imported when it is asked for.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cache_tiers.sessions.kept_shelf import KeptShelf, NotErased
+from cache_tiers.sessions.item_store import ItemStore, NotErased
 from cache_tiers.sessions.quotas import MANY, NO_USE, Quotas, Use
 from cache_tiers.sessions.session_table import (
     Move,
@@ -20,7 +20,7 @@ from cache_tiers.sessions.session_table import (
     Sync,
     Synced,
 )
-from cache_tiers.sessions.shelf import Item, KeptBounds, Kind
+from cache_tiers.sessions.shelf import Item, ItemBounds, Kind
 
 if TYPE_CHECKING:
     from cache_tiers.sessions.actor import ON_HEAD, session_actor
@@ -30,8 +30,8 @@ __all__ = [
     "NO_USE",
     "ON_HEAD",
     "Item",
-    "KeptBounds",
-    "KeptShelf",
+    "ItemBounds",
+    "ItemStore",
     "Kind",
     "Move",
     "NotErased",

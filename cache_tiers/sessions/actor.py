@@ -22,8 +22,8 @@ from cache_tiers.actors import rpc, tier_actors
 from cache_tiers.blocks import TIERS, Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeGlance
-from cache_tiers.sessions.door_deaths import DoorDeaths
-from cache_tiers.sessions.kept_shelf import KeptShelf, NotErased
+from cache_tiers.sessions.ingress_deaths import IngressDeaths
+from cache_tiers.sessions.item_store import ItemStore, NotErased
 from cache_tiers.sessions.quotas import Quotas, Use
 from cache_tiers.sessions.session_table import (
     Move,
@@ -34,7 +34,7 @@ from cache_tiers.sessions.session_table import (
     Sync,
     Synced,
 )
-from cache_tiers.sessions.shelf import Item, KeptBounds, Kind
+from cache_tiers.sessions.shelf import Item, ItemBounds, Kind
 from configs.optional_sections import TelemetrySettings
 from configs.telemetry import set_up_logs
 
@@ -53,7 +53,7 @@ ROWS_MAX = 2000
 REBUILD_SESSIONS_MAX = 100_000
 
 
-DOOR_SILENT_S = 3.0
+INGRESS_SILENT_S = 3.0
 """An ingress that was not heard of for so long is dead."""
 
 
@@ -62,8 +62,8 @@ def session_actor(
     lineages_max: int,
     clear_s_max: float,
     telemetry: TelemetrySettings | None = None,
-    kept: KeptBounds | None = None,
-    door_silent_s: float = DOOR_SILENT_S,
+    kept: ItemBounds | None = None,
+    ingress_silent_s: float = INGRESS_SILENT_S,
 ) -> Any:
     """Return the handle of the cluster's session directory, creating the actor if needed.
 
@@ -77,7 +77,7 @@ def session_actor(
         max_task_retries=0,
     )(SessionActor)
     return actor.options(name=NAME, lifetime="detached", get_if_exists=True).remote(
-        sessions_max, lineages_max, clear_s_max, telemetry, kept, door_silent_s
+        sessions_max, lineages_max, clear_s_max, telemetry, kept, ingress_silent_s
     )
 
 
@@ -85,8 +85,8 @@ class SessionActor:
     """Serves `SessionTable` to all ingresses and forwards session calls to the nodes' tier actors.
 
     `sessions_max`, `lineages_max`: see `SessionTable`; `clear_s_max`: how long a clear waits for the nodes.
-    `telemetry`: how it logs. `kept`: bounds of what ingresses keep here (`doors/`); None: the default ones.
-    `door_silent_s`: see `Quotas`. They only count when the actor is created.
+    `telemetry`: how it logs. `kept`: bounds of what ingresses keep here; None: the default ones.
+    `ingress_silent_s`: see `Quotas`. They only count when the actor is created.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class SessionActor:
         lineages_max: int,
         clear_s_max: float,
         telemetry: TelemetrySettings | None = None,
-        kept: KeptBounds | None = None,
-        door_silent_s: float = DOOR_SILENT_S,
+        kept: ItemBounds | None = None,
+        ingress_silent_s: float = INGRESS_SILENT_S,
     ) -> None:
         set_up_logs(telemetry or TelemetrySettings())
         self._clear_s_max = clear_s_max
         self._table = SessionTable(sessions_max, lineages_max)
         self._lock = threading.Lock()
-        self._quotas = Quotas(door_silent_s, time.monotonic)
-        self._deaths = DoorDeaths(self._is_dead, self._bury)
-        self._kept = KeptShelf(kept or KeptBounds(), self._cleared_at)
+        self._quotas = Quotas(ingress_silent_s, time.monotonic)
+        self._deaths = IngressDeaths(self._is_dead, self._bury)
+        self._kept = ItemStore(kept or ItemBounds(), self._cleared_at)
         self._incarnation = uuid.uuid4().hex
         self._draining: tuple[str, ...] = ()
         self._actors: dict[str, Any] = {}
@@ -120,9 +120,11 @@ class SessionActor:
             self._table.merge(sync.rows)
             since = sync.since if sync.incarnation == self._incarnation else 0
             rows, clears, seq = self._table.changes(since, ROWS_MAX)
-            doors = 0
-            if sync.door:
-                doors = self._quotas.report(sync.door, sync.uses, sync.asked, sync.doors, sync.actor)
+            ingresses = 0
+            if sync.ingress:
+                ingresses = self._quotas.report(
+                    sync.ingress, sync.uses, sync.asked, sync.ingresses, sync.actor
+                )
             return Synced(
                 self._incarnation,
                 seq,
@@ -130,18 +132,18 @@ class SessionActor:
                 tuple(rows),
                 tuple(clears),
                 self._draining,
-                doors,
+                ingresses,
             )
 
     @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]
-    def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+    def allow(self, ingress: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
         """Return whether an ingress may have `wanted` of a tenant open; None: not known yet (`Quotas.ask`).
 
         Before a refusal it is made sure that those whose requests fill the limit live.
         """
         for may_look in (True, False):
             with self._lock:
-                answer = self._quotas.ask(door, asked, tenant, wanted, limit)
+                answer = self._quotas.ask(ingress, asked, tenant, wanted, limit)
                 actors = self._quotas.actors
             if answer or not may_look or not self._deaths.look(actors):
                 break
@@ -257,10 +259,10 @@ class SessionActor:
         state: str | None = gcs_state.actor_table(actor).get("State")
         return state == "DEAD"
 
-    def _bury(self, door: str) -> None:
-        logger.info("ingress %s is dead: what its requests took of limits is free", door[:8])
+    def _bury(self, ingress: str) -> None:
+        logger.info("ingress %s is dead: what its requests took of limits is free", ingress[:8])
         with self._lock:
-            self._quotas.bury(door)
+            self._quotas.bury(ingress)
 
     def _forget(self, cleared: SessionsCleared) -> None:
         """Apply an ingress's clear, which it has asked for by `forget` too, unless that did not get here."""

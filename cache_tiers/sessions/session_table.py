@@ -423,19 +423,19 @@ Move = Literal["promote", "demote"]
 class Sync:
     """Changes from an ingress. `incarnation`, `since`: of the directory, as in its last reply.
 
-    `door`: the ingress; empty: it shares no limits. `uses`: what tenants (tags) have open there, and `asked`:
-    how often it had asked for more before it counted that. `doors`: among how many it shares limits; 0: it
-    was never told. `actor`: the id of its Ray actor.
+    `ingress`: its name; empty: it shares no limits. `uses`: what tenants (tags) have open there, and `asked`:
+    how often it had asked for more before it counted that. `ingresses`: among how many it shares limits; 0:
+    it was never told. `actor`: the id of its Ray actor.
     """
 
     incarnation: str
     since: int
     rows: tuple[SessionRow, ...] = ()
     clears: tuple[SessionsCleared, ...] = ()
-    door: str = ""
+    ingress: str = ""
     uses: Mapping[bytes, Use] = field(default_factory=dict)
     asked: int = 0
-    doors: int = 0
+    ingresses: int = 0
     actor: str = ""
 
 
@@ -443,7 +443,7 @@ class Sync:
 class Synced:
     """Changes from the directory. `is_all`: nothing was left over. `draining`: node ids.
 
-    `doors`: among how many ingresses it shares limits now; 0: that is not known yet.
+    `ingresses`: among how many ingresses it shares limits now; 0: that is not known yet.
     """
 
     incarnation: str
@@ -452,7 +452,7 @@ class Synced:
     rows: tuple[SessionRow, ...] = ()
     clears: tuple[SessionsCleared, ...] = ()
     draining: tuple[str, ...] = ()
-    doors: int = 0
+    ingresses: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Keeps what front doors must find again: the tokens of replies, and stored responses. Pure.
+"""Keeps what ingresses must find again: the tokens of replies, and stored responses. Pure.
 
 Items are opaque bytes with an owner: the tags of a tenant and of a session. Bounded in bytes; the tenant that
 takes most gives way first, its least recently used item. Hints: an item may go at any time.
@@ -19,8 +19,8 @@ ITEM_OVERHEAD_BYTES = 1100
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBounds:
-    """How much is kept of what front doors share. `path`: of the file; None: in memory only."""
+class ItemBounds:
+    """How much is kept of what ingresses share. `path`: of the file; None: in memory only."""
 
     bytes_max: int = 64 << 20
     replies_max: int = 4

@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Tell conversations apart, and send each where its blocks are": ("router.",),
     "Go on when a process dies": (
         "answers.",
-        "doors.",
+        "ingress.",
         "router.resume",
         "router.heartbeat_s",
         "router.stall_s",

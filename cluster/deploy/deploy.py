@@ -165,8 +165,8 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
 def url_of(settings: Settings, nodes: Mapping[str, str], deployed: Deployed) -> str:
     """Return the public URL: any node's proxy would do; the one on the ingress's node is the nearest."""
     server = settings.server
-    doors = [nodes[node] for node in deployed.replicas.get(INGRESS_DEPLOYMENT, ()) if node in nodes]
-    host = doors[0] if doors and server.host in EVERY_INTERFACE else server.host
+    ingresses = [nodes[node] for node in deployed.replicas.get(INGRESS_DEPLOYMENT, ()) if node in nodes]
+    host = ingresses[0] if ingresses and server.host in EVERY_INTERFACE else server.host
     return http_url(host, server.port)
 
 
@@ -261,10 +261,10 @@ class ServeRest:
 
 def nodes_table(nodes: Mapping[str, str], deployed: Deployed) -> Table:
     """Return a table with one row per node: what runs there."""
-    table = Table("node", "address", "replicas", "front door", "HTTP", box=None, pad_edge=False)
+    table = Table("node", "address", "replicas", "ingress", "HTTP", box=None, pad_edge=False)
     replicas = deployed.replicas.get(REPLICA_DEPLOYMENT, [])
-    doors = deployed.replicas.get(INGRESS_DEPLOYMENT, [])
+    ingresses = deployed.replicas.get(INGRESS_DEPLOYMENT, [])
     for node, address in sorted(nodes.items(), key=lambda row: row[1]):
         proxy = deployed.proxies.get(node, "-").lower()
-        table.add_row(node[:8], address, str(replicas.count(node)), str(doors.count(node) or "-"), proxy)
+        table.add_row(node[:8], address, str(replicas.count(node)), str(ingresses.count(node) or "-"), proxy)
     return table

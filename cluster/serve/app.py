@@ -193,7 +193,7 @@ class Service:
             raise StartFailed(f"Ray did not start: {error}") from error
         self.stages.begin("process")
         self._wait(lambda: self._followed(LocalServe().missing(names)))
-        self.stages.begin("front door")
+        self.stages.begin("ingress")
         self.infos = self._wait_for_replicas()
         server = self.settings.server
         self._wait(lambda: unhealthy_here(server.host, server.port))  # the ready line is a promise

@@ -192,7 +192,7 @@ def required_environment(settings: Settings) -> dict[str, str]:
 def application_environment() -> dict[str, str]:
     """Return the variables that applications on a running cluster are sent.
 
-    None of the proxies': those have what Ray was started with, and front doors must not take proxies for
+    None of the proxies': those have what Ray was started with, and ingresses must not take proxies for
     guarded that are not (`router/proxy`).
     """
     return PROCESS_ENVIRONMENT | TOKEN_MODE | OFFLINE

@@ -15,13 +15,13 @@ from ray.serve.schema import LoggingConfig
 
 from cache_tiers.sessions import ON_HEAD
 from cluster.serve.autoscale import autoscaling_config
-from cluster.serve.front_doors import one_door_per_node
+from cluster.serve.ingresses import one_ingress_per_node
 from cluster.serve.preflight import uses_gpu
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
 from replicas.serving.deployment import Replica
 from router.ingress import app as ingress_app
-from router.ingresses import door_count
+from router.ingresses import ingress_count
 
 FRONT_APP = "samovar"
 MODEL_APP_PREFIX = "samovar-model-"
@@ -32,7 +32,7 @@ REQUEST_ROUTERS = {
 }
 """`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's default."""
 
-DOOR_ROUTER = "router.proxy.door_router.DoorRouter"
+INGRESS_ROUTER = "router.proxy.ingress_router.IngressRouter"
 HEALTH_PERIOD_S = 2.0
 RANK_CPUS = 0.001
 """Of a rank without a GPU where replicas reserve no CPU: Ray refuses an empty bundle."""
@@ -101,9 +101,9 @@ def build_front_app(
         graceful_shutdown_timeout_s=settings.limits.request_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
-        request_router_config=RequestRouterConfig(request_router_class=DOOR_ROUTER),
+        request_router_config=RequestRouterConfig(request_router_class=INGRESS_ROUTER),
         logging_config=serve_logs(settings),
-        **_doors(settings),
+        **_ingresses(settings),
     )(ingress_app.Ingress)
     _set_version(ingress, settings, model_dir or "", model_app)
     application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
@@ -153,13 +153,13 @@ def _where(settings: Settings, *, has_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _doors(settings: Settings) -> dict[str, Any]:
-    """Return how many front doors there are, and where: a single one is on the head, which never drains."""
-    count = door_count(settings)
+def _ingresses(settings: Settings) -> dict[str, Any]:
+    """Return how many ingresses there are, and where: a single one is on the head, which never drains."""
+    count = ingress_count(settings)
     if count == 1:
         return {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0, "resources": ON_HEAD}}
-    doors = {"autoscaling_config": one_door_per_node()} if count is None else {"num_replicas": count}
-    return {"ray_actor_options": {"num_cpus": 0}, **doors}
+    where = {"autoscaling_config": one_ingress_per_node()} if count is None else {"num_replicas": count}
+    return {"ray_actor_options": {"num_cpus": 0}, **where}
 
 
 def _how_many(settings: Settings, replicas: int) -> dict[str, Any]:

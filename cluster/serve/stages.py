@@ -22,7 +22,7 @@ IN_WORDS = {
     "memory": "registering the RAM tier with the GPU",
     "measure": "measuring this machine's speed",
     "engine": "building the engine",
-    "front door": "opening the front door",
+    "ingress": "opening the ingress",
 }
 NAME_COLUMNS = 12
 

@@ -1,4 +1,4 @@
-"""Traces of requests by OpenTelemetry: one a request, through the front door, a replica and the tier actors.
+"""Traces of requests by OpenTelemetry: one a request, through the ingress, a replica and the tier actors.
 
 A trace's context is handed on as the text of W3C's `traceparent`; empty: the request is not traced, and costs
 nothing. Spans are exported by a thread of their own, from a bounded queue: a collector that is slow or gone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from replicas.answers.kept import KeptAnswers
+from replicas.answers.answer_log import AnswerLogs
 
 
 class Timer(Protocol):
@@ -23,7 +23,7 @@ class SweepTimer:
     An answer that is due before all others moves the timer forward.
     """
 
-    def __init__(self, kept: KeptAnswers, call_later: CallLater, clock: Callable[[], float]) -> None:
+    def __init__(self, kept: AnswerLogs, call_later: CallLater, clock: Callable[[], float]) -> None:
         self._kept = kept
         self._call_later = call_later
         self._clock = clock

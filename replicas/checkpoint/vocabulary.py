@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
-from replicas.kept_measurements import KeptMeasurements
+from replicas.measurement_cache import MeasurementCache
 from replicas.model import load_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -37,7 +37,7 @@ class FileVerdict:
 VERDICT = TypeAdapter(FileVerdict | None)
 
 
-def load_vocabulary(path: Path, kept: KeptMeasurements) -> Vocabulary:
+def load_vocabulary(path: Path, kept: MeasurementCache) -> Vocabulary:
     """Load the tokenizer of the model in `path`, as `load_tokenizer` does. `kept`: of this model."""
     loaded: list[Vocabulary] = []
 

@@ -79,7 +79,7 @@ def missed_of(
     """Return tokens computed again by reason, and what most of them say; "" if there are none.
 
     Counts what is in full blocks, the unit of reuse. `computed_tokens`: of the prompt, which is computed.
-    `left_tokens`: what the session's last turn left, as its front door remembers: it counts where this
+    `left_tokens`: what the session's last turn left, as its ingress remembers: it counts where this
     replica remembers none of the prompt, as that turn was elsewhere.
     """
     missed: Counter[str] = Counter()

@@ -231,7 +231,7 @@ class OpenRequests:
         self.key_of[sequence] = key
         if self._offload is not None:
             self._offload.open(sequence, request, is_queued=not self._scheduler.admission.at_once(sequence))
-            self._offload.news.began(sequence.owner)
+            self._offload.reporter.began(sequence.owner)
         self._scheduler.add(sequence)
         self.is_stalled = False
         self.counts.totals["prompt_tokens"] += sequence.prompt_tokens
@@ -393,7 +393,7 @@ class OpenRequests:
     def _turn_over(self, opened: OpenRequest, sequence: Sequence, stop: Stop) -> None:
         if self._offload is not None:
             tool = opened.called_tool(sequence.index) if stop == "stop" else None
-            self._offload.news.over(
+            self._offload.reporter.over(
                 opened.request,
                 sequence,
                 stop if tool is None else "tool_calls",

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -225,14 +225,6 @@ class EventStream:
     def is_read(self) -> bool:
         """Whether the request is over and `next` has returned all of its events."""
         return self.is_over and not self._events
-
-    async def unsent(self) -> AsyncIterator[list[Event]]:
-        """Yield `next` until the stream is read."""
-        while not self.is_read:
-            yield await self.next()
-
-    def close(self) -> None:
-        """Do nothing: the reader just stops reading."""
 
     def put(self, event: Event) -> None:
         self._events.append(event)

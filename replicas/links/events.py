@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -66,10 +66,7 @@ def _unpacked(payload: Any) -> Iterable[Any]:
 
 
 def events_of(payloads: Iterable[Any]) -> list[Event]:
-    """Return the events of payloads, with consecutive deltas of a choice as one. Raises `LinkLost`.
-
-    A payload that is a tuple of events came another way, and stays as it is.
-    """
+    """Return the events of payloads, with consecutive deltas of a choice as one. Raises `LinkLost`."""
     events: list[Event] = []
     deltas: dict[int, list[Any]] = {}  # by choice, since the last other event: text, ids, log-probabilities
     try:
@@ -85,9 +82,7 @@ def events_of(payloads: Iterable[Any]) -> list[Event]:
                 delta[3] = finish_reason
                 continue
             _join(deltas, events)
-            if isinstance(payload, tuple):
-                events += payload
-            elif first == "admitted":
+            if first == "admitted":
                 _, replica_id, cached_tokens, queue_s, receipt, tokens = payload
                 shown = tuple(_token(token) for token in tokens)
                 events.append(Admitted(replica_id, cached_tokens, queue_s, Receipt(**receipt), shown))
@@ -114,13 +109,11 @@ def _token(packed: list[Any]) -> TokenLogprob:
 class EventSender:
     """Carries events of one request over a link, as they come.
 
-    `choices`: answers of the request. `named`: completes an event before it is sent. `put` and `unsent` must
-    run on one event loop. Raises `LinkLost`.
+    `choices`: answers of the request. `put` and `over` must run on one event loop. Raises `LinkLost`.
     """
 
-    def __init__(self, choices: int, link: Link, ticket: str, named: Callable[[Event], Event]) -> None:
+    def __init__(self, choices: int, link: Link, ticket: str) -> None:
         self._choices_open = choices
-        self._named = named
         self._link = link
         self._ticket = ticket
         self._over = asyncio.Event()
@@ -129,7 +122,7 @@ class EventSender:
         link.open(ticket, self._lose)
 
     def put(self, event: Event) -> None:
-        self._link.send(self._ticket, pack_event(self._named(event)))
+        self._link.send(self._ticket, pack_event(event))
         if isinstance(event, Delta) and event.finish_reason is not None:
             self._choices_open -= 1
         if self._choices_open == 0 or isinstance(event, Refused | Failed):
@@ -154,11 +147,11 @@ class EventSender:
         self.is_over = True
         self._over.set()
 
-    async def unsent(self) -> AsyncIterator[list[Event]]:
-        """Wait for the last event; yield that the link was lost before, if it was: nothing else is unsent."""
+    async def over(self) -> None:
+        """Wait until the last event has been put. Raises `LinkLost` if the link is lost before."""
         await self._over.wait()
         if self._is_lost:
-            yield [Failed("the connection to the front door was lost", replica_lost=True)]
+            raise LinkLost("the connection to the ingress has ended")
 
     def close(self) -> None:
         """Take the stream off its link."""

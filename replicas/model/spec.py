@@ -75,7 +75,7 @@ COPY_AGAIN = "copy or download the model directory again"
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the engine and the front door need to know of a model before it is loaded.
+    """What the engine and the ingress need to know of a model before it is loaded.
 
     `rope` is the canonical JSON of the rotary parameters; `fingerprint` is a sha256 over config, tokenizer
     and weights: KV of models with different fingerprints is never interchangeable. `weights_bytes` is the

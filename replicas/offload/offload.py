@@ -235,13 +235,13 @@ class Offload:
         turns: TurnStore,
         handover: Handover,
         arrivals: CompletionQueue,
-        news: TurnReporter,
+        reporter: TurnReporter,
     ) -> None:
         self.link = link
         self.restores = restores
         self.turns = turns
         self.handover = handover
-        self.news = news
+        self.reporter = reporter
         self.arrivals = arrivals
         self.moves = restores.moves
         self.swap = restores.swap
@@ -474,5 +474,5 @@ class Offload:
         self.restores.loads.check_integrity()
         self.restores.doubt.check_integrity()
         self.turns.check_integrity()
-        self.news.check_integrity()
+        self.reporter.check_integrity()
         self.swap.check_integrity()

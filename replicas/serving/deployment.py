@@ -1,8 +1,8 @@
 """One model replica as a Ray Serve deployment: the engine behind an async stream.
 
-The constructor builds the engine. Requests go to the engine's thread; `generate` yields each request's events
-(see `engine/thread.py`). When the caller disconnects, for any reason, the request is aborted and its pages
-are free before the next step.
+The constructor builds the engine. Requests come over links, or by a call of Serve's, and go to the engine's
+thread (see `engine/thread.py`). When the caller disconnects, for any reason, the request is aborted and its
+pages are free before the next step.
 
 What computes is imported by the constructor: `samovar serve` and Serve's controller need only this module's
 names, and would wait seconds for torch and transformers.
@@ -15,8 +15,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -40,18 +40,18 @@ from replicas.messages import (
     Failed,
     Forgotten,
     GenerateRequest,
-    KeptAnswer,
+    LoggedAnswer,
     Refused,
     ReplicaGlance,
     ReplicaInfo,
     TierSign,
 )
-from replicas.serving.door_loads import DoorLoads
+from replicas.serving.ingress_loads import IngressLoads
 from replicas.serving.served import Places, call_handler
 from replicas.turns import TenantThreads
 
 if TYPE_CHECKING:
-    from replicas.answers import KeptAnswers, KeptLog, SweepTimer
+    from replicas.answers import AnswerLog, AnswerLogs, SweepTimer
     from replicas.engine import Engine, EventStream
     from replicas.links import EventSender
     from replicas.scheduling import Sequence
@@ -121,8 +121,8 @@ def load_of(engine: Engine, horizon_s: float) -> ReplicaLoad:
         if new_tokens > 0:
             prompts += 1
             prefill_s += price.seconds(new_tokens, after_tokens)
-    news = None if engine.offload is None else engine.offload.news
-    expected = pool.returns.within(horizon_s * (1.0 if news is None else news.rate))
+    reporter = None if engine.offload is None else engine.offload.reporter
+    expected = pool.returns.within(horizon_s * (1.0 if reporter is None else reporter.rate))
     waiting_pages = sum(pool.pages_for(len(sequence.tokens)) for sequence in scheduler.waiting)
     return ReplicaLoad(
         running=sum(sequence.forks for sequence in scheduler.running),
@@ -175,7 +175,7 @@ class Replica:
 
     def __init__(self, settings: Settings, model_dir: str | None) -> None:
         with collector_paused():
-            from replicas.answers import KeptAnswers as Kept
+            from replicas.answers import AnswerLogs as Kept
             from replicas.answers import SweepTimer as Sweeps
             from replicas.engine import EngineThread
             from replicas.links import Links
@@ -202,8 +202,8 @@ class Replica:
         self._runner = built.engine.runner
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
         self._streams: dict[int, EventStream | EventSender] = {}
-        self._kept: KeptAnswers = Kept(settings.answers, self._abort_kept, time.monotonic)
-        self._kept_logs: dict[int, KeptLog] = {}  # of answers that are not over, by the engine's key
+        self._kept: AnswerLogs = Kept(settings.answers, self._abort_kept, time.monotonic)
+        self._answer_logs: dict[int, AnswerLog] = {}  # of answers that are not over, by the engine's key
         self._kept_spans: dict[int, AnswerSpans] = {}
         self._sweeps: SweepTimer = Sweeps(self._kept, _call_later, time.monotonic)
         self._untold: dict[int, AnswerSpans] = {}  # traced requests whose prompt is not computed yet
@@ -211,7 +211,7 @@ class Replica:
         self._inlet: Inlet | None = open_inlet(settings.cluster.links, 0.0)
         self._places = places(settings.engine)
         self._compiles = TenantThreads("compile", settings.grammar.threads, places=settings.engine.queue_max)
-        self._door_loads = DoorLoads(replica_id)
+        self._ingress_loads = IngressLoads(replica_id)
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread.start()
@@ -230,53 +230,71 @@ class Replica:
         return built
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Event]]:
-        """Yield the request's events (see `messages.py`) in lists; an empty list is a heartbeat.
+        """Yield the events of a request that Serve carries, in lists; an empty one is a sign of life.
 
-        Those that go over a link to `request.reply_to` are not yielded.
+        Requests come over links (`serving/served.py`); this is for those that no link takes.
         """
+        from replicas.engine import EventStream
+
         await self._places.take()
         try:
-            async with aclosing(self._answered(request)) as unsent:
-                async for events in unsent:
-                    yield events
+            yield []  # it has left Serve's queue: later ones of its ingress need not stand behind it
+            stream = EventStream(
+                request.n,
+                coalesce_s=self._settings.engine.coalesce_ms / 1000,
+                heartbeat_s=self._settings.router.heartbeat_s,
+                joins=request.keep is None,
+            )
+            async with self._answering(request, stream):
+                while not stream.is_read:
+                    yield await stream.next()
         finally:
             self._places.leave()
 
-    async def _answered(self, request: GenerateRequest) -> AsyncGenerator[list[Event], None]:
-        if request.model and request.model != self._info.model:
-            yield [self._named(Failed("this replica serves another model", replica_lost=True))]
-            return
+    @asynccontextmanager
+    async def _answering(
+        self, request: GenerateRequest, stream: EventStream | EventSender
+    ) -> AsyncIterator[None]:
+        """Have a request's events put into `stream` while the block runs; abort what is not over then."""
         self._loop = asyncio.get_running_loop()
-        if request.sampling.grammar is not None:
-            compile_it = partial(self._sampler.refusal_of, request.sampling.grammar)
-            refused = await self._compiles.run(
-                request.tenant.hex(), compile_it, must_run=True
-            )  # see `Places`
-            if refused is not None:
-                yield [refused]
-                return
-        stream = await self._stream_of(request)
-        if request.keep is not None and not self._goes_on_apart(request):
-            async for events in self._read_kept(request, stream):
-                yield [self._named(event) for event in events]
-            return
+        refused = await self._refusal_of(request)
+        if refused is not None:
+            stream.put(self._named(refused))
+            yield
+        elif request.keep is not None and not self._goes_on_apart(request):
+            with self._reading_kept(request, stream):
+                yield
+        else:
+            with self._computing(request, stream):
+                yield
+
+    async def _refusal_of(self, request: GenerateRequest) -> Refused | Failed | None:
+        """Return what is said of a request that is not computed here."""
+        if request.model and request.model != self._info.model:
+            return Failed("this replica serves another model", replica_lost=True)
+        if request.sampling.grammar is None:
+            return None
+        compile_it = partial(self._sampler.refusal_of, request.sampling.grammar)
+        return await self._compiles.run(request.tenant.hex(), compile_it, must_run=True)  # see `Places`
+
+    @contextmanager
+    def _computing(self, request: GenerateRequest, stream: EventStream | EventSender) -> Iterator[None]:
+        """Compute an answer for one reader while the block runs."""
         key = next(self._keys)
         self._streams[key] = stream
-        self._door_loads.began(key, request)
+        self._ingress_loads.began(key, request)
         spans = self._spans(request)
         if spans is not None:
             self._untold[key] = spans
         self._thread.submit(key, request)
         try:
-            async for events in stream.unsent():
-                yield [self._named(event) for event in events]
+            yield
         finally:
             if spans is not None:
                 spans.end(is_complete=stream.is_over)
             self._untold.pop(key, None)
             del self._streams[key]
-            self._door_loads.ended(key)
-            stream.close()
+            self._ingress_loads.ended(key)
             if not stream.is_over:
                 self._thread.abort(key)
 
@@ -289,10 +307,9 @@ class Replica:
         log = None if keep is None else self._kept.find(request.tenant, keep.ref)
         return keep is not None and log is not None and not log.begins_with(keep.before)
 
-    async def _read_kept(
-        self, request: GenerateRequest, stream: EventStream | EventSender
-    ) -> AsyncIterator[list[Event]]:
-        """Yield what `stream` does not send of an answer that is kept, which begins with its first reader."""
+    @contextmanager
+    def _reading_kept(self, request: GenerateRequest, stream: EventStream | EventSender) -> Iterator[None]:
+        """Tell `stream` an answer that is kept, while the block runs; it begins with its first reader."""
         keep = request.keep
         assert keep is not None, "an answer without a name"
         log = self._kept.find(request.tenant, keep.ref)
@@ -306,20 +323,18 @@ class Replica:
             next(said, None)  # now: it is read from here on, and what of it is dropped is told all the same
             telling = asyncio.create_task(self._tell_again(said, stream))
         elif keep.is_attaching:
-            stream.put(Failed("this replica does not keep the answer", replica_lost=True))
+            stream.put(self._named(Failed("this replica does not keep the answer", replica_lost=True)))
         else:
             key = next(self._keys)
-            log = self._kept_logs[key] = self._kept.begin(key, request, stream)
-            self._door_loads.began(key, request)
+            log = self._answer_logs[key] = self._kept.begin(key, request, stream)
+            self._ingress_loads.began(key, request)
             spans = self._spans(request)
             if spans is not None:
                 self._untold[key] = self._kept_spans[key] = spans
             self._thread.submit(key, request)
         try:
-            async for events in stream.unsent():
-                yield events
+            yield
         finally:
-            stream.close()
             if telling is not None and said is not None:
                 telling.cancel()
                 said.close()
@@ -338,7 +353,7 @@ class Replica:
             stream.put(Failed("The answer could not be told again."))
         self._sweeps.set()
 
-    async def kept(self, tenant: bytes, ref: bytes) -> tuple[str, KeptAnswer | None]:
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[str, LoggedAnswer | None]:
         """Return our id, and what is known of the answer that a tenant's client has named so."""
         log, own = self._kept.find(tenant, ref), self._info.replica_id
         return own, None if log is None else log.told(own)
@@ -349,28 +364,6 @@ class Replica:
         from replicas.serving.tracing import AnswerSpans
 
         return AnswerSpans(self._tracer, request.trace, self._info.replica_id, time.monotonic)
-
-    async def _stream_of(self, request: GenerateRequest) -> EventStream | EventSender:
-        """Return what carries the events: a link, where the front door listens and is reached.
-
-        Log-probabilities of a prompt are megabytes: one message of them must not fill what all streams share.
-        """
-        from replicas.engine import EventStream
-        from replicas.links import EventSender, LinkLost
-
-        is_huge = request.sampling.prompt_logprobs is not None
-        link = None if is_huge else await self._links.reach(request.reply_to)
-        if link is not None:
-            try:
-                return EventSender(request.n, link, request.route.ticket, self._named)
-            except LinkLost:
-                logger.info("request %s: its link has just ended", request.request_id)
-        return EventStream(
-            request.n,
-            coalesce_s=self._settings.engine.coalesce_ms / 1000,
-            heartbeat_s=self._settings.router.heartbeat_s,
-            joins=request.keep is None,
-        )
 
     def _named(self, event: Event) -> Event:
         """Add our replica id, so that the retry avoids this replica."""
@@ -391,7 +384,7 @@ class Replica:
         return {
             "prefill": [price.c0_s, price.a_s, price.b_s],
             "step_tokens": price.step_tokens,
-            "load": self._door_loads.report(
+            "load": self._ingress_loads.report(
                 PrefillPrice(price.c0_s, price.a_s, price.b_s, price.step_tokens)
             ),
         }
@@ -406,7 +399,7 @@ class Replica:
         """Return what routers are told once (Ray Serve hook): the model, and where calls over links go."""
         told: dict[str, object] = {"model": self._info.model}
         if self._inlet is not None:
-            self._inlet.calls.take(call_handler(self._links, self._places, self._answered))
+            self._inlet.calls.take(call_handler(self._links, self._places, self._answering))
             try:
                 told["address"] = list(astuple(await self._inlet.address()))
             except OSError as error:
@@ -529,22 +522,22 @@ class Replica:
 
     def _distribute(self, events: list[tuple[int, Event]]) -> None:
         for key, event in events:
-            stream, log = self._streams.get(key), self._kept_logs.get(key)
+            stream, log = self._streams.get(key), self._answer_logs.get(key)
             if log is not None:
                 self._put_kept(log, event)
             elif stream is not None:  # else its reader has just disconnected
-                stream.put(event)
+                stream.put(self._named(event))
             else:
                 continue
             if isinstance(event, Admitted):
-                self._door_loads.computed(key)
+                self._ingress_loads.computed(key)
             spans = self._untold.get(key)
             if spans is not None:
                 spans.saw([event])
                 if not spans.is_waiting:
                     del self._untold[key]
 
-    def _put_kept(self, log: KeptLog, event: Event) -> None:
+    def _put_kept(self, log: AnswerLog, event: Event) -> None:
         """Note an event of a kept answer and tell its readers."""
         self._kept.put(log, self._named(event))
         if log.is_over:
@@ -556,9 +549,9 @@ class Replica:
         self._thread.abort(key)
 
     def _end_kept(self, key: int, *, is_complete: bool) -> None:
-        self._kept_logs.pop(key, None)
+        self._answer_logs.pop(key, None)
         self._untold.pop(key, None)
-        self._door_loads.ended(key)
+        self._ingress_loads.ended(key)
         if (spans := self._kept_spans.pop(key, None)) is not None:
             spans.end(is_complete=is_complete)
 

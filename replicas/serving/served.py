@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, closing
 
-from replicas.links import FULL, Handler, Link, LinkCall, LinkLost, Links, pack_event
-from replicas.messages import Event, GenerateRequest
+from replicas.links import FULL, EventSender, Handler, LinkCall, LinkLost, Links
+from replicas.messages import GenerateRequest
 from replicas.serving.requests import BadRequestBytes, request_form, unpack_request
 
 logger = logging.getLogger(__name__)
 
 UNREACHED, UNREADABLE = "unreached", "unreadable"
-"""Why a call is refused: the front door is not reached, or what came is no request. Serve may carry it."""
+"""Why a call is refused: the ingress is not reached, or what came is no request. Serve may carry it."""
 
-Generate = Callable[[GenerateRequest], AsyncGenerator[list[Event], None]]
+Answering = Callable[[GenerateRequest, EventSender], AbstractAsyncContextManager[None]]
+"""Has a request's events put into the sender while the block runs."""
 
 
 class Places:
@@ -69,8 +70,8 @@ class Places:
                 turn.set_result(None)
 
 
-def call_handler(links: Links, places: Places, generate: Generate) -> Handler:
-    """Return what serves a front door's call. `generate` yields what it has not sent over a link itself."""
+def call_handler(links: Links, places: Places, answering: Answering) -> Handler:
+    """Return what serves an ingress's call over a link: its events go over another one, back to there."""
     request_form()
 
     async def handle(call: LinkCall) -> None:
@@ -88,34 +89,12 @@ def call_handler(links: Links, places: Places, generate: Generate) -> Handler:
             call.refuse(FULL)
             return
         try:
-            async with aclosing(generate(request)) as unsent:
-                await _send(link, request.route.ticket, unsent)
+            with closing(EventSender(request.n, link, request.route.ticket)) as sender:
+                async with answering(request, sender):
+                    await sender.over()
         except LinkLost:
             call.refuse(UNREACHED)
         finally:
             places.leave()
 
     return handle
-
-
-async def _send(link: Link, ticket: str, unsent: AsyncGenerator[list[Event], None]) -> None:
-    """Send what is not sent yet. Raises `LinkLost` if the front door is not reached any more."""
-    is_open = False
-    try:
-        async for events in unsent:
-            if not is_open:
-                link.open(ticket, _noted_later)
-                is_open = True
-            for event in events:
-                link.send(ticket, pack_event(event))
-            if not events:
-                link.send(ticket, None)
-            if not link.is_open:
-                raise LinkLost("the connection has ended")
-    finally:
-        if is_open:
-            link.close(ticket)
-
-
-def _noted_later() -> None:
-    """Do nothing: `_send` looks each time."""

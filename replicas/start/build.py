@@ -33,7 +33,6 @@ from replicas.forward import (
     step_words_max,
 )
 from replicas.grammar import GrammarCompiler
-from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import (
     KvGeometry,
     KvPool,
@@ -46,6 +45,7 @@ from replicas.kv import (
     plan_pages,
     register_object_store,
 )
+from replicas.measurement_cache import MeasurementCache
 from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import (
     ChosenDtype,
@@ -148,7 +148,7 @@ def build_offload(
         arrivals,
         clock,
     )
-    news = TurnReporter(
+    reporter = TurnReporter(
         link,
         pool,
         lanes.returns,
@@ -164,7 +164,7 @@ def build_offload(
         turns=turns,
         handover=handover,
         arrivals=arrivals,
-        news=news,
+        reporter=reporter,
     )
 
 
@@ -246,7 +246,7 @@ class Start:
     # weights
     ranks: RankGroup | None = field(init=False)
     registered: RegisteredMemory | None = field(init=False)
-    kept: KeptMeasurements = field(init=False)
+    kept: MeasurementCache = field(init=False)
     choice: StepChoice = field(init=False)
     # probe
     step: ChosenStep = field(init=False)
@@ -308,7 +308,7 @@ class Start:
         )
         is_reached = device.type == "cuda" and self.ranks is None and self.tiers is not None
         self.registered = register_object_store(device) if is_reached else None
-        self.kept = KeptMeasurements(
+        self.kept = MeasurementCache(
             self.keep,
             engine.measurements_ttl_s,
             spec.fingerprint.hex(),
@@ -514,7 +514,7 @@ def gemm_seconds(keep: Path | None, threads: int) -> GemmSeconds:
 
     Kept for good, whatever the settings: another dtype would not find the blocks of earlier starts.
     """
-    kept = KeptMeasurements(keep, math.inf, "dtype", f"{threads} threads")
+    kept = MeasurementCache(keep, math.inf, "dtype", f"{threads} threads")
     try:
         return kept.get("gemm", GEMM, measure_gemm, GemmSeconds(1.0, 1.0))
     finally:
@@ -593,7 +593,7 @@ def _offload(
     open_io: Callable[[int], PageIo],
     page_pool: PagePool,
     meter: PrefillMeter,
-    kept: KeptMeasurements,
+    kept: MeasurementCache,
     *,
     measures_loads: bool,
 ) -> tuple[Offload | None, PreemptionPolicy]:

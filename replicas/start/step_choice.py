@@ -31,8 +31,8 @@ from replicas.forward import (
     PlainModel,
     plain_model,
 )
-from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, free_memory_bytes
+from replicas.measurement_cache import MeasurementCache
 from replicas.messages import ModelRefused
 from replicas.model import ModelSpec
 from replicas.native import (
@@ -245,7 +245,7 @@ class StepChoice:
         geometry: KvGeometry,
         device: torch.device,
         load: Callable[[], torch.nn.Module],
-        kept: KeptMeasurements,
+        kept: MeasurementCache,
         native_dir: Path | None = None,
         weights: str = AUTO,
         directory: Path | None = None,

@@ -1,6 +1,6 @@
 """Turns of tenants: who is next where work of several waits, and the threads in which it is done.
 
-Nothing here brings torch: front doors use it, too.
+Nothing here brings torch: ingresses use it, too.
 """
 
 from replicas.turns.fair_queue import FairQueue

@@ -1,7 +1,7 @@
 """Deletes in every place that may hold what is deleted, and goes on with what is left.
 
 A deletion is a list of places that ends, not a chain that breaks: a place that fails (a full disk, a busy
-file, a front door that does not answer) keeps no other from being asked. What is left is named in one error,
+file, an ingress that does not answer) keeps no other from being asked. What is left is named in one error,
 written down, and tried again in the background, also after a restart.
 """
 
@@ -85,7 +85,7 @@ class _Round:
 
 
 class Erasures:
-    """Deletes, at one front door. Use it from one event loop.
+    """Deletes, at one ingress. Use it from one event loop.
 
     `places`: for each kind, the places by name, in the order in which they are asked.
     """
@@ -115,7 +115,7 @@ class Erasures:
         return await asyncio.shield(task)  # a client that goes ends no deletion
 
     async def erase_here(self, what: Erasure, places: Iterable[str]) -> Cleared:
-        """Delete in these places only, as another front door was asked. Raises as `erase` does."""
+        """Delete in these places only, as another ingress was asked. Raises as `erase` does."""
         asked = [one for one in places if one in self.places[what.kind]]
         one, done = self._begin(what, asked), await self._round(what, asked)
         await self._told([(what, one, done)])

@@ -19,7 +19,7 @@ State = Literal["loading", "ok", "draining"]
 
 POLL_LOADING_S = 0.5
 POLL_READY_S = 2.0
-LOOKS_A_POLL = 5  # while Serve names those that have answered: each front door asks each replica
+LOOKS_A_POLL = 5  # while Serve names those that have answered: each ingress asks each replica
 MISSES_MAX = 3  # polls without an answer until replicas that were up count as gone
 TIERS_POLL_S = 10.0
 TIER_MISSES_MAX = 2  # failed tier polls until a node's tiers count as gone
@@ -29,7 +29,7 @@ def is_due(looks: int, known: Collection[str], answered: Collection[str]) -> boo
     """Return whether replicas are polled, `looks` after the last time.
 
     `known`: those that Serve names; empty: not known. `answered`: those that answered then. Seldom while they
-    are the same: all front doors poll all replicas.
+    are the same: all ingresses poll all replicas.
     """
     return not known or set(known) != set(answered) or looks >= LOOKS_A_POLL
 

@@ -1,7 +1,7 @@
 """Answers that a client has named (`Idempotency-Key`), so that it can ask for them again.
 
 An event's id is the answer's ref, and the event's number in the stream. Events of a kept answer come to every
-front door as they were said (`replicas/answers`), so that all of them number alike. See docs/adr/017.
+ingress as they were said (`replicas/answers`), so that all of them number alike. See docs/adr/017.
 """
 
 from __future__ import annotations

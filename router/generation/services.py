@@ -14,7 +14,7 @@ from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder
 from router.generation.stages import PromptStage
 from router.generation.usage import UsageBook
-from router.ingresses import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
+from router.ingresses import Ingresses, IngressShares, KnownSessions, SessionTurn, SharedResponses
 from router.metrics import Metrics
 from router.openai import ModelNotFound
 from router.prompt import PromptBuilder
@@ -30,7 +30,7 @@ class IngressServices:
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
     `stages`: what chats pass on their way to their prompts, in this order, as far as it is switched on.
     `clears`: what all deletions go through. `shares`, `known`, `responses`: what is shared with the other
-    ingresses, `peers`; None: there are none.
+    `ingresses`; None: there is no other.
     """
 
     settings: Settings
@@ -45,11 +45,11 @@ class IngressServices:
     concurrency: ConcurrencyLimit
     reads: ConcurrencyLimit
     directory: SessionDirectory
-    shares: DoorShares
+    shares: IngressShares
     known: KnownSessions
-    responses: KeptResponses
+    responses: SharedResponses
     clears: Erasures
-    peers: DoorPeers | None = None
+    ingresses: Ingresses | None = None
     recorder: IngressRecorder | None = None
     usage: UsageBook = field(default_factory=UsageBook)
     generation: Mapping[str, float] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class IngressServices:
         if self.directory.table.cleared_unix_s(turn.tenant, turn.owner.session) >= turn.began_unix_s:
             return True
         # The table learns late of what another ingress deletes; the counter counts all that a tenant does.
-        return self.peers is not None and self.prompts.forgets(turn.owner.tenant) != turn.forgets
+        return self.ingresses is not None and self.prompts.forgets(turn.owner.tenant) != turn.forgets
 
     @property
     def context_tokens_max(self) -> int:

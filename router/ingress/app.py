@@ -26,9 +26,9 @@ from starlette.routing import Route
 
 from cache_tiers.actors import rpc
 from cache_tiers.blocks import TIERS, tenant_tag
-from cache_tiers.sessions import KeptBounds, session_actor
+from cache_tiers.sessions import ItemBounds, session_actor
 from configs.imports import collector_paused
-from configs.optional_sections import DOORS_MAX
+from configs.optional_sections import INGRESSES_MAX
 from configs.settings import Settings
 from configs.telemetry import Tracer, open_tracer, set_up_logs
 from replicas.links import Links, open_inlet
@@ -54,7 +54,6 @@ from router.generation import (
     Readiness,
     open_recorder,
 )
-from router.ingress.cors import CorsOrigins
 from router.ingress.middleware import (
     HINT_ROUTE,
     PAGE_ROUTE,
@@ -73,17 +72,16 @@ from router.ingress.places import (
     forget_sessions,
     unfinished_dir,
 )
-from router.ingress.response_routes import ResponseRoutes
+from router.ingress.routes import CorsOrigins, ResponseRoutes, TokenizerRoutes
 from router.ingress.taker import RequestTaker
-from router.ingress.tokenizer_routes import TokenizerRoutes
 from router.ingresses import (
-    DoorPeers,
-    DoorShares,
-    KeptResponses,
+    Ingresses,
+    IngressShares,
     KnownSessions,
-    door_count,
+    SharedResponses,
+    ingress_count,
     merged,
-    ray_peers,
+    ray_ingresses,
 )
 from router.metrics import CONTENT_TYPE, Metrics
 from router.observe.live import LiveHub, LiveRoutes, PageFiles
@@ -109,7 +107,7 @@ TENANTS_MAX = 4096
 """Tenants whose tags are remembered: a tag is an HMAC."""
 MESSAGES_PATH = "/v1/messages"
 SYNCS = 4
-"""Reports of all front doors, after which the share of each is known."""
+"""Reports of all ingresses, after which the share of each is known."""
 NODE_CHARS = 8
 """Characters of a node's id shown in a message."""
 
@@ -128,7 +126,7 @@ def build_service(
     generation: Mapping[str, float] | None = None,
     commit: str | None = None,
     tracer: Tracer | None = None,
-    peers: DoorPeers | None = None,
+    ingresses: Ingresses | None = None,
     first_s: float = 0.0,
 ) -> IngressServices:
     """Create the parts of one ingress.
@@ -136,7 +134,7 @@ def build_service(
     `secret`: see `auth.server_secret`. `directory`: by default a local one without link. `model`:
     fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
     `generation`: the model's own defaults, used unless the settings say no. `commit`: of the hub.
-    `tracer`: None: requests are not traced. `peers`: all ingresses; None: there is no other. `first_s`:
+    `tracer`: None: requests are not traced. `ingresses`: all ingresses; None: there is no other. `first_s`:
     how long the start waits for a replica if it need not see one.
     """
     TIERS.take_up(settings.tiers.more)
@@ -151,16 +149,16 @@ def build_service(
     directory = directory or SessionDirectory(None, load_tracker.BOOK, settings.router)
     concurrency = ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys))
     tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))
-    shares = DoorShares(
-        directory.door,
-        None if peers is None else directory.link,
+    shares = IngressShares(
+        directory.ingress,
+        None if ingresses is None else directory.link,
         concurrency,
         tag_of,
-        doors_at_start=door_count(settings) or DOORS_MAX,
-        wait_s=settings.doors.wait_s,
-        unsettled_s=settings.doors.silent_s + SYNCS * settings.router.sync_s,
+        ingresses_at_start=ingress_count(settings) or INGRESSES_MAX,
+        wait_s=settings.ingress.wait_s,
+        unsettled_s=settings.ingress.silent_s + SYNCS * settings.router.sync_s,
     )
-    directory.report = None if peers is None else shares
+    directory.report = None if ingresses is None else shares
     metrics, stages = Metrics(), list[PromptStage]()
     has_entries: dict[str, Any] = {}
     if settings.knowledge.enabled:
@@ -209,16 +207,16 @@ def build_service(
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
         directory=directory,
         shares=shares,
-        known=KnownSessions(prompts.replies, directory, settings.doors),
-        responses=KeptResponses(
+        known=KnownSessions(prompts.replies, directory, settings.ingress),
+        responses=SharedResponses(
             settings.limits.responses_max,
             settings.limits.responses_bytes_max,
             directory=directory,
-            settings=settings.doors,
+            settings=settings.ingress,
             tag_of=tag_of,
             salt_of=partial(tenant_salt, secret, cache_salt=None),
         ),
-        peers=peers,
+        ingresses=ingresses,
         recorder=open_recorder(settings),
         generation=(generation or {}) if settings.model.generation_config == "auto" else {},
         commit=commit,
@@ -238,8 +236,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        until_s = asyncio.get_running_loop().time() + settings.doors.start_wait_s
-        service.directory.start()  # first: a new directory knows of all front doors when the replicas are up
+        until_s = asyncio.get_running_loop().time() + settings.ingress.start_wait_s
+        service.directory.start()  # first: a new directory knows of all ingresses when the replicas are up
         await service.readiness.start()
         await service.shares.settled(until_s)
         await service.clears.start()
@@ -378,9 +376,9 @@ class _SimpleRoutes:
             told = await asyncio.gather(client.stats(), client.cache_stats(), client.tiers_up())
             self._service.metrics.set_replicas(*told)
         self._service.metrics.set_sessions(*directory.counts(), self._service.prompts.salts_changed)
-        text, peers = self._service.metrics.text(), self._service.peers
-        if peers is not None:
-            text = await asyncio.to_thread(merged, text, await peers.metrics())
+        text, ingresses = self._service.metrics.text(), self._service.ingresses
+        if ingresses is not None:
+            text = await asyncio.to_thread(merged, text, await ingresses.metrics())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def embeddings(self, request: Request) -> Response:
@@ -463,19 +461,19 @@ def _context_tokens(settings: Settings, spec: ModelSpec) -> int:
     return min(wanted, spec.context_tokens_max)
 
 
-def kept_bounds(settings: Settings) -> KeptBounds:
+def item_bounds(settings: Settings) -> ItemBounds:
     """Return how much of what ingresses share is kept; on disk if blocks are."""
     nvme = settings.tiers.nvme
     path = settings.nvme_dir / KEPT_FILE if settings.tiers.enabled and nvme.bytes_max > 0 else None
-    return KeptBounds(settings.doors.kept_bytes_max, settings.doors.replies_per_session, path)
+    return ItemBounds(settings.ingress.kept_bytes_max, settings.ingress.replies_per_session, path)
 
 
-def _peers(settings: Settings) -> DoorPeers | None:
+def _all_ingresses(settings: Settings) -> Ingresses | None:
     """Return all ingresses of the deployment that this process belongs to; None if there is only one."""
-    if door_count(settings) == 1:
+    if ingress_count(settings) == 1:
         return None
     own = serve.get_replica_context()
-    return ray_peers.RayPeers(serve.get_deployment_handle(own.deployment, own.app_name))
+    return ray_ingresses.RayIngresses(serve.get_deployment_handle(own.deployment, own.app_name))
 
 
 @serve.ingress()
@@ -525,8 +523,8 @@ class Ingress:
             context_tokens_max=_context_tokens(settings, spec),
             model=spec.fingerprint.hex(),
             waits=waits,
-            first_s=settings.doors.start_wait_s,
-            peers=_peers(settings),
+            first_s=settings.ingress.start_wait_s,
+            ingresses=_all_ingresses(settings),
             secret=server_secret(settings.auth),
             generation=spec.generation,
             commit=spec.commit,
@@ -539,8 +537,8 @@ class Ingress:
                             settings.router.lineages_max,
                             settings.tiers.store_s_max,
                             settings.telemetry,
-                            kept_bounds(settings),
-                            settings.doors.silent_s,
+                            item_bounds(settings),
+                            settings.ingress.silent_s,
                         ),
                         restart_backoff_s_max=settings.tiers.node.restart_backoff_s_max,
                     ),
@@ -548,7 +546,7 @@ class Ingress:
                 ),
                 load_tracker.BOOK,
                 settings.router,
-                quiet_s=settings.doors.silent_s / 2,  # or it would count as dead
+                quiet_s=settings.ingress.silent_s / 2,  # or it would count as dead
             ),
         )
 
@@ -586,7 +584,7 @@ class Ingress:
         metrics, directory = self._service.metrics, self._service.directory
         outcomes, _, unsynced = directory.counts()
         metrics.set_sessions(outcomes, {}, unsynced, self._service.prompts.salts_changed)
-        return load_tracker.BOOK.door, metrics.own_text()
+        return load_tracker.BOOK.ingress, metrics.own_text()
 
     def drain(self) -> int:
         """Stop admitting work, permanently. Returns how many generations are still open."""

@@ -18,7 +18,7 @@ from router.anthropic import bounded_messages_body
 from router.auth import GREETING_PATH
 from router.ingress.middleware import HINT_ROUTE, KNOWLEDGE_ROUTE, PAGE_ROUTE, RESPONSE_ROUTE, SESSIONS_ROUTE
 from router.ingress.operator_routes import PAGE_DEFAULT, PAGE_MAX, ClearBody, HintBody
-from router.ingress.response_routes import ITEMS_DEFAULT, ITEMS_MAX
+from router.ingress.routes import ITEMS_DEFAULT, ITEMS_MAX
 from router.metrics import CONTENT_TYPE
 from router.openai import DetokenizeBody, bounded_chat, bounded_completion, bounded_tokenize
 from router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE

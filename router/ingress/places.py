@@ -1,4 +1,4 @@
-"""The places of one front door's service where something of a tenant may lie, and how each is cleared."""
+"""The places of one ingress's service where something of a tenant may lie, and how each is cleared."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def add_places(service: IngressServices) -> None:
         places["made"] |= {stage.keeps: partial(_forget_entries, stage)}
     if service.directory.link is not None:
         places["sessions"] |= {"the session directory": own.directory}
-    if service.peers is not None:
-        places["sessions"] |= {"front doors": own.doors}
+    if service.ingresses is not None:
+        places["sessions"] |= {"front doors": own.ingresses}
         if _own_stages(service):
-            places["made"] |= {"front doors": own.doors_entries}
+            places["made"] |= {"front doors": own.ingresses_entries}
     places["sessions"] |= {"replicas": own.replicas}
     if service.directory.link is not None and service.settings.tiers.enabled:
         places["sessions"] |= {"tiers": own.tiers}
@@ -53,12 +53,12 @@ def add_places(service: IngressServices) -> None:
         if stage.keeps and stage.is_shared:
             places["sessions"] |= {stage.keeps: partial(_forget, stage)}
     places["response"] |= {"stored responses": own.response}
-    if service.peers is not None:
-        places["response"] |= {"front doors": own.doors_response}
+    if service.ingresses is not None:
+        places["response"] |= {"front doors": own.ingresses_response}
 
 
 def _own_stages(service: IngressServices) -> list[PromptStage]:
-    """Return the stages that keep something at this front door, which the others ask it to clear."""
+    """Return the stages that keep something at this ingress, which the others ask it to clear."""
     return [stage for stage in service.stages if stage.keeps and not stage.is_shared]
 
 
@@ -100,28 +100,28 @@ class _Places:
             raise Left(message) from lost
         return Cleared()
 
-    async def doors(self, what: Erasure) -> Cleared:
-        assert self._service.peers is not None
-        told = await self._service.peers.forget(what.tenant, what.tags)
+    async def ingresses(self, what: Erasure) -> Cleared:
+        assert self._service.ingresses is not None
+        told = await self._service.ingresses.forget(what.tenant, what.tags)
         cleared = Cleared(replies=told.replies)
         if told.silent:
-            raise Left("a front door did not answer: replies that it keeps are not all forgotten", cleared)
+            raise Left("an ingress did not answer: replies that it keeps are not all forgotten", cleared)
         if told.unfinished:
-            message = "a front door has not forgotten all yet, and goes on"
+            message = "an ingress has not forgotten all yet, and goes on"
             raise Left(message, cleared, is_known_there=True)
         return cleared
 
-    async def doors_entries(self, what: Erasure) -> Cleared:
-        assert self._service.peers is not None
-        if await self._service.peers.forget_entries(what.tenant, what.names):
+    async def ingresses_entries(self, what: Erasure) -> Cleared:
+        assert self._service.ingresses is not None
+        if await self._service.ingresses.forget_entries(what.tenant, what.names):
             raise Left("summaries that other ingresses made of it are not all erased")
         return Cleared()
 
-    async def doors_response(self, what: Erasure) -> Cleared:
-        assert self._service.peers is not None
+    async def ingresses_response(self, what: Erasure) -> Cleared:
+        assert self._service.ingresses is not None
         for name in what.names or ():
-            if await self._service.peers.discard(what.tenant, name):
-                raise Left("a front door did not answer")
+            if await self._service.ingresses.discard(what.tenant, name):
+                raise Left("an ingress did not answer")
         return Cleared()
 
     async def response(self, what: Erasure) -> Cleared:
@@ -183,7 +183,7 @@ def of_sessions(tenant: str, tags: Sequence[bytes] | None) -> Erasure:
 async def forget_here(
     service: IngressServices, tenant: str, tags: Sequence[bytes] | None
 ) -> tuple[int, bool]:
-    """Forget sessions in this front door's own places; return how many replies, and whether that was all.
+    """Forget sessions in this ingress's own places; return how many replies, and whether that was all.
 
     What is left is gone on with.
     """
@@ -195,7 +195,7 @@ async def forget_here(
 
 
 async def forget_entries_here(service: IngressServices, tenant: str, entries: Sequence[str] | None) -> bool:
-    """Erase what this front door made of these entries, or of any; return whether that is done."""
+    """Erase what this ingress made of these entries, or of any; return whether that is done."""
     names = None if entries is None else tuple(entries)
     try:
         await service.clears.erase_here(Erasure("made", tenant, names), _here(service))

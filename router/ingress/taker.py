@@ -1,4 +1,4 @@
-"""The front door's end: requests that come over links are served by the ASGI app that Serve runs."""
+"""The ingress's end: requests that come over links are served by the ASGI app that Serve runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RequestTaker:
         try:
             to = await self._inlet.address()
         except OSError as error:
-            logger.warning("no requests over links: this front door cannot listen for them: %s", error)
+            logger.warning("no requests over links: this ingress cannot listen for them: %s", error)
             return {}
         self._inlet.calls.take(self._serve)
         return {ADDRESS: [to.host, to.port, to.secret]}

@@ -1,22 +1,21 @@
 """Several ingresses of one service: what they know of each other, and what they share.
 
-`ray_peers` imports Ray: import the module.
+`ray_ingresses` imports Ray: import the module.
 """
 
-from router.ingresses.door_count import door_count
-from router.ingresses.door_metrics import merged
-from router.ingresses.kept_responses import KeptResponses
+from router.ingresses.all_ingresses import Ingresses, IngressesCleared, ingress_count
+from router.ingresses.ingress_metrics import merged
 from router.ingresses.known_sessions import KnownSessions, SessionTurn
-from router.ingresses.peers import DoorPeers, ToldDoors
-from router.ingresses.tenant_shares import DoorShares
+from router.ingresses.shared_responses import SharedResponses
+from router.ingresses.tenant_shares import IngressShares
 
 __all__ = [
-    "DoorPeers",
-    "DoorShares",
-    "KeptResponses",
+    "IngressShares",
+    "Ingresses",
+    "IngressesCleared",
     "KnownSessions",
     "SessionTurn",
-    "ToldDoors",
-    "door_count",
+    "SharedResponses",
+    "ingress_count",
     "merged",
 ]

@@ -1,7 +1,7 @@
-"""Sessions that another front door has served: replies and places are asked for when the next turn comes.
+"""Sessions that another ingress has served: replies and places are asked for when the next turn comes.
 
 And what a turn leaves here is told to the session directory before its answer ends, so that the next turn may
-come to any front door. Whatever fails costs speed: the reply is tokenised again, the session has no home.
+come to any ingress. Whatever fails costs speed: the reply is tokenised again, the session has no home.
 """
 
 from __future__ import annotations
@@ -10,15 +10,80 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from cache_tiers.blocks import Placement
 from cache_tiers.sessions import Item, SessionRow
-from configs.optional_sections import DoorSettings
-from router.ingresses.told_together import ToldTogether
+from configs.optional_sections import IngressSettings
 from router.openai import ParsedChat
 from router.prompt import Owner, SharedReplies
 from router.routing import DirectoryLost, SessionDirectory
+
+BYTES_MAX = 1 << 20
+"""A call that carries more takes up no further turn."""
+
+
+class KeepLink(Protocol):
+    """The part of the directory's link that keeps items. Raises `DirectoryLost`."""
+
+    async def keep(self, items: tuple[Item, ...], rows: tuple[SessionRow, ...]) -> int: ...
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """What a call carries that has not begun. `over`: what it failed by, or None."""
+
+    over: asyncio.Future[DirectoryLost | None]
+    items: list[Item] = field(default_factory=list)
+    rows: list[SessionRow] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class TurnBatcher:
+    """Groups the calls of `keep`: one at a time, for all turns that ended meanwhile. For one event loop.
+
+    A call costs about a CPU-millisecond at both ends, whatever it carries. An idle ingress tells each turn at
+    once; a busy one, whose call is still under way, tells those that end until then with the next.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """Calls that were made."""
+        self._is_calling = asyncio.Lock()
+        self._next: _Bundle | None = None
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def keep(self, link: KeepLink, items: Sequence[Item], rows: Sequence[SessionRow]) -> None:
+        """Tell of a turn; return when the directory knows it. Raises `DirectoryLost`."""
+        call = self._next
+        if call is None or call.nbytes > BYTES_MAX:
+            loop = asyncio.get_running_loop()
+            call = self._next = _Bundle(loop.create_future())
+            task = loop.create_task(self._make(link, call))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        call.items += items
+        call.rows += rows
+        call.nbytes += sum(item.nbytes for item in items)
+        lost = await asyncio.shield(call.over)  # one that waits no longer ends it for no other
+        if lost is not None:
+            raise lost
+
+    async def _make(self, link: KeepLink, call: _Bundle) -> None:
+        lost: DirectoryLost | None = DirectoryLost("the call has failed")
+        try:
+            async with self._is_calling:
+                if self._next is call:
+                    self._next = None  # what ends from now on goes with another
+                self.calls += 1
+                await link.keep(tuple(call.items), tuple(call.rows))
+                lost = None
+        except DirectoryLost as failed:
+            lost = failed
+        finally:
+            call.over.set_result(lost)
+
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +109,7 @@ class KnownSessions:
         self,
         replies: SharedReplies,
         directory: SessionDirectory,
-        settings: DoorSettings,
+        settings: IngressSettings,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,14 +118,14 @@ class KnownSessions:
         self._settings = settings
         self._clock = clock
         self._asks_again_s = 0.0
-        self._told = ToldTogether()
+        self._told = TurnBatcher()
         self.recalled = 0
         """Replies that were taken over."""
         self.refused = 0
         """Replies that were not packed for their tenant, or had changed."""
 
     async def recall(self, turn: SessionTurn, request: ParsedChat) -> None:
-        """Take over what other front doors know of a session, if its last reply is not known here."""
+        """Take over what other ingresses know of a session, if its last reply is not known here."""
         link = self._directory.link
         if link is None or not self._is_on or self._replies.knows_last(turn.salt, turn.owner, request):
             return

@@ -1,8 +1,8 @@
-"""The limits of a tenant, where several front doors admit its requests.
+"""The limits of a tenant, where several ingresses admit its requests.
 
-A front door admits its share of a limit by itself, and asks the session directory for more: see
+An ingress admits its share of a limit by itself, and asks the session directory for more: see
 `cache_tiers/sessions/quotas.py` for what that allows. If the directory does not answer, the share is all that
-there is. While it cannot say (it is new, or this front door is), requests wait for it: not for
+there is. While it cannot say (it is new, or this ingress is), requests wait for it: not for
 long, and one after the other.
 """
 
@@ -29,36 +29,38 @@ SILENT_S = 1.0
 class QuotaLink(Protocol):
     """The part of the directory's link that answers for limits. Raises `DirectoryLost`."""
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None: ...
+    async def allow(
+        self, ingress: str, asked: int, tenant: bytes, wanted: Use, limit: Use
+    ) -> bool | None: ...
 
 
-class DoorShares:
-    """This front door's share of each tenant's limits. Use it from one event loop.
+class IngressShares:
+    """This ingress's share of each tenant's limits. Use it from one event loop.
 
-    `door`: its name. `link`: None: there is no other front door. `open_here`: what tenants have open here.
-    `tag_of`: a tenant's tag. `doors_at_start`: front doors until the directory has said how many there are.
+    `ingress`: its name. `link`: None: there is no other ingress. `open_here`: what tenants have open here.
+    `tag_of`: a tenant's tag. `ingresses_at_start`: ingresses until the directory has said how many there are.
     `wait_s`: how long a request waits for an answer; `unsettled_s`: and until the directory can say.
     """
 
     def __init__(
         self,
-        door: str,
+        ingress: str,
         link: QuotaLink | None,
         open_here: ConcurrencyLimit,
         tag_of: Callable[[str], bytes],
         *,
-        doors_at_start: int,
+        ingresses_at_start: int,
         wait_s: float,
         unsettled_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.door = door
+        self.ingress = ingress
         self.asked = 0
         """How often more than the share was asked for."""
         self._link = link
         self._open_here = open_here
         self._tag_of = tag_of
-        self._doors = max(1, doors_at_start)
+        self._ingresses = max(1, ingresses_at_start)
         self._wait_s = wait_s
         self._unsettled_s = unsettled_s
         self._clock = clock
@@ -70,35 +72,35 @@ class DoorShares:
 
     @property
     def limit(self) -> Use:
-        """A tenant's limit at all front doors together."""
+        """A tenant's limit at all ingresses together."""
         limits = self._open_here.limits
         return Use(limits.concurrent_per_key, limits.sequences_per_key, limits.tokens_per_key)
 
     @property
     def name(self) -> str:
-        """The front door's name as people see it."""
-        return self.door[:NAME_CHARS]
+        """The ingress's name as people see it."""
+        return self.ingress[:NAME_CHARS]
 
     @property
-    def doors(self) -> int:
-        """Front doors that share the limits; `MANY`: this one has no share yet, and asks for all."""
-        return self._doors
+    def ingresses(self) -> int:
+        """Ingresses that share the limits; `MANY`: this one has no share yet, and asks for all."""
+        return self._ingresses
 
-    def heard(self, doors: int) -> None:
-        """Take in how many front doors there are; 0: the directory does not know yet."""
-        self._doors = doors or self._doors
+    def heard(self, ingresses: int) -> None:
+        """Take in how many ingresses there are; 0: the directory does not know yet."""
+        self._ingresses = ingresses or self._ingresses
         self._is_told = True
-        self._is_settled = 0 < doors < MANY
+        self._is_settled = 0 < ingresses < MANY
         self._heard.set()
         self._heard = asyncio.Event()
 
     @property
     def told(self) -> int:
-        """Front doors among which the limits are shared here; 0: the directory has not answered yet."""
-        return self._doors if self._is_told else 0
+        """Ingresses among which the limits are shared here; 0: the directory has not answered yet."""
+        return self._ingresses if self._is_told else 0
 
     async def settled(self, until_s: float) -> None:
-        """Wait until this front door's share is known, until `until_s` by the event loop's clock at most.
+        """Wait until this ingress's share is known, until `until_s` by the event loop's clock at most.
 
         Requests that come before would have to wait, or take their chance with less.
         """
@@ -109,7 +111,7 @@ class DoorShares:
                 while not self._is_settled:
                     await self._heard.wait()
         except TimeoutError:
-            logger.info("this front door's share of the limits is not known yet: it has asked for all")
+            logger.info("this ingress's share of the limits is not known yet: it has asked for all")
 
     def uses(self) -> dict[bytes, Use]:
         """Return what tenants have open here, by their tags."""
@@ -117,10 +119,10 @@ class DoorShares:
 
     async def check(self, tenant: str) -> None:
         """Raise `TooManyRequests` unless a tenant may have open what it has, the new request included."""
-        if self._link is None or self._doors == 1 or not self._open_here.has_keys:
+        if self._link is None or self._ingresses == 1 or not self._open_here.has_keys:
             return
         use = self._open_here.use_of(tenant)
-        if use.fits(self.limit.share(self._doors)):
+        if use.fits(self.limit.share(self._ingresses)):
             return
         allowed = await self._ask(self._link, tenant)
         if allowed is None:
@@ -128,9 +130,9 @@ class DoorShares:
         if allowed:
             return
         limits = self._open_here.limits
-        doors = "all" if self._doors == MANY else self._doors
+        ingresses = "all" if self._ingresses == MANY else self._ingresses
         message = (
-            f"This API key has as much open as it may, on {doors} front doors together: "
+            f"This API key has as much open as it may, on {ingresses} ingresses together: "
             f"{limits.concurrent_per_key} requests (limits.concurrent_per_key), {limits.sequences_per_key} "
             f"answers (limits.sequences_per_key), {limits.tokens_per_key} tokens (limits.tokens_per_key). "
             "Try again later."
@@ -143,7 +145,7 @@ class DoorShares:
             async with asyncio.timeout(self._unsettled_s), self._turn:
                 while True:
                     heard = self._heard
-                    if self._open_here.use_of(tenant).fits(self.limit.share(self._doors)):
+                    if self._open_here.use_of(tenant).fits(self.limit.share(self._ingresses)):
                         return True
                     allowed = await self._ask(link, tenant)
                     if allowed is not None:
@@ -160,7 +162,7 @@ class DoorShares:
         use, tag = self._open_here.use_of(tenant), self._tag_of(tenant)
         try:
             async with asyncio.timeout(self._wait_s):
-                return await link.allow(self.door, self.asked, tag, use, self.limit)
+                return await link.allow(self.ingress, self.asked, tag, use, self.limit)
         except (DirectoryLost, TimeoutError) as lost:
             logger.info("limits are shared without asking for %g s: %s", SILENT_S, lost or "late")
             self._asks_again_s = self._clock() + SILENT_S

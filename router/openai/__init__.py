@@ -13,7 +13,14 @@ from router.openai.answers import (
     finish_of,
     json_bytes,
 )
-from router.openai.body import check_structure, declared_bytes, read_body
+from router.openai.body import (
+    check_structure,
+    cursor,
+    declared_bytes,
+    no_such_cursor,
+    read_body,
+    whole_number,
+)
 from router.openai.dialect import (
     ChatDialect,
     CompletionDialect,
@@ -50,7 +57,17 @@ from router.openai.errors import (
     shown,
     validated,
 )
-from router.openai.messages import ChatMessage, Tool, ToolCall, ToolOffer, led, left_out, readable_arguments
+from router.openai.messages import (
+    ChatMessage,
+    SystemFront,
+    Tool,
+    ToolCall,
+    ToolOffer,
+    led,
+    left_out,
+    readable_arguments,
+    split_front,
+)
 from router.openai.parse import (
     AnswerExtras,
     CacheWish,
@@ -62,7 +79,6 @@ from router.openai.parse import (
     ParsedTokenize,
     RequestParser,
 )
-from router.openai.query import cursor, no_such_cursor, whole_number
 from router.openai.schema import (
     CacheMark,
     DetokenizeBody,
@@ -76,7 +92,6 @@ from router.openai.schema import (
     passed_fields,
     unbuilt_fields,
 )
-from router.openai.volatile_lines import SystemFront, split_front
 
 __all__ = [
     "PING",

@@ -79,7 +79,7 @@ class PromptDigest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _KeptPrompt:
+class _SeenPrompt:
     """What is kept of a prompt; `digests`: of its parts, the system part first."""
 
     tokens: int
@@ -98,7 +98,7 @@ class _KeptPrompt:
 @dataclass(slots=True)
 class _SessionPrompts:
     owner: Owner
-    prompts: list[_KeptPrompt] = field(default_factory=list)  # the last one used is the last
+    prompts: list[_SeenPrompt] = field(default_factory=list)  # the last one used is the last
 
     @property
     def nbytes(self) -> int:
@@ -226,15 +226,15 @@ class PrefixMemory:
             assert 1 <= len(session.prompts) <= self._prompts_max
 
 
-def _kept(prompt: PromptDigest) -> _KeptPrompt:
+def _kept(prompt: PromptDigest) -> _SeenPrompt:
     digests = tuple(part.digest for part in prompt.parts)
     prefixes = prompt.prefixes[prompt.marks]
-    return _KeptPrompt(prompt.tokens, prompt.marks, prefixes, digests, prompt.tools, prompt.tools_text)
+    return _SeenPrompt(prompt.tokens, prompt.marks, prefixes, digests, prompt.tools, prompt.tools_text)
 
 
-def _continued(kept: Sequence[_KeptPrompt], prompt: PromptDigest) -> tuple[_KeptPrompt | None, int, int]:
+def _continued(kept: Sequence[_SeenPrompt], prompt: PromptDigest) -> tuple[_SeenPrompt | None, int, int]:
     """Return the prompt that `prompt` continues and shares most with, the tokens shared, and `until`."""
-    best: _KeptPrompt | None = None
+    best: _SeenPrompt | None = None
     best_shared, best_until = 0, 0
     digests = [part.digest for part in prompt.parts]
     for before in kept:
@@ -246,7 +246,7 @@ def _continued(kept: Sequence[_KeptPrompt], prompt: PromptDigest) -> tuple[_Kept
     return best, best_shared, best_until
 
 
-def _shared(before: _KeptPrompt, prompt: PromptDigest) -> tuple[int, int]:
+def _shared(before: _SeenPrompt, prompt: PromptDigest) -> tuple[int, int]:
     """Return how many tokens are the same up to a mark, and the next mark."""
     within = int(np.searchsorted(before.marks, prompt.tokens, side="right"))
     is_same = prompt.prefixes[before.marks[:within]] == before.prefixes[:within]
@@ -272,7 +272,7 @@ def _continues(before: Sequence[bytes], now: Sequence[bytes]) -> bool:
     return (Counter(own_before) & Counter(own_now)).total() >= 2
 
 
-def _part_left(before: _KeptPrompt, prompt: PromptDigest, shared: int, until: int) -> str:
+def _part_left(before: _SeenPrompt, prompt: PromptDigest, shared: int, until: int) -> str:
     """Return the name of the part that changed: the first that differs, or the one of the token.
 
     The part is that of the token if the texts of all parts until there are equal: the template then put

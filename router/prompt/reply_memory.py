@@ -55,7 +55,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class RememberedReply:
-    """An entry of the memory, as another front door may take it: see `ReplyMemory` for its digests.
+    """An entry of the memory, as another ingress may take it: see `ReplyMemory` for its digests.
 
     `is_lost`: see `KnownText.lost`. `turns`: replies in the conversation up to this one, itself included.
     """

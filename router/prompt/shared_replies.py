@@ -1,4 +1,4 @@
-"""Entries of the reply memory on their way to other front doors, and from them.
+"""Entries of the reply memory on their way to other ingresses, and from them.
 
 Packed, an entry carries a digest under its tenant's salt. What was changed on its way, or was not packed for
 this salt, is refused: token ids of another text would be a wrong prompt.

@@ -1,7 +1,7 @@
 """What of ours runs in Serve's HTTP proxy: guards, the way to the ingresses over links, and Serve's own.
 
 Requests go to an ingress over a link, without a Serve call (docs/adr/018); Serve carries what links do not.
-`door_router` imports Ray: import the module.
+`ingress_router` imports Ray: import the module.
 """
 
 from router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_error
@@ -13,9 +13,9 @@ from router.proxy.environment import (
     inlet_from_environment,
     links_environment,
 )
-from router.proxy.kept_bodies import KeptBodies
-from router.proxy.known_doors import ADDRESS, KNOWN, Door, KnownDoors
+from router.proxy.known_ingresses import ADDRESS, KNOWN, KnownIngresses, ListedIngress
 from router.proxy.proxy_guard import proxy_environment
+from router.proxy.retry_buffer import RetryBuffer
 from router.proxy.serve_proxy import ServeProxy
 from router.proxy.wire import CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
 
@@ -31,11 +31,11 @@ __all__ = [
     "TRACED",
     "UNREACHED",
     "WHOLE",
-    "Door",
     "EarlyBody",
-    "KeptBodies",
-    "KnownDoors",
+    "KnownIngresses",
+    "ListedIngress",
     "RequestCarrier",
+    "RetryBuffer",
     "ServeProxy",
     "are_proxies_guarded",
     "inlet_from_environment",

@@ -1,6 +1,6 @@
-"""The proxy's end: requests go to front doors over links, and their responses come back over others.
+"""The proxy's end: requests go to ingresses over links, and their responses come back over others.
 
-Where no front door is known, reached, or takes the request, it goes the way it always could: through Serve.
+Where no ingress is known, reached, or takes the request, it goes the way it always could: through Serve.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from starlette.types import Message, Receive, Scope, Send
 
 from replicas.links import FAILED, Inlet, Link, LinkLost, Links, Mailbox
-from router.proxy.known_doors import Door, KnownDoors
+from router.proxy.known_ingresses import KnownIngresses, ListedIngress
 from router.proxy.wire import CUT, READ_BYTES, WHOLE, packed_request, read_head
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
@@ -22,15 +22,15 @@ logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler i
 EARLY_WAIT_S = 0.002
 """How long the request waits for its body: clients often send it in a packet of its own."""
 NO_BEAT_S = 3600.0
-"""Links to front doors carry no streams that could be silent."""
+"""Links to ingresses carry no streams that could be silent."""
 
 
 class _NotTaken(Exception):
-    """The front door has not taken the request."""
+    """The ingress has not taken the request."""
 
 
 class _Failed(Exception):
-    """The front door has failed at the request."""
+    """The ingress has failed at the request."""
 
 
 class _Left(Exception):
@@ -73,28 +73,30 @@ class EarlyBody:
 
 
 class RequestCarrier:
-    """Sends requests to front doors. `inlet`: where their responses come."""
+    """Sends requests to ingresses. `inlet`: where their responses come."""
 
     def __init__(self, inlet: Inlet) -> None:
         self._inlet = inlet
         self._links = Links(inlet.settings, NO_BEAT_S)
         self._is_listening = True
 
-    async def carry(self, doors: KnownDoors, session: str, scope: Scope, body: EarlyBody, send: Send) -> bool:
-        """Have a front door serve a request; return whether one has taken it.
+    async def carry(
+        self, ingresses: KnownIngresses, session: str, scope: Scope, body: EarlyBody, send: Send
+    ) -> bool:
+        """Have an ingress serve a request; return whether one has taken it.
 
         If none has, nothing was sent, and the body can still be read whole. If one has, the response may
-        still be missing, or end early: the front door was lost, or the client.
+        still be missing, or end early: the ingress was lost, or the client.
         """
-        reached = await self._reached(doors.order(session))
+        reached = await self._reached(ingresses.order(session))
         if reached is None:
             return False
-        door, link = reached
-        with doors.busy(door):
+        ingress, link = reached
+        with ingresses.busy(ingress):
             return await _Carried(self._inlet, link, body).run(scope, send)
 
-    async def _reached(self, doors: list[Door]) -> tuple[Door, Link] | None:
-        """Return the first front door that is reached; each is waited for once a minute at most."""
+    async def _reached(self, ingresses: list[ListedIngress]) -> tuple[ListedIngress, Link] | None:
+        """Return the first ingress that is reached; each is waited for once a minute at most."""
         if not self._is_listening:
             return None
         try:
@@ -103,10 +105,10 @@ class RequestCarrier:
             logger.warning("no links: this proxy cannot listen for them: %s", error)
             self._is_listening = False
             return None
-        for door in doors:
-            link = await self._links.reach(door.address)
+        for ingress in ingresses:
+            link = await self._links.reach(ingress.address)
             if link is not None:
-                return door, link
+                return ingress, link
         return None
 
 
@@ -189,7 +191,7 @@ class _Carried:
                 return
 
     def _lose(self) -> None:
-        self._box.fail(LinkLost("the connection to the front door has ended"))
+        self._box.fail(LinkLost("the connection to the ingress has ended"))
 
     def _refuse(self, why: str) -> None:
         """Note that there will be no answer: the request was not taken, or has failed."""

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from configs.optional_sections import DoorSettings, TelemetrySettings
+from configs.optional_sections import IngressSettings, TelemetrySettings
 from configs.settings import LimitsSettings, Settings
 from configs.telemetry import NO_SPAN, Span, Tracer, open_tracer
 from router.auth import OPEN_PATH
@@ -44,7 +44,7 @@ from router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_erro
 from router.proxy.carrier import EarlyBody, RequestCarrier
 from router.proxy.environment import CALLBACK, CALLBACK_VARIABLE, inlet_from_environment, links_environment
 from router.proxy.http_guard import ConnectionLimits, guarded_protocol
-from router.proxy.kept_bodies import KeptBodies
+from router.proxy.retry_buffer import RetryBuffer
 from router.proxy.serve_proxy import ServeProxy
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
@@ -67,7 +67,7 @@ CONTROL_OPEN = "/-/healthz"
 STOPPING_S = 60.0  # how long an app that is gone counts as stopping; then a new one is awaited
 HEALTH_WAIT_S = 2.0  # Serve holds requests while no ingress is up; /health must not wait for that
 # Headers with which a client could disable Serve's timeouts and its disconnect detection, steer its routing,
-# or name (to front doors of before docs/adr/018) where its answer goes.
+# or name (to ingresses of before docs/adr/018) where its answer goes.
 STEERING_HEADERS = frozenset(
     {
         b"x_request_timeout_seconds",
@@ -84,7 +84,7 @@ def proxy_environment(settings: Settings) -> dict[str, str]:
     """Return the variables to set before Ray starts, so that its proxies install this guard."""
     limits = settings.limits.model_dump(include=set(LIMIT_FIELDS))
     return (
-        {CALLBACK_VARIABLE: CALLBACK, REPEAT_BYTES: str(settings.doors.repeat_bytes_max)}
+        {CALLBACK_VARIABLE: CALLBACK, REPEAT_BYTES: str(settings.ingress.repeat_bytes_max)}
         | links_environment(settings)
         | {f"{PREFIX}{name.upper()}": str(value) for name, value in limits.items()}
         | _telemetry_environment(settings.telemetry)
@@ -123,7 +123,7 @@ def install() -> list[Middleware]:
     inlet = inlet_from_environment(os.environ)
     carrier = None if inlet is None else RequestCarrier(inlet)
     tracer = tracer_from_environment(os.environ)
-    bodies = KeptBodies(int(os.environ.get(REPEAT_BYTES, DoorSettings().repeat_bytes_max)))
+    bodies = RetryBuffer(int(os.environ.get(REPEAT_BYTES, IngressSettings().repeat_bytes_max)))
     return [Middleware(ProxyGuard, limits=limits, carrier=carrier, tracer=tracer, bodies=bodies)]
 
 
@@ -151,10 +151,10 @@ class AppPresence:
 class ProxyGuard:
     """The outermost ASGI middleware of Serve's proxy. `tracer`: of what is posted or deleted, or None.
 
-    `carrier`: brings requests to front doors over links; None: Serve brings them all. `bodies`: of requests
-    that it sends once more, if their front door dies before the answer begins.
+    `carrier`: brings requests to ingresses over links; None: Serve brings them all. `bodies`: of requests
+    that it sends once more, if their ingress dies before the answer begins.
 
-    The front door's span of a traced request stands below the proxy's, which lasts from the request's head
+    The ingress's span of a traced request stands below the proxy's, which lasts from the request's head
     until the last byte of the answer has been handed to the connection.
     """
 
@@ -165,10 +165,10 @@ class ProxyGuard:
         limits: LimitsSettings,
         carrier: RequestCarrier | None = None,
         tracer: Tracer | None = None,
-        bodies: KeptBodies | None = None,
+        bodies: RetryBuffer | None = None,
     ) -> None:
         self._tracer = tracer
-        self._bodies = bodies or KeptBodies(0)
+        self._bodies = bodies or RetryBuffer(0)
         self._app = app
         self._limits = limits
         self._carrier = carrier
@@ -219,7 +219,7 @@ class ProxyGuard:
             cleaned = _cleaned(scope, request_id, span.header)
             is_lost = await self._once(cleaned, body, reply)
             if is_lost and kept.rewind():
-                logger.warning("request %s: its front door was lost; it goes to another", request_id)
+                logger.warning("request %s: its ingress was lost; it goes to another", request_id)
                 body.begin_again()
                 is_lost = await self._once(cleaned, body, reply)
         except TimeoutError:  # the app is there, and its process is not
@@ -239,7 +239,7 @@ class ProxyGuard:
             kept.drop()
 
     async def _once(self, cleaned: Scope, body: _BoundedBody, reply: _GuardedSend) -> bool:
-        """Send a request to a front door; return whether that was lost before it had answered."""
+        """Send a request to an ingress; return whether that was lost before it had answered."""
         wait_s = HEALTH_WAIT_S if cleaned["path"] == OPEN_PATH else None
         async with asyncio.timeout(wait_s) as patience:
             early = EarlyBody(body)
@@ -250,16 +250,16 @@ class ProxyGuard:
         return not (reply.is_complete or body.is_disconnected or body.is_too_large)
 
     async def _over_link(self, cleaned: Scope, body: EarlyBody, reply: _GuardedSend) -> bool:
-        """Have a front door serve a request over a link; return whether one has taken it."""
+        """Have an ingress serve a request over a link; return whether one has taken it."""
         path = cleaned["path"]
         if self._carrier is None or path.startswith(CONTROL_PREFIX):
             return False
-        if (doors := self._serve.doors(path)) is None:
+        if (ingresses := self._serve.ingresses(path)) is None:
             return False
         given = (value for name, value in cleaned["headers"] if _normal(name) == SESSION_HEADER)
         session = next(given, b"").decode("ascii")
         with self._serve.counted():
-            return await self._carrier.carry(doors, session, cleaned, body, reply)
+            return await self._carrier.carry(ingresses, session, cleaned, body, reply)
 
     def _check(self, scope: Scope) -> None:
         path = scope["path"]
@@ -363,7 +363,7 @@ class _GuardedSend:
     def _headers(self, message: Message) -> list[tuple[bytes, bytes]]:
         """Return the headers with exactly one `x-request-id`: both Serve and the ingress set it.
 
-        Of an answer that the front door has not made, the trace is the proxy's.
+        Of an answer that the ingress has not made, the trace is the proxy's.
         """
         kept = [
             (name, value) for name, value in message.get("headers", []) if name.lower() != b"x-request-id"

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from router.proxy.known_doors import KNOWN, KnownDoors
+from router.proxy.known_ingresses import KNOWN, KnownIngresses
 
 OURS = ("proxy_router", "_ongoing_requests_start", "_ongoing_requests_end")
 ROUTE = "/"
@@ -27,8 +27,8 @@ class ServeProxy:
             found = getattr(found, "_app", None)
         self._proxy = found
 
-    def doors(self, path: str) -> KnownDoors | None:
-        """Return the front doors that a path is routed to; None: it is not ours, or there is no app."""
+    def ingresses(self, path: str) -> KnownIngresses | None:
+        """Return the ingresses that a path is routed to; None: it is not ours, or there is no app."""
         if self._proxy is None:
             return None
         matched = self._proxy.proxy_router.match_route(path)

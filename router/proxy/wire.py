@@ -1,7 +1,7 @@
 """A request and its response as payloads of a link: plain data. Pure.
 
 A request is one payload: where its answer is awaited, its head, and what of its body had come. The rest of
-the body follows in pieces, once the front door has said `GO`. A response is its head, pieces of its body, and
+the body follows in pieces, once the ingress has said `GO`. A response is its head, pieces of its body, and
 `WHOLE` or `CUT`.
 """
 
@@ -14,14 +14,14 @@ from starlette.types import Message, Scope
 from replicas.messages import ReplyTo
 
 GO = "go"
-"""The front door has taken the request, and wants the rest of its body."""
+"""The ingress has taken the request, and wants the rest of its body."""
 WHOLE, CUT = True, False
 """The last payload of a body: that it was all; of a response also that it failed."""
 UNREACHED = "unreached"
-"""Why a front door takes no request: it cannot reach the proxy with its answer."""
+"""Why an ingress takes no request: it cannot reach the proxy with its answer."""
 READ_BYTES = 1 << 14
 """A body goes over a link, and to its client, in pieces: one message must not fill what all streams share,
-and each piece that the client takes tells the front door that it reads."""
+and each piece that the client takes tells the ingress that it reads."""
 PLAIN = ("asgi", "http_version", "method", "scheme", "root_path", "path", "raw_path", "query_string")
 PAIRS = ("client", "server")
 

@@ -15,7 +15,7 @@ FETCHES_MAX = 64
 
 
 class SharedStore(Protocol):
-    """Responses that other front doors find too."""
+    """Responses that other ingresses find too."""
 
     def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
         """Keep a response; `tell` shares it. See `ResponseStore.put`."""

@@ -1,22 +1,25 @@
 """One call of a replica over a link: the request goes there, and its events come back, without Ray Serve.
 
-Who takes it is decided as Serve's router does. Where no replica does, Serve carries the call: it queues, and
-says why not (docs/adr/018).
+This is the road to a replica, and back. Who takes a call is decided as Serve's router does. Where no replica
+does, Serve carries it, with its events: it queues, and says why not (docs/adr/018).
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from configs.cluster import LinkSettings
 from replicas.links import CLOSING, FAILED, FULL, Inlet, Link, LinkLost, Links, events_of, said_events
 from replicas.messages import Event, GenerateRequest
 from replicas.serving.requests import pack_request, request_form
 from router.routing import load_tracker, roster
-from router.routing.linked_call import READ_BYTES
 from router.routing.score import Ranking
 
 logger = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 14
+"""Of a kept answer that is told again, so much is read at once: then others have their turn."""
 
 TRIES_MAX = 4
 """Replicas that are asked before Serve is, which knows more of who is full."""
@@ -32,8 +35,6 @@ class DirectCall:
     `joins`: deltas that come together become one. Iterating raises `LinkLost`, or `CallRefused`. `close` at
     the end.
     """
-
-    is_linked = True
 
     def __init__(self, inlet: Inlet, link: Link, ticket: str, *, joins: bool) -> None:
         self._inlet = inlet
@@ -81,6 +82,7 @@ class DirectCalls:
         self._links = links
         self._inlet = inlet
         self._settings: LinkSettings = inlet.settings
+        self._is_listening = True
         request_form()
 
     async def begin(self, request: GenerateRequest, session_key: str) -> DirectCall | None:
@@ -88,8 +90,10 @@ class DirectCalls:
 
         Raises `LinkLost` if that replica is lost before it has said anything, `CallRefused` if it has failed.
         """
-        if request.sampling.prompt_logprobs is not None or roster.ROSTER.queued:
-            return None  # an answer of megabytes; or earlier requests wait with Serve
+        if request.sampling.prompt_logprobs is not None:
+            return None  # megabytes in one message: it must not fill what all streams share
+        if not self._is_listening or roster.ROSTER.queued:
+            return None  # while earlier requests wait with Serve, later ones stand behind them
         book = load_tracker.BOOK
         replicas, ranking = roster.ROSTER.ranked(request, session_key, book)
         if not replicas or replicas[0].address is None:
@@ -97,7 +101,7 @@ class DirectCalls:
         ticket = request.route.ticket
         if ranking is not None:  # at once, so that concurrent choices see it
             book.routed(ticket, replicas[0].name, ranking.work_s[replicas[0].name], None)
-        payload = self._packed(request)
+        payload = await self._packed(request)
         if payload is None:
             return None
         for one in replicas[:TRIES_MAX]:
@@ -112,9 +116,13 @@ class DirectCalls:
                 return call
         return None
 
-    def _packed(self, request: GenerateRequest) -> bytes | None:
+    async def _packed(self, request: GenerateRequest) -> bytes | None:
         try:
-            payload = pack_request(request)
+            payload = pack_request(replace(request, reply_to=await self._inlet.address()))
+        except OSError as error:
+            logger.warning("Serve carries all calls: this ingress cannot listen for events: %s", error)
+            self._is_listening = False
+            return None
         except ValueError as error:
             logger.warning("request %s goes through Serve: %s", request.request_id, error)
             return None

@@ -25,7 +25,7 @@ from typing import get_args
 from cache_tiers.blocks import PEER, TIERS
 from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice, TierMeter
 from replicas.messages import Receipt
-from replicas.serving.door_loads import DoorLoad, others_load
+from replicas.serving.ingress_loads import IngressLoad, others_load
 from router.routing.score import (
     NOWHERE,
     Elsewhere,
@@ -81,7 +81,9 @@ class _ReplicaLoad:
     pace: float = 1.0  # measured seconds per priced second
     suspect_until_s: float = -math.inf
     rank_no: int = 0
-    others: DoorLoad = field(default_factory=DoorLoad)  # what other front doors have sent, as it has reported
+    others: IngressLoad = field(
+        default_factory=IngressLoad
+    )  # what other ingresses have sent, as it has reported
     others_no: int = 0  # number of that report
     others_since_s: float = -math.inf
 
@@ -93,7 +95,7 @@ class _ReplicaLoad:
     def wait_s(self, now_s: float) -> float:
         """Return the seconds that the waiting prompts need, by their prices and the pace.
 
-        Of prompts from other front doors what the replica has reported, less the time since.
+        Of prompts from other ingresses what the replica has reported, less the time since.
         """
         return self._own_s(now_s) + max(0.0, self.pace * self.others.wait_s - (now_s - self.others_since_s))
 
@@ -195,7 +197,7 @@ class ReplicaLoadTracker:
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic, rng: random.Random | None = None) -> None:
-        self.door = uuid.uuid4().hex
+        self.ingress = uuid.uuid4().hex
         """Names this ingress to the replicas, which tell each ingress what the others have sent."""
         self.nodes: dict[str, str] = {}
         """Replica -> node, of the replicas that exist now."""
@@ -220,7 +222,7 @@ class ReplicaLoadTracker:
         prefill: Mapping[str, PrefillPrice],
         reports: Mapping[str, object] | None = None,
     ) -> None:
-        """Replace the set of replicas, with their nodes, prefill prices and `DoorLoads.report`s."""
+        """Replace the set of replicas, with their nodes, prefill prices and `IngressLoads.report`s."""
         with self._lock:
             self.nodes = dict(nodes)
             self.prefill = {name: price for name, price in prefill.items() if name in nodes}
@@ -238,7 +240,7 @@ class ReplicaLoadTracker:
                     self._take_report(name, report)
 
     def _take_report(self, name: str, report: object) -> None:
-        number, others = others_load(report, self.door)
+        number, others = others_load(report, self.ingress)
         known = self._load_of(name)
         if number and number != known.others_no:  # else it is an old one, in news of another replica
             self._others_open += others.open_requests - known.others.open_requests
@@ -384,7 +386,7 @@ class ReplicaLoadTracker:
                 self.outcomes[outcome] += 1
 
     def open_requests(self, name: str) -> int:
-        """Return how many requests a replica has open, of all front doors, as far as is known."""
+        """Return how many requests a replica has open, of all ingresses, as far as is known."""
         with self._lock:
             known = self._replicas.get(name)
             return 0 if known is None else known.open_requests + known.others.open_requests

@@ -31,16 +31,15 @@ from replicas.messages import (
     Event,
     Failed,
     GenerateRequest,
-    KeptAnswer,
+    LoggedAnswer,
     Refused,
     ReplicaGlance,
     ReplicaInfo,
     TierSign,
 )
 from router.routing import load_tracker, roster
+from router.routing.answer_search import AnswerSearch
 from router.routing.direct_call import CallRefused, DirectCall, DirectCalls
-from router.routing.kept_search import KeptSearch
-from router.routing.linked_call import LinkedCall
 from router.routing.replica_client import (
     ClearCounts,
     ReplicaFailed,
@@ -63,9 +62,8 @@ class RayReplicaClient:
 
     `control_timeout_s`: how long `describe` and the statistics wait for the slowest replica.
     `clear_timeout_s`: the same for `clear`, which deletes files and objects. `stall_s`: a replica that
-    sends nothing about a request for this long is suspected. `inlet`: where replicas send events to; None:
-    they are what the calls return. `links`: requests go over these to replicas that take them; None, or where
-    none does: Serve carries them.
+    sends nothing about a request for this long is suspected. `links`: requests go over these to replicas that
+    take them, and events come back to the `inlet`; None, or where none does: Serve carries both.
     """
 
     def __init__(
@@ -82,30 +80,28 @@ class RayReplicaClient:
     ) -> None:
         self._direct = None if inlet is None or links is None else DirectCalls(links, inlet)
         self._tracer = tracer
-        self._inlet = inlet
         self._stall_s = stall_s
         self._handle = handle
         self._retry_after_s = retry_after_s
         self._control_timeout_s = control_timeout_s
-        self._search = KeptSearch(control_timeout_s)
+        self._search = AnswerSearch(control_timeout_s)
         self._clear_timeout_s = clear_timeout_s
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         ticket = uuid.uuid4().hex
-        request = replace(request, route=replace(request.route, ticket=ticket, door=load_tracker.BOOK.door))
-        inlet = await self._open_inlet()
-        if inlet is not None:
-            request = replace(request, reply_to=await inlet.address())
+        request = replace(
+            request, route=replace(request.route, ticket=ticket, ingress=load_tracker.BOOK.ingress)
+        )
         call: DirectCall | _ServeCall | None = None
         choices_open = request.n
         loop = asyncio.get_running_loop()
         heard_s = began_s = loop.time()
         is_routing = self._tracer is not None and bool(request.trace)
         try:
-            if inlet is not None and self._direct is not None:
+            if self._direct is not None:
                 call = await self._direct.begin(request, session_key)
             if call is None:
-                call = self._serve_call(request, session_key, inlet)
+                call = self._serve_call(request, session_key)
             async for events in call:
                 if is_routing:
                     is_routing = False
@@ -114,8 +110,8 @@ class RayReplicaClient:
                 _book(ticket, events)
                 yield events
                 heard_s = loop.time()
-                if call.is_linked and choices_open <= 0:
-                    break
+                if choices_open <= 0 and isinstance(call, DirectCall):
+                    break  # a link says no more of it; a call of Serve's returns
             choices_open = 0
         except BackPressureError:
             choices_open = 0
@@ -144,22 +140,12 @@ class RayReplicaClient:
             if call is not None:
                 call.close(is_over=choices_open <= 0)
 
-    def _serve_call(self, request: GenerateRequest, session_key: str, inlet: Inlet | None) -> _ServeCall:
+    def _serve_call(self, request: GenerateRequest, session_key: str) -> _ServeCall:
         handle = self._handle.options(stream=True, session_id=session_key)
         # `start`, because Serve gives calls from one HTTP request the same internal id, and if two calls with
         # the same id are routed at the same moment, it loses one (docs/adr/001).
         response = rpc.start(handle.generate, request)
-        return _ServeCall(response, request, inlet)
-
-    async def _open_inlet(self) -> Inlet | None:
-        """Return the inlet, which listens; None if it cannot: then Serve carries the events."""
-        if self._inlet is not None:
-            try:
-                await self._inlet.address()
-            except OSError as error:
-                logger.warning("no links: this front door cannot listen for them: %s", error)
-                self._inlet = None
-        return self._inlet
+        return _ServeCall(response, request.route.ticket)
 
     def _record_route(self, request: GenerateRequest, began_s: float) -> None:
         """Record the span of choosing a replica; nothing where another router than ours chose it."""
@@ -186,7 +172,7 @@ class RayReplicaClient:
             up[sign.node_id] = up.get(sign.node_id, False) or sign.is_up
         return up
 
-    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         try:
             async with asyncio.timeout(self._control_timeout_s):
                 # Serve's own `results_async` waits for the slowest (ray 2.60, `handle.py`).
@@ -244,15 +230,12 @@ class RayReplicaClient:
 
 
 class _ServeCall:
-    """A call that Serve carries. Its events may come over a link. `is_linked`: its end may come later."""
+    """A call that Serve carries, with its events: while it waits in Serve's queue, later ones do."""
 
-    def __init__(self, response: Any, request: GenerateRequest, inlet: Inlet | None) -> None:
-        ticket = self._ticket = request.route.ticket
+    def __init__(self, response: Any, ticket: str) -> None:
         self._response = response
-        joins = request.keep is None
-        self._linked = None if inlet is None else LinkedCall(response, inlet, ticket, joins=joins)
-        self._events = aiter(self._linked or response)
-        self.is_linked = inlet is not None
+        self._ticket = ticket
+        self._events = aiter(response)
         roster.ROSTER.queued.add(ticket)
 
     def __aiter__(self) -> _ServeCall:
@@ -266,8 +249,6 @@ class _ServeCall:
     def close(self, *, is_over: bool) -> None:
         """Drop what still comes. `is_over`: a finished call needs no cancelling."""
         roster.ROSTER.queued.discard(self._ticket)
-        if self._linked is not None:
-            self._linked.close(is_over=is_over)
         if not is_over:
             self._response.cancel()
 
@@ -350,8 +331,8 @@ class RayDirectoryLink:
         erased: int = await self._ask("forget", self._timeout_s, clears)
         return erased
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
-        may: bool | None = await self._ask("allow", self._timeout_s, door, asked, tenant, wanted, limit)
+    async def allow(self, ingress: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+        may: bool | None = await self._ask("allow", self._timeout_s, ingress, asked, tenant, wanted, limit)
         return may
 
     async def _ask(self, method: str, timeout_s: float, *args: object) -> Any:

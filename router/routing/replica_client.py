@@ -15,7 +15,7 @@ from replicas.messages import (
     Failed,
     Forgotten,
     GenerateRequest,
-    KeptAnswer,
+    LoggedAnswer,
     Refused,
     ReplicaGlance,
     ReplicaInfo,
@@ -114,7 +114,7 @@ class ReplicaClient(Protocol):
         """
         ...
 
-    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         """Return the answer that a tenant's client has named so (see `Keep`), and whether all were asked.
 
         One that is over counts more than one that is not.

@@ -1,4 +1,4 @@
-"""The replicas as Serve's router knows them, where the front door of the same process finds them. Pure.
+"""The replicas as Serve's router knows them, where the ingress of the same process finds them. Pure.
 
 `ROSTER` is shared by the router and the client of one process, which Serve creates independently, as
 `load_tracker.BOOK` is.
@@ -98,7 +98,7 @@ class ListedReplica:
 
 
 class Roster:
-    """The running replicas, and the order in which a front door tries them itself.
+    """The running replicas, and the order in which an ingress tries them itself.
 
     `update` may be called by another thread than the rest: what it replaces is replaced at once.
     """

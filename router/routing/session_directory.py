@@ -80,13 +80,15 @@ class DirectoryLink(Protocol):
 
     async def forget(self, clears: tuple[SessionsCleared, ...]) -> int: ...
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None: ...
+    async def allow(
+        self, ingress: str, asked: int, tenant: bytes, wanted: Use, limit: Use
+    ) -> bool | None: ...
 
 
-class DoorReport(Protocol):
+class IngressReport(Protocol):
     """What this ingress reports about itself at each synchronisation, and learns about the others."""
 
-    door: str
+    ingress: str
     asked: int
 
     @property
@@ -94,14 +96,14 @@ class DoorReport(Protocol):
 
     def uses(self) -> Mapping[bytes, Use]: ...
 
-    def heard(self, doors: int) -> None: ...
+    def heard(self, ingresses: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
     """A turn computed by `replica`; `tokens`: length of its lineage's chain after it. `session`: that tag.
 
-    `is_replayed`: it was only told again; who asked first has recorded it, unless that front door died.
+    `is_replayed`: it was only told again; who asked first has recorded it, unless that ingress died.
     """
 
     tenant: bytes
@@ -115,7 +117,7 @@ class SessionDirectory:
     """Locations of sessions, for routing. `tracker`: nodes of the replicas. `wall_clock`: unix seconds.
 
     `quiet_s`: the longest time between two synchronisations while neither side has news, and there is no
-    other front door and no other node to hear of; own news wait for `router.sync_s` at most.
+    other ingress and no other node to hear of; own news wait for `router.sync_s` at most.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class SessionDirectory:
     ) -> None:
         self.table = SessionTable(settings.sessions_max, settings.lineages_max)
         self.link = link
-        self.report: DoorReport | None = None
+        self.report: IngressReport | None = None
         """Of this ingress; None: it shares no limits."""
         self._tracker = tracker
         self._settings = settings
@@ -206,9 +208,9 @@ class SessionDirectory:
         return self._tracker.prefill.get(replica)
 
     @property
-    def door(self) -> str:
+    def ingress(self) -> str:
         """This ingress's name, by which replicas and the directory know it."""
-        return self._tracker.door
+        return self._tracker.ingress
 
     @property
     def outcomes(self) -> dict[Outcome, int]:
@@ -249,11 +251,15 @@ class SessionDirectory:
         wanted = Sync(self._incarnation, self._since, tuple(rows), tuple(clears))
         if self.report is not None:
             own = self.report
-            wanted = replace(wanted, door=own.door, asked=own.asked, uses=own.uses(), doors=own.told)
+            wanted = replace(
+                wanted, ingress=own.ingress, asked=own.asked, uses=own.uses(), ingresses=own.told
+            )
         reply = await link.sync(wanted)
         if self.report is not None:
-            self.report.heard(reply.doors)
-        is_agreed = self._is_alone(reply.doors) and wanted.doors == reply.doors and not wanted.uses
+            self.report.heard(reply.ingresses)
+        is_agreed = (
+            self._is_alone(reply.ingresses) and wanted.ingresses == reply.ingresses and not wanted.uses
+        )
         is_new = reply.incarnation != self._incarnation
         if is_new and self._incarnation:
             logger.warning("the session directory was restarted: sending it all known sessions")
@@ -286,9 +292,9 @@ class SessionDirectory:
                 await asyncio.sleep(self._settings.sync_s)
                 waited_s += self._settings.sync_s
 
-    def _is_alone(self, doors: int) -> bool:
-        """Whether nothing here must be known soon: sessions of other front doors, nodes that leave."""
-        return (self.report is None or doors == 1) and len(set(self._tracker.nodes.values())) <= 1
+    def _is_alone(self, ingresses: int) -> bool:
+        """Whether nothing here must be known soon: sessions of other ingresses, nodes that leave."""
+        return (self.report is None or ingresses == 1) and len(set(self._tracker.nodes.values())) <= 1
 
     def _has_news(self) -> bool:
         """Whether the directory should hear of something here, or of what may have happened there."""

@@ -48,9 +48,7 @@ def main(argv: Sequence[str]) -> int:
     place.add_argument(
         "--url", help="a running service, such as http://127.0.0.1:8000; default: one is started"
     )
-    place.add_argument(
-        "--fake", action="store_true", help="the front door over a fake replica, without a model"
-    )
+    place.add_argument("--fake", action="store_true", help="the ingress over a fake replica, without a model")
     parser.add_argument("--key", default="none", help="API key of the service at --url")
     parser.add_argument(
         "--only", action="append", metavar="CLIENT", help="only this client; may be given again"

@@ -1,4 +1,4 @@
-"""This tree's front door over a fake replica, to work on the scripts without a model: `--fake`.
+"""This tree's ingress over a fake replica, to work on the scripts without a model: `--fake`.
 
 Answers are a fixed sentence; of a prompt the fake has "cached" what it shares with an earlier one. It cannot
 call tools or keep to a schema.

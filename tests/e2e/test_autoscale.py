@@ -122,7 +122,7 @@ def test_the_last_replica_goes_when_nobody_is_there_and_comes_with_the_next_gues
     with serving(tmp_path / "zero.txt", *parts) as service, service.http() as client:
         messages, _ = first_turn(client, "idle")
         until("no replica is left", lambda: not service.replica_pids(), 90.0)
-        until("the front door knows", lambda: client.get("/health").json()["replicas"] == 0)
+        until("the ingress knows", lambda: client.get("/health").json()["replicas"] == 0)
         assert client.get("/health").json() == {"status": "ok", "replicas": 0}
         answer = ask(client, messages, "idle")
         assert answer["receipt"]["tokens"]["cpu"] > 100, answer["receipt"]

@@ -1,4 +1,4 @@
-"""A front door and a replica of a whole service are killed, and another user listens on all their ports."""
+"""An ingress and a replica of a whole service are killed, and another user listens on all their ports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def squatter(port: int, told: list[bytes]) -> Iterator[None]:
             process.kill()
 
 
-@pytest.mark.parametrize("title", [INGRESS, REPLICA.pattern], ids=["front door", "replica"])
+@pytest.mark.parametrize("title", [INGRESS, REPLICA.pattern], ids=["ingress", "replica"])
 def test_f33_who_takes_its_ports_is_told_nothing(tmp_path: Path, title: str) -> None:
     body = {
         "model": "SmolLM2-135M-Instruct",

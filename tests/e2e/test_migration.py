@@ -145,7 +145,7 @@ def test_a_session_whose_replica_died_goes_on_at_another_node_with_its_blocks(se
 @pytest.mark.slow  # the gate drains a node's tiers: test_two_nodes.py
 def test_f27_a_draining_node_gives_its_sessions_away_and_gets_no_new_turns(service: TwoNodes) -> None:
     until("both nodes serve again", lambda: len({node["node_id"] for node in service.nodes()}) == 2, 120)
-    head = service.tell("head")  # the front door is there: it is not what goes away
+    head = service.tell("head")  # the ingress is there: it is not what goes away
     kept: dict[str, tuple[list[dict[str, str]], str]] = {}
     for number in range(20):  # a session's first node is drawn by its name and a secret
         messages, _ = conversation(service, f"drains-{number}")
@@ -161,12 +161,12 @@ def test_f27_a_draining_node_gives_its_sessions_away_and_gets_no_new_turns(servi
         return bool(node["draining"] and node["drained"])
 
     def goes_elsewhere() -> bool:
-        """The front door learns of a drain with its next exchange."""
+        """The ingress learns of a drain with its next exchange."""
         service.ask(kept[moving[0]][0], moving[0])
         return bool(row_of(service, moving[0])["node"] != leaving)
 
     until("the node has given its blocks away", drained, 60)
-    until("the front door has heard of it", goes_elsewhere, 30)
+    until("the ingress has heard of it", goes_elsewhere, 30)
     del kept[moving[0]]
     for session, (messages, node) in kept.items():
         text, receipt = service.ask(messages, session)

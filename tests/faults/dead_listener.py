@@ -1,6 +1,6 @@
 """Two processes for `test_link_squatters.py`: one that is killed, and another user's that takes its port.
 
-`python -m tests.faults.dead_listener listen`: a front door that answers every request, until it is killed.
+`python -m tests.faults.dead_listener listen`: an ingress that answers every request, until it is killed.
 `python tests/faults/dead_listener.py squat PORT HOW`: prints its user's id, and at the end of its input all
 that it was told, in hex. Of this module it uses the standard library only.
 """
@@ -30,7 +30,7 @@ async def listen() -> None:
     from tests.support.router.linked_replicas import LINKS, LOOPBACK
 
     taker = RequestTaker(Inlet(LOOPBACK, LINKS, 0.0), 60.0)
-    taker.app = PlainTextResponse("from the front door that will die")
+    taker.app = PlainTextResponse("from the ingress that will die")
     print(json.dumps((await taker.listen())[ADDRESS]), flush=True)
     await asyncio.Event().wait()
 

@@ -116,7 +116,7 @@ def test_f18_a_write_that_ends_after_a_clear_makes_way_for_the_new_one() -> None
 # -- two nodes, one bucket -----------------------------------------------------------------
 
 
-class Door(MemoryTier):
+class Ingress(MemoryTier):
     """One node's way to a bucket that others use, too, with a gate of its own."""
 
     def __init__(self, bucket: dict[Address, Bytes]) -> None:
@@ -127,8 +127,8 @@ class Door(MemoryTier):
         return sum(data.nbytes for data in self._records.values())
 
 
-def door_bench(bucket: dict[Address, Bytes], name: str, reach: Callable[[str], None] = no_fault) -> Bench:
-    node = bench([Door(bucket)], incarnation=name, reach=reach, settings=TierSettings(store_s_max=0.2))
+def ingress_bench(bucket: dict[Address, Bytes], name: str, reach: Callable[[str], None] = no_fault) -> Bench:
+    node = bench([Ingress(bucket)], incarnation=name, reach=reach, settings=TierSettings(store_s_max=0.2))
     join_scans(node.node, 20)
     return node
 
@@ -146,14 +146,14 @@ def test_f18_two_nodes_move_the_same_extent_into_one_bucket(state: str) -> None:
     """The other node's whole move falls between two steps of this one's."""
     bucket: dict[Address, Bytes] = {}
     wanted = sample(1, placement=IN_S3)
-    theirs = door_bench(bucket, "theirs")
+    theirs = ingress_bench(bucket, "theirs")
     between: list[str] = []
 
     def reach(reached: str) -> None:
         if reached == state and not between:
             between.append(theirs.store(wanted))
 
-    ours = door_bench(bucket, "ours", reach)
+    ours = ingress_bench(bucket, "ours", reach)
     assert ours.store(wanted) == "taken"
     assert between == ["taken"]
     for node in (ours, theirs):
@@ -175,16 +175,16 @@ def test_f18_two_nodes_move_the_same_extent_into_one_bucket(state: str) -> None:
 def test_f18_a_write_taken_back_on_one_node_costs_the_other_a_miss_at_most() -> None:
     bucket: dict[Address, Bytes] = {}
     wanted = sample(1, placement=IN_S3)
-    ours, theirs = door_bench(bucket, "ours"), door_bench(bucket, "theirs")
-    door = ours.tiers["s3"]
-    assert isinstance(door, Door)
-    door.gate.clear()
+    ours, theirs = ingress_bench(bucket, "ours"), ingress_bench(bucket, "theirs")
+    ingress = ours.tiers["s3"]
+    assert isinstance(ingress, Ingress)
+    ingress.gate.clear()
     try:
         assert ours.store(wanted) == "taken"  # and ends as a late one: nobody waits for it any more
         assert theirs.store(wanted) == "taken"
         assert theirs.load(wanted) is not None
     finally:
-        door.gate.set()
+        ingress.gate.set()
     until("the late write is taken back", lambda: len(state_of(ours.node).directory.transfers) == 0)
     assert accounted(ours, "s3") == 0
     assert bucket == {}, "it took the other's with it"
@@ -203,7 +203,7 @@ def test_f18_nodes_that_share_a_bucket_never_serve_a_wrong_byte(seed: int) -> No
     rng = random.Random(seed)
     bucket: dict[Address, Bytes] = {}
     samples = [sample(number, session=bytes([number % 3]) * 16, placement=IN_S3) for number in range(5)]
-    nodes = [door_bench(bucket, f"{side}-0") for side in "ab"]
+    nodes = [ingress_bench(bucket, f"{side}-0") for side in "ab"]
     hits = 0
     for step in range(80):
         side, wanted = rng.randrange(2), rng.choice(samples)
@@ -220,7 +220,7 @@ def test_f18_nodes_that_share_a_bucket_never_serve_a_wrong_byte(seed: int) -> No
             node.node.tick()
         else:
             node.node.close()
-            nodes[side] = door_bench(bucket, f"{side}-{step + 1}")
+            nodes[side] = ingress_bench(bucket, f"{side}-{step + 1}")
         for either in nodes:
             either.node.check_integrity()
     assert hits > 5

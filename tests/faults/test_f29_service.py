@@ -35,7 +35,7 @@ def turns(node: Bench, count: int = 1, *, is_checked: bool = True) -> list[Curve
     curves = []
     for _ in range(count):
         begin(node, wanted, is_checked=is_checked)
-        forecast = node.node.returns.turn_over(over(wanted))
+        forecast = node.node.resumption.turn_over(over(wanted))
         curves.append(None if forecast is None else forecast.curve)
     return curves
 
@@ -134,9 +134,9 @@ def test_f29_a_predictor_that_raises_starts_anew_and_at_last_is_off(tmp_path: Pa
     for _ in range(FAILURES_MAX + 3):
         (curve,) = turns(node)
         assert at in ("hint", "forget", "arrived") or curve is None
-        node.node.returns.hint(TENANT, SESSION, "typing", None)
-        learner_of(node.node.returns).forget(OWNER)
-        node.node.returns.work()
+        node.node.resumption.hint(TENANT, SESSION, "typing", None)
+        learner_of(node.node.resumption).forget(OWNER)
+        node.node.resumption.work()
         assert node.load(wanted) is not None, "the tiers go on"
     stats = node.node.stats().returns
     assert stats.failures >= FAILURES_MAX
@@ -158,7 +158,7 @@ def test_f29_after_failures_in_a_row_nobody_asks_it_any_more(tmp_path: Path) -> 
     assert stats.failures == FAILURES_MAX
     assert turns(node, 3) == [None] * 3
     assert node.node.stats().returns.failures == FAILURES_MAX
-    sessions = idle_in(node.node.returns)
+    sessions = idle_in(node.node.resumption)
     assert np.array_equal(sessions.curves[sessions.slot(TENANT + SESSION)], COLD), "then it is by recency"
 
 
@@ -183,7 +183,7 @@ def test_f29_a_predictor_that_hangs_holds_up_no_lookup_and_its_queue_is_bounded(
     assert turns(node, 20, is_checked=False) == [None] * 20, "lookups and turns' ends while it hangs"
     stats = node.node.stats().returns
     assert stats.dropped >= 30
-    sessions = idle_in(node.node.returns)
+    sessions = idle_in(node.node.resumption)
     assert sessions.running[sessions.slot(TENANT + SESSION)] == 1  # of the first of all
     node.node.close()  # not held up either
     goes_on.set()
@@ -201,7 +201,7 @@ def test_f29_curves_that_are_none_harm_nobody(tmp_path: Path) -> None:
         wanted = sample(number, session=b"%016d" % number)
         assert node.store(wanted) in ("taken", "refused:full")
         begin(node, wanted)
-        node.node.returns.turn_over(over(wanted))
+        node.node.resumption.turn_over(over(wanted))
         node.node.tick()
         node.work()
     node.node.check_integrity()
@@ -235,7 +235,7 @@ def test_f30_a_storm_of_returns_stays_within_budget_and_bytes_in_flight(tmp_path
     node, samples = storm(tmp_path, prefetch, 150)
     for wanted in samples:
         begin(node, wanted, is_checked=False)
-        node.node.returns.turn_over(over(wanted))
+        node.node.resumption.turn_over(over(wanted))
     started_s = node.clock.now_s
     rng = random.Random(7)
     for _ in range(30):
@@ -261,7 +261,7 @@ def test_f30_a_storm_of_hints_and_queued_requests_is_bounded_in_bytes(tmp_path: 
         if number % 2:
             begin(node, wanted, is_queued=True, is_checked=False)
         else:
-            node.node.returns.prefetch.promote(TENANT, wanted.header.session, "hint")
+            node.node.resumption.prefetch.promote(TENANT, wanted.header.session, "hint")
         assert node.node.stats().returns.prefetch.moving <= 5 * one
         if number % 10 == 9:
             while node.node.work():
@@ -286,7 +286,7 @@ def test_f29_answers_are_the_same_with_a_broken_predictor(tiny_llama: Path, tmp_
     for at in ("arrived", "ended"):
         broken = tiered(tiny_llama, tmp_path / at, node={"make_predictor": lambda at=at: Fails(at)})
         assert two_turns(broken) == whole
-        outcomes = broken.built.engine.offload.news.outcomes  # type: ignore[union-attr]
+        outcomes = broken.built.engine.offload.reporter.outcomes  # type: ignore[union-attr]
         assert outcomes == ({"no forecast": 2} if at == "ended" else {"forecast": 2})
 
 
@@ -301,7 +301,7 @@ def test_the_pool_hears_what_the_node_foretells(tiny_llama: Path, tmp_path: Path
     assert pool.sessions.running[slot] == 0
     assert pool.sessions.tokens[slot] == 63
     assert np.array_equal(pool.sessions.curves[slot], Foretells(0.3).ended(None))  # type: ignore[arg-type]
-    node_sessions = idle_in(engine.node.returns)
+    node_sessions = idle_in(engine.node.resumption)
     assert node_sessions.running[node_sessions.slot(OWNER)] == 0
 
 
@@ -333,27 +333,27 @@ def test_f29_a_node_that_does_not_answer_is_no_longer_told(tiny_llama: Path, tmp
     held.held = True  # type: ignore[attr-defined]
     for number in range(70):
         engine.run(prompt_of(20, seed=number), max_tokens=1)
-    news = engine.built.engine.offload.news  # type: ignore[union-attr]
-    assert news.outcomes == {"not reported": 6}
+    reporter = engine.built.engine.offload.reporter  # type: ignore[union-attr]
+    assert reporter.outcomes == {"not reported": 6}
     held.release()  # type: ignore[attr-defined]
     engine.work()
-    assert news.outcomes == {"not reported": 6, "forecast": 64}
-    news.check_integrity()
-    news._waiting = -1
+    assert reporter.outcomes == {"not reported": 6, "forecast": 64}
+    reporter.check_integrity()
+    reporter._waiting = -1
     with pytest.raises(AssertionError):
-        news.check_integrity()
+        reporter.check_integrity()
 
 
 def test_a_request_that_finds_no_place_is_said_to_be_queued(tiny_llama: Path, tmp_path: Path) -> None:
     engine = tiered(tiny_llama, tmp_path, sequences_max=1, n_max=1)
     seen: list[bool] = []
-    looked_up = engine.node.returns.looked_up
+    looked_up = engine.node.resumption.looked_up
 
     def notes(lookup: Lookup, found: LookupResult) -> None:
         seen.append(lookup.is_queued)
         looked_up(lookup, found)
 
-    engine.node.returns.looked_up = notes  # type: ignore[method-assign]
+    engine.node.resumption.looked_up = notes  # type: ignore[method-assign]
     engine.submit(prompt_of(30, seed=1))
     engine.submit(prompt_of(30, seed=2), session=b"2" * 16)
     engine.drain()

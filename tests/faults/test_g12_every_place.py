@@ -23,7 +23,7 @@ from router.context.compaction import Summary
 from router.context.knowledge import KnowledgeError
 from router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, UnfinishedFile
 from router.ingress.places import unfinished_dir
-from router.ingresses import ToldDoors
+from router.ingresses import IngressesCleared
 from router.openai import ApiError, Unavailable
 from tests.faults.test_nvme_full import small_disk
 from tests.support.router.fake_directory import FakeLink
@@ -47,12 +47,12 @@ KINDS: dict[ErasureKind, tuple[str, ...]] = {
 
 
 class Neighbours:
-    """Another front door, which answers."""
+    """Another ingress, which answers."""
 
     def __init__(self) -> None:
-        self.told = ToldDoors(0)
+        self.told = IngressesCleared(0)
 
-    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> ToldDoors:
+    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> IngressesCleared:
         return self.told
 
     async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
@@ -73,7 +73,7 @@ def house(folder: Path) -> House:
     settings = settings.model_copy(update={"model": ModelSettings(cache_dir=folder)})
     link = FakeLink()
     link.nodes = {"n1": NodeCleared(0, 0)}
-    return House(lambda _: spoken("Fine."), settings=settings, link=link, peers=Neighbours())
+    return House(lambda _: spoken("Fine."), settings=settings, link=link, ingresses=Neighbours())
 
 
 def close(made: House) -> None:
@@ -83,7 +83,7 @@ def close(made: House) -> None:
 
 
 class Places:
-    """Stands in for all places of a front door; `broken` fail."""
+    """Stands in for all places of an ingress; `broken` fail."""
 
     def __init__(self, clears: Erasures, fault: Exception) -> None:
         self.broken: set[str] = set()
@@ -154,26 +154,26 @@ def test_every_way_to_delete_has_its_places(tmp_path: Path) -> None:
 @pytest.mark.guarantee("G12")
 async def test_what_is_left_is_named_once_and_repeating_tells_when_it_is_done(tmp_path: Path) -> None:
     made = house(tmp_path)
-    link, peers = made.directory.link, made.service.peers
+    link, peers = made.directory.link, made.service.ingresses
     assert isinstance(link, FakeLink)
     assert isinstance(peers, Neighbours)
     async with made.client() as client:
-        link.is_lost, peers.told = True, ToldDoors(0, silent=1)
+        link.is_lost, peers.told = True, IngressesCleared(0, silent=1)
         made.replicas.clear_answers = [OSError("gone")]
         refused = await client.delete("/v1/sessions/s")
         assert (refused.status_code, error_of(refused)["code"]) == (503, "clear_incomplete")
         said = error_of(refused)["message"]
-        for part in ("replicas did not answer", "a front door", "tiers of some nodes", "ingresses keep"):
+        for part in ("replicas did not answer", "an ingress", "tiers of some nodes", "ingresses keep"):
             assert said.count(part) == 1, said
         (places,) = made.service.clears.unfinished.values()
         assert places == ("the session directory", "front doors", "replicas", "tiers")
-        link.is_lost, peers.told = False, ToldDoors(0)
+        link.is_lost, peers.told = False, IngressesCleared(0)
         made.replicas.clear_answers = [Forgotten(1, 1, 1)]
         assert (await client.delete("/v1/sessions/s")).status_code == 200
         assert not made.service.clears.unfinished
         # What goes on by itself there is told, and not asked for again.
         made.replicas.clear_answers = [Forgotten(1, 1, 1, ("s3",))]
-        peers.told = ToldDoors(0, unfinished=1)
+        peers.told = IngressesCleared(0, unfinished=1)
         refused = await client.delete("/v1/sessions/s")
         assert (refused.status_code, error_of(refused)["code"]) == (503, "clear_incomplete")
         assert not made.service.clears.unfinished
@@ -277,15 +277,15 @@ async def test_what_goes_on_keeps_the_time_of_the_wish(tmp_path: Path) -> None:
 
 
 async def test_what_a_process_that_is_gone_has_left_is_taken_over(tmp_path: Path) -> None:
-    """Two front doors of a machine have a file each; one of them does not come back."""
-    doors = [clears_in(tmp_path, "one") for _ in range(2)]
-    for number, (clears, places) in enumerate(doors):
+    """Two ingresses of a machine have a file each; one of them does not come back."""
+    ingresses = [clears_in(tmp_path, "one") for _ in range(2)]
+    for number, (clears, places) in enumerate(ingresses):
         await clears.start()
         places.broken = {"one"}
         with pytest.raises(ApiError):
             await clears.erase(Erasure("sessions", f"tenant-{number}", None))
     assert len(files_of(tmp_path, "0.unfinished", "1.unfinished")) == 2
-    for clears, _ in doors:
+    for clears, _ in ingresses:
         await clears.stop()
     alone, places = clears_in(tmp_path, "one")
     await alone.start()
@@ -343,13 +343,13 @@ async def test_of_equal_deletions_at_once_the_last_wish_says_what_is_left(
 
 
 async def test_two_processes_that_left_parts_of_the_same_leave_both(tmp_path: Path) -> None:
-    doors = [clears_in(tmp_path, "one", "two") for _ in range(2)]
-    for (clears, places), name in zip(doors, ("one", "two"), strict=True):
+    ingresses = [clears_in(tmp_path, "one", "two") for _ in range(2)]
+    for (clears, places), name in zip(ingresses, ("one", "two"), strict=True):
         await clears.start()
         places.broken = {name}
         with pytest.raises(ApiError):
             await clears.erase(Erasure("sessions", "t", None))
-    for clears, _ in doors:
+    for clears, _ in ingresses:
         await clears.stop()
     alone, places = clears_in(tmp_path, "one", "two")
     await alone.start()
@@ -427,7 +427,7 @@ async def asks_with_knowledge(client: Any) -> None:
 
 @pytest.mark.guarantee("G12")
 async def test_a_full_disk_leaves_its_own_part_of_a_deletion_only(small: Path) -> None:
-    """The summaries' log cannot be emptied: KV, replies, other doors and tiers are cleared all the same."""
+    """The summaries' log cannot be emptied: KV, replies, other ingresses and tiers are cleared."""
     made = house(small)
     link = made.directory.link
     assert isinstance(link, FakeLink)

@@ -9,8 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,26 +20,26 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from configs.settings import EngineSettings
-from replicas.links import LinkCall, Links, Mailbox
-from replicas.messages import Delta, Event, GenerateRequest, ReplyTo, Route, SamplingParams
+from replicas.links import EventSender, LinkCall, Links, Mailbox
+from replicas.messages import Delta, GenerateRequest, ReplyTo, Route, SamplingParams
 from replicas.serving.deployment import places
 from replicas.serving.requests import pack_request
 from replicas.serving.served import UNREACHED, call_handler
-from router.proxy import Door
+from router.proxy import ListedIngress
 from router.proxy.wire import packed_request
 from router.routing import roster
 from tests.faults.dead_listener import NOBODY
 from tests.support.engines.engines import prompt_of
 from tests.support.inside import carrier_of, connecting_by, direct_calls, links_of, replicas_in, unreached_by
 from tests.support.router.called_replicas import called
-from tests.support.router.kept_replicas import tiny_replicas
 from tests.support.router.linked_replicas import LINKS, LOOPBACK, Proxied, proxied
 from tests.support.router.router_harness import until
+from tests.support.router.tiny_replicas import tiny_replicas
 
 ROOT = Path(__file__).parents[2]
 MODULE = Path(__file__).with_name("dead_listener.py")
 KEY, PROMPT = "alice-key-0123456789abcdef", "what nobody else is to read"
-LIVES = "from a front door that lives"
+LIVES = "from an ingress that lives"
 HOW = ["welcome", "number", "proof"]
 
 pytestmark = pytest.mark.guarantee("F33")
@@ -113,15 +113,15 @@ def posted(there: Proxied) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url=f"http://{LOOPBACK}", timeout=60)
 
 
-async def test_f33_on_a_dead_front_doors_port(doomed: Doomed) -> None:
+async def test_f33_on_a_dead_ingresses_port(doomed: Doomed) -> None:
     there = await proxied(PlainTextResponse(LIVES))
-    there.known.update([Door("door-1", "here", doomed.to)], "here")
+    there.known.update([ListedIngress("ingress-1", "here", doomed.to)], "here")
     headers, body = {"authorization": f"Bearer {KEY}"}, {"prompt": PROMPT}
     assert carrier_of(there.guard) is not None
     links = links_of(carrier_of(there.guard))
     async with posted(there) as client:
         before = await client.post("/v1/completions", json=body, headers=headers)
-        assert before.text == "from the front door that will die"
+        assert before.text == "from the ingress that will die"
         assert not there.serve.carried
         await die(doomed, links)
         for how in HOW:
@@ -152,7 +152,7 @@ async def test_f33_on_a_dead_replicas_port(doomed: Doomed, tiny_llama: Path) -> 
 
 
 async def test_f33_on_a_dead_proxys_port(doomed: Doomed) -> None:
-    """The front door is to answer a request there: it must not say its answer to who has the port now."""
+    """The ingress is to answer a request there: it must not say its answer to who has the port now."""
     ran, refused = list[Scope](), list[str]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -174,18 +174,20 @@ async def test_f33_on_a_dead_proxys_port(doomed: Doomed) -> None:
     there.close()
 
 
-async def test_f33_on_a_dead_front_doors_port_for_answers(doomed: Doomed) -> None:
-    """The same of a replica, whose events go to the front door that asked."""
+async def test_f33_on_a_dead_ingresses_port_for_answers(doomed: Doomed) -> None:
+    """The same of a replica, whose events go to the ingress that asked."""
     ran, refused, links = list[GenerateRequest](), list[str](), Links(LINKS, 60.0)
 
-    async def generate(request: GenerateRequest) -> AsyncGenerator[list[Event], None]:
+    @asynccontextmanager
+    async def answering(request: GenerateRequest, sender: EventSender) -> AsyncIterator[None]:
         ran.append(request)
-        yield [Delta(0, PROMPT, (1,))]
+        sender.put(Delta(0, PROMPT, (1,), (), "stop"))
+        yield
 
     assert await links.reach(doomed.to) is not None
     await die(doomed, links)
     request = GenerateRequest("r", [1, 2], SamplingParams(), reply_to=doomed.to, route=Route(ticket="t"))
-    handle = call_handler(links, places(EngineSettings()), generate)
+    handle = call_handler(links, places(EngineSettings()), answering)
     for how in HOW:
         with squatter(doomed.to, how):
             await handle(LinkCall(pack_request(request), Mailbox(), refused.append))

@@ -104,7 +104,7 @@ def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
 
 
 class SamovarLab(Guests):
-    """`head` has the front door; `workers` by name. Requests come in by the head's proxy at first."""
+    """`head` has the ingress; `workers` by name. Requests come in by the head's proxy at first."""
 
     def __init__(self, lab: Lab, **cluster: object) -> None:
         self.lab = lab
@@ -201,7 +201,7 @@ class SamovarLab(Guests):
 
     def wait_for_replicas(self, count: int) -> None:
         def are_up() -> bool:
-            with contextlib.suppress(httpx.HTTPError):  # the front door may be starting
+            with contextlib.suppress(httpx.HTTPError):  # the ingress may be starting
                 return len(self.replicas()) == count
             return False
 

@@ -38,8 +38,8 @@ AGAIN_S = 120.0
 LONG_TOKENS = 400
 LONG: dict[str, Any] = {"min_tokens": LONG_TOKENS}
 ASKED_MAX = 24
-"""Questions until both kinds of front door have answered."""
-FRONT_DOOR = r"ServeReplica:samovar:Ingress"
+"""Questions until both kinds of ingress have answered."""
+INGRESS = r"ServeReplica:samovar:Ingress"
 DRAIN_S = 20.0
 WHOLE = 0.99
 """Of what was said before, cached: all but the last token or two, which every turn computes."""
@@ -266,19 +266,19 @@ def test_the_heads_gcs_is_killed(story: Story) -> None:
 
 @dataclass
 class Stream:
-    """An answer that is being read, by the front door `door`. `key`: of the request, to ask for it again."""
+    """An answer that is being read, by the ingress `ingress`. `key`: of the request, to ask for it again."""
 
     samovar: SamovarLab
     messages: list[dict[str, str]]
     session: str
     key: str = field(default_factory=lambda: f"key-{uuid.uuid4()}")
-    door: str = ""
+    ingress: str = ""
     text: str = ""
 
     def begin(self) -> None:
         """Ask, and read the first words."""
         raw = self._ask(self.key)
-        self.door = raw.headers["x-ingress"]
+        self.ingress = raw.headers["x-ingress"]
         self._chunks = iter(raw.parse())
         self.text = _next_text(self._chunks)
 
@@ -307,36 +307,36 @@ class Stream:
         )
 
 
-def _head_doors(samovar: SamovarLab) -> set[str]:
-    """The front doors on the head's machine. Ray spreads them as it can: there may be none, or two."""
-    count = len(samovar.head.processes(FRONT_DOOR))
+def _head_ingresses(samovar: SamovarLab) -> set[str]:
+    """The ingresses on the head's machine. Ray spreads them as it can: there may be none, or two."""
+    count = len(samovar.head.processes(INGRESS))
     samovar.enter_at(samovar.head)
     found: set[str] = set()
     with ThreadPoolExecutor(4 * count or 1) as pool:
         for _ in range(ASKED_MAX if count else 0):  # together: of two that are idle, one gets all
-            found |= set(pool.map(lambda _: _door_of(samovar), range(4 * count)))  # stays on the node
+            found |= set(pool.map(lambda _: _ingress_of(samovar), range(4 * count)))  # stays on the node
             if len(found) >= count:
                 break
-    print("front doors on the head's machine:", count, found)
+    print("ingresses on the head's machine:", count, found)
     assert len(found) == count, "not all have answered"
     return found
 
 
-def _sessions(samovar: SamovarLab, head_doors: set[str]) -> list[str]:
-    """A session whose requests pass no front door of these, and one whose do, if there are any."""
+def _sessions(samovar: SamovarLab, head_ingresses: set[str]) -> list[str]:
+    """A session whose requests pass no ingress of these, and one whose do, if there are any."""
     found: dict[bool, str] = {}
     for _ in range(ASKED_MAX):
         session = f"session-{uuid.uuid4()}"
-        door = _door_of(samovar, session)
-        print(session, "comes to the front door", door)
-        found.setdefault(door in head_doors, session)
-        if len(found) == 1 + bool(head_doors):
+        ingress = _ingress_of(samovar, session)
+        print(session, "comes to the ingress", ingress)
+        found.setdefault(ingress in head_ingresses, session)
+        if len(found) == 1 + bool(head_ingresses):
             return list(found.values())
-    raise AssertionError(f"all {ASKED_MAX} sessions come to the head's front doors, or none does: {found}")
+    raise AssertionError(f"all {ASKED_MAX} sessions come to the head's ingresses, or none does: {found}")
 
 
-def _door_of(samovar: SamovarLab, session: str = "") -> str:
-    """The front door that a session comes to; by default one on the machine where requests come in."""
+def _ingress_of(samovar: SamovarLab, session: str = "") -> str:
+    """The ingress that a session comes to; by default one on the machine where requests come in."""
     raw = samovar.openai().chat.completions.with_raw_response.create(
         model=MODEL,
         messages=[{"role": "user", "content": "Hello"}],
@@ -347,9 +347,9 @@ def _door_of(samovar: SamovarLab, session: str = "") -> str:
 
 
 def test_the_heads_machine_is_lost(story: Story) -> None:
-    """Streams by other nodes' front doors go on; with another machine in its place, so does all else.
+    """Streams by other nodes' ingresses go on; with another machine in its place, so does all else.
 
-    A stream by the head's own front door cannot: it is told so, and the answer is there for who asks again.
+    A stream by the head's own ingress cannot: it is told so, and the answer is there for who asks again.
     """
     samovar = story.samovar
     samovar.wait_for_replicas(2)
@@ -357,20 +357,20 @@ def test_the_heads_machine_is_lost(story: Story) -> None:
     story.guests = [Guest(Conversation(2 * GUESTS + 20 + number, turn_words=180)) for number in range(GUESTS)]
     story.next_turns(FIRST)
     samovar.settle()
-    head_doors = _head_doors(samovar)
+    head_ingresses = _head_ingresses(samovar)
     samovar.enter_at(next(iter(samovar.workers.values())))
-    sessions = ["", *_sessions(samovar, head_doors)]
+    sessions = ["", *_sessions(samovar, head_ingresses)]
     talks = [Conversation(GUESTS + 10 + number, turn_words=30) for number in range(len(sessions))]
     streams = [
         Stream(samovar, talk.next_messages(), session) for talk, session in zip(talks, sessions, strict=True)
     ]
     with ThreadPoolExecutor(len(streams)) as pool:
         list(pool.map(Stream.begin, streams))
-        by_head = [stream for stream in streams if stream.door in head_doors]
-        elsewhere = [stream for stream in streams if stream.door not in head_doors]
-        print(*(f"{stream.session or 'no session'} by {stream.door}" for stream in streams), sep="\n")
+        by_head = [stream for stream in streams if stream.ingress in head_ingresses]
+        elsewhere = [stream for stream in streams if stream.ingress not in head_ingresses]
+        print(*(f"{stream.session or 'no session'} by {stream.ingress}" for stream in streams), sep="\n")
         assert elsewhere
-        assert bool(by_head) == bool(head_doors)
+        assert bool(by_head) == bool(head_ingresses)
         began_s = time.monotonic()
         samovar.head.kill()
         ends = dict(zip([stream.key for stream in streams], pool.map(Stream.read, streams), strict=True))
@@ -379,7 +379,7 @@ def test_the_heads_machine_is_lost(story: Story) -> None:
     died = [ends[stream.key] for stream in by_head]
     count = str(len(elsewhere))
     story.rows.append(("streams over the head's loss", count, "", f"{streamed_s:.1f}", "0", "", ""))
-    print("by the head's own front door:", died)
+    print("by the head's own ingress:", died)
     assert all(died), "a stream of the lost machine ended as if it were whole"
     tries: list[str] = []
     for stream in by_head:
@@ -396,7 +396,7 @@ def test_the_heads_machine_is_lost(story: Story) -> None:
     samovar.replace_head()
     story.next_turns("head replaced, a new session", begun_s, [Guest(Conversation(GUESTS + 3))])
     samovar.enter_at(samovar.head)
-    assert story.next_turns("by the new head's front door", begun_s) >= WHOLE
+    assert story.next_turns("by the new head's ingress", begun_s) >= WHOLE
     samovar.wait_for_replicas(2)
     story.check_answers()
     for stream in (*elsewhere, *by_head):

@@ -120,7 +120,7 @@ def break_tier(engine: Tiered) -> None:
 
 def lose(engine: Tiered) -> None:
     """The medium loses its records, and a load finds that out."""
-    records_in(engine.tiers["cpu"].inner).clear()
+    records_in(engine.tiers["cpu"].inner).clear()  # type: ignore[attr-defined]
     for extent in list(registry_of(state_of(engine.node).directory)):
         state_of(engine.node).lost(extent.address, "cpu")
 
@@ -194,7 +194,7 @@ class Silent:
 
 
 def moved(engine: Tiered, left_tokens: int) -> Receipt:
-    """A turn of a session whose last turn was on another replica, as its front door says."""
+    """A turn of a session whose last turn was on another replica, as its ingress says."""
     real = engine.driver.engine.requests.add
 
     def add(key: int, request: GenerateRequest) -> object:
@@ -225,7 +225,7 @@ def test_a_session_that_comes_from_another_replica_has_a_reason_too(
     assert receipt.miss in (says, reason)
 
 
-def test_without_tiers_the_front_door_is_believed(tiny_llama: Path) -> None:
+def test_without_tiers_the_ingress_is_believed(tiny_llama: Path) -> None:
     driver = Driver(small_engine(tiny_llama).engine)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     request = GenerateRequest("r", FIRST, sampling, route=Route(home="another", cached_tokens=len(FIRST)))

@@ -1,4 +1,4 @@
-"""/metrics of a front door with a value of every metric, as if a service had written it."""
+"""/metrics of an ingress with a value of every metric, as if a service had written it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NODE = NodeStats(
 
 
 def filled_metrics() -> Metrics:
-    """Metrics of a front door with one replica and one node, of which every one has a sample."""
+    """Metrics of an ingress with one replica and one node, of which every one has a sample."""
     metrics = Metrics()
     metrics.set_replicas([REPLICA], [NODE], {"node-1": True})
     metrics.set_sessions({"home": 3, "new": 1}, {"idle": 2}, 0)

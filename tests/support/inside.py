@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def state_of(of: Any) -> NodeState:
     """Return the state that a node's parts share."""
-    return of._books
+    return of._state
 
 
 def records_in(of: Any) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""A front door over a real engine and real tiers in one process, in which every part traces its requests.
+"""An ingress over a real engine and real tiers in one process, in which every part traces its requests.
 
 The replica's `generate` and the tier actor's methods are the product's own; only Ray is left out.
 """
@@ -22,7 +22,7 @@ from replicas.links import Links
 from replicas.messages import Event, GenerateRequest
 from replicas.offload import TierLink
 from replicas.serving.deployment import Replica, places
-from replicas.serving.door_loads import DoorLoads
+from replicas.serving.ingress_loads import IngressLoads
 from replicas.serving.tracing import TracedLink
 from replicas.turns import TenantThreads
 from tests.support.engines.tier_engines import Tiered, tiered
@@ -57,8 +57,8 @@ class _Replica(Replica):
         self._tracer = tracer
         self._streams = {}
         self._untold = {}
-        self._kept_logs = {}
-        self._door_loads = DoorLoads("here")
+        self._answer_logs = {}
+        self._ingress_loads = IngressLoads("here")
         self._compiles = TenantThreads("compile", 1, places=8)
         self._links = Links(self._settings.cluster.links, self._settings.router.heartbeat_s)
         self._places = places(self._settings.engine)

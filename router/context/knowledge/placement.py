@@ -205,7 +205,7 @@ class PromptText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KnowledgeTurn:
-    """A turn before its answer, as the front door has read it. `refs`: the entries in its prompt.
+    """A turn before its answer, as the ingress has read it. `refs`: the entries in its prompt.
 
     `results`: of the tools that were called since the question. `key`: of the conversation up to the question
     if that is its last message; else None. `is_kept`: whether the client lets question and answer be kept.

@@ -29,7 +29,7 @@ class TurnCall:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTurn:
+class NotedTurn:
     """Question, context and answer of one turn.
 
     `calls`: made in the answer. `passed`: results before the answer, of tools that may confirm, that passed.
@@ -51,7 +51,7 @@ class KeptTurn:
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @classmethod
-    def of(cls, text: str) -> KeptTurn:
+    def of(cls, text: str) -> NotedTurn:
         """Return the turn that `json` wrote."""
         found = parse_json(text)
         return cls(
@@ -126,7 +126,7 @@ class CandidateEntry:
 
 
 def candidate_of(
-    turn: KeptTurn, corrected: str | None, comment: str, evidence: Evidence
+    turn: NotedTurn, corrected: str | None, comment: str, evidence: Evidence
 ) -> CandidateEntry | None:
     """Return the candidate that feedback makes of a turn; None if there is nothing to learn.
 

@@ -35,7 +35,7 @@ from router.context.learning.bodies import ConfirmBody, FeedbackBody, QuestionsB
 from router.context.learning.candidates import (
     CandidateEntry,
     Evidence,
-    KeptTurn,
+    NotedTurn,
     State,
     TurnCall,
     candidate_of,
@@ -71,7 +71,7 @@ class LoopMemory:
         results = [
             (TurnCall(clean(one.call_id), clean(one.tool)), one.content) for one in asked.results[-CALLS_MAX:]
         ]
-        turn = KeptTurn(
+        turn = NotedTurn(
             clean(asked.question),
             clean(said.content),
             asked.refs,
@@ -111,7 +111,7 @@ class LearningLoop:
         corrected = None if body.corrected is None else clean(body.corrected).strip()
         self._refuse_contradictions(body, corrected)
         record = self._turn(tenant, body.turn_id)
-        turn = KeptTurn.of(record.body)
+        turn = NotedTurn.of(record.body)
         evidence = Evidence()
         if body.tool_call_id is not None:
             evidence = self._evidence(tenant, record, turn, body.tool_call_id)
@@ -166,7 +166,7 @@ class LearningLoop:
             raise ApiError(404, message, param="turn_id", code="turn_not_found")
         return found[0]
 
-    def _evidence(self, tenant: str, record: LoopRecord, turn: KeptTurn, call_id: str) -> Evidence:
+    def _evidence(self, tenant: str, record: LoopRecord, turn: NotedTurn, call_id: str) -> Evidence:
         """Return what a tool's result says for a turn.
 
         The model has made the call, in this turn's conversation; its result was in this turn's prompt, behind
@@ -177,7 +177,7 @@ class LearningLoop:
             session = self._records.find(
                 tenant, "turn", session=record.session, limit=TURNS_LOOKED_AT, after=record.id
             )
-            if any(passed in KeptTurn.of(one.body).calls for one in session):
+            if any(passed in NotedTurn.of(one.body).calls for one in session):
                 return Evidence(passed.tool, call_id)
         message = (
             f"tool_call_id={shown(call_id)}: no call that the model made in this conversation, whose result "

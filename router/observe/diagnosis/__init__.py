@@ -14,11 +14,11 @@ from router.observe.diagnosis.sizing import (
     wins_in_words,
 )
 from router.observe.diagnosis.snapshot import (
-    FrontDoor,
+    IngressCounts,
     NoSnapshot,
     Snapshot,
     Window,
-    front_door,
+    ingress_counts,
     settings_told,
     snapshot_of,
 )
@@ -29,7 +29,7 @@ __all__ = [
     "Condition",
     "Diagnosis",
     "Finding",
-    "FrontDoor",
+    "IngressCounts",
     "LiveContext",
     "LiveSizing",
     "LiveTier",
@@ -39,9 +39,9 @@ __all__ = [
     "Window",
     "computing_in_words",
     "diagnose",
-    "front_door",
     "in_bytes",
     "in_seconds",
+    "ingress_counts",
     "load_prices",
     "loading_in_words",
     "settings_told",

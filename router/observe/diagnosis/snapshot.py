@@ -48,7 +48,7 @@ SETTINGS = (
 )
 """The settings that a diagnosis reads or proposes to change. None of them is a secret."""
 
-# (field of FrontDoor, metric, the label that counts are kept by)
+# (field of IngressCounts, metric, the label that counts are kept by)
 _BY_LABEL = (
     ("prefixes_left", "samovar_prefixes_left_total", "part"),
     ("prefix_shared", "samovar_prefix_shared_tokens_total", "part"),
@@ -70,7 +70,7 @@ class NoSnapshot(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDoor:
+class IngressCounts:
     """An ingress's own counts since its start; `sessions` is a gauge. Mappings are by the metric's label.
 
     `prefix_shared`, `prefix_lost`: tokens before the change, and behind it, of prompts that left a prefix.
@@ -102,7 +102,7 @@ class Snapshot:
     nodes: tuple[NodeStats, ...] = ()
     serving: tuple[ReplicaInfo, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    front: FrontDoor = FrontDoor()
+    front: IngressCounts = IngressCounts()
     silent_nodes: tuple[str, ...] = ()
 
 
@@ -114,7 +114,7 @@ def settings_told(settings: Settings) -> dict[str, Any]:
 def snapshot_of(stats: Mapping[str, Any], metrics: str, at_s: float) -> Snapshot:
     """Return the snapshot in the answers of /cache/stats and /metrics. Raises `NoSnapshot`."""
     try:
-        front, silent = front_door(text_string_to_metric_families(metrics))
+        front, silent = ingress_counts(text_string_to_metric_families(metrics))
         return Snapshot(
             at_s,
             tuple(_REPLICAS.validate_python(_known(stats.get("replicas", [])))),
@@ -146,8 +146,8 @@ def _known(value: Any) -> Any:
     return [_known(item) for item in value] if isinstance(value, list) else value
 
 
-def front_door(families: Iterable[Metric]) -> tuple[FrontDoor, tuple[str, ...]]:
-    """Return the front door's counts in some of Prometheus' metrics, and the nodes whose tiers are silent."""
+def ingress_counts(families: Iterable[Metric]) -> tuple[IngressCounts, tuple[str, ...]]:
+    """Return the ingress's counts in some of Prometheus' metrics, and the nodes whose tiers are silent."""
     counts: dict[str, Any] = {name: {} for name, _, _ in _BY_LABEL}
     counts |= dict.fromkeys((name for name, _ in _PLAIN), 0.0)
     labelled = {metric: (name, label) for name, metric, label in _BY_LABEL}
@@ -163,7 +163,7 @@ def front_door(families: Iterable[Metric]) -> tuple[FrontDoor, tuple[str, ...]]:
                 counts[unlabelled[sample.name]] += sample.value
             elif sample.name == _TIERS_UP and sample.value == 0:
                 silent.append(sample.labels.get("node", ""))
-    return FrontDoor(**counts), tuple(silent)
+    return IngressCounts(**counts), tuple(silent)
 
 
 class Window:
@@ -208,7 +208,7 @@ class Window:
         return int(_grown(getattr(tier, name), getattr(then, name, 0)))
 
     def front(self, name: str) -> dict[str, float]:
-        """Return a counter by label of the front door."""
+        """Return a counter by label of the ingress."""
         before = {} if self._front is None else getattr(self._front, name)
         return {
             label: grown
@@ -217,7 +217,7 @@ class Window:
         }
 
     def front_count(self, name: str) -> float:
-        """Return a plain counter of the front door."""
+        """Return a plain counter of the ingress."""
         return float(_grown(getattr(self.now.front, name), getattr(self._front, name, 0.0)))
 
     def predictor_failures(self, node: NodeStats) -> int:
@@ -232,7 +232,7 @@ class Window:
 
     @property
     def prompts(self) -> int:
-        """Admitted requests, as the front door counts them: of what it counts, the whole.
+        """Admitted requests, as the ingress counts them: of what it counts, the whole.
 
         Replicas come and go: `turns` may begin later than its counts.
         """

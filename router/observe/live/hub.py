@@ -16,7 +16,7 @@ from cache_tiers.messages import NodeGlance
 from replicas.messages import ReplicaGlance
 from router.auth import LOCAL_TENANT, Caller
 from router.generation import EndedTurn, IngressServices, summed
-from router.observe.diagnosis import Snapshot, front_door, settings_told
+from router.observe.diagnosis import Snapshot, ingress_counts, settings_told
 from router.observe.live.advice import advice_of
 from router.observe.live.feed import Audience, Feed, Feeds, LookPace, Outbox
 from router.observe.live.merge_patch import Json
@@ -166,7 +166,7 @@ class LiveHub:
         service, settings = self._service, self._settings
         self._advise_at_s = now_s + settings.advice_period_s
         service.metrics.set_sessions(*service.directory.counts(), service.prompts.salts_changed)
-        front, _ = front_door(service.metrics.front_door())
+        front, _ = ingress_counts(service.metrics.ingress())
         snapshot = Snapshot(
             now_s,
             tuple(one.stats for one in replicas),

@@ -66,7 +66,7 @@ class MemoryTier(HeapTier):
 class SharedBucket(MemoryTier):
     """One node's way to a bucket: records, when each was put there, and marks of clears with their times.
 
-    `headers`: that looks through it read. `down`: it answers nothing. `other`: a door to the same bucket.
+    `headers`: that looks through it read. `down`: it answers nothing. `other`: an ingress to the same bucket.
     """
 
     def __init__(self, bytes_max: int, other: SharedBucket | None = None) -> None:
@@ -136,7 +136,7 @@ class SharedBucket(MemoryTier):
 
 @dataclass
 class BucketState:
-    """What all doors of a bucket see."""
+    """What all ingresses of a bucket see."""
 
     records: dict[Address, Bytes]
     put_at: dict[Address, int] = field(default_factory=dict)

@@ -13,8 +13,8 @@ from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.ray_clients import RayReplicaClient
 from router.routing.roster import ListedReplica, RankOptions, Roster
 from tests.support.inside import info_of, settings_of
-from tests.support.router.kept_replicas import TinyReplica
 from tests.support.router.linked_replicas import LINKS, LOOPBACK
+from tests.support.router.tiny_replicas import TinyReplica
 
 
 class ServeHandle:
@@ -54,7 +54,7 @@ class ServeResponse:
 
 
 class CalledReplicas:
-    """A front door's client, and the replicas that it calls."""
+    """An ingress's client, and the replicas that it calls."""
 
     def __init__(self, replicas: list[TinyReplica], links: Links | None) -> None:
         self.replicas = replicas
@@ -94,7 +94,7 @@ def own_books() -> Iterator[None]:
 
 @asynccontextmanager
 async def called(replicas: list[TinyReplica], *, has_links: bool = True) -> AsyncIterator[CalledReplicas]:
-    """A front door over these replicas, which it calls over links or through Serve's stand-in."""
+    """An ingress over these replicas, which it calls over links or through Serve's stand-in."""
     with own_books():
         made = CalledReplicas(replicas, Links(LINKS, 60.0) if has_links else None)
         await made.list_all()

@@ -113,9 +113,9 @@ class FakeLink:
         self._answer()
         return self.actor.forget(clears)
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+    async def allow(self, ingress: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
         self._answer()
-        return self.actor.allow(door, asked, tenant, wanted, limit)
+        return self.actor.allow(ingress, asked, tenant, wanted, limit)
 
     def _answer(self) -> None:
         if self.is_lost:

@@ -18,7 +18,7 @@ from replicas.messages import (
     FinishReason,
     Forgotten,
     GenerateRequest,
-    KeptAnswer,
+    LoggedAnswer,
     Receipt,
     ReplicaGlance,
     ReplicaInfo,
@@ -79,7 +79,7 @@ class FakeReplicas:
         self.nodes: list[NodeStats] = []
         self.tiers_up_now: dict[str, bool] = {}
         self.stats_now = [EngineStats("replica-1", running=1, pages_free=7, steps=42, finished={"stop": 3})]
-        self.kept_now: dict[tuple[bytes, bytes], KeptAnswer] = {}
+        self.kept_now: dict[tuple[bytes, bytes], LoggedAnswer] = {}
         self.all_asked = True
         self.cooled: list[bytes] = []
         self.pooled_blocks = 0
@@ -124,7 +124,7 @@ class FakeReplicas:
     async def tiers_up(self) -> dict[str, bool]:
         return dict(self.tiers_up_now)
 
-    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         return self.kept_now.get((tenant, ref)), self.all_asked
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:

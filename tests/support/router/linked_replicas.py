@@ -1,12 +1,12 @@
-"""Scripted replicas whose events come over a real link, and a front door behind the proxy's real guard."""
+"""An ingress behind the proxy's real guard, with a real link between them."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -14,54 +14,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.cluster import LinkSettings
 from configs.settings import LimitsSettings
-from replicas.links import EventSender, Inlet, Links
-from replicas.messages import Event, GenerateRequest, ReplyTo
+from replicas.links import Inlet
+from replicas.messages import ReplyTo
 from router.ingress.taker import RequestTaker
-from router.proxy import ADDRESS, KNOWN, Door, KeptBodies, KnownDoors, RequestCarrier
+from router.proxy import ADDRESS, KNOWN, KnownIngresses, ListedIngress, RequestCarrier, RetryBuffer
 from router.proxy.proxy_guard import ProxyGuard
-from router.routing.linked_call import LinkedCall
-from tests.support.router.fake_replica import FakeReplicas, Script
 from tests.support.router.router_harness import House
 
 LINKS = LinkSettings()
 LOOPBACK = "127.0.0.1"
-
-
-class LinkedReplicas(FakeReplicas):
-    """`FakeReplicas` at the far end of a link, as `replicas.serving.deployment.Replica` is."""
-
-    def __init__(self, script: Callable[[GenerateRequest], Script]) -> None:
-        super().__init__(script)
-        self.inlet = Inlet(LOOPBACK, LINKS, 0.02)
-        self.links = Links(LINKS, 60.0)
-
-    async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
-        ticket = uuid.uuid4().hex
-        asked = replace(
-            request, route=replace(request.route, ticket=ticket), reply_to=await self.inlet.address()
-        )
-        call = LinkedCall(self._replica(asked, session_key), self.inlet, ticket)
-        is_over = False
-        try:
-            async for events in call:
-                yield events
-                is_over = any(getattr(event, "finish_reason", None) for event in events)
-        finally:
-            call.close(is_over=is_over)
-
-    async def _replica(self, request: GenerateRequest, session_key: str) -> AsyncIterator[list[Event]]:
-        link = await self.links.reach(request.reply_to)
-        assert link is not None
-        sender = EventSender(request.n, link, request.route.ticket, lambda event: event)
-        try:
-            async with aclosing(super().generate(request, session_key)) as scripted:
-                async for events in scripted:
-                    for event in events:
-                        sender.put(event)
-            async for unsent in sender.unsent():
-                yield unsent
-        finally:
-            sender.close()
 
 
 class ServeDouble:
@@ -92,18 +53,18 @@ class ServeDouble:
 
 @dataclass
 class Proxied:
-    """A front door behind the proxy's guard. `inlet`: the proxy's; `taker`, `door`: the front door's."""
+    """An ingress behind the proxy's guard. `inlet`: the proxy's; `taker`, `ingress`: the ingress's."""
 
     guard: ProxyGuard
     serve: ServeDouble
     inlet: Inlet
     taker: RequestTaker
-    door: Inlet
-    known: KnownDoors
+    ingress: Inlet
+    known: KnownIngresses
 
     def close(self) -> None:
         self.inlet.close()
-        self.door.close()
+        self.ingress.close()
 
 
 async def proxied(
@@ -113,21 +74,21 @@ async def proxied(
     serve: ASGIApp | None = None,
     takes: bool = True,
     limits: LimitsSettings | None = None,
-    bodies: KeptBodies | None = None,
+    bodies: RetryBuffer | None = None,
 ) -> Proxied:
     """Return the guard before an app that takes requests over links. `serve`: by default it runs the app."""
-    double, inlet, door = (
+    double, inlet, ingress = (
         ServeDouble(serve or app),
         Inlet(LOOPBACK, links, 0.02),
         Inlet(LOOPBACK, links, 0.02),
     )
-    taker, known = RequestTaker(door, 60.0), KNOWN.setdefault(double.deployment_id, KnownDoors())
+    taker, known = RequestTaker(ingress, 60.0), KNOWN.setdefault(double.deployment_id, KnownIngresses())
     taker.app = app
     address = ReplyTo.of((await taker.listen())[ADDRESS]) if takes else None
-    known.update([Door("door-1", "here", address)], "here")
+    known.update([ListedIngress("ingress-1", "here", address)], "here")
     carrier = RequestCarrier(inlet)
     guard = ProxyGuard(double, limits=limits or LimitsSettings(), carrier=carrier, bodies=bodies)
-    return Proxied(guard, double, inlet, taker, door, known)
+    return Proxied(guard, double, inlet, taker, ingress, known)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The front door over scripted replicas, in process or on a socket of 127.0.0.1."""
+"""The ingress over scripted replicas, in process or on a socket of 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from replicas.messages import FinishReason, GenerateRequest
 from router.generation import IngressServices, PromptStage
 from router.ingress.app import build_api, build_service
 from router.ingress.places import add_places
-from router.ingresses import DoorPeers
+from router.ingresses import Ingresses
 from router.prompt.prompt import PromptBuilder
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.session_directory import DirectoryLink, SessionDirectory
@@ -82,7 +82,7 @@ def make_settings(
 
 
 class House:
-    """A front door with its fake replicas. `script` may be changed between requests."""
+    """An ingress with its fake replicas. `script` may be changed between requests."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class House:
         commit: str | None = None,
         tokenizer: Any = TOKENIZER,
         tracer: Tracer | None = None,
-        peers: DoorPeers | None = None,
+        ingresses: Ingresses | None = None,
         stages: tuple[PromptStage, ...] = (),
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
@@ -120,7 +120,7 @@ class House:
             generation=generation,
             commit=commit,
             tracer=tracer,
-            peers=peers,
+            ingresses=ingresses,
         )
         if stages:
             self.service = replace(self.service, stages=(*self.service.stages, *stages))

@@ -10,7 +10,7 @@ from cache_tiers.pricing import TierPrice
 from configs.sections import GIB, MIB
 from configs.settings import Settings
 from replicas.messages import EngineStats, ReplicaInfo
-from router.observe.diagnosis import FrontDoor, Snapshot, settings_told
+from router.observe.diagnosis import IngressCounts, Snapshot, settings_told
 from tests.support.router.fake_replica import INFO
 
 PREFILL = (0.01, 1e-3, 1e-8)
@@ -79,7 +79,7 @@ NODE = NodeStats(
     (CPU, NVME, OFF),
     returns=ResumptionStats(predictor="learned", turns=200, sessions=40, model_loss=0.3, fallback_loss=0.4),
 )
-FRONT = FrontDoor(
+FRONT = IngressCounts(
     prefixes_left={"messages": 4.0},
     prefix_shared={"messages": 800.0},
     prefix_lost={"messages": 400.0},
@@ -98,7 +98,7 @@ def with_replica(**fields: Any) -> Snapshot:
 
 
 def with_front(**fields: Any) -> Snapshot:
-    """The healthy service, but for these counts of its front door."""
+    """The healthy service, but for these counts of its ingress."""
     return replace(HEALTHY, front=replace(FRONT, **fields))
 
 

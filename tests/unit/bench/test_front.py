@@ -1,4 +1,4 @@
-"""The measurement of the front door: whose process is whose, and what its clients count."""
+"""The measurement of the ingress: whose process is whose, and what its clients count."""
 
 from __future__ import annotations
 

@@ -11,16 +11,16 @@ COST = RowCost(memory_bytes=1000, wire_bytes=100, record_us=10, send_us=5, take_
 
 
 def test_the_actor_is_full_where_it_is_said_to_be() -> None:
-    for doors in (2, 10, 100):
-        size = load(COST, 200, breaks_at(COST, doors), doors, 1000)
+    for ingresses in (2, 10, 100):
+        size = load(COST, 200, breaks_at(COST, ingresses), ingresses, 1000)
         assert size["actor_cores"] == pytest.approx(1)
 
 
-def test_every_row_goes_to_every_other_front_door() -> None:
-    alone, two, many = (load(COST, 200, 1000, doors, 10) for doors in (1, 2, 11))
+def test_every_row_goes_to_every_other_ingress() -> None:
+    alone, two, many = (load(COST, 200, 1000, ingresses, 10) for ingresses in (1, 2, 11))
     assert alone["actor_out_mb_s"] == 0
     assert many["actor_out_mb_s"] == pytest.approx(10 * two["actor_out_mb_s"])
-    assert two["door_routing_cores"] == pytest.approx(alone["door_routing_cores"] / 2)
+    assert two["ingress_routing_cores"] == pytest.approx(alone["ingress_routing_cores"] / 2)
 
 
 def test_rows_are_measured_on_the_products_tables(monkeypatch: pytest.MonkeyPatch) -> None:

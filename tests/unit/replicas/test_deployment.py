@@ -14,7 +14,7 @@ from cache_tiers.messages import Cleared
 from configs.optional_sections import AnswerSettings
 from configs.sections import GrammarSettings
 from configs.settings import Settings
-from replicas.answers import KeptAnswers
+from replicas.answers import AnswerLogs
 from replicas.grammar import GrammarCompiler
 from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, ReplyTo, SamplingParams
 from replicas.sampling import Sampler
@@ -61,9 +61,10 @@ class Fakes:
     def replica(self) -> Replica:
         made = BareReplica.__new__(BareReplica)
         made._thread = self  # type: ignore[assignment]
-        made._kept = KeptAnswers(AnswerSettings(), lambda key: None, Clock())
+        made._kept = AnswerLogs(AnswerSettings(), lambda key: None, Clock())
         made._tiers = SimpleNamespace(link=SimpleNamespace(clear=self.clear))  # type: ignore[assignment]
         made._places = Places(8, 8)
+        made._settings = Settings()
         made._compiles = TenantThreads("compile", 1, places=8)
         made._info = SimpleNamespace(model="ours", replica_id="r1")  # type: ignore[assignment]
         return made
@@ -80,23 +81,6 @@ async def test_g12_a_clear_forgets_before_the_tiers_do_and_again_afterwards(
     fakes = Fakes()
     assert await fakes.replica().clear(TENANT, sessions) == Forgotten(5, 1, 10)
     assert fakes.told == [("pool", tags), ("tiers", clear), ("pool", tags)]
-
-
-async def test_log_probabilities_of_a_prompt_fill_no_link() -> None:
-    """One message of them can be larger than a connection may hold, which would be cut for all streams."""
-    replica = Fakes().replica()
-    replica._settings = Settings()
-    asked: list[object] = []
-
-    async def reach(to: object) -> None:
-        asked.append(to)
-
-    replica._links = SimpleNamespace(reach=reach)  # type: ignore[assignment]
-    for top, reached in ((None, 1), (0, 1), (5, 1)):
-        await replica._stream_of(
-            GenerateRequest("r", [1], SamplingParams(max_tokens=1, prompt_logprobs=top), reply_to=TO)
-        )
-        assert len(asked) == reached
 
 
 async def test_g12_the_pool_forgets_again_also_when_the_tiers_do_not_answer() -> None:

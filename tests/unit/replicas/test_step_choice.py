@@ -14,8 +14,8 @@ from configs.settings import EngineSettings
 from replicas.checkpoint import PlainRecipe
 from replicas.engine.audit import Probe, ProbeResult
 from replicas.forward.runner import load_model
-from replicas.kept_measurements import KeptMeasurements
 from replicas.kv.kv_pool import KvGeometry
+from replicas.measurement_cache import MeasurementCache
 from replicas.messages import ModelRefused
 from replicas.model.spec import inspect_model
 from replicas.native import NotNative
@@ -65,7 +65,7 @@ class Chooser:
             self.loads += 1
             return load_model(spec, torch.float32, CPU)
 
-        kept = KeptMeasurements(self._keep, 60.0, "a model")
+        kept = MeasurementCache(self._keep, 60.0, "a model")
         settings = EngineSettings.model_validate(engine)
         choice = StepChoice(settings, geometry, CPU, load, kept, directory=self._directory)
         chosen = choice.settle(spec.vocab, 64)

@@ -67,7 +67,7 @@ def test_the_page_lists_all_folders() -> None:
 
 
 ENTRIES = {
-    "Serve's proxy": ["router.proxy.proxy_guard", "router.proxy.door_router"],
+    "Serve's proxy": ["router.proxy.proxy_guard", "router.proxy.ingress_router"],
     "ingress": ["router.ingress.app"],
     "replica (rank 0)": ["replicas.serving.deployment"],
     "rank above 0": ["replicas.ranks.worker"],

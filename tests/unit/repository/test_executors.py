@@ -30,7 +30,7 @@ REASONS = {
     "configs/telemetry/tracing.py Tracer.close": END,
     "cache_tiers/actors/cluster_watch.py ClusterWatch.__init__": OWN,
     "cache_tiers/actors/cluster_watch.py SpotWatch.__init__": OWN,
-    "cache_tiers/sessions/door_deaths.py DoorDeaths.look": OWN,
+    "cache_tiers/sessions/ingress_deaths.py IngressDeaths.look": OWN,
     "cache_tiers/actors/rpc.py ActorRef._found": OWN,
     "cache_tiers/actors/rpc.py ActorRef.call_async": "looks for an actor that is away, once for all who ask",
     "cache_tiers/sessions/actor.py SessionActor.__init__": OWN,
@@ -74,7 +74,7 @@ REASONS = {
     "cluster/doctor/check.py run_check": COMMAND,
     "cluster/launch/up.py run_shown": COMMAND,
     "cluster/plan/runs.py run_all": COMMAND,
-    "cluster/serve/front_doors.py OneDoorPerNode.__call__": OWN,
+    "cluster/serve/ingresses.py OneIngressPerNode.__call__": OWN,
     "cluster/serve/s3_demo.py S3Demo.start": COMMAND,
 }
 
@@ -114,7 +114,7 @@ def test_each_executor_is_one_with_turns_of_tenants_or_has_a_reason() -> None:
 
 def test_an_executor_is_seen_however_it_is_written() -> None:
     source = """
-class Door:
+class Ingress:
     def __init__(self):
         self.a = asyncio.Queue[int]()
     async def ask(self):
@@ -122,4 +122,4 @@ class Door:
 def start():
     Thread(target=work).start()
 """
-    assert list(makers(source)) == ["Door.__init__", "Door.ask", "start"]
+    assert list(makers(source)) == ["Ingress.__init__", "Ingress.ask", "start"]

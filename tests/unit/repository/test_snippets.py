@@ -1,6 +1,6 @@
 """Every snippet of the pages is right: requests are answered, Python runs, settings load, commands exist.
 
-Requests and Python go to the front door over scripted replicas; `tests/e2e/test_snippets.py` sends the same
+Requests and Python go to the ingress over scripted replicas; `tests/e2e/test_snippets.py` sends the same
 to a whole service. A block that cannot be checked says why in a comment before it: `<!-- not run: why -->`.
 """
 

@@ -1,4 +1,4 @@
-"""What one API key may have open, and that no key's work holds up another's, at the front door (S2, S13)."""
+"""What one API key may have open, and that no key's work holds up another's, at the ingress (S2, S13)."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from configs.cluster import LinkSettings
 from configs.settings import AuthSettings, LimitsSettings
-from replicas.links import Inlet
 from replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, SamplingParams, TierSign
 from router.auth import ConcurrencyLimit, server_secret, tenant_salt
 from router.generation.failover import EventPump
@@ -215,8 +213,8 @@ REQUEST = GenerateRequest("r", [1], SamplingParams(max_tokens=1))
 END = Delta(0, "x", (1,), finish_reason="stop")
 
 
-async def run(handle: FakeHandle, stop_after: int = 9, inlet: Inlet | None = None) -> list[Event]:
-    stream = RayReplicaClient(handle, retry_after_s=1.5, inlet=inlet).generate(REQUEST, "key")
+async def run(handle: FakeHandle, stop_after: int = 9) -> list[Event]:
+    stream = RayReplicaClient(handle, retry_after_s=1.5).generate(REQUEST, "key")
     seen: list[Event] = []
     async for events in stream:
         seen += events
@@ -252,29 +250,6 @@ async def test_ray_client_translates_exceptions() -> None:
         await run(FakeHandle(RayActorError()))
     with pytest.raises(ReplicaFailed):
         await run(FakeHandle(RayTaskError("f", "inside", ValueError("x"))))
-
-
-async def test_ray_client_that_awaits_a_link_hears_what_the_call_itself_says() -> None:
-    """A replica that reaches no link answers by the call, and how a call fails is only said there."""
-    inlet = Inlet("127.0.0.1", LinkSettings(), 0.0)
-    assert len(await run(FakeHandle(Admitted("r", 0, 0.0), END), inlet=inlet)) == 2
-    full = BackPressureError(num_queued_requests=1, max_queued_requests=1)
-    (refused,) = await run(FakeHandle(full), inlet=inlet)
-    assert isinstance(refused, Refused)
-    for failure, raised in (
-        (RayActorError(), ReplicaLost),
-        (RayTaskError("f", "in", ValueError("x")), ReplicaFailed),
-    ):
-        handle = FakeHandle(failure)
-        with pytest.raises(raised):
-            await run(handle, inlet=inlet)
-        assert handle.cancels == 0
-    inlet.close()
-
-
-async def test_a_front_door_that_cannot_listen_for_links_is_answered_by_the_calls() -> None:
-    inlet = Inlet("192.0.2.1", LinkSettings(), 0.0)  # no address of this machine, as behind NAT
-    assert len(await run(FakeHandle(Admitted("r", 0, 0.0), END), inlet=inlet)) == 2
 
 
 async def test_ray_client_describes_those_that_answer() -> None:

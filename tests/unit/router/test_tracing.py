@@ -1,4 +1,4 @@
-"""One trace a request, through front door, replica and tiers; no text in spans or logs; nothing if off."""
+"""One trace a request, through ingress, replica and tiers; no text in spans or logs; nothing if off."""
 
 from __future__ import annotations
 

@@ -553,7 +553,7 @@ def test_a_session_goes_down_and_comes_up_at_a_hint(tmp_path: Path) -> None:
     one.work()
     assert one.holds(wanted) == ("nvme",)
     assert one.holds(other) == ("cpu",)
-    assert one.node.returns.prefetch.promote(TENANT, SESSION, "hint") == 1
+    assert one.node.resumption.prefetch.promote(TENANT, SESSION, "hint") == 1
     one.work()
     assert one.holds(wanted) == ("cpu", "nvme")
     assert one.node.sessions.demote(TENANT, SESSION) == 1  # a copy is below: at once

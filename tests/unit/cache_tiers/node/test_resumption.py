@@ -98,8 +98,8 @@ def test_a_turn_begins_and_ends_and_the_tiers_know(tmp_path: Path) -> None:
     foretells = Foretells(0.5)
     node, wanted = low_bench(tmp_path, foretells), sample(1)
     node.store(wanted)
-    returns = node.node.returns
-    sessions = idle_in(returns)
+    returns = node.node.resumption
+    sessions = returns._sessions
     begin(node, wanted)
     assert sessions.running[sessions.slot(OWNER)] == 1
     node.clock.now_s += 5.0
@@ -134,15 +134,15 @@ def test_what_a_turn_has_used_is_not_left_behind_and_what_it_has_not_is(tmp_path
     for wanted in (edited, used):
         begin(node, wanted)
         node.store(wanted)
-        node.node.returns.turn_over(over(wanted))
+        node.node.resumption.turn_over(over(wanted))
     begin(node, used)
-    node.node.returns.turn_over(over(used))
+    node.node.resumption.turn_over(over(used))
     foretells.hazard = 0.01
     for number in (3, 4):
         wanted = sample(number, 8, session=b"session%d" % number * 2)
         begin(node, wanted)
         node.store(wanted)
-        node.node.returns.turn_over(over(wanted))
+        node.node.resumption.turn_over(over(wanted))
         assert not node.look(edited).spans, "the branch that was edited away stayed"
     assert node.look(used).spans, "the session's own chain was pushed out"
 
@@ -152,7 +152,7 @@ def test_what_a_turn_kept_of_its_session_s_chain(tmp_path: Path) -> None:
     node, first, other = low_bench(tmp_path, foretells), sample(1, 8), sample(2, 8)
     for wanted in (first, first, other):  # the last one is an edit
         begin(node, wanted)
-        node.node.returns.turn_over(over(wanted, inputs=32))
+        node.node.resumption.turn_over(over(wanted, inputs=32))
     kept = [turn.kept_tokens for turn in foretells.heard if isinstance(turn, Turn)]
     assert kept == [0, 32, 0]
 
@@ -163,7 +163,7 @@ def test_lookups_of_other_kinds_begin_no_turn(tmp_path: Path) -> None:
     node.look(wanted)
     node.node.lookup_here(Lookup(wanted.header.namespace, wanted.chain, TENANT, SESSION, starts_turn=True))
     assert not foretells.heard, "another node asked"
-    assert len(idle_in(node.node.returns)) == 0
+    assert len(idle_in(node.node.resumption)) == 0
 
 
 def test_a_likely_session_comes_up_and_its_return_is_counted(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_likely_session_comes_up_and_its_return_is_counted(tmp_path: Path) -> 
     node.store(wanted)
     assert node.copies(wanted) == ("nvme",)
     begin(node, wanted)
-    node.node.returns.turn_over(over(wanted))
+    node.node.resumption.turn_over(over(wanted))
     node.node.tick()
     node.work()
     assert node.copies(wanted) == ("cpu", "nvme")
@@ -191,7 +191,7 @@ def test_an_unlikely_session_stays_where_it_is(tmp_path: Path) -> None:
     )
     node.store(wanted)
     begin(node, wanted)
-    node.node.returns.turn_over(over(wanted))
+    node.node.resumption.turn_over(over(wanted))
     node.node.tick()
     node.work()
     assert node.copies(wanted) == ("nvme",)
@@ -201,7 +201,7 @@ def test_at_pause_what_lies_below_comes_up(tmp_path: Path) -> None:
     node, wanted = low_bench(tmp_path, Foretells(0.0)), sample(1, placement=LOW)
     node.store(wanted)
     begin(node, wanted)
-    node.node.returns.turn_over(over(wanted))
+    node.node.resumption.turn_over(over(wanted))
     node.work()
     assert node.copies(wanted) == ("cpu", "nvme")
     assert node.node.stats().returns.prefetch.started == {"pause": wanted.record.nbytes}
@@ -225,13 +225,13 @@ def test_guesses_give_way_to_demand_and_are_called_off_when_the_session_returns(
     node, wanted = low_bench(tmp_path, Foretells(0.5)), sample(1, placement=LOW)
     node.store(wanted)
     begin(node, wanted)
-    node.node.returns.turn_over(over(wanted))
+    node.node.resumption.turn_over(over(wanted))
     state_of(node.node).fetches += 1
     assert not node.node.work(), "a request waits for a load"
     other = sample(2, placement=LOW, session=b"session2" * 2)
     node.store(other)
     begin(node, other)
-    node.node.returns.turn_over(over(other))
+    node.node.resumption.turn_over(over(other))
     assert node.node.stats().returns.prefetch.moving == wanted.record.nbytes, "nothing new"
     begin(node, wanted)
     state_of(node.node).fetches -= 1
@@ -247,14 +247,14 @@ def test_closed_and_cleared_sessions_are_not_brought_up(tmp_path: Path, how: str
     node, wanted = low_bench(tmp_path, foretells), sample(1, placement=LOW)
     node.store(wanted)
     begin(node, wanted)
-    node.node.returns.turn_over(over(wanted))
+    node.node.resumption.turn_over(over(wanted))
     if how == "closed":
-        assert node.node.returns.hint(TENANT, SESSION, "closed", None)
+        assert node.node.resumption.hint(TENANT, SESSION, "closed", None)
     else:
         node.node.clear(Clear(TENANT, None if how == "tenant cleared" else SESSION))
-        node.node.returns.work()
+        node.node.resumption.work()
         assert foretells.heard[-1] == ("forget", OWNER)
-        assert OWNER not in idle_in(node.node.returns)
+        assert OWNER not in idle_in(node.node.resumption)
     assert not node.node.work()
     node.node.tick()
     assert not node.node.work()
@@ -263,13 +263,13 @@ def test_closed_and_cleared_sessions_are_not_brought_up(tmp_path: Path, how: str
 
 def test_a_hint_changes_the_curve(tmp_path: Path) -> None:
     node, wanted = low_bench(tmp_path), sample(1)
-    assert not node.node.returns.hint(TENANT, SESSION, "typing", None), "nobody knows it"
+    assert not node.node.resumption.hint(TENANT, SESSION, "typing", None), "nobody knows it"
     begin(node, wanted)
-    node.node.returns.turn_over(over(wanted))
-    sessions = idle_in(node.node.returns)
+    node.node.resumption.turn_over(over(wanted))
+    sessions = idle_in(node.node.resumption)
     assert np.array_equal(sessions.curves[sessions.slot(OWNER)], COLD)
     node.clock.now_s += 60
-    assert node.node.returns.hint(TENANT, SESSION, "typing", 5.0)
+    assert node.node.resumption.hint(TENANT, SESSION, "typing", 5.0)
     slot = sessions.slot(OWNER)
     assert sessions.ended_s[slot] == node.clock.now_s
     assert sessions.probabilities(np.array([slot]), node.clock.now_s, 30.0)[0] > 0.8
@@ -279,7 +279,7 @@ def test_what_is_pushed_out_unused_is_wasted(tmp_path: Path) -> None:
     node, wanted = low_bench(tmp_path, Foretells(0.5)), sample(1, placement=LOW)
     node.store(wanted)
     begin(node, wanted)
-    node.node.returns.turn_over(over(wanted))
+    node.node.resumption.turn_over(over(wanted))
     node.work()
     state_of(node.node).lost(wanted.header.address, "cpu")
     node.node.tick()
@@ -291,10 +291,10 @@ def test_what_is_pushed_out_unused_is_wasted(tmp_path: Path) -> None:
 def test_each_policy_has_its_predictor(tmp_path: Path, policy: str, kind: str) -> None:
     node = low_bench(tmp_path, policy=PolicySettings.model_validate({"name": policy}))
     begin(node, sample(1))
-    forecast = node.node.returns.turn_over(over(sample(1)))
+    forecast = node.node.resumption.turn_over(over(sample(1)))
     assert forecast is not None
     assert np.array_equal(forecast.curve, COLD)
-    assert isinstance(learner_of(node.node.returns).predictor, Predictor) == (policy != "type-km")
+    assert isinstance(learner_of(node.node.resumption).predictor, Predictor) == (policy != "type-km")
     assert node.node.stats().returns.predictor == kind
 
 
@@ -303,7 +303,7 @@ def test_the_clock_may_run_faster(tmp_path: Path) -> None:
     node = low_bench(tmp_path, foretells, predictor=PredictorSettings(clock_rate=60.0))
     begin(node, sample(1))
     node.clock.now_s += 10.0
-    node.node.returns.turn_over(over(sample(1)))
+    node.node.resumption.turn_over(over(sample(1)))
     turn = foretells.heard[-1]
     assert isinstance(turn, Turn)
     assert (turn.started_s, turn.ended_s) == (60 * 1008.0, 60 * 1010.0)
@@ -315,10 +315,10 @@ def test_what_was_learned_outlives_the_node(tmp_path: Path) -> None:
     node = bench([HeapTier(MIB)], settings=settings, predictor_path=path)
     for number in range(40):
         begin(node, sample(number))
-        node.node.returns.turn_over(over(sample(number)))
+        node.node.resumption.turn_over(over(sample(number)))
     assert not path.exists()
     node.clock.now_s += 11.0
-    node.node.returns.work()
+    node.node.resumption.work()
     assert path.exists()
     steps = _steps(node)
     assert steps > 0
@@ -326,7 +326,7 @@ def test_what_was_learned_outlives_the_node(tmp_path: Path) -> None:
     node.node.close()
     again = bench([HeapTier(MIB)], settings=settings, predictor_path=path)
     begin(again, sample(1))
-    again.node.returns.turn_over(over(sample(1)))
+    again.node.resumption.turn_over(over(sample(1)))
     assert again.node.stats().returns.restored == "restored"
     assert _steps(again) >= steps
 
@@ -338,7 +338,7 @@ def test_with_threads_the_curve_comes_back_and_close_saves(tmp_path: Path) -> No
     def serve(number: int) -> None:
         for _ in range(5):
             begin(node, sample(number))
-            curves.append(node.node.returns.turn_over(over(sample(number))))
+            curves.append(node.node.resumption.turn_over(over(sample(number))))
 
     threads = [threading.Thread(target=serve, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -350,11 +350,11 @@ def test_with_threads_the_curve_comes_back_and_close_saves(tmp_path: Path) -> No
     node.node.check_integrity()
     node.node.close()
     assert (tmp_path / "predictor.bin").exists()
-    assert node.node.returns.turn_over(over(sample(1))) is None, "closed"
+    assert node.node.resumption.turn_over(over(sample(1))) is None, "closed"
 
 
 def _steps(node: Bench) -> int:
-    predictor = learner_of(node.node.returns).predictor
+    predictor = learner_of(node.node.resumption).predictor
     assert isinstance(predictor, Predictor)
     return predictor.learned_steps
 
@@ -376,7 +376,7 @@ def test_the_learner_hears_which_session_a_lineage_is_of_and_how_it_begins(tmp_p
     begin(node, sample(1, 9, session=chat))
     begin(node, sample(1, 3, session=title))
     begin(node, sample(2, 9, session=title))
-    node.node.returns.work()
+    node.node.resumption.work()
     first, shorter, other = openings
     assert first is not None
     assert shorter is not None
@@ -391,13 +391,13 @@ def test_two_turns_of_one_lineage_at_once_keep_each_its_own(tmp_path: Path) -> N
     foretells = Foretells()
     node, whole = low_bench(tmp_path, foretells), sample(1, 8)
     begin(node, whole)
-    node.node.returns.turn_over(over(whole, inputs=32))
+    node.node.resumption.turn_over(over(whole, inputs=32))
     for blocks in (8, 4):  # a further turn, and one that repeats the front only
         part = Lookup(whole.header.namespace, whole.chain[: 32 * blocks], TENANT, SESSION, starts_turn=True)
         node.node.lookup(part)
     for blocks in (8, 4):
         inputs = blocks * SHAPE.block_tokens
-        node.node.returns.turn_over(over(whole, inputs=inputs, marks=marks_of(whole.header.keys[:blocks])))
+        node.node.resumption.turn_over(over(whole, inputs=inputs, marks=marks_of(whole.header.keys[:blocks])))
     kept = [turn.kept_tokens for turn in foretells.heard if isinstance(turn, Turn)]
     assert kept == [0, 8 * SHAPE.block_tokens, 4 * SHAPE.block_tokens]
 
@@ -407,15 +407,15 @@ def test_a_forecast_that_changes_another_lineage_s_changes_its_rank_here(tmp_pat
     node = low_bench(tmp_path, foretells)
     before, after = (sample(number, session=tag) for number, tag in enumerate(lineages("before", "after")))
     begin(node, before)
-    node.node.returns.turn_over(over(before))
+    node.node.resumption.turn_over(over(before))
     foretells.changed = ((TENANT + before.header.session, curve_of(np.zeros(BINS))),)
     foretells.left_share = 0.4
     node.clock.now_s += 9.0
     begin(node, after)
-    told = node.node.returns.turn_over(over(after))
+    told = node.node.resumption.turn_over(over(after))
     assert told is not None
     assert (told.others, told.left_share) == (foretells.changed, 0.4)
-    sessions = idle_in(node.node.returns)
+    sessions = idle_in(node.node.resumption)
     slots = np.array([sessions.slot(TENANT + one.header.session) for one in (before, after)])
     silent, likely = sessions.probabilities(slots, node.clock.now_s, 600.0)
     assert silent == 0.0 < likely
@@ -430,11 +430,11 @@ def test_a_cleared_session_takes_all_its_lineages_along(tmp_path: Path) -> None:
     for number, tag in enumerate([*lineages("chat", "title"), other]):
         begin(node, sample(number, session=tag))
     node.node.clear(Clear(TENANT, lineages("title")[0]))
-    node.node.returns.work()
+    node.node.resumption.work()
     forgotten = {heard[1] for heard in foretells.heard if isinstance(heard, tuple) and heard[0] == "forget"}
     assert forgotten == {TENANT + tag for tag in lineages("chat", "title")}
-    assert idle_in(node.node.returns).sessions() == [TENANT + other]
-    assert list(node.node.returns._chains) == [TENANT + other]
+    assert idle_in(node.node.resumption).sessions() == [TENANT + other]
+    assert list(node.node.resumption._chains) == [TENANT + other]
 
 
 @pytest.mark.parametrize("how", ["nothing else to do", "others wait", "a request loads", "no room"])
@@ -455,14 +455,14 @@ def test_what_is_never_expected_back_is_copied_down_only_if_there_is_nothing_bet
         )
     )
     begin(node, one)
-    node.node.returns.turn_over(over(one))
+    node.node.resumption.turn_over(over(one))
     state_of(node.node).fetches += how == "a request loads"
     node.offer(one)
     if how == "others wait":
         foretells.hazard = 0.5
         likely = sample(2, placement=behind, session=b"session2" * 2)
         begin(node, likely)
-        node.node.returns.turn_over(over(likely))
+        node.node.resumption.turn_over(over(likely))
         node.offer(likely)
     while node.node.work():
         node.node.check_integrity()
@@ -481,7 +481,7 @@ def test_a_glance_tells_where_a_lineage_s_blocks_are_and_when_it_is_expected(tmp
     assert (running.is_running, running.survival) == (True, ()), "its first turn: nothing is expected yet"
     node.store(first)
     node.store(later)
-    node.node.returns.turn_over(over(first))
+    node.node.resumption.turn_over(over(first))
     node.clock.now_s += 10.0
     glance = node.node.glance(
         [OWNER, TENANT + later.header.session, stranger], [0.0, 2.0, 1e9], with_stats=True

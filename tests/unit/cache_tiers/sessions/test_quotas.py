@@ -1,4 +1,4 @@
-"""Limits of a tenant at several front doors: what is allowed, and a fleet whose parts die and fall silent."""
+"""Limits of a tenant at several ingresses: what is allowed, and a fleet whose parts die and fall silent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 def settled(clock: Clock, names: str = "") -> Quotas:
-    """After its start, in which front doors of these names have reported."""
+    """After its start, in which ingresses of these names have reported."""
     quotas = Quotas(SILENT_S, clock)
     for name in names:
         assert quotas.report(name, {}, 0, len(names), f"actor of {name}") == 0
@@ -83,14 +83,14 @@ def test_one_is_allowed_what_the_others_leave() -> None:
     quotas.check_integrity()
 
 
-def test_a_silent_front_door_holds_nothing() -> None:
+def test_a_silent_ingress_holds_nothing() -> None:
     clock = Clock()
     quotas = settled(clock, "ab")
     quotas.report("a", {TENANT: requests(8)}, 0, 2)
     assert not quotas.ask("b", 1, TENANT, requests(1), LIMIT)
     clock.now_s += SILENT_S + 0.1
     quotas.report("b", {}, 1, 2)
-    assert quotas.doors == 1
+    assert quotas.ingresses == 1
     assert quotas.ask("b", 2, TENANT, requests(8), LIMIT)
 
 
@@ -98,11 +98,11 @@ def test_a_new_directory_allows_nothing_until_all_may_have_reported() -> None:
     clock = Clock()
     quotas = Quotas(SILENT_S, clock)
     assert quotas.report("a", {}, 0, 0) == 0
-    assert quotas.doors == 0, "it does not know yet how many there are"
+    assert quotas.ingresses == 0, "it does not know yet how many there are"
     assert quotas.ask("a", 1, TENANT, requests(1), LIMIT) is None
     clock.now_s += SILENT_S
     assert quotas.report("a", {}, 1, 3) == 1
-    assert quotas.doors == 1
+    assert quotas.ingresses == 1
     assert quotas.ask("a", 2, TENANT, requests(1), LIMIT)
 
 
@@ -114,11 +114,11 @@ def test_one_that_is_known_to_be_dead_holds_nothing_and_is_not_heard_any_more() 
     assert quotas.actors == {name: f"actor of {name}" for name in "abc"}
     assert not quotas.ask("a", 1, TENANT, requests(5), LIMIT)
     quotas.bury("b")
-    assert quotas.doors == 2
+    assert quotas.ingresses == 2
     assert quotas.ask("a", 2, TENANT, requests(5), LIMIT)
     assert quotas.report("b", {TENANT: requests(8)}, 9, 3) == 0, "it was on its way"
     assert quotas.ask("b", 10, TENANT, requests(1), LIMIT) is False, "it is not to wait"
-    assert quotas.doors == 2
+    assert quotas.ingresses == 2
     clock.now_s += 2 * BURIED_S
     quotas.report("a", {}, 2, 3)
     assert not quotas._buried_s, "the dead are not counted forever"
@@ -141,13 +141,13 @@ def test_shares_grow_only_as_others_have_said_that_theirs_are_smaller() -> None:
 
 
 @dataclass
-class Door:
-    """A front door as `TenantShares` has it. `ends_s`: when each open request ends. `began_s`: it serves."""
+class Ingress:
+    """An ingress as `TenantShares` has it. `ends_s`: when each open request ends. `began_s`: it serves."""
 
     name: str
     began_s: float = 0.0
     ends_s: list[float] = field(default_factory=list)
-    doors: int = 3
+    ingresses: int = 3
     told: int = 0
     asked: int = 0
     synced_s: float = -1e9
@@ -156,7 +156,7 @@ class Door:
         wanted = requests(len(self.ends_s) + 1)
         if wanted.requests > limit:
             return False
-        if self.doors == 1 or wanted.fits(requests(limit).share(self.doors)):
+        if self.ingresses == 1 or wanted.fits(requests(limit).share(self.ingresses)):
             return True
         if quotas is None:
             return False
@@ -165,12 +165,12 @@ class Door:
 
     def sync(self, quotas: Quotas) -> None:
         uses = {TENANT: requests(len(self.ends_s))} if self.ends_s else {}
-        self.doors = quotas.report(self.name, uses, self.asked, self.told) or self.doors
-        self.told = self.doors
+        self.ingresses = quotas.report(self.name, uses, self.asked, self.told) or self.ingresses
+        self.told = self.ingresses
 
 
 def fleet(seed: int, limit: int, *, has_deaths: bool, start_s: float = 0.0) -> tuple[int, int, int]:
-    """Three front doors under more requests than a tenant may have; most at once, admitted, refused.
+    """Three ingresses under more requests than a tenant may have; most at once, admitted, refused.
 
     `start_s`: how long another takes to come in the place of a dead one at most; the actor hears of some
     deaths at once, of others by the silence.
@@ -178,39 +178,41 @@ def fleet(seed: int, limit: int, *, has_deaths: bool, start_s: float = 0.0) -> t
     rng, clock = random.Random(seed), Clock()
     quotas: Quotas | None = Quotas(SILENT_S, clock)
     assert quotas is not None
-    doors, made, back_s = [Door(f"d{n}") for n in range(3)], 3, 0.0
-    for door in doors:
-        door.sync(quotas)
+    ingresses, made, back_s = [Ingress(f"d{n}") for n in range(3)], 3, 0.0
+    for ingress in ingresses:
+        ingress.sync(quotas)
     clock.now_s += SILENT_S
     most = admitted = refused = 0
     for _ in range(600):
         clock.now_s += rng.expovariate(40)
         if quotas is None and clock.now_s >= back_s:
             quotas = Quotas(SILENT_S, clock)
-        up = [door for door in doors if door.began_s <= clock.now_s]
-        for door in up:
-            door.ends_s = [end for end in door.ends_s if end > clock.now_s]
-            if quotas is not None and clock.now_s - door.synced_s >= SYNC_S * rng.uniform(0.8, 1.2):
-                door.synced_s = clock.now_s
-                door.sync(quotas)
+        up = [ingress for ingress in ingresses if ingress.began_s <= clock.now_s]
+        for ingress in up:
+            ingress.ends_s = [end for end in ingress.ends_s if end > clock.now_s]
+            if quotas is not None and clock.now_s - ingress.synced_s >= SYNC_S * rng.uniform(0.8, 1.2):
+                ingress.synced_s = clock.now_s
+                ingress.sync(quotas)
                 quotas.check_integrity()
         if has_deaths and rng.random() < 0.01:
             number = rng.randrange(3)
             if quotas is not None and rng.random() < 0.5:
-                quotas.bury(doors[number].name)
+                quotas.bury(ingresses[number].name)
             # Its requests die with it.
-            doors[number] = Door(f"d{made}", clock.now_s + rng.uniform(0, start_s))
+            ingresses[number] = Ingress(f"d{made}", clock.now_s + rng.uniform(0, start_s))
             made += 1
         if has_deaths and quotas is not None and rng.random() < 0.004:
             quotas, back_s = None, clock.now_s + rng.uniform(0.1, 5)
-        up = [door for door in doors if door.began_s <= clock.now_s and door.synced_s >= 0] or [Door("none")]
-        door = rng.choice(up[: rng.choice([1, 3])])  # often all come to the first
-        if door.name != "none" and door.admits(quotas, limit):
-            door.ends_s.append(clock.now_s + rng.expovariate(1 / 2))
+        up = [
+            ingress for ingress in ingresses if ingress.began_s <= clock.now_s and ingress.synced_s >= 0
+        ] or [Ingress("none")]
+        ingress = rng.choice(up[: rng.choice([1, 3])])  # often all come to the first
+        if ingress.name != "none" and ingress.admits(quotas, limit):
+            ingress.ends_s.append(clock.now_s + rng.expovariate(1 / 2))
             admitted += 1
         else:
             refused += 1
-        most = max(most, sum(len(one.ends_s) for one in doors))
+        most = max(most, sum(len(one.ends_s) for one in ingresses))
     return most, admitted, refused
 
 
@@ -228,7 +230,7 @@ def test_a_tenant_never_has_twice_its_limit_open(limit: int) -> None:
 
 @pytest.mark.parametrize("start_s", [0.0, 2.0, 12.0])
 @pytest.mark.parametrize("limit", [2, 6, 8, 32])
-def test_nor_while_front_doors_and_the_directory_die(limit: int, start_s: float) -> None:
+def test_nor_while_ingresses_and_the_directory_die(limit: int, start_s: float) -> None:
     for seed in range(examples(24)):
         most, admitted, _ = fleet(1000 + seed, limit, has_deaths=True, start_s=start_s)
         assert most < 2 * limit or (limit == 2 and most <= 2), (seed, most)

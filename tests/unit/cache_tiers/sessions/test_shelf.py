@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cache_tiers.sessions import Item, KeptBounds, KeptShelf, Kind, NotErased
-from cache_tiers.sessions.kept_file import KeptFile
+from cache_tiers.sessions import Item, ItemBounds, ItemStore, Kind, NotErased
+from cache_tiers.sessions.item_file import ItemFile
 from cache_tiers.sessions.shelf import ITEM_OVERHEAD_BYTES, Shelf
 
 A, B = bytes([1]) * 16, bytes([2]) * 16
@@ -100,8 +100,8 @@ class Shelves(RuleBasedStateMachine):
 TestShelves = Shelves.TestCase
 
 
-def kept(path: Path | None, cleared_s: float = 0.0, now_s: float = 20.0) -> KeptShelf:
-    return KeptShelf(KeptBounds(1 << 20, 4, path), lambda tenant, session: cleared_s, lambda: now_s)
+def kept(path: Path | None, cleared_s: float = 0.0, now_s: float = 20.0) -> ItemStore:
+    return ItemStore(ItemBounds(1 << 20, 4, path), lambda tenant, session: cleared_s, lambda: now_s)
 
 
 def test_what_may_be_on_disk_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_clear_also_covers_what_only_the_file_has(tmp_path: Path) -> None:
     shelf = kept(path)
     shelf.put([item("mine")])
     shelf.close()
-    blind = KeptShelf(KeptBounds(0, 4, path), lambda tenant, session: 0.0, lambda: 20.0)
+    blind = ItemStore(ItemBounds(0, 4, path), lambda tenant, session: 0.0, lambda: 20.0)
     assert not blind.replies(A, S)
     blind.clear(A, None, 15.0)
     assert not kept(path).replies(A, S)
@@ -162,4 +162,4 @@ def test_a_file_of_another_version_is_left_alone(tmp_path: Path) -> None:
         base.execute("PRAGMA user_version = 99")
     base.close()
     with pytest.raises(sqlite3.DatabaseError, match="version"):
-        KeptFile(path)
+        ItemFile(path)

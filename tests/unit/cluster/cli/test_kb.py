@@ -1,4 +1,4 @@
-"""`samovar kb` against the front door on a socket, and backups of the file without a server."""
+"""`samovar kb` against the ingress on a socket, and backups of the file without a server."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class TestSteps:
     def test_the_first_time_all_come_at_once(self) -> None:
         assert steps({}, apps(NEW, FRONT_APP)) == [apps(NEW, FRONT_APP)]
 
-    def test_the_same_model_is_changed_in_place_before_the_front_door(self) -> None:
+    def test_the_same_model_is_changed_in_place_before_the_ingress(self) -> None:
         now, wanted = apps(OLD, FRONT_APP), apps(OLD, FRONT_APP, mark="2")
         assert steps(now, wanted) == [{**now, OLD: wanted[OLD]}, wanted]
 
@@ -116,7 +116,7 @@ class TestApplications:
     def test_how_it_was_launched_is_no_argument(self) -> None:
         assert "launch" not in self.made(settings_of())[NEW]["args"]["settings"]
 
-    def test_f33_front_doors_know_from_ray_alone_whether_proxies_are_guarded(self) -> None:
+    def test_f33_ingresses_know_from_ray_alone_whether_proxies_are_guarded(self) -> None:
         """Proxies have what Ray was started with, and no application's environment."""
         for made in self.made(settings_of()).values():
             told = made["runtime_env"]["env_vars"]
@@ -262,7 +262,7 @@ class TestRollout:
             self.exchange(api)
         assert api.sent == [{OLD, NEW, FRONT_APP}, {OLD, FRONT_APP}]
 
-    def test_a_front_door_that_is_broken_is_replaced_after_its_model(self) -> None:
+    def test_an_ingress_that_is_broken_is_replaced_after_its_model(self) -> None:
         class Broken(FakeServe):
             def deployed(self) -> Deployed:
                 status = {OLD: "RUNNING", FRONT_APP: "UNHEALTHY" if len(self.sent) == 1 else "RUNNING"}

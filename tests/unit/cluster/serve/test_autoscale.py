@@ -354,7 +354,7 @@ def test_the_model_application_scales_only_where_it_is_told_to() -> None:
     assert front._deployment_config.user_config == {"replicas": 1}
 
 
-def test_with_nobody_there_the_front_door_is_open_if_that_is_how_it_should_be() -> None:
+def test_with_nobody_there_the_ingress_is_open_if_that_is_how_it_should_be() -> None:
     client: Any = SimpleNamespace()
     assert (Readiness(client, 1).state, Readiness(client, 1).takes_work) == ("loading", False)
     sleeping = Readiness(client, 0)

@@ -188,7 +188,7 @@ def deployed(apps: Apps) -> dict[str, str]:
     return {name: version_of(app.target) for name, app in apps.items()}
 
 
-def test_another_model_is_up_before_the_front_door_asks_it_and_the_old_one_goes_last(
+def test_another_model_is_up_before_the_ingress_asks_it_and_the_old_one_goes_last(
     house: FakeServe,
 ) -> None:
     house.running = deployed(NOW)

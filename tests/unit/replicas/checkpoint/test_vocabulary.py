@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from replicas.checkpoint import load_vocabulary, vocabulary
 from replicas.engine.output import _printable_stand_ins
-from replicas.kept_measurements import KeptMeasurements
+from replicas.measurement_cache import MeasurementCache
 from replicas.model import load_tokenizer
 from tests.support.engines.tiny_models import Family, make_tiny_model
 
@@ -31,7 +31,7 @@ class Loads:
 
 
 def start(model: Path, keep: Path | None) -> vocabulary.Vocabulary:
-    kept = KeptMeasurements(keep, 60.0, "a model")
+    kept = MeasurementCache(keep, 60.0, "a model")
     found = load_vocabulary(model, kept)
     kept.save()
     return found

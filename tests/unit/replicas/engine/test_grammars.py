@@ -141,7 +141,7 @@ def test_f20_json_goes_on_the_same_from_every_token(
 def tool_calls(
     tokenizer: Any, vocab: int, name: str, is_parallel: bool = True
 ) -> tuple[ReplyReading, Grammar]:
-    """How forced calls of one tool with `SCHEMA` are read, and their grammar, as the front door makes it."""
+    """How forced calls of one tool with `SCHEMA` are read, and their grammar, as the ingress makes it."""
     form = format_named(name, None)
     tool = OfferedTool(type="function", function=OfferedFunction(name="paint", parameters=SCHEMA))
     offered = offer_of([tool], "required", is_parallel)

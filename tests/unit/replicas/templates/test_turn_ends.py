@@ -106,8 +106,8 @@ def test_a_directory_whose_configs_name_another_end_stops_at_its_turn(
     (path / "tokenizer_config.json").write_text(json.dumps(own))
     assert inspect_model(path, keep).eos_token_ids == (PAD_ID, EOS_ID)
     settings = Settings.model_validate({"model": {"path": str(path), "cache_dir": str(tmp_path / "cache")}})
-    of_door, prompts = open_prompts(settings, str(path))
-    assert (of_door.eos_token_ids, set(prompts._eos_token_ids)) == ((PAD_ID, EOS_ID), {PAD_ID, EOS_ID})
+    of_ingress, prompts = open_prompts(settings, str(path))
+    assert (of_ingress.eos_token_ids, set(prompts._eos_token_ids)) == ((PAD_ID, EOS_ID), {PAD_ID, EOS_ID})
 
     with monkeypatch.context() as patch:  # it is looked for once
         patch.setattr(spec, "load_tokenizer", lambda path: pytest.fail("rendered again"))

@@ -474,7 +474,7 @@ async def test_a_stream_says_when_it_has_nothing_to_say() -> None:
     assert stream.is_read
 
 
-# Through the front door -------------------------------------------------------------------------
+# Through the ingress -------------------------------------------------------------------------
 
 
 async def test_f20_a_stream_goes_on_and_is_counted() -> None:

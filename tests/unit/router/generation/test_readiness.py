@@ -1,4 +1,4 @@
-"""A front door that starts beside others takes requests when it has seen a replica: no client waits."""
+"""An ingress that starts beside others takes requests when it has seen a replica: no client waits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_where_replicas_start_on_demand_nothing_is_waited_for() -> None:
 
 
 async def test_who_has_started_takes_requests_though_a_replica_is_slow_to_say_who_it_is() -> None:
-    """Serve sends requests to a front door that has started. Without the wait the first ones are refused."""
+    """Serve sends requests to an ingress that has started. Without the wait the first ones are refused."""
     client, asked = replicas(are_up=True), asyncio.Event()
     describe = client.describe
 

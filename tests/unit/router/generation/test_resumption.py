@@ -1,4 +1,4 @@
-"""An answer that its client has named: another front door goes on with it, and nothing is computed twice."""
+"""An answer that its client has named: another ingress goes on with it, and nothing is computed twice."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ import msgpack
 import pytest
 
 from configs.optional_sections import AnswerSettings
-from replicas.answers import kept
+from replicas.answers import answer_log
 from replicas.engine import EventStream
 from replicas.links import EventSender, pack_event
 from replicas.messages import Delta
 from router.generation import AskedTurn, PromptStage
 from router.openai import ChatMessage
 from tests.support.clock import Clock
-from tests.support.inside import bytes_in, kept_by
-from tests.support.router.kept_replicas import FREE, KeptReplicas, front_door, tiny_replicas
+from tests.support.inside import boxes_of, bytes_in, kept_by
 from tests.support.router.linked_replicas import LINKS
 from tests.support.router.router_harness import (
     KEY,
@@ -34,6 +33,7 @@ from tests.support.router.router_harness import (
     make_settings,
     until,
 )
+from tests.support.router.tiny_replicas import FREE, TinyReplicaClient, ingress, tiny_replicas
 
 CHAT = "/v1/chat/completions"
 NAMED = {"Idempotency-Key": "the first question"}
@@ -112,21 +112,19 @@ async def begun(url: str, body: dict[str, Any], events: int, **headers: str) -> 
 
 
 @pytest.mark.parametrize("kind", ASKS)
-async def test_an_answer_goes_on_at_another_front_door_and_is_computed_once(
-    kind: str, tiny_llama: Path
-) -> None:
+async def test_an_answer_goes_on_at_another_ingress_and_is_computed_once(kind: str, tiny_llama: Path) -> None:
     body = asking(**ASKS[kind])
-    async with tiny_replicas(tiny_llama) as (truth,), front_door([truth]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (truth,), ingress([truth]) as (_, url):
         uninterrupted = await whole(url, body)
     names = [name for name, _ in uninterrupted]
     assert len(names) == len(set(names))
     assert None not in names
     async with tiny_replicas(tiny_llama) as (replica,):
-        async with front_door([replica]) as (house, url):
+        async with ingress([replica]) as (house, url):
             replica.allow(6)
             seen = await begun(url, body, len(uninterrupted) // 4 or 1)
-            await until(lambda: house.service.concurrency.open_total == 0)  # this front door is gone
-        async with front_door([replica]) as (_, url):
+            await until(lambda: house.service.concurrency.open_total == 0)  # this ingress is gone
+        async with ingress([replica]) as (_, url):
             replica.allow(FREE)
             last = seen[-1][0]
             assert last is not None
@@ -140,7 +138,7 @@ async def test_an_answer_goes_on_at_another_front_door_and_is_computed_once(
 @pytest.mark.parametrize(("kind", "tokens"), [("several", 4), ("tools", 40)])
 async def test_each_event_is_one_to_go_on_from(kind: str, tokens: int, tiny_llama: Path) -> None:
     body = asking(**ASKS[kind], max_tokens=tokens)
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (_, url):
         uninterrupted = await whole(url, body)
         for number, (name, _) in enumerate(uninterrupted):
             assert await whole(url, body, **{"Last-Event-ID": str(name)}) == uninterrupted[number + 1 :]
@@ -151,7 +149,7 @@ async def test_each_event_is_one_to_go_on_from(kind: str, tokens: int, tiny_llam
 async def test_a_long_answer_is_told_again_in_pieces(
     has_links: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "PIECE_BYTES", 64)
+    monkeypatch.setattr(answer_log, "PIECE_BYTES", 64)
     told: list[int] = []
     for kind in (EventSender, EventStream):
 
@@ -161,7 +159,7 @@ async def test_a_long_answer_is_told_again_in_pieces(
 
         monkeypatch.setattr(kind, "put_packed", put_packed)
     body = asking(**ASKS["several"])
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
         uninterrupted = await whole(url, body)
         house.replicas.has_links = has_links
         for last in (None, uninterrupted[len(uninterrupted) // 2][0]):
@@ -176,7 +174,7 @@ async def test_a_long_answer_is_told_again_in_pieces(
 
 async def test_who_reads_slowly_is_waited_for_and_who_leaves_is_forgotten(tiny_llama: Path) -> None:
     """A reader that takes nothing: the rest is not sent, and the answer is not held for it."""
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
         await whole(url, asking())
         (log,) = kept_by(replica)._logs.values()
         for number in range(40_000):
@@ -185,36 +183,28 @@ async def test_who_reads_slowly_is_waited_for_and_who_leaves_is_forgotten(tiny_l
         assert log.nbytes > 4 * LINKS.stream_bytes_max
         sent: list[int] = []
         request = replace(house.replicas.calls[-1], keep=replace(log.keep, is_attaching=True))
-        box = house.replicas.inlet.expect("a ticket")
-        box._bytes_max = LINKS.stream_bytes_max
-        asked = replace(
-            request,
-            model="",
-            route=replace(request.route, ticket="a ticket"),
-            reply_to=await house.replicas.inlet.address(),
-        )
-        call = asyncio.create_task(anext(replica.generate(asked)))  # type: ignore[arg-type]
+        asked = replace(request, model="", route=replace(request.route, ticket="a ticket"))
+        call = await house.replicas.linked(replica, asked)
+        box = boxes_of(house.replicas.inlet)["a ticket"]
         await until(lambda: box._is_paused)
         for _ in range(50):
             await asyncio.sleep(0)
             sent.append(bytes_in(box))
         assert log.followers == 1
         assert bytes_in(box) < log.nbytes - LINKS.stream_bytes_max, "all was sent to who reads nothing"
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
+        call.close(is_over=False)
         await until(lambda: log.followers == 0)
-        house.replicas.inlet.forget("a ticket")
 
 
 async def test_a_replay_is_no_turn_of_its_session(tiny_llama: Path) -> None:
     body = asking(session_id="tea")
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
         await whole(url, body)
         (row,) = house.directory.table
         assert row.turns == 1
         await whole(url, body)
         assert list(house.directory.table) == [row]
-        async with front_door([replica]) as (other, other_url):  # who asked first died before it told anybody
+        async with ingress([replica]) as (other, other_url):  # who asked first died before it told anybody
             await whole(other_url, body)
             (known,) = other.directory.table
             assert (known.home, known.tokens, known.turns) == (row.home, row.tokens, 1)
@@ -224,7 +214,7 @@ async def test_a_replay_is_no_turn_of_its_session(tiny_llama: Path) -> None:
 
 async def test_an_empty_event_id_is_none(tiny_llama: Path) -> None:
     """An EventSource whose last id was reset to nothing has seen no event."""
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (_, url):
         uninterrupted = await whole(url, asking())
         assert await whole(url, asking(), **{"Last-Event-ID": ""}) == uninterrupted
         assert replica.generated == TOKENS
@@ -232,7 +222,7 @@ async def test_an_empty_event_id_is_none(tiny_llama: Path) -> None:
 
 async def test_the_event_alone_names_the_answer(tiny_llama: Path) -> None:
     body = asking()
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (_, url):
         uninterrupted = await whole(url, body)
         async with httpx.AsyncClient(base_url=url) as client:
             headers = {"Last-Event-ID": str(uninterrupted[2][0])}
@@ -243,7 +233,7 @@ async def test_the_event_alone_names_the_answer(tiny_llama: Path) -> None:
 
 async def test_an_answer_that_does_not_stream_is_had_again(tiny_llama: Path) -> None:
     body = asking(stream=False, temperature=1.0)
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
         async with httpx.AsyncClient(base_url=url, headers=NAMED) as client:
             first, second = [(await client.post(CHAT, json=body)).json() for _ in range(2)]
             assert first["receipt"].pop("request_id") != second["receipt"].pop("request_id")
@@ -259,7 +249,7 @@ async def test_an_answer_that_does_not_stream_is_had_again(tiny_llama: Path) -> 
 
 async def test_nothing_changes_for_who_names_nothing(tiny_llama: Path) -> None:
     body = asking()
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
         async with httpx.AsyncClient(base_url=url) as client:
             plain = await client.post(CHAT, json=body)
             assert "id: " not in plain.text
@@ -280,12 +270,12 @@ async def test_nothing_changes_for_who_names_nothing(tiny_llama: Path) -> None:
 
 async def test_who_asks_again_while_it_runs_reads_the_same(tiny_llama: Path) -> None:
     body = asking(temperature=1.0)
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (_, url):
         replica.allow(5)
         async with reading(url, body) as first:
             lines = first.aiter_lines()
             begin = [await anext(lines) for _ in range(4)]
-            async with front_door([replica]) as (_, elsewhere), reading(elsewhere, body) as second:
+            async with ingress([replica]) as (_, elsewhere), reading(elsewhere, body) as second:
                 replica.allow(FREE)
                 joined = events_of([line async for line in second.aiter_lines()])
             assert events_of([*begin, *[line async for line in lines]]) == joined
@@ -294,15 +284,15 @@ async def test_who_asks_again_while_it_runs_reads_the_same(tiny_llama: Path) -> 
 
 async def test_an_answer_goes_on_on_another_replica_and_is_kept_there(tiny_llama: Path) -> None:
     body = asking(temperature=1.0)
-    async with tiny_replicas(tiny_llama) as (truth,), front_door([truth]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (truth,), ingress([truth]) as (_, url):
         uninterrupted = await whole(url, body)
     async with tiny_replicas(tiny_llama, 2) as (one, other):
-        async with front_door([one, other]) as (house, url):
+        async with ingress([one, other]) as (house, url):
             one.allow(5)
             async with reading(url, body) as response:
                 lines = response.aiter_lines()
                 seen = [await anext(lines) for _ in range(6)]
-                assert isinstance(house.replicas, KeptReplicas)
+                assert isinstance(house.replicas, TinyReplicaClient)
                 replicas = house.replicas
                 # What is on its way when a replica is lost is computed again: here nothing is.
                 await until(lambda: one.engine.steps_left <= 0 and replicas.heard == one.generated)
@@ -310,7 +300,7 @@ async def test_an_answer_goes_on_on_another_replica_and_is_kept_there(tiny_llama
                 one.allow(1)  # it says one thing more, and is gone
                 seen += [line async for line in lines]
             assert _texts(seen) == _texts_of(uninterrupted)
-        async with front_door([one, other]) as (_, url):
+        async with ingress([one, other]) as (_, url):
             again = await whole(url, body)
         assert _texts_of(again) == _texts_of(uninterrupted)
         assert [name for name, _ in again] == [name for name, _ in uninterrupted]
@@ -321,27 +311,27 @@ async def test_an_answer_goes_on_on_another_replica_and_is_kept_there(tiny_llama
 async def test_a_replica_that_was_given_up_and_lives_says_nothing_twice(kind: str, tiny_llama: Path) -> None:
     """Its answer goes on without a reader, and the reader that comes back has its begin."""
     body = asking(**ASKS[kind])
-    async with tiny_replicas(tiny_llama) as (truth,), front_door([truth]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (truth,), ingress([truth]) as (_, url):
         uninterrupted = await whole(url, body)
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
         replica.allow(5)
         async with reading(url, body) as response:
             lines = response.aiter_lines()
             seen = [await anext(lines) for _ in range(4)]
-            assert isinstance(house.replicas, KeptReplicas)
+            assert isinstance(house.replicas, TinyReplicaClient)
             house.replicas.cuts = 1
             replica.allow(FREE)
             seen += [line async for line in lines]
         assert _words(events_of(seen)) == _words(uninterrupted)
 
 
-async def test_two_front_doors_that_lose_a_replica_read_on_at_the_next(tiny_llama: Path) -> None:
+async def test_two_ingresses_that_lose_a_replica_read_on_at_the_next(tiny_llama: Path) -> None:
     body = asking(temperature=1.0)
-    async with tiny_replicas(tiny_llama) as (truth,), front_door([truth]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (truth,), ingress([truth]) as (_, url):
         uninterrupted = await whole(url, body)
-    async with tiny_replicas(tiny_llama, 2) as (one, other), front_door([one, other]) as (_, url):
+    async with tiny_replicas(tiny_llama, 2) as (one, other), ingress([one, other]) as (_, url):
         one.allow(5)
-        async with reading(url, body) as first, front_door([one, other]) as (_, elsewhere):
+        async with reading(url, body) as first, ingress([one, other]) as (_, elsewhere):
             lines = first.aiter_lines()
             seen = [await anext(lines) for _ in range(6)]
             async with reading(elsewhere, body) as second:
@@ -383,9 +373,9 @@ async def test_a_replay_is_remembered_as_the_answer_to_what_it_answered_only(
     body, system = asking(), "Only rain is served."
     told = Told()
     async with tiny_replicas(tiny_llama) as (replica,):
-        async with front_door([replica], stages=(told,)) as (_, url):
+        async with ingress([replica], stages=(told,)) as (_, url):
             said = _texts_of(await whole(url, body))
-        async with front_door([replica], stages=(told,)) as (house, url):  # it has nothing in its memory
+        async with ingress([replica], stages=(told,)) as (house, url):  # it has nothing in its memory
             told.system = system if has_changed else ""
             assert _texts_of(await whole(url, body)) == said
             remembered = len(house.prompts._memory)
@@ -409,7 +399,7 @@ class Told(PromptStage):
 
 
 async def test_what_is_not_the_same_request_is_refused(tiny_llama: Path) -> None:
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (_, url):
         events = await whole(url, asking())
         async with httpx.AsyncClient(base_url=url) as client:
 
@@ -443,7 +433,7 @@ async def test_what_is_not_the_same_request_is_refused(tiny_llama: Path) -> None
 
 async def test_an_event_that_never_was_is_refused(tiny_llama: Path) -> None:
     """Of an answer that is over: 400, and no stream. Of one that goes on: its stream ends with that error."""
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (_, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (_, url):
         events = await whole(url, asking())
         ref, last = str(events[-1][0] or events[-2][0]).split("-")
         async with httpx.AsyncClient(base_url=url) as client:
@@ -471,7 +461,7 @@ async def test_an_event_that_never_was_is_refused(tiny_llama: Path) -> None:
 
 
 async def test_a_replica_that_cannot_be_asked_may_have_it(tiny_llama: Path) -> None:
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
         house.replicas.all_asked = False
         async with httpx.AsyncClient(base_url=url) as client:
             response = await client.post(CHAT, json=asking(), headers={"Last-Event-ID": "0" * 32 + "-1"})
@@ -482,7 +472,7 @@ async def test_a_replica_that_cannot_be_asked_may_have_it(tiny_llama: Path) -> N
 async def test_an_answer_is_its_tenants(tiny_llama: Path) -> None:
     settings = make_settings(keys={"one": [KEY], "two": [OTHER_KEY]})  # type: ignore[dict-item]
     body = asking()
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica], settings=settings) as (_, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica], settings=settings) as (_, url):
         mine = await whole(url, body, Authorization=f"Bearer {KEY}")
         theirs = await whole(url, body, Authorization=f"Bearer {OTHER_KEY}")
         assert mine[0][1]["id"] != theirs[0][1]["id"]
@@ -497,7 +487,7 @@ async def test_an_answer_is_its_tenants(tiny_llama: Path) -> None:
 @pytest.mark.parametrize("is_over", [True, False])
 async def test_it_is_erased_with_its_session(route: str, is_over: bool, tiny_llama: Path) -> None:
     body = asking(session_id="tea")
-    async with tiny_replicas(tiny_llama) as (replica,), front_door([replica]) as (house, url):
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
         replica.allow(FREE if is_over else 4)
         events = await begun(url, body, 2)
         await until(lambda: house.service.concurrency.open_total == 0)
@@ -519,12 +509,12 @@ async def test_an_answer_that_nobody_reads_ends_in_time(tiny_llama: Path) -> Non
     answers = AnswerSettings(unread_s=5, kept_s=7)
     async with (
         tiny_replicas(tiny_llama, answers=answers, clock=clock) as (replica,),
-        front_door([replica]) as (house, url),
+        ingress([replica]) as (house, url),
     ):
         replica.allow(4)
         await begun(url, body, 2)
         await until(lambda: house.service.concurrency.open_total == 0)
-        await until(lambda: not any(log.readers for log in replica._kept_logs.values()))
+        await until(lambda: not any(log.readers for log in replica._answer_logs.values()))
         clock.now_s += 5.1
         kept_by(replica).sweep()
         replica.allow(FREE)
@@ -542,6 +532,6 @@ async def test_without_room_the_header_is_ignored(tiny_llama: Path) -> None:
     object.__setattr__(settings, "answers", AnswerSettings(answers_max=0))
     answers = settings.answers
     async with tiny_replicas(tiny_llama, answers=answers) as (replica,):
-        async with front_door([replica], settings=settings) as (_, url):
+        async with ingress([replica], settings=settings) as (_, url):
             assert {name for name, _ in await whole(url, asking())} == {None}
         assert replica.generated == TOKENS

@@ -1,4 +1,4 @@
-"""The parts of several front doors, each alone."""
+"""The parts of several ingresses, each alone."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 
 from cache_tiers.pricing import PrefillPrice
 from cache_tiers.sessions import Quotas, Use
-from cluster.serve.front_doors import OneDoorPerNode, one_door_per_node, one_per_node
 from cluster.serve.graph import build_front_app
+from cluster.serve.ingresses import OneIngressPerNode, one_ingress_per_node, one_per_node
 from configs.settings import LimitsSettings, Settings
 from replicas.messages import GenerateRequest, Route, SamplingParams
-from replicas.serving.door_loads import DoorLoad, DoorLoads, others_load
+from replicas.serving.ingress_loads import IngressLoad, IngressLoads, others_load
 from router.auth import ConcurrencyLimit, Need
-from router.ingresses.door_count import door_count
-from router.ingresses.door_metrics import merged
-from router.ingresses.tenant_shares import DoorShares
+from router.ingresses.all_ingresses import ingress_count
+from router.ingresses.ingress_metrics import merged
+from router.ingresses.tenant_shares import IngressShares
 from router.openai import TooManyRequests
-from router.proxy.known_doors import by_session
+from router.proxy.known_ingresses import by_session
 from router.routing import DirectoryLost
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.score import Rendezvous
@@ -35,18 +35,18 @@ PRICE = PrefillPrice(0.0, 0.001, 0.0)
 # Which one a session comes to -------------------------------------------------------------------
 
 
-def test_a_session_keeps_to_its_front_door_when_others_come_and_go() -> None:
-    names = [f"door-{n}" for n in range(8)]
+def test_a_session_keeps_to_its_ingress_when_others_come_and_go() -> None:
+    names = [f"ingress-{n}" for n in range(8)]
     before = {f"s{n}": by_session(f"s{n}", names, Rendezvous(names))[0][0] for n in range(800)}
     assert min(Counter(before.values()).values()) > 50, "some get nothing"
     left = names[:-1]
     after = {session: by_session(session, left, Rendezvous(left))[0][0] for session in before}
     moved = {session for session in before if before[session] != after[session]}
-    assert moved == {session for session, door in before.items() if door == names[-1]}
+    assert moved == {session for session, ingress in before.items() if ingress == names[-1]}
 
 
-def test_every_front_door_is_tried_once() -> None:
-    names = [f"door-{n}" for n in range(5)]
+def test_every_ingress_is_tried_once() -> None:
+    names = [f"ingress-{n}" for n in range(5)]
     groups = by_session("s", names, Rendezvous(names))
     assert [len(group) for group in groups] == [1, 1, 1, 2]
     assert sorted(name for group in groups for name in group) == names
@@ -62,11 +62,11 @@ def settings(**parts: Any) -> Settings:
 
 def test_one_on_a_machine_and_one_a_node_of_a_cluster() -> None:
     cluster = {"cluster": {"ray_address": "auto"}}
-    assert door_count(settings()) == 1
-    assert door_count(settings(server={"ingress_replicas": 3})) == 3
-    assert door_count(settings(**cluster)) is None
-    assert door_count(settings(**cluster, server={"record": "/tmp/turns"})) == 1
-    assert door_count(settings(**cluster, knowledge={"enabled": True})) == 1
+    assert ingress_count(settings()) == 1
+    assert ingress_count(settings(server={"ingress_replicas": 3})) == 3
+    assert ingress_count(settings(**cluster)) is None
+    assert ingress_count(settings(**cluster, server={"record": "/tmp/turns"})) == 1
+    assert ingress_count(settings(**cluster, knowledge={"enabled": True})) == 1
 
 
 def test_they_follow_the_nodes_and_no_news_is_no_change() -> None:
@@ -74,7 +74,7 @@ def test_they_follow_the_nodes_and_no_news_is_no_change() -> None:
     assert one_per_node(7, 5) == 7
     assert one_per_node(1000, 5) == 64
     counts = iter([3])
-    policy = OneDoorPerNode(lambda: next(counts), look_s=3600)
+    policy = OneIngressPerNode(lambda: next(counts), look_s=3600)
     policy.look()
     policy._thread = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]  # this test looks itself
     now = SimpleNamespace(target_num_replicas=1)
@@ -84,7 +84,7 @@ def test_they_follow_the_nodes_and_no_news_is_no_change() -> None:
 
 
 def test_the_counting_thread_ends_with_the_calls() -> None:
-    policy = OneDoorPerNode(lambda: 5, look_s=0.001)
+    policy = OneIngressPerNode(lambda: 5, look_s=0.001)
     now = SimpleNamespace(target_num_replicas=1)
     until("it has counted", lambda: policy(now)[0] == 5)  # type: ignore[arg-type]
     thread = thread_of(policy)
@@ -110,8 +110,8 @@ def test_serve_is_told_so(asked: dict[str, Any], replicas: int | None, is_scalin
     assert (config.autoscaling_config is not None) == is_scaling
     if replicas is not None:
         assert config.num_replicas == replicas
-    assert config.request_router_config.request_router_class.endswith("DoorRouter")
-    assert one_door_per_node().max_replicas == 64
+    assert config.request_router_config.request_router_class.endswith("IngressRouter")
+    assert one_ingress_per_node().max_replicas == 64
 
 
 # Limits -----------------------------------------------------------------------------------------
@@ -123,20 +123,22 @@ class Link:
         self.fault: Exception | None = None
         self.asked: list[tuple[str, int, bytes, Use, Use]] = []
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
-        self.asked.append((door, asked, tenant, wanted, limit))
+    async def allow(self, ingress: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+        self.asked.append((ingress, asked, tenant, wanted, limit))
         if self.fault is not None:
             raise self.fault
         return self.may
 
 
-def shares(link: Link | None, doors: int = 2, **limits: Any) -> tuple[ConcurrencyLimit, DoorShares]:
+def shares(link: Link | None, ingresses: int = 2, **limits: Any) -> tuple[ConcurrencyLimit, IngressShares]:
     limit = ConcurrencyLimit(LimitsSettings(**{"concurrent_per_key": 4, **limits}))
-    made = DoorShares("door-a", link, limit, str.encode, doors_at_start=doors, wait_s=5, clock=lambda: 0.0)
+    made = IngressShares(
+        "ingress-a", link, limit, str.encode, ingresses_at_start=ingresses, wait_s=5, clock=lambda: 0.0
+    )
     return limit, made
 
 
-async def test_within_its_share_a_front_door_asks_nobody() -> None:
+async def test_within_its_share_an_ingress_asks_nobody() -> None:
     link = Link()
     limit, own = shares(link)
     with limit.lease("t"), limit.lease("t"):
@@ -144,7 +146,7 @@ async def test_within_its_share_a_front_door_asks_nobody() -> None:
         assert not link.asked
         with limit.lease("t"):
             await own.check("t")
-            assert link.asked == [("door-a", 1, b"t", Use(3, 0, 0), own.limit)]
+            assert link.asked == [("ingress-a", 1, b"t", Use(3, 0, 0), own.limit)]
             link.may = False
             with pytest.raises(TooManyRequests):
                 await own.check("t")
@@ -159,7 +161,7 @@ async def test_answers_and_tokens_are_shared_too() -> None:
         lease.ask(Need(1, 50))
         await own.check("t")
         lease.ask(Need(1, 51))
-        with pytest.raises(TooManyRequests, match="2 front doors"):
+        with pytest.raises(TooManyRequests, match="2 ingresses"):
             await own.check("t")
 
 
@@ -175,17 +177,17 @@ async def test_without_the_directory_the_share_is_all(fault: Exception) -> None:
     assert len(link.asked) == 1, "it is not asked for each request"
 
 
-async def test_the_only_front_door_asks_nobody() -> None:
+async def test_the_only_ingress_asks_nobody() -> None:
     limit, alone = shares(None)
-    linked, one = shares(link := Link(), doors=1)
+    linked, one = shares(link := Link(), ingresses=1)
     for of, own in ((limit, alone), (linked, one)):
         with of.lease("t"), of.lease("t"), of.lease("t"), of.lease("t"):
             await own.check("t")
     assert not link.asked
     one.heard(3)
-    assert one.doors == 3
+    assert one.ingresses == 3
     one.heard(0)
-    assert one.doors == 3, "a directory that does not know yet says nothing"
+    assert one.ingresses == 3, "a directory that does not know yet says nothing"
 
 
 # While shares are not known yet ------------------------------------------------------------------
@@ -195,40 +197,40 @@ SILENT_S = 3.0
 
 
 class Fleet:
-    """Front doors over one directory, which begins with the first of them; reports go by hand."""
+    """Ingresses over one directory, which begins with the first of them; reports go by hand."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.quotas = Quotas(SILENT_S, lambda: self.now_s)
-        self.doors: dict[str, tuple[ConcurrencyLimit, DoorShares]] = {}
+        self.ingresses: dict[str, tuple[ConcurrencyLimit, IngressShares]] = {}
         self.open: list[ExitStack] = []
 
-    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
-        return self.quotas.ask(door, asked, tenant, wanted, limit)
+    async def allow(self, ingress: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+        return self.quotas.ask(ingress, asked, tenant, wanted, limit)
 
-    def add(self, name: str, doors_at_start: int = 64, unsettled_s: float = 60.0) -> DoorShares:
+    def add(self, name: str, ingresses_at_start: int = 64, unsettled_s: float = 60.0) -> IngressShares:
         limit = ConcurrencyLimit(LimitsSettings(concurrent_per_key=LIMIT))
-        made = DoorShares(
+        made = IngressShares(
             name,
             self,
             limit,
             str.encode,
-            doors_at_start=doors_at_start,
+            ingresses_at_start=ingresses_at_start,
             wait_s=60.0,
             unsettled_s=unsettled_s,
             clock=lambda: self.now_s,
         )
-        self.doors[name] = limit, made
+        self.ingresses[name] = limit, made
         return made
 
     def report(self) -> None:
         """All report, and hear what the directory says."""
-        for name, (_, shares) in self.doors.items():
+        for name, (_, shares) in self.ingresses.items():
             shares.heard(self.quotas.report(name, shares.uses(), shares.asked, shares.told))
 
     async def request(self, name: str) -> bool:
         """Open a request until the test ends; whether it was admitted."""
-        limit, shares = self.doors[name]
+        limit, shares = self.ingresses[name]
         with ExitStack() as leases:
             try:
                 leases.enter_context(limit.lease("t"))
@@ -247,11 +249,11 @@ async def steps() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("doors_at_start", [3, 64])
-async def test_a_fresh_start_refuses_nothing_that_fits(doors_at_start: int) -> None:
+@pytest.mark.parametrize("ingresses_at_start", [3, 64])
+async def test_a_fresh_start_refuses_nothing_that_fits(ingresses_at_start: int) -> None:
     fleet = Fleet()
     for name in "abc":
-        fleet.add(name, doors_at_start)
+        fleet.add(name, ingresses_at_start)
     fleet.report()
     asked = [*fleet.begin("a", LIMIT - 2), *fleet.begin("b", 1), *fleet.begin("c", 1)]
     await steps()
@@ -282,7 +284,7 @@ async def test_those_that_waited_are_admitted_up_to_the_limit() -> None:
     assert sum(one.result() for one in asked) == LIMIT
 
 
-async def test_a_new_front_door_waits_for_its_share_and_serves_then() -> None:
+async def test_a_new_ingress_waits_for_its_share_and_serves_then() -> None:
     fleet = Fleet()
     fleet.add("a")
     fleet.report()
@@ -302,7 +304,7 @@ async def test_a_new_front_door_waits_for_its_share_and_serves_then() -> None:
         await steps()
     assert ready.done()
     assert early.result()
-    assert new.doors == 2
+    assert new.ingresses == 2
 
 
 async def test_waiting_ends_and_a_lost_directory_ends_it() -> None:
@@ -312,7 +314,7 @@ async def test_waiting_ends_and_a_lost_directory_ends_it() -> None:
     await brief.settled(asyncio.get_running_loop().time())  # and nothing is raised
     link = Link()
     link.may = None
-    limit, own = shares(link, doors=4)
+    limit, own = shares(link, ingresses=4)
     own._unsettled_s = 60.0
     with limit.lease("t"), limit.lease("t"):
         waits = asyncio.create_task(own.check("t"))
@@ -328,45 +330,52 @@ async def test_without_keys_or_others_nobody_waits_for_shares() -> None:
     _, alone = shares(None)
     await alone.settled(0.0)
     bare = ConcurrencyLimit(LimitsSettings(), has_keys=False)
-    own = DoorShares("a", Link(), bare, str.encode, doors_at_start=4, wait_s=5)
+    own = IngressShares("a", Link(), bare, str.encode, ingresses_at_start=4, wait_s=5)
     await own.settled(asyncio.get_running_loop().time() + 3600)
 
 
 # Loads ------------------------------------------------------------------------------------------
 
 
-def request(door: str, tokens: int, home: str = "", cached: int = 0) -> GenerateRequest:
-    route = Route(home=home, cached_tokens=cached, door=door)
+def request(ingress: str, tokens: int, home: str = "", cached: int = 0) -> GenerateRequest:
+    route = Route(home=home, cached_tokens=cached, ingress=ingress)
     return GenerateRequest("id", [1] * tokens, SamplingParams(), route=route)
 
 
-def test_a_replica_tells_what_each_front_door_has_sent() -> None:
-    loads = DoorLoads("r1")
+def test_a_replica_tells_what_each_ingress_has_sent() -> None:
+    loads = IngressLoads("r1")
     loads.began(1, request("a", 1000))
     loads.began(2, request("a", 1000, home="r1", cached=900))
     loads.began(3, request("b", 500, home="r2", cached=400))
     number, others = others_load(loads.report(PRICE), "a")
-    assert (number, others) == (1, DoorLoad(1, pytest.approx(0.5)))
+    assert (number, others) == (1, IngressLoad(1, pytest.approx(0.5)))
     assert others_load(loads.report(PRICE), "b")[1].wait_s == pytest.approx(1.1)
     loads.computed(1)
     loads.ended(3)
     loads.computed(3)
-    assert others_load(loads.report(PRICE), "b") == (3, DoorLoad(2, pytest.approx(0.1)))
+    assert others_load(loads.report(PRICE), "b") == (3, IngressLoad(2, pytest.approx(0.1)))
 
 
 @pytest.mark.parametrize(
     "nonsense",
-    [None, 7, {}, {"doors": 1}, {"doors": {"x": [1]}}, {"number": 1, "doors": {"x": [-1, float("nan")]}}],
+    [
+        None,
+        7,
+        {},
+        {"ingresses": 1},
+        {"ingresses": {"x": [1]}},
+        {"number": 1, "ingresses": {"x": [-1, float("nan")]}},
+    ],
 )
 def test_a_report_that_makes_no_sense_says_nothing(nonsense: object) -> None:
-    assert others_load(nonsense, "a")[1] == DoorLoad()
+    assert others_load(nonsense, "a")[1] == IngressLoad()
 
 
 def test_what_others_have_sent_counts_until_it_should_be_done() -> None:
     now_s = 0.0
     tracker = ReplicaLoadTracker(lambda: now_s)
     nodes = {"r1": "n", "r2": "n"}
-    report = {"number": 5, "doors": {"other": [3, 2.0], tracker.door: [9, 9.0]}}
+    report = {"number": 5, "ingresses": {"other": [3, 2.0], tracker.ingress: [9, 9.0]}}
     tracker.update_replicas(nodes, {}, {"r1": report, "r2": None})
     views = {view.name: view for view in tracker.views(nodes, lambda name: False)}
     assert (views["r1"].open_requests, views["r1"].wait_s) == (3, 2.0)
@@ -380,12 +389,12 @@ def test_what_others_have_sent_counts_until_it_should_be_done() -> None:
 
 
 def herd(*, is_told: bool) -> int:
-    """The most that one of four replicas gets of 40 requests from four front doors, ten at a time."""
+    """The most that one of four replicas gets of 40 requests from four ingresses, ten at a time."""
     nodes = {f"r{n}": "n" for n in range(4)}
-    doors = [ReplicaLoadTracker(lambda: 0.0) for _ in range(4)]
-    loads = {name: DoorLoads(name) for name in nodes}
+    ingresses = [ReplicaLoadTracker(lambda: 0.0) for _ in range(4)]
+    loads = {name: IngressLoads(name) for name in nodes}
     for number in range(40):
-        tracker = doors[number // 10]  # one front door after the other
+        tracker = ingresses[number // 10]  # one ingress after the other
         if is_told:
             tracker.update_replicas(nodes, {}, {name: load.report(PRICE) for name, load in loads.items()})
         else:
@@ -393,11 +402,11 @@ def herd(*, is_told: bool) -> int:
         views = tracker.views(nodes, lambda name: False)
         best = min(views, key=lambda view: (view.wait_s, view.open_requests, view.name)).name
         tracker.routed(f"t{number}", best, 1.0 if number % 10 < 3 else 0.5, None)
-        loads[best].began(number, request(tracker.door, 1000 if number % 10 < 3 else 500))
+        loads[best].began(number, request(tracker.ingress, 1000 if number % 10 < 3 else 500))
     return max(len(load._calls) for load in loads.values())
 
 
-def test_front_doors_do_not_herd_onto_one_replica() -> None:
+def test_ingresses_do_not_herd_onto_one_replica() -> None:
     assert herd(is_told=True) <= 11 <= herd(is_told=False)
 
 
@@ -406,13 +415,13 @@ def test_front_doors_do_not_herd_onto_one_replica() -> None:
 
 def test_metrics_of_all_are_one_text() -> None:
     own = b"# HELP a_total x\n# TYPE a_total counter\na_total 1.0\n# HELP g y\n# TYPE g gauge\ng 3.0\n"
-    doors = {
-        "door-one": b"# TYPE a_total counter\na_total 1.0\n",
-        "door-two": b"# TYPE a_total counter\na_total 2.0\n",
+    ingresses = {
+        "one": b"# TYPE a_total counter\na_total 1.0\n",
+        "two": b"# TYPE a_total counter\na_total 2.0\n",
     }
-    text = merged(own, doors).decode()
-    assert 'a_total{ingress="door-one"} 1.0' in text
-    assert 'a_total{ingress="door-two"} 2.0' in text
+    text = merged(own, ingresses).decode()
+    assert 'a_total{ingress="one"} 1.0' in text
+    assert 'a_total{ingress="two"} 2.0' in text
     assert "\ng 3.0" in text
     assert text.count("# TYPE a_total") == 1
     assert merged(own, {}) == own
@@ -420,11 +429,13 @@ def test_metrics_of_all_are_one_text() -> None:
 
 async def test_waiting_for_an_answer_is_bounded() -> None:
     class Stuck(Link):
-        async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool | None:
+        async def allow(
+            self, ingress: str, asked: int, tenant: bytes, wanted: Use, limit: Use
+        ) -> bool | None:
             await asyncio.Event().wait()
             return True
 
     limit = ConcurrencyLimit(LimitsSettings(concurrent_per_key=4))
-    own = DoorShares("a", Stuck(), limit, str.encode, doors_at_start=4, wait_s=0.01)
+    own = IngressShares("a", Stuck(), limit, str.encode, ingresses_at_start=4, wait_s=0.01)
     with limit.lease("t"), limit.lease("t"), pytest.raises(TooManyRequests):
         await own.check("t")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.openai.messages import ChatMessage
-from router.openai.volatile_lines import split_front
+from router.openai.messages import ChatMessage, split_front
 
 BILLING = "x-anthropic-billing-header"
 LINE = f"{BILLING}: cc_version=2.1.37.3a3; cc_entrypoint=cli; cch=a1b2c;"

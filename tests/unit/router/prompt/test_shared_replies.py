@@ -1,4 +1,4 @@
-"""Entries of the reply memory between front doors: whole, of one tenant, refused if anything has changed."""
+"""Entries of the reply memory between ingresses: whole, of one tenant, refused if anything has changed."""
 
 from __future__ import annotations
 

@@ -19,11 +19,10 @@ from router.proxy.proxy_guard import ProxyGuard, proxy_environment
 from router.routing import ReplicaFailed
 from tests.support.constants import tuned
 from tests.support.inside import boxes_of, bytes_in, carrier_of, links_of
-from tests.support.router.fake_replica import INFO, say
+from tests.support.router.fake_replica import say
 from tests.support.router.linked_replicas import (
     LINKS,
     LOOPBACK,
-    LinkedReplicas,
     Proxied,
     deltas,
     proxied,
@@ -38,13 +37,8 @@ WORDS = ["Hel", "lo", " \u2028", "world"]
 HELLO = [Admitted("replica-1", 0, 0.0), Delta(0, "Hel", (1,))]
 
 
-def linked_house(script: Any = None, settings: Any = None) -> tuple[House, LinkedReplicas]:
-    house = House(script or (lambda request: say(WORDS)), settings=settings)
-    replicas = LinkedReplicas(house.replicas.script)
-    house.replicas = replicas
-    object.__setattr__(house.service, "client", replicas)
-    object.__setattr__(house.service.readiness, "_client", replicas)
-    return house, replicas
+def worded_house(script: Any = None) -> House:
+    return House(script or (lambda request: say(WORDS)))
 
 
 def text_of(body: str) -> str:
@@ -56,7 +50,7 @@ def text_of(body: str) -> str:
 async def test_a_stream_over_links_says_what_it_says_without() -> None:
     async with House(lambda request: say(WORDS)).client() as client:
         plain = await client.post(CHAT, json=STREAM)
-    house, replicas = linked_house()
+    house = worded_house()
     async with through_proxy(house) as (client, there):
         linked = await client.post(CHAT, json=STREAM)
         assert linked.status_code == 200
@@ -70,9 +64,7 @@ async def test_a_stream_over_links_says_what_it_says_without() -> None:
         assert not there.serve.carried
         assert (there.serve.counted, there.serve.ongoing) == (1, 0)
         assert not boxes_of(there.inlet)
-        assert not boxes_of(replicas.inlet)
-        await until(lambda: there.door.calls.open == 0)
-    replicas.inlet.close()
+        await until(lambda: there.ingress.calls.open == 0)
     house.check()
 
 
@@ -116,15 +108,15 @@ async def test_both_roads_give_the_same_answer(method: str, path: str, options: 
                 told.pop("id", None)
             head = sorted(one for one in answer.headers.multi_items() if one[0] != "x-ingress")
             answers.append((answer.status_code, head, told))
-            await until(lambda there=there: there.door.calls.open == 0)  # type: ignore[misc]
+            await until(lambda there=there: there.ingress.calls.open == 0)  # type: ignore[misc]
         house.check()
     assert answers[0] == answers[1]
 
 
-async def test_a_front_door_that_reaches_no_proxy_leaves_the_request_to_serve(
+async def test_an_ingress_that_reaches_no_proxy_leaves_the_request_to_serve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    house, replicas = linked_house()
+    house = worded_house()
 
     async def elsewhere(self: Any) -> ReplyTo:
         return ReplyTo(LOOPBACK, 1, "0" * 64)
@@ -133,12 +125,11 @@ async def test_a_front_door_that_reaches_no_proxy_leaves_the_request_to_serve(
         monkeypatch.setattr(there.inlet, "address", elsewhere.__get__(there.inlet))
         assert text_of((await client.post(CHAT, json=STREAM)).text) == "".join(WORDS)
         assert len(there.serve.carried) == 1
-    replicas.inlet.close()
 
 
 @pytest.mark.parametrize("why", ["closing", "full", "gone", "elsewhere", "no app", "control"])
-async def test_what_no_front_door_takes_serve_brings(why: str) -> None:
-    house, replicas = linked_house()
+async def test_what_no_ingress_takes_serve_brings(why: str) -> None:
+    house = worded_house()
     async with through_proxy(house, tuned(LinkSettings(), calls_max=1)) as (client, there):
         holding, path = None, "/v1/models"
         if why == "closing":
@@ -146,9 +137,9 @@ async def test_what_no_front_door_takes_serve_brings(why: str) -> None:
         elif why == "full":
             house.replicas.script = lambda request: [*HELLO, asyncio.Event()]
             holding = asyncio.create_task(client.post(CHAT, json=STREAM))
-            await until(lambda: there.door.calls.open == 1)
+            await until(lambda: there.ingress.calls.open == 1)
         elif why == "gone":
-            there.door.close()
+            there.ingress.close()
         elif why == "elsewhere":  # another application of the same cluster
             there.serve.route = "/other"
         elif why == "no app":
@@ -161,11 +152,10 @@ async def test_what_no_front_door_takes_serve_brings(why: str) -> None:
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
             await until(lambda: house.service.concurrency.open_total == 0)
-    replicas.inlet.close()
 
 
 async def test_behind_another_serve_all_requests_are_serve_s() -> None:
-    house, replicas = linked_house()
+    house = worded_house()
     async with through_proxy(house) as (_, there):
         served: list[Scope] = []
 
@@ -178,15 +168,14 @@ async def test_behind_another_serve_all_requests_are_serve_s() -> None:
         await posted(guard, sent)
         assert len(served) == 1
         assert sent[0]["status"] == 200
-    replicas.inlet.close()
 
 
-async def test_a_front_door_that_is_lost_in_mid_stream_ends_it_with_an_error() -> None:
-    house, replicas = linked_house(lambda request: [*HELLO, asyncio.Event()])
+async def test_an_ingress_that_is_lost_in_mid_stream_ends_it_with_an_error() -> None:
+    house = worded_house(lambda request: [*HELLO, asyncio.Event()])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
         await until(lambda: any(box.has_spoken for box in boxes_of(there.inlet).values()))
-        there.door.close()  # the process ends
+        there.ingress.close()  # the process ends
         body = (await asking).text
         assert text_of(body) == "Hel"
         assert '"code":"ingress_lost"' in body
@@ -194,12 +183,11 @@ async def test_a_front_door_that_is_lost_in_mid_stream_ends_it_with_an_error() -
         assert not there.serve.carried
         await until(lambda: house.service.concurrency.open_total == 0)
         assert there.serve.ongoing == 0
-    replicas.inlet.close()
 
 
 async def test_an_answer_that_fails_in_mid_stream_says_so_over_the_link() -> None:
     gate = asyncio.Event()
-    house, replicas = linked_house(lambda request: [*HELLO, gate, ReplicaFailed("a bug")])
+    house = worded_house(lambda request: [*HELLO, gate, ReplicaFailed("a bug")])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
         await until(lambda: any(box.has_spoken for box in boxes_of(there.inlet).values()))
@@ -208,7 +196,6 @@ async def test_an_answer_that_fails_in_mid_stream_says_so_over_the_link() -> Non
         assert text_of(body) == "Hel"
         assert "internal_error" in body
         assert body.endswith("data: [DONE]\n\n")
-    replicas.inlet.close()
 
 
 async def posted(
@@ -241,7 +228,7 @@ async def posted(
 
 
 async def test_a_client_that_leaves_cancels_its_request() -> None:
-    house, replicas = linked_house(lambda request: [*HELLO, asyncio.Event()])
+    house = worded_house(lambda request: [*HELLO, asyncio.Event()])
     there, left, sent = await proxied(house.app), asyncio.Event(), list[Any]()
     await house.service.readiness.poll()
     serving = asyncio.create_task(posted(there.guard, sent, left))
@@ -249,15 +236,14 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
     assert house.service.concurrency.open_total == 1
     left.set()
     await asyncio.wait_for(serving, 10)
-    await until(lambda: house.service.concurrency.open_total == 0 and there.door.calls.open == 0)
+    await until(lambda: house.service.concurrency.open_total == 0 and there.ingress.calls.open == 0)
     assert not boxes_of(there.inlet)
     assert not there.serve.carried
     there.close()
-    replicas.inlet.close()
 
 
 async def test_a_client_that_does_not_read_holds_its_replica_back_at_the_proxy() -> None:
-    """The proxy keeps `stream_bytes_max`; the front door waits, and ends the request in `write_idle_s`."""
+    """The proxy keeps `stream_bytes_max`; the ingress waits, and ends the request in `write_idle_s`."""
     limits = {"write_idle_s": 1}
     house = House(lambda request: say(["x" * 200] * 40), settings=make_settings(limits=limits))
     gate, sent = asyncio.Event(), asyncio.Event()
@@ -282,7 +268,7 @@ async def test_a_client_that_does_not_read_holds_its_replica_back_at_the_proxy()
 
 
 def front(write: Any) -> Any:
-    """A front door that streams what `write` sends, without anything else."""
+    """An ingress that streams what `write` sends, without anything else."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -327,9 +313,9 @@ async def test_an_app_that_ends_without_an_answer_is_a_lost_one() -> None:
         there.close()
 
 
-async def test_a_front_door_that_stops_refuses_and_waits_for_what_it_has_taken() -> None:
+async def test_an_ingress_that_stops_refuses_and_waits_for_what_it_has_taken() -> None:
     gate = asyncio.Event()
-    house, replicas = linked_house(lambda request: [*HELLO, gate, *say(["lo"])[1:]])
+    house = worded_house(lambda request: [*HELLO, gate, *say(["lo"])[1:]])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
         await until(lambda: any(box.has_spoken for box in boxes_of(there.inlet).values()))
@@ -341,12 +327,11 @@ async def test_a_front_door_that_stops_refuses_and_waits_for_what_it_has_taken()
         gate.set()
         assert text_of((await asking).text) == "Hello"
         await asyncio.wait_for(finishing, 10)
-    replicas.inlet.close()
 
 
 @pytest.mark.guarantee("F33")
 async def test_a_client_cannot_name_where_its_answer_is_sent() -> None:
-    house, replicas = linked_house()
+    house = worded_house()
     seen: list[tuple[bytes, bytes]] = []
 
     async def noting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -360,23 +345,22 @@ async def test_a_client_cannot_name_where_its_answer_is_sent() -> None:
                 assert (await client.post(CHAT, json=STREAM, headers=headers)).status_code == 200
     assert seen
     assert not [name for name, _ in seen if b"reply" in name]
-    replicas.inlet.close()
 
 
 @pytest.mark.guarantee("F33")
-async def test_who_does_not_know_the_secret_calls_no_front_door() -> None:
+async def test_who_does_not_know_the_secret_calls_no_ingress() -> None:
     served = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         served.set()
 
     there = await proxied(app)
-    to = await there.door.address()
+    to = await there.ingress.address()
     wrong = ReplyTo(to.host, to.port, "0" * len(to.secret))
     assert carrier_of(there.guard) is not None
     assert await links_of(carrier_of(there.guard)).reach(wrong) is None
     assert not served.is_set()
-    assert there.door.calls.open == 0
+    assert there.ingress.calls.open == 0
     there.close()
 
 
@@ -395,22 +379,8 @@ def test_the_proxy_learns_from_its_environment_whether_to_listen(monkeypatch: py
     assert open_inlet(LINKS, 0.02) is None
 
 
-async def test_replicas_that_answer_through_serve_are_heard_by_the_same_front_door() -> None:
-    house, replicas = linked_house()
-
-    async def unlinked(request: Any, session_key: str) -> Any:
-        for step in say(WORDS):
-            yield [step]
-
-    replicas._replica = unlinked  # type: ignore[method-assign]
-    async with through_proxy(house) as (client, _):
-        assert text_of((await client.post(CHAT, json=STREAM)).text) == "".join(WORDS)
-    assert INFO.replica_id in house.tracker.nodes
-    replicas.inlet.close()
-
-
 async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> None:
-    """Each 16 KB that a client reads lets the front door go on: it never waits for all that is held."""
+    """Each 16 KB that a client reads lets the ingress go on: it never waits for all that is held."""
     pieces, reads, sizes = [0], asyncio.Semaphore(0), list[int]()
     written, waited_for = [0], [0]
 
@@ -437,7 +407,7 @@ async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> Non
         before = written[0], pieces[0]
         reads.release()
         await until(lambda before=before: serving.done() or pieces[0] > before[1])  # type: ignore[misc]
-        if written[0] < 128:  # the client has read a piece: the front door soon writes more
+        if written[0] < 128:  # the client has read a piece: the ingress soon writes more
             await until(lambda before=before: written[0] > before[0] or waited_for[0] > 3)  # type: ignore[misc]
     await serving
     assert (sum(sizes), max(sizes)) == (128 * 8192 + 3, 1 << 14)
@@ -446,20 +416,19 @@ async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> Non
 
 
 async def test_the_live_stream_ends_when_its_reader_leaves() -> None:
-    house, replicas = linked_house()
+    house = worded_house()
     async with through_proxy(house) as (client, there):
         live = asyncio.create_task(client.get("/v1/live"))
-        await until(lambda: there.door.calls.open == 1 and bool(there.inlet._from))
+        await until(lambda: there.ingress.calls.open == 1 and bool(there.inlet._from))
         live.cancel()
         await asyncio.gather(live, return_exceptions=True)
-        await until(lambda: not boxes_of(there.inlet) and there.door.calls.open == 0)
-    replicas.inlet.close()
+        await until(lambda: not boxes_of(there.inlet) and there.ingress.calls.open == 0)
 
 
 async def test_the_end_of_the_app_waits_for_what_came_over_links_but_not_for_live_streams() -> None:
-    """Serve ends the app's lifespan when it stops a front door, and does not count these requests."""
+    """Serve ends the app's lifespan when it stops an ingress, and does not count these requests."""
     gate = asyncio.Event()
-    house, replicas = linked_house(lambda request: [*HELLO, gate, *say(["lo"])[1:]])
+    house = worded_house(lambda request: [*HELLO, gate, *say(["lo"])[1:]])
     async with through_proxy(house) as (client, there):
         app = there.taker.app = build_api(house.service, there.taker)
         begun, ending = asyncio.Event(), asyncio.Event()
@@ -473,7 +442,7 @@ async def test_the_end_of_the_app_waits_for_what_came_over_links_but_not_for_liv
         await asyncio.wait_for(begun.wait(), 10)
         live = asyncio.create_task(client.get("/v1/live"))
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
-        await until(lambda: there.door.calls.open == 2 and len(there.inlet._from) == 2)
+        await until(lambda: there.ingress.calls.open == 2 and len(there.inlet._from) == 2)
         ending.set()
         assert (await asyncio.wait_for(live, 10)).status_code == 200
         assert (await client.get("/v1/models")).status_code == 200  # through Serve, as long as that calls it
@@ -482,4 +451,3 @@ async def test_the_end_of_the_app_waits_for_what_came_over_links_but_not_for_liv
         gate.set()
         assert text_of((await asking).text) == "Hello"
         await asyncio.wait_for(living, 30)
-    replicas.inlet.close()

@@ -1,4 +1,4 @@
-"""The bodies of requests that go over links: once, whole, and to Serve if no front door takes them."""
+"""The bodies of requests that go over links: once, whole, and to Serve if no ingress takes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from configs.cluster import LinkSettings
 from configs.settings import LimitsSettings
-from router.proxy import KeptBodies
+from router.proxy import RetryBuffer
 from router.proxy.proxy_guard import ProxyGuard
 from router.proxy.wire import packed_request, read_request
 from tests.support.constants import tuned
@@ -26,8 +26,8 @@ BODY = bytes(range(256)) * 8
 LARGE = bytes(range(256)) * 2048
 
 
-class Door:
-    """A front door that answers with the body it was sent. `gate`: what an answer waits for."""
+class Ingress:
+    """An ingress that answers with the body it was sent. `gate`: what an answer waits for."""
 
     def __init__(self, gate: asyncio.Event | None = None) -> None:
         self.came, self.has_body, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -69,10 +69,10 @@ class Door:
 
 @asynccontextmanager
 async def proxy(
-    door: Door, links: LinkSettings = LINKS, **options: Any
+    ingress: Ingress, links: LinkSettings = LINKS, **options: Any
 ) -> AsyncIterator[tuple[str, Proxied]]:
-    """The proxy's guard before the front door, as a server; its address."""
-    there = await proxied(door, links, bodies=KeptBodies(1 << 20), **options)
+    """The proxy's guard before the ingress, as a server; its address."""
+    there = await proxied(ingress, links, bodies=RetryBuffer(1 << 20), **options)
     async with serving(there.guard, lifespan="off") as url:
         yield url, there
     there.close()
@@ -102,29 +102,29 @@ async def posted(url: str, *parts: bytes, wait: asyncio.Event | None = None, pat
 
 @pytest.mark.parametrize("path", [CHAT, OTHER])
 async def test_a_small_body_goes_with_its_request(path: str) -> None:
-    door = Door()
-    async with proxy(door) as (url, there):
+    ingress = Ingress()
+    async with proxy(ingress) as (url, there):
         for _ in range(3):
             assert await asyncio.wait_for(posted(url, BODY, path=path), 30) == BODY
         assert not there.serve.carried
-    assert door.parts == [len(BODY)] * 3
-    assert not door.told, "the client is there"
+    assert ingress.parts == [len(BODY)] * 3
+    assert not ingress.told, "the client is there"
 
 
 @pytest.mark.parametrize("path", [CHAT, OTHER])
 @pytest.mark.parametrize("first", [0, 1, len(BODY) - 1])
 async def test_a_body_in_parts_arrives_whole(path: str, first: int) -> None:
-    door = Door()
-    async with proxy(door) as (url, there):
+    ingress = Ingress()
+    async with proxy(ingress) as (url, there):
         parts = BODY[:first], BODY[first:]
-        assert await asyncio.wait_for(posted(url, *parts, wait=door.came, path=path), 30) == BODY
+        assert await asyncio.wait_for(posted(url, *parts, wait=ingress.came, path=path), 30) == BODY
         assert not there.serve.carried
 
 
 @pytest.mark.parametrize("bytes_max", [0, len(BODY), 1 << 20])
 async def test_a_large_body_comes_in_pieces(bytes_max: int) -> None:
-    door = Door()
-    async with proxy(door, tuned(LinkSettings(), body_bytes_max=bytes_max, stream_bytes_max=1 << 15)) as (
+    ingress = Ingress()
+    async with proxy(ingress, tuned(LinkSettings(), body_bytes_max=bytes_max, stream_bytes_max=1 << 15)) as (
         url,
         there,
     ):
@@ -134,24 +134,24 @@ async def test_a_large_body_comes_in_pieces(bytes_max: int) -> None:
 
 @pytest.mark.parametrize("why", ["closing", "lost"])
 @pytest.mark.parametrize("body", [BODY, LARGE])
-async def test_a_front_door_that_does_not_take_a_request_loses_nothing_of_it(why: str, body: bytes) -> None:
+async def test_an_ingress_that_does_not_take_a_request_loses_nothing_of_it(why: str, body: bytes) -> None:
     """Not of one either that is not to be repeated."""
-    door = Door()
-    async with proxy(door) as (url, there):
-        there.taker.refuse() if why == "closing" else there.door.close()
+    ingress = Ingress()
+    async with proxy(ingress) as (url, there):
+        there.taker.refuse() if why == "closing" else there.ingress.close()
         assert await asyncio.wait_for(posted(url, body, path=OTHER), 30) == body
-        assert len(there.serve.carried) == len(door.scopes) == 1
+        assert len(there.serve.carried) == len(ingress.scopes) == 1
 
 
 @pytest.mark.parametrize("path", [CHAT, OTHER])
-async def test_a_front_door_that_dies_with_a_request(path: str) -> None:
+async def test_an_ingress_that_dies_with_a_request(path: str) -> None:
     """What only reads or generates is sent once more, by Serve; the rest is the client's to repeat."""
-    door = Door(asyncio.Event())
-    second = Door()
-    async with proxy(door, serve=second) as (url, there), httpx.AsyncClient() as client:
+    ingress = Ingress(asyncio.Event())
+    second = Ingress()
+    async with proxy(ingress, serve=second) as (url, there), httpx.AsyncClient() as client:
         asking = asyncio.create_task(client.post(url + path, content=LARGE))
-        await asyncio.wait_for(door.has_body.wait(), 30)
-        there.door.close()
+        await asyncio.wait_for(ingress.has_body.wait(), 30)
+        there.ingress.close()
         answer = await asking
         if path == CHAT:
             assert (answer.status_code, answer.content) == (200, LARGE)
@@ -159,17 +159,17 @@ async def test_a_front_door_that_dies_with_a_request(path: str) -> None:
         else:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ingress_lost")
             assert not second.scopes
-        await asyncio.wait_for(door.cancelled.wait(), 30)
+        await asyncio.wait_for(ingress.cancelled.wait(), 30)
 
 
-async def test_a_front_door_whose_answers_are_cut_off_gets_no_request_over_its_other_connection() -> None:
+async def test_an_ingress_whose_answers_are_cut_off_gets_no_request_over_its_other_connection() -> None:
     """Both end with its process, and one may be seen to end before the other."""
-    door = Door(asyncio.Event())
-    second = Door()
-    async with proxy(door, serve=second) as (url, there), httpx.AsyncClient() as client:
+    ingress = Ingress(asyncio.Event())
+    second = Ingress()
+    async with proxy(ingress, serve=second) as (url, there), httpx.AsyncClient() as client:
         asking = asyncio.create_task(client.post(url + CHAT, content=BODY))
-        await asyncio.wait_for(door.has_body.wait(), 30)
-        to = await there.door.address()
+        await asyncio.wait_for(ingress.has_body.wait(), 30)
+        to = await there.ingress.address()
         there.known.update([], "here")  # only the second try matters
         assert carrier_of(there.guard) is not None
         link = links_of(links_of(carrier_of(there.guard)))[to]
@@ -183,25 +183,25 @@ async def test_a_front_door_whose_answers_are_cut_off_gets_no_request_over_its_o
 
 async def test_a_client_that_leaves_cancels_what_it_asked_for() -> None:
     for body in (BODY, LARGE):
-        door = Door(asyncio.Event())
-        async with proxy(door) as (url, there):
+        ingress = Ingress(asyncio.Event())
+        async with proxy(ingress) as (url, there):
             asking = asyncio.create_task(posted(url, body))
-            await asyncio.wait_for(door.has_body.wait(), 30)
+            await asyncio.wait_for(ingress.has_body.wait(), 30)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            await asyncio.wait_for(door.cancelled.wait(), 30)
+            await asyncio.wait_for(ingress.cancelled.wait(), 30)
             await until(lambda there=there: there.serve.ongoing == 0)  # type: ignore[misc]
             assert not there.serve.carried
 
 
 async def test_a_client_that_leaves_before_its_body_is_whole_asks_for_nothing() -> None:
-    door = Door()
-    async with proxy(door) as (url, there):
+    ingress = Ingress()
+    async with proxy(ingress) as (url, there):
         sending = asyncio.create_task(posted(url, b"x", BODY, wait=asyncio.Event()))
-        await asyncio.wait_for(door.came.wait(), 30)
+        await asyncio.wait_for(ingress.came.wait(), 30)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
-        await asyncio.wait_for(door.cancelled.wait(), 30)
+        await asyncio.wait_for(ingress.cancelled.wait(), 30)
         await until(lambda: there.serve.ongoing == 0)
         assert not there.serve.carried
 
@@ -212,18 +212,18 @@ async def test_a_body_over_the_limit_is_refused_in_whatever_pieces_it_comes() ->
         for _ in range(17):
             yield BODY
 
-    door = Door()
+    ingress = Ingress()
     limits = LimitsSettings(body_bytes_max=16 * len(BODY))
-    async with proxy(door, limits=limits) as (url, there), httpx.AsyncClient() as client:
+    async with proxy(ingress, limits=limits) as (url, there), httpx.AsyncClient() as client:
         answer = await client.post(url + OTHER, content=pieces())
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
         assert not there.serve.carried
-        assert not door.has_body.is_set()
+        assert not ingress.has_body.is_set()
 
 
 async def test_two_requests_of_one_connection_are_answered_in_order() -> None:
-    door = Door()
-    async with proxy(door) as (url, _):
+    ingress = Ingress()
+    async with proxy(ingress) as (url, _):
         reader, writer = await asyncio.open_connection(httpx.URL(url).host, httpx.URL(url).port)
         for body in (b"first", b"second"):
             head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -235,14 +235,14 @@ async def test_two_requests_of_one_connection_are_answered_in_order() -> None:
 
 
 async def test_the_app_is_given_what_serve_gives_it() -> None:
-    door = Door()
-    async with proxy(door) as (url, there), httpx.AsyncClient() as client:
+    ingress = Ingress()
+    async with proxy(ingress) as (url, there), httpx.AsyncClient() as client:
         for takes in (True, False):
             if not takes:
                 there.taker.refuse()
             headers = {"x-a": "b", "X-Request-ID": "r"}
             await client.post(url + "/v1/a%20b/%C3%A9?x=%2F&y", content=b"1", headers=headers)
-    over_link, by_serve = door.scopes
+    over_link, by_serve = ingress.scopes
     assert over_link.keys() == by_serve.keys()
     assert {**over_link, "client": None} == {**by_serve, "client": None}
     assert type(over_link["client"]) is tuple
@@ -255,8 +255,8 @@ def test_what_is_no_request_is_refused() -> None:
 
 
 async def test_a_guard_without_links_leaves_all_to_serve() -> None:
-    door = Door()
-    guard = ProxyGuard(door, limits=LimitsSettings())
+    ingress = Ingress()
+    guard = ProxyGuard(ingress, limits=LimitsSettings())
     async with serving(guard, lifespan="off") as url:
         assert await asyncio.wait_for(posted(url, LARGE), 30) == LARGE
 

@@ -1,4 +1,4 @@
-"""The proxy's span: first of a request's trace, parent of the front door's; none without telemetry."""
+"""The proxy's span: first of a request's trace, parent of the ingress's; none without telemetry."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_SAMPLED = f"{PARENT[:-1]}0"
 OFTEN = TelemetrySettings(export_interval_s=600.0)  # exported when a test asks for it
 
 
-class FrontDoor:
+class Ingress:
     """What is behind the proxy: it answers with `status`, or not at all, and keeps what it was given."""
 
     def __init__(self, status: int | None = 200, header: bytes = b"") -> None:
@@ -50,7 +50,7 @@ class FrontDoor:
 class Proxy:
     """The guard with a tracer whose spans stay here."""
 
-    def __init__(self, app: FrontDoor, settings: TelemetrySettings = OFTEN, *, is_on: bool = True) -> None:
+    def __init__(self, app: Ingress, settings: TelemetrySettings = OFTEN, *, is_on: bool = True) -> None:
         self._exporter = InMemorySpanExporter()
         self._tracer = Tracer(self._exporter, settings, "proxy")
         self.guard = ProxyGuard(
@@ -102,10 +102,10 @@ def is_sampled(header: bytes) -> bool:
     return bool(int(header.rpartition(b"-")[2], 16) & 1)
 
 
-async def test_the_front_door_s_span_stands_below_the_proxy_s_in_the_client_s_trace(
+async def test_the_ingress_s_span_stands_below_the_proxy_s_in_the_client_s_trace(
     proxies: list[Proxy],
 ) -> None:
-    app = FrontDoor(header=b"00-its-own-01")
+    app = Ingress(header=b"00-its-own-01")
     proxies.append(proxy := Proxy(app))
     status, answered = await proxy.ask(traceparent=PARENT, tracestate="a=b", x_request_id="req-7")
     (span,) = proxy.spans()
@@ -114,7 +114,7 @@ async def test_the_front_door_s_span_stands_below_the_proxy_s_in_the_client_s_tr
     assert header_of(span)[3:35] == TRACE
     assert app.given[0][b"traceparent"].decode() == header_of(span)
     assert app.given[0][b"tracestate"] == b"a=b"
-    assert answered["traceparent"] == "00-its-own-01"  # the front door's is the client's to know
+    assert answered["traceparent"] == "00-its-own-01"  # the ingress's is the client's to know
     assert dict(span.attributes or {}) == {
         "http.request.method": "POST",
         "http.response.status_code": 200,
@@ -127,7 +127,7 @@ async def test_the_front_door_s_span_stands_below_the_proxy_s_in_the_client_s_tr
 
 @pytest.mark.parametrize(("status", "error"), [(503, "503"), (429, None), (None, "503")])
 async def test_what_failed_is_marked(proxies: list[Proxy], status: int | None, error: str | None) -> None:
-    proxies.append(proxy := Proxy(FrontDoor(status)))
+    proxies.append(proxy := Proxy(Ingress(status)))
     answered, _ = await proxy.ask()
     (span,) = proxy.spans()
     assert (span.attributes or {}).get("error.type") == error
@@ -135,7 +135,7 @@ async def test_what_failed_is_marked(proxies: list[Proxy], status: int | None, e
 
 
 async def test_an_answer_of_the_proxy_s_own_names_the_proxy_s_span(proxies: list[Proxy]) -> None:
-    app = FrontDoor()
+    app = Ingress()
     proxies.append(proxy := Proxy(app))
     status, answered = await proxy.ask(body=1025, traceparent=PARENT)
     (span,) = proxy.spans()
@@ -146,7 +146,7 @@ async def test_an_answer_of_the_proxy_s_own_names_the_proxy_s_span(proxies: list
 async def test_what_the_client_does_not_sample_and_what_is_polled_is_not_traced(
     proxies: list[Proxy],
 ) -> None:
-    app = FrontDoor()
+    app = Ingress()
     proxies.append(proxy := Proxy(app))
     await proxy.ask(traceparent=NOT_SAMPLED)
     assert app.given[0][b"traceparent"][:36] == NOT_SAMPLED[:36].encode()
@@ -155,12 +155,12 @@ async def test_what_the_client_does_not_sample_and_what_is_polled_is_not_traced(
     assert app.given[1][b"traceparent"].decode() == PARENT
     proxies.append(never := Proxy(app, TelemetrySettings(sample_ratio=0, export_interval_s=600)))
     await never.ask()
-    assert not is_sampled(app.given[2][b"traceparent"])  # the front door is not to decide anew
+    assert not is_sampled(app.given[2][b"traceparent"])  # the ingress is not to decide anew
     assert proxy.spans() + never.spans() == ()
 
 
 async def test_off_the_client_s_header_passes_as_it_is(proxies: list[Proxy]) -> None:
-    app = FrontDoor()
+    app = Ingress()
     proxies.append(proxy := Proxy(app, is_on=False))
     _, answered = await proxy.ask(traceparent=PARENT)
     await proxy.ask()

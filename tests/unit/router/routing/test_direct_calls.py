@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from configs.settings import RouterSettings
+from replicas.links import Inlet
 from replicas.messages import (
     Admitted,
     Delta,
@@ -40,8 +41,9 @@ from tests.support.inside import (
     streams_of,
 )
 from tests.support.router.called_replicas import CalledReplicas, called
-from tests.support.router.kept_replicas import FREE, TinyReplica, tiny_replicas
+from tests.support.router.linked_replicas import LINKS
 from tests.support.router.router_harness import until
+from tests.support.router.tiny_replicas import FREE, TinyReplica, tiny_replicas
 
 TOKENS = 12
 KEPT = Keep(b"k" * 16, b"body", 1)
@@ -122,6 +124,18 @@ async def test_while_requests_wait_with_serve_later_ones_stand_behind_them(tiny_
         assert len(front.handle.calls) == 1
 
 
+async def test_a_request_that_serve_has_handed_over_holds_up_no_later_one(tiny_llama: Path) -> None:
+    async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
+        replicas[0].allow(0)  # it says nothing of the answer yet
+        roster.ROSTER.queued.add("an earlier one")
+        asked = asyncio.create_task(answer(front, request()))
+        await until(lambda: len(front.handle.calls) == 1)
+        await until(lambda: roster.ROSTER.queued == {"an earlier one"})
+        roster.ROSTER.queued.clear()
+        replicas[0].allow(FREE)
+        assert len(ids_of(await asyncio.wait_for(asked, 30))) == TOKENS
+
+
 async def test_serve_carries_what_is_not_for_links(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(max_tokens=2, prompt_logprobs=0, prompt_logprobs_from=1)
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
@@ -151,7 +165,16 @@ async def test_serve_carries_calls_to_replicas_without_an_address_or_out_of_reac
         assert len(front.handle.calls) == 3
 
 
-async def test_a_front_door_that_a_replica_does_not_reach_is_answered_through_serve(
+async def test_an_ingress_that_cannot_listen_is_answered_through_serve(tiny_llama: Path) -> None:
+    async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
+        assert direct_calls(front.client) is not None
+        direct_calls(front.client)._inlet = Inlet("192.0.2.1", LINKS, 0.0)  # no address of this machine
+        for number in (1, 2):
+            assert len(ids_of(await answer(front, request()))) == TOKENS
+            assert len(front.handle.calls) == number
+
+
+async def test_an_ingress_that_a_replica_does_not_reach_is_answered_through_serve(
     tiny_llama: Path,
 ) -> None:
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
@@ -258,7 +281,7 @@ async def test_what_a_replica_says_before_it_streams_comes_over_the_link(
         async def broken(_: object) -> Any:
             raise RuntimeError("planted")
 
-        monkeypatch.setattr(replica, "_stream_of", broken)
+        monkeypatch.setattr(replica, "_refusal_of", broken)
         with pytest.raises(ReplicaFailed):
             await answer(front, request(model="ours"))
         assert not front.handle.calls

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.serve._private.common import DeploymentID, ReplicaID
+from replicas.serving.door_loads import DoorLoad
 
 from cache_tiers.pricing.meters import PrefillPrice
 from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
-from replicas.serving.door_loads import DoorLoad
 from router.routing import load_tracker
 from router.routing.load_tracker import LOOKS_MAX, RANKED_ALL_MAX, ReplicaLoadTracker
 from router.routing.request_router import SessionRouter

@@ -380,20 +380,20 @@ async def test_without_news_it_asks_seldom_and_own_news_do_not_wait_for_that() -
 
 
 def alone(desk: Desk) -> Desk:
-    """One front door on one node: nobody else has news for it."""
+    """One ingress on one node: nobody else has news for it."""
     desk.tracker.update_replicas({"r1": "n1"}, {})
     return desk
 
 
-async def doors_told(desk: Desk, doors: int, uses: dict[bytes, Use]) -> None:
-    """Synchronise with a directory that says how many front doors there are, until both agree on it."""
+async def ingresses_told(desk: Desk, ingresses: int, uses: dict[bytes, Use]) -> None:
+    """Synchronise with a directory that says how many ingresses there are, until both agree on it."""
     assert desk.link is not None
-    report = Mock(door="d", asked=0, told=doors, uses=Mock(return_value=uses))
+    report = Mock(ingress="d", asked=0, told=ingresses, uses=Mock(return_value=uses))
     desk.directory.report = report
     whole = desk.link.actor.sync
 
     def told(sync: Sync) -> Synced:
-        return replace(whole(sync), doors=doors)
+        return replace(whole(sync), ingresses=ingresses)
 
     desk.link.actor.sync = told  # type: ignore[method-assign]
     for _ in range(3):
@@ -404,27 +404,27 @@ async def test_what_tenants_have_open_is_reported_as_often_as_ever() -> None:
     desk = alone(Desk(FakeLink(), sync_s=0.01))
     desk.directory._is_quiet = True
     assert not desk.directory._has_news()
-    await doors_told(desk, 1, {TENANT: Use(1, 1, 1)})
+    await ingresses_told(desk, 1, {TENANT: Use(1, 1, 1)})
     assert desk.directory._has_news()
     assert not is_quiet(desk.directory)
-    await doors_told(desk, 1, {})
+    await ingresses_told(desk, 1, {})
     assert is_quiet(desk.directory)
 
 
-@pytest.mark.parametrize("doors", [0, 2, 3])
-async def test_other_front_doors_are_heard_as_often_as_ever(doors: int) -> None:
+@pytest.mark.parametrize("ingresses", [0, 2, 3])
+async def test_other_ingresses_are_heard_as_often_as_ever(ingresses: int) -> None:
     """A session may come to any of them next, and hits only where its row is known."""
     desk = alone(Desk(FakeLink(), sync_s=0.01))
-    await doors_told(desk, doors, {})
+    await ingresses_told(desk, ingresses, {})
     assert not is_quiet(desk.directory)
 
 
 async def test_other_nodes_are_looked_at_as_often_as_ever() -> None:
     """One of them may be leaving."""
     desk = Desk(FakeLink(), sync_s=0.01)
-    await doors_told(desk, 1, {})
+    await ingresses_told(desk, 1, {})
     assert not is_quiet(desk.directory)
-    await doors_told(alone(desk), 1, {})
+    await ingresses_told(alone(desk), 1, {})
     assert is_quiet(desk.directory)
 
 

@@ -1,4 +1,4 @@
-"""Conversations longer than the window, over the whole front door with scripted replicas."""
+"""Conversations longer than the window, over the whole ingress with scripted replicas."""
 
 from __future__ import annotations
 

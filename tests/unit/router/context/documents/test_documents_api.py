@@ -1,4 +1,4 @@
-"""/v1/documents and chats that name documents, over the whole front door with scripted replicas.
+"""/v1/documents and chats that name documents, over the whole ingress with scripted replicas.
 
 All of it holds where documents are in a file, and where they are in PostgreSQL.
 """
@@ -72,7 +72,7 @@ def shelf_of(made: House) -> DocumentShelf:
 
 @asynccontextmanager
 async def opened(made: House, **headers: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Clients of a front door whose documents are worked on only when a test says so."""
+    """Clients of an ingress whose documents are worked on only when a test says so."""
     try:
         async with made.client(**headers) as client:
             yield client

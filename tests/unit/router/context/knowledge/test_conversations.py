@@ -27,7 +27,7 @@ ME = Provenance("me")
 
 
 class Desk:
-    """A front door with a knowledge base; `say`: its next answers."""
+    """An ingress with a knowledge base; `say`: its next answers."""
 
     def __init__(self, folder: Path, **knowledge: Any) -> None:
         own = {"enabled": True, "dir": folder / "kb", "embedder": "none", "busy_s": 0.05, **knowledge}

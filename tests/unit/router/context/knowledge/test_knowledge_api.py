@@ -1,4 +1,4 @@
-"""/v1/knowledge and the context of chats, over the whole front door with scripted replicas."""
+"""/v1/knowledge and the context of chats, over the whole ingress with scripted replicas."""
 
 from __future__ import annotations
 
@@ -462,7 +462,7 @@ async def test_a_thousand_malformed_bodies_are_no_internal_error(client: httpx.A
     client.house.service.stage("knowledge").store.check_integrity()  # type: ignore[attr-defined]
 
 
-def test_a_front_door_without_it_imports_nothing_of_it() -> None:
+def test_an_ingress_without_it_imports_nothing_of_it() -> None:
     code = (
         "import sys\nfrom tests.support.router.router_harness import House\nHouse()\n"
         "print([name for name in sys.modules if name.startswith(('router.kn', 'router.le')) or name in"

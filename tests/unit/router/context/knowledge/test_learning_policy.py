@@ -15,14 +15,14 @@ from router.context.learning import (
     CandidateEntry,
     CaptureCounts,
     Evidence,
-    KeptTurn,
+    NotedTurn,
     TurnCall,
     capture_refusals,
 )
 from router.context.learning.candidates import candidate_of, passed_calls, question_key, says_the_same
 
 SETTINGS = LoopSettings(auto_of=("tea",), auto_per_session=2, auto_per_window=5, auto_share_max=0.5)
-TURN = KeptTurn("Why?", "So.", (EntryRef("kb_1", 2),), (TurnCall("c1", "run"),), (TurnCall("c0", "run"),))
+TURN = NotedTurn("Why?", "So.", (EntryRef("kb_1", 2),), (TurnCall("c1", "run"),), (TurnCall("c0", "run"),))
 
 
 def made() -> CandidateEntry:
@@ -72,7 +72,7 @@ def test_turns_and_candidates_come_back_as_they_were(
     encodable = all(char < "\ud800" or char > "\udfff" for char in question + answer + said + comment)
     if not encodable:
         return
-    assert KeptTurn.of(turn.json()) == turn
+    assert NotedTurn.of(turn.json()) == turn
     one = candidate_of(turn, said or None, comment, Evidence("run", "c"))
     if one is None:
         assert not question.strip() or not (said or answer).strip()

@@ -1,4 +1,4 @@
-"""The loop over the whole front door: turns, feedback, candidates, what becomes of them."""
+"""The loop over the whole ingress: turns, feedback, candidates, what becomes of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CALL = '<tool_call>\n{"name": "run_tests", "arguments": {}}\n</tool_call>'
 
 
 class Loop:
-    """A front door with a knowledge base, an answer that the test sets, and a client."""
+    """An ingress with a knowledge base, an answer that the test sets, and a client."""
 
     def __init__(self, folder: Path, *, keys: dict[str, str] | None = None, **loop: Any) -> None:
         self.folder = folder / "kb"

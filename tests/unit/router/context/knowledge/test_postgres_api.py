@@ -1,4 +1,4 @@
-"""/v1/knowledge and chats over PostgreSQL: front doors share it, and one goes on while it is away."""
+"""/v1/knowledge and chats over PostgreSQL: ingresses share it, and one goes on while it is away."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def close(*made: House) -> None:
         one.service.stage("knowledge").close()
 
 
-async def test_what_one_front_door_writes_another_finds_for_the_same_tenant_only(
+async def test_what_one_ingress_writes_another_finds_for_the_same_tenant_only(
     server: PostgresServer,
 ) -> None:
     first, second = house(server, KEYS), house(server, KEYS)

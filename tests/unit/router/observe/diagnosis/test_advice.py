@@ -15,7 +15,7 @@ from cache_tiers.messages import ResumptionStats, TierStats
 from cache_tiers.pricing import TierPrice
 from configs.sections import GIB, MIB
 from configs.settings import Settings
-from router.observe.diagnosis import Diagnosis, FrontDoor, SettingChange, Snapshot, diagnose
+from router.observe.diagnosis import Diagnosis, IngressCounts, SettingChange, Snapshot, diagnose
 from tests.support.amounts import examples
 from tests.support.router.snapshots import (
     CPU,
@@ -106,7 +106,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         stores=draw(words("taken", "skipped:price", "refused:full", "refused:quota", "dropped:staged")),
         prefill_price=draw(st.sampled_from([(0.0, 0.0, 0.0), (0.01, 1e-3, 1e-8), (0.0, 1e-6, 0.0)])),
     )
-    front = FrontDoor(
+    front = IngressCounts(
         prefixes_left={name: float(n) for name, n in draw(words("system", "tools", "other")).items()},
         returning={name: float(n) for name, n in draw(words("reused", "recomputed")).items()},
         affinity={name: float(n) for name, n in draw(words("home", "spilled", "moved")).items()},
@@ -189,7 +189,7 @@ def test_a_tier_whose_files_are_still_being_listed_has_no_open_breaker() -> None
 
 @pytest.mark.parametrize("name", ["prompt_changes", "other_namespace"])
 def test_prompts_are_compared_with_prompts_also_after_replicas_were_replaced(name: str) -> None:
-    """The front door counts since its own start, a new replica since its."""
+    """The ingress counts since its own start, a new replica since its."""
     long = replace(FRONT, queued=20_000.0, prefixes_left={"system": 400.0}, salts_changed=400.0)
     assert diagnose(replace(HEALTHY, front=long)).holding == ()
     (cause,) = (cause for of, cause in PLANTED if of == name and cause in ("system", ""))

@@ -1,4 +1,4 @@
-"""A snapshot is read from what a front door really says, and from nothing else."""
+"""A snapshot is read from what an ingress really says, and from nothing else."""
 
 from __future__ import annotations
 

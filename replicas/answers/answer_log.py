@@ -1,6 +1,6 @@
 """What a replica keeps of answers that their clients have named: every event, as it was said. Pure.
 
-A kept answer goes on without a reader, for a bounded time, and any front door may read it from its first
+A kept answer goes on without a reader, for a bounded time, and any ingress may read it from its first
 event on. What is kept is bounded in answers, bytes and seconds; it is dropped with its session.
 """
 
@@ -17,12 +17,12 @@ from cache_tiers.blocks import TAG_BYTES
 from configs.optional_sections import AnswerSettings
 from replicas.kv import session_owner
 from replicas.links import pack_event, whole_bytes
-from replicas.messages import Delta, Event, Failed, GenerateRequest, KeptAnswer, Refused
+from replicas.messages import Delta, Event, Failed, GenerateRequest, LoggedAnswer, Refused
 
 ANSWER_BYTES = 2048
 """What an answer takes beside its events and its prompt."""
 PIECE_BYTES = 1 << 13
-"""What was said is told again in pieces: all readers of a front door wait while one is written."""
+"""What was said is told again in pieces: all readers of an ingress wait while one is written."""
 
 Name = tuple[bytes, bytes]
 """The tenant's tag, and `Keep.ref`."""
@@ -40,7 +40,7 @@ class Reader(Protocol):
         """Note that the packed ones were all so far, and how many choices go on."""
 
 
-class KeptLog:
+class AnswerLog:
     """The events of one answer and who reads them. `key`: of its request in the engine."""
 
     def __init__(self, key: int, request: GenerateRequest, now_s: float) -> None:
@@ -75,9 +75,9 @@ class KeptLog:
         """Whether it ended without its answers' ends: it is of no use."""
         return self.is_over and self.choices_open > 0
 
-    def told(self, replica_id: str) -> KeptAnswer:
-        """Return what a front door has to know to read it."""
-        return KeptAnswer(replica_id, self.keep.body, self.keep.created, self._prompt, is_over=self.is_over)
+    def told(self, replica_id: str) -> LoggedAnswer:
+        """Return what an ingress has to know to read it."""
+        return LoggedAnswer(replica_id, self.keep.body, self.keep.created, self._prompt, is_over=self.is_over)
 
     def begins_with(self, said: Sequence[Event]) -> bool:
         """Return whether these were its first events: to who has them, the rest may be told."""
@@ -127,7 +127,7 @@ def _packed(event: Event) -> bytes:
     return packed
 
 
-class KeptAnswers:
+class AnswerLogs:
     """The kept answers of a replica, by tenant and name.
 
     `abort`: called with the engine's key of an answer that is to be computed no further. Nothing happens by
@@ -140,7 +140,7 @@ class KeptAnswers:
         self._settings = settings
         self._abort = abort
         self._clock = clock
-        self._logs: dict[Name, KeptLog] = {}
+        self._logs: dict[Name, AnswerLog] = {}
         self._nbytes = 0
 
     def __len__(self) -> int:
@@ -151,18 +151,18 @@ class KeptAnswers:
         """What all of them take in memory, about."""
         return self._nbytes
 
-    def find(self, tenant: bytes, ref: bytes) -> KeptLog | None:
+    def find(self, tenant: bytes, ref: bytes) -> AnswerLog | None:
         """Return the answer that a tenant's client has named so, if it is kept."""
         self.sweep()
         return self._logs.get((tenant, ref))
 
-    def begin(self, key: int, request: GenerateRequest, reader: Reader) -> KeptLog:
+    def begin(self, key: int, request: GenerateRequest, reader: Reader) -> AnswerLog:
         """Return the log of a new answer, of a name that is not taken. It may be dropped for want of room.
 
         `reader`: it knows of the answer what came `before`.
         """
         self.sweep()
-        log = KeptLog(key, request, self._clock())
+        log = AnswerLog(key, request, self._clock())
         log.readers.append(reader)
         assert log.name not in self._logs, "two answers of one name"
         self._logs[log.name] = log
@@ -170,7 +170,7 @@ class KeptAnswers:
         self._make_room()
         return log
 
-    def attach(self, log: KeptLog, reader: Reader, has: Sequence[Event] = ()) -> Generator[None]:
+    def attach(self, log: AnswerLog, reader: Reader, has: Sequence[Event] = ()) -> Generator[None]:
         """Tell a reader the events so far, a piece with each step, and then have it told those that come.
 
         `has`: the first ones, which it has. Close it if the reader leaves before. An answer that is dropped
@@ -191,13 +191,13 @@ class KeptAnswers:
                 log.drop()
             self._left(log)
 
-    def detach(self, log: KeptLog, reader: Reader) -> None:
+    def detach(self, log: AnswerLog, reader: Reader) -> None:
         """Let a reader go. An answer without readers goes on for `unread_s`, if it is kept."""
         if reader in log.readers:
             log.readers.remove(reader)
         self._left(log)
 
-    def _left(self, log: KeptLog) -> None:
+    def _left(self, log: AnswerLog) -> None:
         """Decide what becomes of an answer when one of its readers may have been the last."""
         if log.is_read or log.is_over:
             return
@@ -209,7 +209,7 @@ class KeptAnswers:
         for one in unread[: max(0, len(unread) - self._settings.unread_per_tenant_max)]:
             self._drop(one)
 
-    def put(self, log: KeptLog, event: Event) -> None:
+    def put(self, log: AnswerLog, event: Event) -> None:
         """Note an event of an answer and tell it to its readers."""
         before = log.nbytes
         log.put(event)
@@ -261,12 +261,12 @@ class KeptAnswers:
             unread[log.name[0]] = unread.get(log.name[0], 0) + 1
         assert max(unread.values(), default=0) <= settings.unread_per_tenant_max, "too many go on unread"
 
-    def _unread(self) -> list[KeptLog]:
+    def _unread(self) -> list[AnswerLog]:
         """Return the answers that are computed without a reader now, the longest so first."""
         found = [log for log in self._logs.values() if not log.is_over and not log.is_read]
         return sorted(found, key=lambda log: log.since_s)
 
-    def _due_s(self, log: KeptLog) -> float | None:
+    def _due_s(self, log: AnswerLog) -> float | None:
         if log.is_read:
             return None
         return log.since_s + (self._settings.kept_s if log.is_over else self._settings.unread_s)
@@ -281,7 +281,7 @@ class KeptAnswers:
             tenant = max(taken, key=taken.__getitem__)
             self._drop(_first_to_go([log for log in self._logs.values() if log.name[0] == tenant]))
 
-    def _drop(self, log: KeptLog) -> None:
+    def _drop(self, log: AnswerLog) -> None:
         if log.is_kept:
             del self._logs[log.name]
             self._nbytes -= log.nbytes
@@ -290,7 +290,7 @@ class KeptAnswers:
             self._abort(log.key)
 
 
-def _first_to_go(logs: Sequence[KeptLog]) -> KeptLog:
+def _first_to_go(logs: Sequence[AnswerLog]) -> AnswerLog:
     """Return which of a tenant's answers gives way: of those that are over and unread the oldest.
 
     Then the largest; last one that is told again, since that takes its memory until it is told.

@@ -1,4 +1,4 @@
-"""Three front doors over scripted replicas, one session directory; any of them dies, and so does that."""
+"""Three ingresses over scripted replicas, one session directory; any of them dies, and so does that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from cache_tiers.sessions import Item
 from replicas.messages import GenerateRequest
 from router.ingress.places import forget_entries_here, forget_here
-from router.ingresses import ToldDoors
+from router.ingresses import IngressesCleared
 from tests.support.amounts import examples
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.fake_directory import FakeLink
@@ -32,32 +32,32 @@ def letters(text: str) -> Script:
 
 
 class Street:
-    """Front doors with one directory. They are each other's `DoorPeers`, as far as they live."""
+    """Ingresses with one directory. They are each other's `Ingresses`, as far as they live."""
 
-    def __init__(self, doors: int = 3, **settings: Any) -> None:
+    def __init__(self, ingresses: int = 3, **settings: Any) -> None:
         self.link = FakeLink()
         self.settings = make_settings(
-            keys=KEYS, ingress_replicas=doors, **{"limits": {"retry_after_s": 0}, **settings}
+            keys=KEYS, ingress_replicas=ingresses, **{"limits": {"retry_after_s": 0}, **settings}
         )
         self.asked: list[GenerateRequest] = []
         self.reply = "hello"
         self.silent = 0
-        self.houses = [self._house() for _ in range(doors)]
+        self.houses = [self._house() for _ in range(ingresses)]
 
     def _house(self) -> House:
         def script(request: GenerateRequest) -> Script:
             self.asked.append(request)
             return letters(self.reply)
 
-        return House(script, settings=self.settings, link=self.link, peers=self)
+        return House(script, settings=self.settings, link=self.link, ingresses=self)
 
     def die(self, number: int) -> None:
         """Another begins in its place."""
         self.houses[number] = self._house()
 
-    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> ToldDoors:
+    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> IngressesCleared:
         told = [await forget_here(house.service, tenant, sessions) for house in self.houses]
-        return ToldDoors(
+        return IngressesCleared(
             sum(replies for replies, _ in told), self.silent, sum(not whole for _, whole in told)
         )
 
@@ -71,7 +71,7 @@ class Street:
         return self.silent
 
     async def metrics(self) -> dict[str, bytes]:
-        return {f"door-{n}": house.service.metrics.own_text() for n, house in enumerate(self.houses)}
+        return {f"house-{n}": house.service.metrics.own_text() for n, house in enumerate(self.houses)}
 
     async def sync(self) -> None:
         for house in self.houses:
@@ -123,7 +123,7 @@ async def test_without_the_shelf_it_is_tokenised_again() -> None:
     """The check of the tests above can fail."""
     street = Street()
     street.settings = street.settings.model_copy(
-        update={"doors": street.settings.doors.model_copy(update={"kept_bytes_max": 0})}
+        update={"ingress": street.settings.ingress.model_copy(update={"kept_bytes_max": 0})}
     )
     for number in range(3):
         street.die(number)
@@ -169,7 +169,7 @@ async def test_what_is_deleted_at_one_is_forgotten_at_all_and_in_the_directory()
         assert street.asked[-1].prompt_token_ids[: len(kept)] != kept
 
 
-@pytest.mark.parametrize("fault", ["directory", "door"])
+@pytest.mark.parametrize("fault", ["directory", "ingress"])
 async def test_a_clear_that_did_not_reach_all_says_so(fault: str) -> None:
     street = Street()
     if fault == "directory":
@@ -261,18 +261,18 @@ async def test_the_metrics_of_all_are_told_by_any() -> None:
     await street.turn(0, [user("hi")])
     await street.turn(1, [user("hi")])
     street.settings = make_settings(ingress_replicas=3)
-    open_house = House(settings=street.settings, link=street.link, peers=street)
+    open_house = House(settings=street.settings, link=street.link, ingresses=street)
     async with open_house.client() as client:
         text = (await client.get("/metrics")).text
     rows = [line for line in text.splitlines() if line.startswith("samovar_requests_total{")]
-    assert any('ingress="door-0"' in row for row in rows), rows
-    assert any('ingress="door-1"' in row for row in rows), rows
+    assert any('ingress="house-0"' in row for row in rows), rows
+    assert any('ingress="house-1"' in row for row in rows), rows
     assert all("ingress=" in row for row in rows), rows
     assert text.count("# TYPE samovar_requests_total counter") == 1
 
 
 async def test_conversations_go_on_whatever_dies() -> None:
-    """A random history: turns at random front doors, which die, as does the directory."""
+    """A random history: turns at random ingresses, which die, as does the directory."""
     for seed in range(examples(6)):
         rng, street = random.Random(seed), Street()
         talks: list[tuple[list[dict[str, str]], list[int]]] = [([], []) for _ in range(3)]

@@ -1,7 +1,7 @@
-"""Stored responses (`store` of /v1/responses) that any front door finds, whichever made them.
+"""Stored responses (`store` of /v1/responses) that any ingress finds, whichever made them.
 
-Each front door has those that it made or has used; the session directory has all, in memory. What is deleted
-is deleted there first, and then at all front doors (`peers.py`).
+Each ingress has those that it made or has used; the session directory has all, in memory. What is deleted
+is deleted there first, and then at all ingresses (`peers.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 
 from cache_tiers.sessions import Item
-from configs.optional_sections import DoorSettings
+from configs.optional_sections import IngressSettings
 from router.openai import Unavailable
 from router.responses import ResponseStore, StoredResponse
 from router.routing import DirectoryLost, SessionDirectory
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 DIGEST_BYTES = sha256().digest_size
 
 
-class KeptResponses(ResponseStore):
+class SharedResponses(ResponseStore):
     """A store whose responses are told to the session directory, and asked for there. Not thread-safe.
 
     `tag_of`: a tenant's tag; `salt_of`: what its items are packed under.
@@ -38,7 +38,7 @@ class KeptResponses(ResponseStore):
         bytes_max: int,
         *,
         directory: SessionDirectory,
-        settings: DoorSettings,
+        settings: IngressSettings,
         tag_of: Callable[[str], bytes],
         salt_of: Callable[[str], bytes],
         wall_clock: Callable[[], float] = time.time,
@@ -60,7 +60,7 @@ class KeptResponses(ResponseStore):
         return True
 
     async def tell(self) -> None:
-        """Tell the directory of what was put; if it does not answer, other front doors do not find it."""
+        """Tell the directory of what was put; if it does not answer, other ingresses do not find it."""
         items, self._untold = self._untold, []
         link = self._directory.link
         if not items or link is None:
@@ -68,7 +68,7 @@ class KeptResponses(ResponseStore):
         try:
             await link.keep(tuple(items), ())
         except DirectoryLost as lost:
-            logger.warning("a stored response is known to this front door only: %s", lost)
+            logger.warning("a stored response is known to this ingress only: %s", lost)
 
     async def fetch(self, tenant: str, wanted_id: str) -> bool:
         """Take over the response of that id, or with an item of that id; return whether there is one.

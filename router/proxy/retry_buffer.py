@@ -1,6 +1,6 @@
 """Bodies of requests, kept in a proxy until their answers begin: so that it can repeat a request itself.
 
-A front door that dies takes its requests with it. Those of whose answer nothing was sent yet may go to
+An ingress that dies takes its requests with it. Those of whose answer nothing was sent yet may go to
 another, if they do no more than read or generate. The rest is the client's to repeat.
 """
 
@@ -15,7 +15,7 @@ GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/me
 READING_PATHS = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 
 
-class KeptBodies:
+class RetryBuffer:
     """The room for the bodies of a proxy's open requests. Use it from one event loop.
 
     `bytes_max`: of all together; a request whose body finds no room is not repeated. 0: none is.
@@ -27,19 +27,19 @@ class KeptBodies:
         self.repeated = 0
         """Requests that were sent again."""
 
-    def of(self, scope: Scope, receive: Receive) -> KeptBody:
+    def of(self, scope: Scope, receive: Receive) -> RetryBody:
         """Return the ASGI `receive` of a request, which keeps what it gives. Call `drop` in the end."""
         path = scope["path"]
         is_safe = scope["method"] in SAFE_METHODS or (
             scope["method"] == "POST" and (path in GENERATION_PATHS or path in READING_PATHS)
         )
-        return KeptBody(self, receive, is_kept=is_safe and self.bytes_max > 0)
+        return RetryBody(self, receive, is_kept=is_safe and self.bytes_max > 0)
 
 
-class KeptBody:
+class RetryBody:
     """ASGI `receive` of one request, which can begin again."""
 
-    def __init__(self, room: KeptBodies, receive: Receive, *, is_kept: bool) -> None:
+    def __init__(self, room: RetryBuffer, receive: Receive, *, is_kept: bool) -> None:
         self._room = room
         self._receive = receive
         self._is_kept = is_kept

@@ -7,18 +7,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from replicas.messages import KeptAnswer
+from replicas.messages import LoggedAnswer
 
 logger = logging.getLogger(__name__)
 
-Told = tuple[str, KeptAnswer | None]
+Told = tuple[str, LoggedAnswer | None]
 """Which replica says it, and what it keeps."""
 
 SILENT_S = 10.0
 """A replica that did not answer in time is not waited for again for so long: each request would."""
 
 
-class KeptSearch:
+class AnswerSearch:
     """The first answer that is kept, of replicas that are asked together. Use it from one event loop.
 
     `wait_s`: how long replicas are waited for. `clock`: monotonic seconds.
@@ -31,7 +31,7 @@ class KeptSearch:
 
     async def find(
         self, asked: Sequence[Awaitable[Told]], replicas: Collection[str]
-    ) -> tuple[KeptAnswer | None, bool]:
+    ) -> tuple[LoggedAnswer | None, bool]:
         """Return what is kept, one that is over before one that is not, and whether all have answered.
 
         `replicas`: those that exist now, as far as is known. Waits for none that has just been silent once
@@ -40,7 +40,7 @@ class KeptSearch:
         now_s = self._clock()
         self._silent = {name: until_s for name, until_s in self._silent.items() if until_s > now_s}
         pending = {asyncio.ensure_future(one) for one in asked}
-        wanted, heard, found = set(replicas) - self._silent.keys(), set[str](), list[KeptAnswer]()
+        wanted, heard, found = set(replicas) - self._silent.keys(), set[str](), list[LoggedAnswer]()
         is_whole, ends_s = bool(pending), asyncio.get_running_loop().time() + self._wait_s
         try:
             while pending and not found and not (wanted and wanted <= heard):

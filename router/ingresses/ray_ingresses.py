@@ -1,4 +1,4 @@
-"""Calls from one front door to all, itself included: what was deleted must be gone at each of them."""
+"""Calls from one ingress to all, itself included: what was deleted must be gone at each of them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from router.ingresses.peers import ToldDoors
+from router.ingresses.all_ingresses import IngressesCleared
 
 logger = logging.getLogger(__name__)
 
 
-class RayPeers:
-    """`DoorPeers` over the Serve handle of the front doors' own deployment."""
+class RayIngresses:
+    """`Ingresses` over the Serve handle of the ingresses' own deployment."""
 
     def __init__(self, handle: Any, timeout_s: float = 5.0) -> None:
         self._handle = handle
         self._timeout_s = timeout_s
 
-    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> ToldDoors:
+    async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> IngressesCleared:
         told = await self._ask("forget_here", tenant, None if sessions is None else tuple(sessions))
         heard = [one for one in told if isinstance(one, tuple)]
         silent = max(1, len(told)) - len(heard)
-        return ToldDoors(sum(replies for replies, _ in heard), silent, sum(not whole for _, whole in heard))
+        return IngressesCleared(
+            sum(replies for replies, _ in heard), silent, sum(not whole for _, whole in heard)
+        )
 
     async def forget_entries(self, tenant: str, entries: Sequence[str] | None) -> int:
         told = await self._ask("forget_entries_here", tenant, None if entries is None else tuple(entries))
@@ -40,13 +42,13 @@ class RayPeers:
         return dict(one for one in told if isinstance(one, tuple))
 
     async def _ask(self, method: str, *args: object) -> list[Any]:
-        """Return each front door's answer or exception; empty if none can be asked."""
+        """Return each ingress's answer or exception; empty if none can be asked."""
         try:
             response = self._handle.broadcast(method, *args)
             answers: list[Any] = await response.results_async(
                 timeout_s=self._timeout_s, return_exceptions=True
             )
         except (TimeoutError, DeploymentUnavailableError, RayError, RayServeException) as failed:
-            logger.warning("%s: the front doors could not be asked: %s", method, type(failed).__name__)
+            logger.warning("%s: the ingresses could not be asked: %s", method, type(failed).__name__)
             return []
         return answers

@@ -1,4 +1,4 @@
-"""Three front doors before one replica: a conversation may come to any of them, and any may die."""
+"""Three ingresses before one replica: a conversation may come to any of them, and any may die."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ import pytest
 
 from tests.support.services.service import MODEL, Service, serving, until
 
-pytestmark = pytest.mark.slow  # the gate has three front doors in one process: tests/unit/router/ingresses
-DOORS = 3
+pytestmark = pytest.mark.slow  # the gate has three ingresses in one process: tests/unit/router/ingresses
+INGRESSES = 3
 INGRESS = "ServeReplica:samovar:Ingress"
 BLOCK_TOKENS = 16
 KEYS = {"one": "key-of-tenant-one-0001", "two": "key-of-tenant-two-0002"}
@@ -34,7 +34,7 @@ KILLS = 50
 TALKERS = 4
 """Fewer than the limit: until an answer's end is reported, its place is counted (ADR 16)."""
 FLAGS = (
-    *("--server.ingress-replicas", str(DOORS)),
+    *("--server.ingress-replicas", str(INGRESSES)),
     *("--engine.threads", "1"),
     *("--limits.concurrent-per-key", str(LIMIT)),
     *("--limits.retry-after-s", "0"),
@@ -44,10 +44,10 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     env = {"SAMOVAR_AUTH__API_KEYS": json.dumps(KEYS), "SAMOVAR_AUTH__ADMIN_KEY": ADMIN}
-    output = tmp_path_factory.mktemp("doors") / "out.txt"
+    output = tmp_path_factory.mktemp("ingresses") / "out.txt"
     with serving(output, *FLAGS, key=KEYS["one"], env=env) as service:
         service.admin_key = ADMIN
-        all_doors_serve(service)
+        all_ingresses_serve(service)
         yield service
 
 
@@ -62,15 +62,15 @@ def letters(service: Service) -> list[int]:
     return [one["tokens"][0] for one in told]
 
 
-def all_doors_serve(service: Service) -> None:
-    """Wait until each front door has answered."""
+def all_ingresses_serve(service: Service) -> None:
+    """Wait until each ingress has answered."""
 
     def seen() -> bool:
         with service.http() as http:
             answers = [http.post(**question("Hello")) for _ in range(6)]
-        return len({answer.headers.get("x-ingress") for answer in answers if answer.is_success}) == DOORS
+        return len({answer.headers.get("x-ingress") for answer in answers if answer.is_success}) == INGRESSES
 
-    until("all front doors serve", seen, 120)
+    until("all ingresses serve", seen, 120)
 
 
 def template_tokens(service: Service) -> int:
@@ -96,13 +96,13 @@ def question(text: str, **more: Any) -> dict[str, Any]:
 class Talk:
     """A conversation whose answers are tokens of one letter each, which no tokenizer would write.
 
-    `doors`: who served each turn.
+    `ingresses`: who served each turn.
     """
 
     seed: int
     letters: list[int]
     messages: list[dict[str, str]] = field(default_factory=list)
-    doors: list[str] = field(default_factory=list)
+    ingresses: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     chain_tokens: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Talk:
         text = answer.choices[0].message.content or ""
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
-        self.doors.append(raw.headers["x-ingress"])
+        self.ingresses.append(raw.headers["x-ingress"])
         self.texts.append(text)
         self.cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
         self.chain_tokens.append(answer.usage.total_tokens)
@@ -142,7 +142,7 @@ class Talk:
         return [cached >= before for cached, before in zip(self.cached[1:], kept, strict=False)]
 
 
-def test_the_second_turn_hits_up_to_the_last_block_at_any_front_door(
+def test_the_second_turn_hits_up_to_the_last_block_at_any_ingress(
     service: Service, letters: list[int]
 ) -> None:
     client = service.openai()
@@ -151,17 +151,17 @@ def test_the_second_turn_hits_up_to_the_last_block_at_any_front_door(
         talk = Talk(seed, letters)
         for _ in range(3):
             talk.turn(client)
-        assert all(talk.hits), (talk.doors, talk.cached, talk.chain_tokens)
-        changed += sum(one != other for one, other in itertools.pairwise(talk.doors))
-    assert changed, "all turns of a conversation came to one front door: nothing was shown"
+        assert all(talk.hits), (talk.ingresses, talk.cached, talk.chain_tokens)
+        changed += sum(one != other for one, other in itertools.pairwise(talk.ingresses))
+    assert changed, "all turns of a conversation came to one ingress: nothing was shown"
 
 
-def test_a_session_keeps_to_its_front_door(service: Service) -> None:
+def test_a_session_keeps_to_its_ingress(service: Service) -> None:
     for number in range(4):
         headers = {"x-session-id": f"session-{number}"}
         with service.http() as http:
-            doors = {http.post(**question("Hi"), headers=headers).headers["x-ingress"] for _ in range(5)}
-        assert len(doors) == 1, doors
+            ingresses = {http.post(**question("Hi"), headers=headers).headers["x-ingress"] for _ in range(5)}
+        assert len(ingresses) == 1, ingresses
 
 
 def test_what_is_deleted_at_one_is_forgotten_by_all(service: Service) -> None:
@@ -169,7 +169,7 @@ def test_what_is_deleted_at_one_is_forgotten_by_all(service: Service) -> None:
     headers = {"x-session-id": "to be forgotten"}
     with service.http() as http:
         stored = client.responses.create(model=MODEL, input="Hello", max_output_tokens=2)
-        for _ in range(6):  # at one front door or another
+        for _ in range(6):  # at one ingress or another
             assert http.get(f"/v1/responses/{stored.id}").status_code == 200
         assert http.delete(f"/v1/responses/{stored.id}").status_code == 200
         assert [http.get(f"/v1/responses/{stored.id}").status_code for _ in range(6)] == [404] * 6
@@ -200,13 +200,13 @@ def test_what_is_deleted_at_one_is_forgotten_by_all(service: Service) -> None:
 
 
 def test_metrics_are_those_of_all(service: Service) -> None:
-    of_doors = {
+    of_ingresses = {
         dict(labels).get("ingress")
         for (name, labels), value in service.metrics().items()
         if name == "samovar_requests_total"
     }
-    assert len(of_doors) >= DOORS
-    assert None not in of_doors
+    assert len(of_ingresses) >= INGRESSES
+    assert None not in of_ingresses
 
 
 def open_at_once(service: Service, tenant: str, requests: int) -> tuple[int, list[int]]:
@@ -232,13 +232,13 @@ def open_at_once(service: Service, tenant: str, requests: int) -> tuple[int, lis
     return max(sum(begin <= at < end for begin, end in spans) for at, _ in spans), statuses
 
 
-def test_limits_of_a_tenant_hold_at_all_front_doors_together(service: Service) -> None:
+def test_limits_of_a_tenant_hold_at_all_ingresses_together(service: Service) -> None:
     most, statuses = open_at_once(service, "two", 6 * LIMIT)
     assert set(statuses) == {200, 429}, statuses
-    assert LIMIT // DOORS <= most < 2 * LIMIT, (most, statuses)
+    assert LIMIT // INGRESSES <= most < 2 * LIMIT, (most, statuses)
 
 
-def test_a_front_door_that_dies_is_replaced_and_its_conversations_go_on(
+def test_an_ingress_that_dies_is_replaced_and_its_conversations_go_on(
     service: Service, letters: list[int]
 ) -> None:
     client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEYS["one"])
@@ -248,8 +248,8 @@ def test_a_front_door_that_dies_is_replaced_and_its_conversations_go_on(
     kill_one(service, random.Random(0))
     for talk in talks:
         talk.turn(client)
-        assert all(talk.hits), (talk.doors, talk.cached, talk.chain_tokens)
-    all_doors_serve(service)
+        assert all(talk.hits), (talk.ingresses, talk.cached, talk.chain_tokens)
+    all_ingresses_serve(service)
 
 
 def kill_one(service: Service, rng: random.Random) -> None:
@@ -282,7 +282,7 @@ class Tries:
             self.said["200"] += 1
 
 
-def test_front_doors_killed_at_random_under_load(service: Service, letters: list[int]) -> None:
+def test_ingresses_killed_at_random_under_load(service: Service, letters: list[int]) -> None:
     """Every request succeeds by an unmodified client's own retries, with the same text as without kills."""
     kills, rng = int(os.environ.get("TESTS_KILLS", KILLS)), random.Random(7)
     patient = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEYS["one"])
@@ -310,13 +310,13 @@ def test_front_doors_killed_at_random_under_load(service: Service, letters: list
                 tally["turns"] += 1
                 if talk.texts[turn] != reference[number][turn]:
                     tally["wrong"] += 1
-            for hit, before, after in zip(talk.hits, talk.doors, talk.doors[1:], strict=False):
+            for hit, before, after in zip(talk.hits, talk.ingresses, talk.ingresses[1:], strict=False):
                 tally[f"{'same' if before == after else 'other'}:{'hit' if hit else 'miss'}"] += 1
 
     def crowd() -> None:
         nonlocal most
         while not over.is_set():
-            with suppress(httpx.TransportError, ValueError):  # its front door has died
+            with suppress(httpx.TransportError, ValueError):  # its ingress has died
                 most = max(most, open_at_once(service, "two", 2 * LIMIT)[0])
 
     threads = [threading.Thread(target=talker, args=(number,)) for number in range(TALKERS)]
@@ -325,7 +325,7 @@ def test_front_doors_killed_at_random_under_load(service: Service, letters: list
         thread.start()
     try:
         for _ in range(kills):
-            until("three front doors", lambda: len(service.pids_of(INGRESS)) == DOORS, 120)
+            until("three ingresses", lambda: len(service.pids_of(INGRESS)) == INGRESSES, 120)
             before = tally["turns"]
             kill_one(service, rng)
             until("answers go on", lambda before=before: tally["turns"] >= before + TALKERS, 120)

@@ -1,11 +1,11 @@
-"""Before a tenant is refused it is made sure that the front doors that fill its limit live."""
+"""Before a tenant is refused it is made sure that the ingresses that fill its limit live."""
 
 from __future__ import annotations
 
 import threading
 
 from cache_tiers.sessions import Use
-from cache_tiers.sessions.door_deaths import DoorDeaths
+from cache_tiers.sessions.ingress_deaths import IngressDeaths
 from cache_tiers.sessions.session_table import Sync
 from tests.support.router.fake_directory import StillActor
 
@@ -21,7 +21,7 @@ def test_the_dead_are_buried_and_faults_are_no_deaths() -> None:
             raise OSError("GCS is away")
         return actor == "2"
 
-    deaths = DoorDeaths(is_dead, buried.append, wait_s=WAIT_S, pause_s=0.0)
+    deaths = IngressDeaths(is_dead, buried.append, wait_s=WAIT_S, pause_s=0.0)
     assert not deaths.look({})
     assert not deaths.look({"a": "1", "c": "3"})
     assert deaths.look({"c": "3", "b": "2", "a": "1"})
@@ -35,7 +35,7 @@ def test_after_a_look_there_is_a_pause() -> None:
         asked.append(actor)
         return False
 
-    deaths = DoorDeaths(is_dead, asked.append, wait_s=WAIT_S, pause_s=3600.0)
+    deaths = IngressDeaths(is_dead, asked.append, wait_s=WAIT_S, pause_s=3600.0)
     for _ in range(5):
         assert not deaths.look({"a": "1"})
     assert asked == ["1"]
@@ -49,14 +49,14 @@ def test_a_cluster_that_does_not_answer_holds_up_nobody() -> None:
         return answers.wait(WAIT_S)
 
     buried: list[str] = []
-    deaths = DoorDeaths(is_dead, buried.append, wait_s=0.01, pause_s=0.0)
+    deaths = IngressDeaths(is_dead, buried.append, wait_s=0.01, pause_s=0.0)
     assert not deaths.look({"a": "1"})
     assert begun.wait(WAIT_S)
     assert not deaths.look({"a": "1"}), "and no second thread waits for it"
-    assert sum(thread.name == "door-deaths" for thread in threading.enumerate()) == 1
+    assert sum(thread.name == "ingress-deaths" for thread in threading.enumerate()) == 1
     answers.set()
     for thread in threading.enumerate():
-        if thread.name == "door-deaths":
+        if thread.name == "ingress-deaths":
             thread.join(WAIT_S)
     assert buried == ["a"]
 
@@ -70,17 +70,17 @@ class Actor(StillActor):
         return actor in self.dead
 
 
-def test_the_actor_frees_what_a_dead_front_door_had_before_it_refuses() -> None:
-    actor = Actor(1000, 32, 60.0, door_silent_s=0.0)
-    actor._deaths = DoorDeaths(actor._is_dead, actor._bury, wait_s=WAIT_S, pause_s=0.0)
+def test_the_actor_frees_what_a_dead_ingress_had_before_it_refuses() -> None:
+    actor = Actor(1000, 32, 60.0, ingress_silent_s=0.0)
+    actor._deaths = IngressDeaths(actor._is_dead, actor._bury, wait_s=WAIT_S, pause_s=0.0)
     actor._quotas._silent_s = 3600.0  # no silence has told of it
     limit = Use(4, 4, 40)
-    for door in ("a", "b"):
+    for ingress in ("a", "b"):
         for _ in range(2):
-            actor.sync(Sync("", 0, door=door, doors=2, actor=f"actor of {door}"))
-    actor.sync(Sync("", 0, door="b", uses={TENANT: Use(3, 3, 30)}, doors=2, actor="actor of b"))
+            actor.sync(Sync("", 0, ingress=ingress, ingresses=2, actor=f"actor of {ingress}"))
+    actor.sync(Sync("", 0, ingress="b", uses={TENANT: Use(3, 3, 30)}, ingresses=2, actor="actor of b"))
     assert not actor.allow("a", 1, TENANT, Use(3, 3, 30), limit), "b lives"
     actor.dead = frozenset({"actor of b"})
     assert actor.allow("a", 2, TENANT, Use(3, 3, 30), limit)
-    assert actor.sync(Sync("", 0, door="a", doors=2, asked=2, actor="actor of a")).doors == 1
+    assert actor.sync(Sync("", 0, ingress="a", ingresses=2, asked=2, actor="actor of a")).ingresses == 1
     actor.check_integrity()

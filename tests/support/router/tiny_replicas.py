@@ -1,4 +1,4 @@
-"""Real replicas with tiny engines behind links, in this process: what front doors read from, one or several.
+"""Real replicas with tiny engines behind links, in this process: what ingresses read from, one or several.
 
 Their engines take as many steps as they are allowed, so that a test can stop an answer in the middle.
 """
@@ -15,16 +15,17 @@ from typing import Any
 
 from configs.optional_sections import AnswerSettings
 from configs.settings import Settings
-from replicas.answers import KeptAnswers, SweepTimer
+from replicas.answers import AnswerLogs, SweepTimer
 from replicas.engine import EngineThread
 from replicas.links import Inlet, Links
-from replicas.messages import Delta, Event, GenerateRequest, KeptAnswer
+from replicas.messages import Delta, Event, GenerateRequest, LoggedAnswer, ReplyTo
 from replicas.serving.deployment import Replica, _call_later, places
-from replicas.serving.door_loads import DoorLoads
+from replicas.serving.ingress_loads import IngressLoads
+from replicas.serving.requests import pack_request
 from replicas.turns import TenantThreads
 from router.routing import ReplicaLost
-from router.routing.kept_search import KeptSearch
-from router.routing.linked_call import LinkedCall
+from router.routing.answer_search import AnswerSearch
+from router.routing.direct_call import DirectCall
 from router.routing.replica_client import choices_ended
 from tests.support.clock import Clock
 from tests.support.engines.engines import small_engine
@@ -68,14 +69,14 @@ class TinyReplica(Replica):
         self._tiers = None
         self._sampler = built.engine.sampler
         self._thread = EngineThread(self.engine, self._deliver, 60.0)  # type: ignore[arg-type]
-        self._streams, self._untold, self._kept_logs, self._kept_spans = {}, {}, {}, {}
+        self._streams, self._untold, self._answer_logs, self._kept_spans = {}, {}, {}, {}
         self._links = Links(LINKS, 60.0)
-        self._door_loads = DoorLoads(name)
+        self._ingress_loads = IngressLoads(name)
         self._compiles = TenantThreads("compile", 1, places=8)
         self._places = places(self._settings.engine)
         self._inlet = Inlet(LOOPBACK, LINKS, 0.0)
         self._keys = itertools.count()
-        self._kept = KeptAnswers(answers, self._abort_kept, clock)
+        self._kept = AnswerLogs(answers, self._abort_kept, clock)
         self._sweeps = SweepTimer(self._kept, _call_later, clock)
         self.is_lost = False
         self._thread.start()
@@ -101,17 +102,18 @@ class TinyReplica(Replica):
         return int(self.engine.stats().generated_tokens)
 
 
-class KeptReplicas(FakeReplicas):
-    """`ReplicaClient` of one front door over the replicas that all of them share."""
+class TinyReplicaClient(FakeReplicas):
+    """`ReplicaClient` of one ingress over the replicas that all of them share."""
 
     def __init__(self, replicas: list[TinyReplica]) -> None:
         super().__init__(lambda request: say([]))
         self.tiny = replicas
         self.heard = 0  # tokens that have come, of all replicas
         self.cuts = 0  # of connections that end with the next events, of replicas that live on
-        self.search = KeptSearch(60.0)
+        self.search = AnswerSearch(60.0)
         self.has_links = True
         self.inlet = Inlet(LOOPBACK, LINKS, 0.0)
+        self.links = Links(LINKS, 60.0)
         self.infos = [replace(INFO, replica_id=info_of(one).replica_id) for one in replicas]
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
@@ -119,14 +121,8 @@ class KeptReplicas(FakeReplicas):
         names = {info_of(one).replica_id: one for one in self.tiny if not one.is_lost}
         fitting = [name for name in names if name not in request.route.avoid] or list(names)
         name = request.route.only if request.route.only in names else fitting[0]
-        ticket = uuid.uuid4().hex
-        asked = replace(
-            request,
-            model="",
-            route=replace(request.route, ticket=ticket),
-            reply_to=await self.inlet.address() if self.has_links else None,
-        )
-        call = LinkedCall(names[name].generate(asked), self.inlet, ticket, joins=request.keep is None)
+        asked = replace(request, model="", route=replace(request.route, ticket=uuid.uuid4().hex))
+        call = await self.linked(names[name], asked) if self.has_links else names[name].generate(asked)
         choices_open = request.n
         self.open += 1
         try:
@@ -143,9 +139,25 @@ class KeptReplicas(FakeReplicas):
                     break
         finally:
             self.open -= 1
-            call.close(is_over=choices_open <= 0)
+            if isinstance(call, DirectCall):
+                call.close(is_over=choices_open <= 0)
+            else:
+                await call.aclose()
 
-    async def kept(self, tenant: bytes, ref: bytes) -> tuple[KeptAnswer | None, bool]:
+    async def linked(self, replica: TinyReplica, request: GenerateRequest) -> DirectCall:
+        """Return a call over a link, which has begun."""
+        told = await replica.record_replica_metadata()
+        link = await self.links.reach(ReplyTo.of(told["address"]))
+        assert link is not None
+        call = DirectCall(self.inlet, link, request.route.ticket, joins=request.keep is None)
+        try:
+            await call.begin(pack_request(replace(request, reply_to=await self.inlet.address())))
+        except BaseException:
+            call.close(is_over=False)
+            raise
+        return call
+
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         asked = [one.kept(tenant, ref) for one in self.tiny if not one.is_lost]
         found, is_whole = await self.search.find(asked, ())
         return found, is_whole and self.all_asked
@@ -173,18 +185,18 @@ async def tiny_replicas(
             if not one.is_lost:
                 await until(lambda one=one: not one.engine.real.has_work)  # type: ignore[misc]
                 assert not streams_of(one)
-                assert not one._kept_logs
-                assert not one._door_loads._calls
+                assert not kept_by(one)
+                assert not one._ingress_loads._calls
     finally:
         for one in made:
             one.stop()
 
 
 @asynccontextmanager
-async def front_door(replicas: list[TinyReplica], **settings: Any) -> AsyncIterator[tuple[House, Any]]:
-    """A front door over them, with a client; several of them know nothing of each other."""
+async def ingress(replicas: list[TinyReplica], **settings: Any) -> AsyncIterator[tuple[House, Any]]:
+    """An ingress over them, with a client; several of them know nothing of each other."""
     house = House(**settings)
-    client = KeptReplicas(replicas)
+    client = TinyReplicaClient(replicas)
     house.replicas = client
     object.__setattr__(house.service, "client", client)
     object.__setattr__(house.service.readiness, "_client", client)

@@ -50,7 +50,7 @@ _VALUES: TypeAdapter[dict[str, Any]] = TypeAdapter(
 CODE_FILES = ("*.py", "*.cpp", "*.h")
 
 
-class KeptMeasurements:
+class MeasurementCache:
     """The measurements of one model on one machine, in one JSON file; the values are plain data.
 
     `folder`: None keeps nothing. `keep_s`: older measurements are taken again. `measures`: False takes what

@@ -1,7 +1,7 @@
-"""How many front doors a cluster has: one on each node, while nodes come and go.
+"""How many ingresses a cluster has: one on each node, while nodes come and go.
 
 Serve has no deployment with one replica a node. It has autoscaling, whose policy here counts nodes, not load;
-Serve spreads the front doors over the nodes as well as it can, and makes a new one where one has died.
+Serve spreads the ingresses over the nodes as well as it can, and makes a new one where one has died.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from configs.optional_sections import DOORS_MAX
+from configs.optional_sections import INGRESSES_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,11 @@ def nodes_alive() -> int:
 
 
 def one_per_node(nodes: int, now: int) -> int:
-    """Return how many front doors `nodes` nodes are to have, where there are `now`; no news is no change."""
-    return min(nodes, DOORS_MAX) if nodes > 0 else now
+    """Return how many ingresses `nodes` nodes are to have, where there are `now`; no news is no change."""
+    return min(nodes, INGRESSES_MAX) if nodes > 0 else now
 
 
-class OneDoorPerNode:
+class OneIngressPerNode:
     """The autoscaling policy that Ray Serve calls in its controller, ten times a second. Never raises.
 
     Nodes are counted in a thread: GCS may hang, and the controller must not. The thread ends when there was
@@ -50,7 +50,7 @@ class OneDoorPerNode:
         self._thread: threading.Thread | None = None
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Return how many front doors there should be."""
+        """Return how many ingresses there should be."""
         self._is_called = True
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="count-nodes", daemon=True)
@@ -71,13 +71,13 @@ class OneDoorPerNode:
             self._pause.wait(self._look_s)
 
 
-def one_door_per_node() -> AutoscalingConfig:
-    """Return Serve's configuration of a front door on each node."""
+def one_ingress_per_node() -> AutoscalingConfig:
+    """Return Serve's configuration of an ingress on each node."""
     return AutoscalingConfig(
         min_replicas=1,
         initial_replicas=1,
-        max_replicas=DOORS_MAX,
+        max_replicas=INGRESSES_MAX,
         upscale_delay_s=0.0,
         downscale_delay_s=0.0,
-        policy=AutoscalingPolicy(policy_function="cluster.serve.front_doors:OneDoorPerNode"),
+        policy=AutoscalingPolicy(policy_function="cluster.serve.ingresses:OneIngressPerNode"),
     )

@@ -1,7 +1,7 @@
-"""Ray Serve's request router of the front doors, in its HTTP proxies: a session keeps to one front door.
+"""Ray Serve's request router of the ingresses, in its HTTP proxies: a session keeps to one ingress.
 
 A session is what the header `x-session-id` names (RAY_SERVE_SESSION_ID_HEADER_KEY): a proxy sees no more of a
-request than its head. It goes to the first front door by its hash that lives, so that most sessions stay
+request than its head. It goes to the first ingress by its hash that lives, so that most sessions stay
 where they are when one comes or dies. All else goes to one of two on this node, whichever has less to do.
 What it learns of them is known to the proxy's guard, too, which sends them requests without it.
 
@@ -16,33 +16,33 @@ import random
 
 from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
 
-from router.proxy import known_doors
+from router.proxy import known_ingresses
 from router.routing import Rendezvous
 
 logger = logging.getLogger("ray.serve")
 
 
-class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
-    """Sends a session's requests to one front door."""
+class IngressRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
+    """Sends a session's requests to one ingress."""
 
     def initialize_state(self) -> None:
-        """Begin without front doors."""
+        """Begin without ingresses."""
         self._rng = random.Random()
         self._ring: tuple[frozenset[str], Rendezvous] | None = None
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take in which front doors there are, here and for the guard."""
+        """Take in which ingresses there are, here and for the guard."""
         super().update_replicas(replicas)
         try:
             told = [(one.replica_id.unique_id, one.node_id, one.replica_metadata) for one in replicas]
-            known_doors.learn(self._deployment_id, told, self._self_node_id)
+            known_ingresses.learn(self._deployment_id, told, self._self_node_id)
         except Exception:  # Serve goes on without links
-            logger.exception("the addresses of the front doors are not known")
+            logger.exception("the addresses of the ingresses are not known")
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the front doors that a request tries, the best first; of a group, the less busy one."""
+        """Return the ingresses that a request tries, the best first; of a group, the less busy one."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         if len(candidate_replicas) < 2 or pending_request is None:
@@ -50,7 +50,7 @@ class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's c
         try:
             return self._ranked(candidate_replicas, pending_request)
         except Exception:  # an exception here would hang the request
-            logger.exception("choosing a front door failed; any may serve this request")
+            logger.exception("choosing an ingress failed; any may serve this request")
             return [candidate_replicas]
 
     def _ranked(
@@ -59,7 +59,7 @@ class DoorRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's c
         by_name = {replica.replica_id.unique_id: replica for replica in candidates}
         session = pending_request.metadata.session_id
         if session:
-            groups = known_doors.by_session(session, list(by_name), self._ring_of(frozenset(by_name)))
+            groups = known_ingresses.by_session(session, list(by_name), self._ring_of(frozenset(by_name)))
             return [[by_name[name] for name in group] for group in groups]
         near = [self._replicas[one] for one in self.apply_locality_routing(pending_request)]
         chosen = near if len(near) <= 2 else self._rng.sample(near, 2)

@@ -1,4 +1,4 @@
-"""A request whose front door dies before its answer begins goes to another, by the proxy's own hand."""
+"""A request whose ingress dies before its answer begins goes to another, by the proxy's own hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from configs.settings import LimitsSettings
-from router.proxy import KeptBodies
+from router.proxy import RetryBuffer
 from router.proxy.proxy_guard import ProxyGuard
 from tests.support.router.asgi_bodies import whole_body
 from tests.support.router.router_harness import serving
@@ -21,8 +21,8 @@ CHAT = "/v1/chat/completions"
 BODY = bytes(range(256)) * 600
 
 
-class DyingDoors:
-    """Serve's proxy before front doors of which the first `lost` die: `begins`: after the answer's head."""
+class DyingIngresses:
+    """Serve's proxy before ingresses of which the first `lost` die: `begins`: after the answer's head."""
 
     def __init__(self, lost: int, *, begins: bool = False) -> None:
         self.lost = lost
@@ -43,10 +43,10 @@ class DyingDoors:
 
 @asynccontextmanager
 async def proxy(
-    doors: DyingDoors, bytes_max: int = 1 << 20
-) -> AsyncIterator[tuple[httpx.AsyncClient, KeptBodies]]:
-    bodies = KeptBodies(bytes_max)
-    guard = ProxyGuard(doors, limits=LimitsSettings(), bodies=bodies)
+    ingresses: DyingIngresses, bytes_max: int = 1 << 20
+) -> AsyncIterator[tuple[httpx.AsyncClient, RetryBuffer]]:
+    bodies = RetryBuffer(bytes_max)
+    guard = ProxyGuard(ingresses, limits=LimitsSettings(), bodies=bodies)
     async with serving(guard, lifespan="off") as url, httpx.AsyncClient(base_url=url) as client:
         yield client, bodies
         assert bodies.held_bytes == 0
@@ -54,53 +54,53 @@ async def proxy(
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize"])
 async def test_it_is_sent_once_more_with_the_same_body(path: str) -> None:
-    doors = DyingDoors(1)
-    async with proxy(doors) as (client, bodies):
+    ingresses = DyingIngresses(1)
+    async with proxy(ingresses) as (client, bodies):
         answer = await client.post(path, content=BODY)
         assert (answer.status_code, answer.json()) == (200, True)
-        assert doors.bodies == [BODY, BODY]
+        assert ingresses.bodies == [BODY, BODY]
         assert bodies.repeated == 1
         assert (await client.get("/v1/models")).status_code == 200
         assert bodies.repeated == 1
 
 
 async def test_and_not_a_third_time() -> None:
-    doors = DyingDoors(2)
-    async with proxy(doors) as (client, _):
+    ingresses = DyingIngresses(2)
+    async with proxy(ingresses) as (client, _):
         answer = await client.post(CHAT, content=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ingress_lost")
-        assert len(doors.bodies) == 2
+        assert len(ingresses.bodies) == 2
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/v1/files"), ("DELETE", "/v1/responses/r"), ("POST", "/cache/clear")]
 )
 async def test_what_may_change_something_is_the_clients_to_repeat(method: str, path: str) -> None:
-    doors = DyingDoors(1)
-    async with proxy(doors) as (client, bodies):
+    ingresses = DyingIngresses(1)
+    async with proxy(ingresses) as (client, bodies):
         answer = await client.request(method, path, content=b"x")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ingress_lost")
         assert bodies.repeated == 0
 
 
 async def test_an_answer_that_has_begun_is_not_begun_again() -> None:
-    doors = DyingDoors(1, begins=True)
-    async with proxy(doors) as (client, _):
+    ingresses = DyingIngresses(1, begins=True)
+    async with proxy(ingresses) as (client, _):
         with pytest.raises(httpx.RemoteProtocolError):
             await client.post(CHAT, content=BODY)
-        assert len(doors.bodies) == 1
+        assert len(ingresses.bodies) == 1
 
 
 @pytest.mark.parametrize("bytes_max", [0, len(BODY) - 1])
 async def test_a_body_without_room_is_not_repeated(bytes_max: int) -> None:
-    doors = DyingDoors(1)
-    async with proxy(doors, bytes_max) as (client, _):
+    ingresses = DyingIngresses(1)
+    async with proxy(ingresses, bytes_max) as (client, _):
         assert (await client.post(CHAT, content=BODY)).status_code == 503
-        assert doors.bodies == [BODY]
+        assert ingresses.bodies == [BODY]
 
 
 async def test_the_room_is_that_of_all_requests_together() -> None:
-    bodies = KeptBodies(10)
+    bodies = RetryBuffer(10)
 
     async def receive() -> Message:
         return {"type": "http.request", "body": b"123456", "more_body": False}

@@ -1,4 +1,4 @@
-"""Which front doors are dead, as the cluster knows: asked before a tenant is refused on their account."""
+"""Which ingresses are dead, as the cluster knows: asked before a tenant is refused on their account."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.1
-"""How long a question of a front door waits for the cluster's answer."""
+"""How long a question of an ingress waits for the cluster's answer."""
 PAUSE_S = 0.1
 """After a look there is none for so long: a tenant that asks in vain must not keep the cluster busy."""
 
 
-class DoorDeaths:
-    """Looks for dead front doors, in a thread, because GCS may hang. Thread-safe.
+class IngressDeaths:
+    """Looks for dead ingresses, in a thread, because GCS may hang. Thread-safe.
 
     `is_dead`: of an actor, may raise and hang. `bury`: called in the thread for each one that is dead.
     """
@@ -40,7 +40,7 @@ class DoorDeaths:
         self._found = False
 
     def look(self, actors: Mapping[str, str]) -> bool:
-        """Return whether one of the front doors was found dead just now. `actors`: name -> its actor."""
+        """Return whether one of the ingresses was found dead just now. `actors`: name -> its actor."""
         now_s = time.monotonic()
         with self._lock:
             looked = self._looked
@@ -50,20 +50,20 @@ class DoorDeaths:
                 looked = self._looked = threading.Event()
                 self._began_s = now_s
                 threading.Thread(
-                    target=self._look, args=(dict(actors), looked), name="door-deaths", daemon=True
+                    target=self._look, args=(dict(actors), looked), name="ingress-deaths", daemon=True
                 ).start()
             left_s = self._wait_s - (now_s - self._began_s)
         return looked.wait(max(0.0, left_s)) and self._found
 
     def _look(self, actors: dict[str, str], looked: threading.Event) -> None:
         found = False
-        for door, actor in actors.items():
+        for ingress, actor in actors.items():
             try:
                 if self._is_dead(actor):
-                    self._bury(door)
+                    self._bury(ingress)
                     found = True
             except Exception:  # GCS unavailable: it is forgotten when it was silent for long
-                logger.exception("it is not known whether ingress %s lives", door[:8])
+                logger.exception("it is not known whether ingress %s lives", ingress[:8])
         with self._lock:
             self._found = found
             self._looked = None

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cache_tiers.blocks import TAG_BYTES
 from configs.optional_sections import AnswerSettings
-from replicas.answers import KeptAnswers, KeptLog, SweepTimer
-from replicas.answers.kept import PIECE_BYTES
+from replicas.answers import AnswerLog, AnswerLogs, SweepTimer
+from replicas.answers.answer_log import PIECE_BYTES
 from replicas.links import said_events
 from replicas.messages import (
     Admitted,
@@ -57,7 +57,7 @@ class Heard:
         self.choices_open = choices_open
 
 
-def tell(book: KeptAnswers, log: KeptLog, reader: Heard, has: tuple[Event, ...] = ()) -> None:
+def tell(book: AnswerLogs, log: AnswerLog, reader: Heard, has: tuple[Event, ...] = ()) -> None:
     """Attach a reader that reads as fast as it is told."""
     for _ in book.attach(log, reader, has):
         book.check_integrity()
@@ -69,7 +69,7 @@ def asked(name: int, tenant: int = 0, *, n: int = 1, before: tuple[Event, ...] =
     return GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=9), n, keep=keep, **tags)  # type: ignore[arg-type]
 
 
-class Book(KeptAnswers):
+class Book(AnswerLogs):
     """With what it has aborted."""
 
     def __init__(self, settings: AnswerSettings = SETTINGS) -> None:
@@ -176,7 +176,7 @@ def test_what_is_erased_is_computed_no_further_unless_somebody_reads_it(tags: se
     book.check_integrity()
 
 
-def kept_whole(book: Book, key: int, tenant: int, texts: int = 1, size: int = 10) -> KeptLog:
+def kept_whole(book: Book, key: int, tenant: int, texts: int = 1, size: int = 10) -> AnswerLog:
     """Return the log of an answer that is over, of so many deltas."""
     log = book.begin(key, asked(key, tenant), Heard())
     for number in range(texts):
@@ -326,7 +326,7 @@ def test_the_timer_moves_forward_for_an_answer_that_is_due_before_the_others() -
 @settings(max_examples=examples(300))
 def test_the_bounds_hold_in_any_history(steps: list[tuple[str, int, int]]) -> None:
     book, key = Book(), 0
-    logs: dict[int, tuple[KeptLog, list[Heard]]] = {}
+    logs: dict[int, tuple[AnswerLog, list[Heard]]] = {}
     for step, name, size in steps:
         request: Any = asked(name, tenant=name % 2)
         found = logs.get(name)

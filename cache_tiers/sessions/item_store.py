@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from cache_tiers.sessions.shelf import Item, KeptBounds, Kind, Shelf
+from cache_tiers.sessions.shelf import Item, ItemBounds, Kind, Shelf
 
-if TYPE_CHECKING:  # the file's module imports SQLite, which front doors do without
-    from cache_tiers.sessions.kept_file import KeptFile
+if TYPE_CHECKING:  # the file's module imports SQLite, which ingresses do without
+    from cache_tiers.sessions.item_file import ItemFile
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +25,18 @@ class NotErased(Exception):
     """The file of kept items cannot be written: what was to be forgotten is still in it."""
 
 
-class KeptShelf:
-    """What front doors keep, in memory and, where it may be, in a file. `wall_clock`: unix seconds."""
+class ItemStore:
+    """What ingresses keep, in memory and, where it may be, in a file. `wall_clock`: unix seconds."""
 
     def __init__(
-        self, bounds: KeptBounds, cleared_at: ClearedAt, wall_clock: Callable[[], float] = time.time
+        self, bounds: ItemBounds, cleared_at: ClearedAt, wall_clock: Callable[[], float] = time.time
     ) -> None:
         self._bounds = bounds
         self._cleared_at = cleared_at
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
         self._shelf = Shelf(bounds.bytes_max, bounds.replies_max)
-        self._file: KeptFile | None = None
+        self._file: ItemFile | None = None
         self._expired_s = wall_clock()
         if bounds.bytes_max > 0:
             self._open()
@@ -46,14 +46,14 @@ class KeptShelf:
             return
         import sqlite3
 
-        from cache_tiers.sessions.kept_file import KeptFile
+        from cache_tiers.sessions.item_file import ItemFile
 
         try:
-            self._file = KeptFile(self._bounds.path)
+            self._file = ItemFile(self._bounds.path)
             gone = [lost for item in self._file.load(self._wall_clock()) for lost in self._shelf.put(item)]
             self._file.erase(gone)
         except (OSError, sqlite3.Error) as error:
-            logger.warning("front doors keep nothing on disk: %s: %s", self._bounds.path, error)
+            logger.warning("ingresses keep nothing on disk: %s: %s", self._bounds.path, error)
             self._file = None
 
     def put(self, items: Iterable[Item]) -> int:
@@ -127,19 +127,19 @@ class KeptShelf:
             if durable:
                 self._file.erase(durable)
         except sqlite3.Error as error:
-            logger.warning("an item of a front door is not on disk: %s", error)
+            logger.warning("an item of an ingress is not on disk: %s", error)
 
-    def _erase(self, erase: Callable[[KeptFile], None]) -> None:
+    def _erase(self, erase: Callable[[ItemFile], None]) -> None:
         """Erase from the file what was forgotten on purpose, also what only the file has."""
         path = self._bounds.path
         if path is None or (self._file is None and not path.exists()):
             return
         import sqlite3
 
-        from cache_tiers.sessions.kept_file import KeptFile
+        from cache_tiers.sessions.item_file import ItemFile
 
         try:
-            self._file = self._file or KeptFile(path)
+            self._file = self._file or ItemFile(path)
             erase(self._file)
         except (OSError, sqlite3.Error) as error:
             raise NotErased(f"{path}: {error}") from error

@@ -1,4 +1,4 @@
-"""The metrics of all front doors in one answer: whichever of them is asked. Pure."""
+"""The metrics of all ingresses in one answer: whichever of them is asked. Pure."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class _Families(Collector):
         yield from self._families
 
 
-def merged(text: bytes, doors: Mapping[str, bytes]) -> bytes:
-    """Return Prometheus text with each front door's own metrics, told apart by the label `ingress`.
+def merged(text: bytes, ingresses: Mapping[str, bytes]) -> bytes:
+    """Return Prometheus text with each ingress's own metrics, told apart by the label `ingress`.
 
-    `text`: all metrics of the one that was asked; those that are in `doors` (name -> its own metrics) replace
-    what it says for itself. Without `doors` it stays as it is.
+    `text`: all metrics of the one that was asked; those that are in `ingresses` (name -> its own metrics)
+    replace what it says for itself. Without `ingresses` it stays as it is.
     """
-    if not doors:
+    if not ingresses:
         return text
     local: dict[str, Metric] = {}
-    for door, own in doors.items():
+    for ingress, own in ingresses.items():
         for family in text_string_to_metric_families(own.decode()):
             if not family.samples:
                 continue
             named = local.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             labelled = (
-                sample._replace(labels={**sample.labels, LABEL: door[:NAME_CHARS]})
+                sample._replace(labels={**sample.labels, LABEL: ingress[:NAME_CHARS]})
                 for sample in family.samples
             )
             named.samples.extend(labelled)

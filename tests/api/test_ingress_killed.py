@@ -1,4 +1,4 @@
-"""The front door is killed in mid-stream: its client asks again, and reads on where it was."""
+"""The ingress is killed in mid-stream: its client asks again, and reads on where it was."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def is_up(service: Service) -> bool:
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2}], ids=["one", "two"])
-def test_a_front_door_killed_in_mid_stream_is_followed_by_another(
+def test_an_ingress_killed_in_mid_stream_is_followed_by_another(
     more: dict[str, Any], service: Service
 ) -> None:
     body = BODY | more
@@ -87,7 +87,7 @@ def test_a_front_door_killed_in_mid_stream_is_followed_by_another(
     assert failed is not None
     assert failed["code"] == "ingress_lost", failed
     assert len(seen) < len(whole)
-    until("another front door is up", lambda: is_up(service), 120)
+    until("another ingress is up", lambda: is_up(service), 120)
     rest, failed = read(service, body, named | {"Last-Event-ID": seen[-1][0]})
     assert failed is None
     assert said([*seen, *rest]) == said(whole)
@@ -105,7 +105,7 @@ def test_a_front_door_killed_in_mid_stream_is_followed_by_another(
     until("no page is held", service.idle)
 
 
-def test_an_answer_that_does_not_stream_survives_its_front_door(service: Service) -> None:
+def test_an_answer_that_does_not_stream_survives_its_ingress(service: Service) -> None:
     body = {name: value for name, value in BODY.items() if not name.startswith("stream")}
     named = {"Idempotency-Key": "whole answer"}
     with service.http() as http:
@@ -113,8 +113,8 @@ def test_an_answer_that_does_not_stream_survives_its_front_door(service: Service
         before = computed(service)
         (pid,) = service.pids_of(INGRESS)
         os.kill(pid, signal.SIGKILL)
-        until("the front door is gone", lambda: pid not in service.pids_of(INGRESS), 30)
-        until("another front door is up", lambda: is_up(service), 120)
+        until("the ingress is gone", lambda: pid not in service.pids_of(INGRESS), 30)
+        until("another ingress is up", lambda: is_up(service), 120)
         second = http.post(CHAT, json=body, headers=named).raise_for_status()
         assert second.headers["idempotent-replayed"] == "true"
         again = second.json()

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 from cache_tiers.pricing import TierPrice, fit_prefill
 from configs.sections import TierSettings
 from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas import kept_measurements
+from replicas import measurement_cache
 from replicas.engine import Probe, ProbeResult
 from replicas.forward import GatherSdpa
-from replicas.kept_measurements import KeptMeasurements
+from replicas.measurement_cache import MeasurementCache
 from replicas.start.build import BuiltEngine, Start
 from tests.support.clock import Clock
 
@@ -30,7 +30,7 @@ def measured(
     folder: Path | None, wall: Clock, *depends_on: str, keep_s: float = DAY_S, value: float = 1.0
 ) -> float:
     """One start that needs one number; the value is what measuring would give now."""
-    kept = KeptMeasurements(folder, keep_s, *depends_on, wall_clock=wall)
+    kept = MeasurementCache(folder, keep_s, *depends_on, wall_clock=wall)
     number = kept.get("number", NUMBER, lambda: value, 0.0)
     kept.save()
     return number
@@ -47,7 +47,7 @@ def test_a_price_of_loads_of_any_size_comes_back(tmp_path: Path, caplog: pytest.
     """It is proved for infinitely many bytes, which JSON has no number for."""
     price, kind = TierPrice(0.001, 5e9), TypeAdapter(TierPrice | None)
     for measures in (lambda: price, lambda: None):
-        kept = KeptMeasurements(tmp_path, DAY_S, wall_clock=Clock(1.7e9))
+        kept = MeasurementCache(tmp_path, DAY_S, wall_clock=Clock(1.7e9))
         assert kept.get("swap", kind, measures, None) == price
         kept.save()
     assert not caplog.messages
@@ -64,7 +64,7 @@ def test_old_measurements_are_taken_again_and_kept_anew(tmp_path: Path, passed_s
 
 def test_of_two_starts_at_once_one_measures(tmp_path: Path) -> None:
     wall, begun = Clock(1.7e9), threading.Event()
-    first, second = (KeptMeasurements(tmp_path, DAY_S, wall_clock=wall) for _ in range(2))
+    first, second = (MeasurementCache(tmp_path, DAY_S, wall_clock=wall) for _ in range(2))
 
     def start_too() -> float:
         begun.set()
@@ -81,11 +81,11 @@ def test_of_two_starts_at_once_one_measures(tmp_path: Path) -> None:
     assert second.get("probe", NUMBER, lambda: 9.0, 0.0) == 1.0
     assert second.get("swap", NUMBER, lambda: 3.0, 0.0) == 3.0
     second.save()
-    assert KeptMeasurements(tmp_path, DAY_S, wall_clock=wall).get("swap", NUMBER, lambda: 9.0, 0.0) == 3.0
+    assert MeasurementCache(tmp_path, DAY_S, wall_clock=wall).get("swap", NUMBER, lambda: 9.0, 0.0) == 3.0
 
 
 def test_who_ends_before_it_has_saved_holds_up_nobody(tmp_path: Path) -> None:
-    first = KeptMeasurements(tmp_path, DAY_S)
+    first = MeasurementCache(tmp_path, DAY_S)
     first.get("number", NUMBER, lambda: 1.0, 0.0)
     del first  # as a process that ends: the kernel closes its files
     assert measured(tmp_path, Clock(1.7e9), value=2.0) == 2.0
@@ -105,17 +105,17 @@ def test_another_model_machine_library_or_code_is_measured_anew(
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert measured(tmp_path, wall, "model", "bfloat16", value=3.0) == 3.0
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    monkeypatch.setattr(kept_measurements, "_cpu", lambda: "another")
+    monkeypatch.setattr(measurement_cache, "_cpu", lambda: "another")
     assert measured(tmp_path, wall, "model", "bfloat16", value=4.0) == 4.0
     monkeypatch.undo()
     assert measured(tmp_path, wall, "model", "bfloat16", value=5.0) == 1.0
     package = tmp_path / "replicas"
-    shutil.copytree(Path(kept_measurements.__file__).parent, package)
+    shutil.copytree(Path(measurement_cache.__file__).parent, package)
     (package / "forward" / "runner.py").write_text("another way to compute\n")
-    monkeypatch.setattr(kept_measurements, "__file__", str(package / "kept_measurements.py"))
-    kept_measurements._code.cache_clear()
+    monkeypatch.setattr(measurement_cache, "__file__", str(package / "measurement_cache.py"))
+    measurement_cache._code.cache_clear()
     assert measured(tmp_path, wall, "model", "bfloat16", value=6.0) == 6.0
-    kept_measurements._code.cache_clear()
+    measurement_cache._code.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_start_that_does_not_measure_takes_what_is_kept_and_keeps_nothing(tmp_
     wall = Clock(1.7e9)
 
     def fast() -> float:
-        kept = KeptMeasurements(tmp_path, DAY_S, measures=False, wall_clock=wall)
+        kept = MeasurementCache(tmp_path, DAY_S, measures=False, wall_clock=wall)
         number = kept.get("number", NUMBER, lambda: pytest.fail("it was measured"), 7.0)
         kept.save()
         return number

@@ -8,8 +8,8 @@ import pytest
 
 from cache_tiers.sessions import Item
 from cache_tiers.sessions.session_table import SessionRow
-from router.ingresses import told_together
-from router.ingresses.told_together import ToldTogether
+from router.ingresses import known_sessions
+from router.ingresses.known_sessions import TurnBatcher
 from router.routing import DirectoryLost
 
 NOTHING: tuple[SessionRow, ...] = ()
@@ -41,7 +41,7 @@ async def settle() -> None:
 
 
 async def test_what_ends_meanwhile_goes_with_the_next_call() -> None:
-    link, told = HeldLink(), ToldTogether()
+    link, told = HeldLink(), TurnBatcher()
     first = asyncio.create_task(told.keep(link, [item(0)], NOTHING))
     await settle()
     assert link.told == [[0]], "alone, it is told at once"
@@ -59,7 +59,7 @@ async def test_what_ends_meanwhile_goes_with_the_next_call() -> None:
 
 
 async def test_one_that_waits_no_longer_takes_nothing_from_the_others() -> None:
-    link, told = HeldLink(), ToldTogether()
+    link, told = HeldLink(), TurnBatcher()
     first, second = (asyncio.create_task(told.keep(link, [item(one)], NOTHING)) for one in (1, 2))
     await settle()
     first.cancel()
@@ -70,7 +70,7 @@ async def test_one_that_waits_no_longer_takes_nothing_from_the_others() -> None:
 
 
 async def test_all_hear_that_it_failed_and_the_next_is_told() -> None:
-    link, told = HeldLink(), ToldTogether()
+    link, told = HeldLink(), TurnBatcher()
     link.is_lost = True
     link.may.release()
     outcomes = await asyncio.gather(
@@ -84,8 +84,8 @@ async def test_all_hear_that_it_failed_and_the_next_is_told() -> None:
 
 
 async def test_a_call_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told_together, "BYTES_MAX", 5000)
-    link, told = HeldLink(), ToldTogether()
+    monkeypatch.setattr(known_sessions, "BYTES_MAX", 5000)
+    link, told = HeldLink(), TurnBatcher()
     turns = [asyncio.create_task(told.keep(link, [item(one, 3000)], NOTHING)) for one in range(5)]
     for _ in turns:
         link.may.release()

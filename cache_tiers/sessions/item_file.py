@@ -2,7 +2,7 @@
 
 Erased content is overwritten (`secure_delete`), and the journal emptied after each erasure. A file that
 cannot be read or written costs speed only: the service goes on without. Bodies carry a digest under their
-tenant's salt, which the front door checks: bytes changed on disk are never used.
+tenant's salt, which the ingress checks: bytes changed on disk are never used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS kept (
 KINDS: dict[str, Kind] = {"reply": "reply", "response": "response"}
 
 
-class KeptFile:
+class ItemFile:
     """Durable items on disk, written as they come. Not thread-safe; usable from any thread, one at a time.
 
     All that is in it is in the shelf too: what is not found there need not be looked for here.
