@@ -185,7 +185,7 @@ async def tiny_replicas(
             if not one.is_lost:
                 await until(lambda one=one: not one.engine.real.has_work)  # type: ignore[misc]
                 assert not streams_of(one)
-                assert not kept_by(one)
+                assert not one._answer_logs
                 assert not one._ingress_loads._calls
     finally:
         for one in made:

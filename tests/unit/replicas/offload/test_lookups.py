@@ -39,7 +39,7 @@ def answer(
 class World:
     """One prompt, tiers that answer when the test says so, and an engine that is idle or not."""
 
-    def __init__(self, **constants: Any) -> None:
+    def __init__(self, failures: int = TierSettings.breaker_failures, **settings: Any) -> None:
         self.clock = Clock()
         self.lane = InlineExecutor()
         self.lane.held = True
@@ -51,7 +51,7 @@ class World:
             self._look,
             self._learn,
             lambda: PRICE,
-            tuned(TierSettings(), **constants),
+            tuned(TierSettings(**settings), breaker_failures=failures),
             SHAPE,
             self.lane,
             self.arrivals,
@@ -248,7 +248,7 @@ def test_a_lookup_that_nobody_answers_before_the_end_was_slow_as_well() -> None:
 
 
 def test_tiers_that_are_down_are_waited_for_by_nobody() -> None:
-    world = World(breaker_failures=2)
+    world = World(failures=2)
     for _ in range(2):
         sequence = world.open()
         world.answered(None)

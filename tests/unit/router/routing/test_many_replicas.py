@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.serve._private.common import DeploymentID, ReplicaID
-from replicas.serving.door_loads import DoorLoad
 
 from cache_tiers.pricing.meters import PrefillPrice
 from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
+from replicas.serving.ingress_loads import IngressLoad
 from router.routing import load_tracker
 from router.routing.load_tracker import LOOKS_MAX, RANKED_ALL_MAX, ReplicaLoadTracker
 from router.routing.request_router import SessionRouter
@@ -70,13 +70,13 @@ def test_home_the_replicas_beside_the_blocks_and_the_first_by_hash_are_among_the
     assert RING.first("s", 1)[0] in some
 
 
-def test_where_work_is_equal_the_requests_of_all_front_doors_count() -> None:
+def test_where_work_is_equal_the_requests_of_all_ingresses_count() -> None:
     one = ReplicaLoadTracker(Clock(100.0), random.Random(0))
     names = ["r0", "r1", "r2"]
     one.update_replicas({name: NODES[name] for name in names}, dict.fromkeys(names, PREFILL))
     for name, own, others in (("r0", 2, 2), ("r1", 2, 0), ("r2", 0, 3)):
         known = replicas_in(one)[name]
-        known.others = DoorLoad(open_requests=others)
+        known.others = IngressLoad(open_requests=others)
         for number in range(own):
             one.routed(f"{name}.{number}", name, 0.0, None)
         least_loaded(one).changed(name, known)
