@@ -121,7 +121,7 @@ def breaks_at(cost: RowCost, ingresses: int) -> float:
 
 def hits(replicas: int, turns: int, candidates: int) -> dict[str, Any]:
     """Simulate a chat on so many replicas. `candidates`: 1 = a request goes nowhere but home."""
-    settings = PolicySettings(name="lru", rerank_s=10.0)
+    settings = PolicySettings(name="lru").model_copy(update={"rerank_s": 10.0})
     fleet = Fleet(
         replicas=replicas, gpu_bytes=40 * GIB, cpu_bytes=256 * GIB, policy=settings, candidates=candidates
     )

@@ -49,9 +49,7 @@ OFF = PrefetchSettings(
     by_hazard=False,
     bytes_per_s_max=GB,
     inflight_bytes_max=4 * GIB,
-    burst_s=4.0,
-    probability_min=0.15,
-)
+).model_copy(update={"burst_s": 4.0, "probability_min": 0.15})
 SETTINGS: dict[str, PrefetchSettings] = {
     "none": OFF,
     "pause": OFF.model_copy(update={"at_pause": True}),

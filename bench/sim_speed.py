@@ -36,7 +36,7 @@ SESSIONS_PER_S_REPLICA = 0.25  # with 1.6 turns a session about half of what a r
 
 def measure(policy: str, replicas: int, turns: int) -> dict[str, object]:
     """One run in this process."""
-    settings = PolicySettings.model_validate({"name": policy, "rerank_s": 10.0})
+    settings = PolicySettings.model_validate({"name": policy}).model_copy(update={"rerank_s": 10.0})
     fleet = Fleet(
         replicas=replicas,
         gpu_bytes=40 * GIB,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -70,47 +70,20 @@ class LinkSettings(Section):
     connect_s: float = Field(
         0.5, gt=0, le=60, description="a process not reached within this time is answered through Ray Serve"
     )
-    links_max: int = Field(
-        1024, ge=1, le=65_536, description="connections that a process accepts, one for each that sends to it"
-    )
-    calls_max: int = Field(
-        4096,
-        ge=1,
-        le=65_536,
-        description="calls that a process serves at a time of those that come over links; Ray Serve carries "
-        "more",
-    )
-    call_bytes_max: int = Field(
-        4 * MIB,
-        ge=1024,
-        le=32 * MIB,
-        description="a request to a replica up to this size goes over a link; Ray Serve carries a larger one",
-    )
-    keepalive_s: int = Field(
-        5,
-        ge=1,
-        le=600,
-        description="after this silence a connection is probed, and ended if the other machine is gone",
-    )
-    unread_bytes_max: int = Field(
-        64 * MIB,
-        ge=MIB,
-        le=1024 * MIB,
-        description="a connection with more unread bytes is closed, and its answers are resumed",
-    )
-    stream_bytes_max: int = Field(
-        256 * 1024,
-        ge=1024,
-        le=1024 * MIB,
-        description="the writer waits while a client leaves this many bytes of its answer unread",
-    )
-    body_bytes_max: int = Field(
-        16 * 1024,
-        ge=0,
-        le=MIB,
-        description="so much of a request's body goes to the ingress with the request; the rest follows "
-        "when an ingress has taken it. 0 = all of it follows",
-    )
+    links_max: ClassVar[int] = 1024  # connections that a process accepts, one for each that sends to it
+    # Calls that a process serves at a time of those that come over links; Ray Serve carries more.
+    calls_max: ClassVar[int] = 4096
+    # A request to a replica up to this size goes over a link; Ray Serve carries a larger one.
+    call_bytes_max: ClassVar[int] = 4 * MIB
+    # After this silence a connection is probed, and ended if the other machine is gone.
+    keepalive_s: ClassVar[int] = 5
+    # A connection with more unread bytes is closed, and its answers are resumed.
+    unread_bytes_max: ClassVar[int] = 64 * MIB
+    # The writer waits while a client leaves this many bytes of its answer unread.
+    stream_bytes_max: ClassVar[int] = 256 * 1024
+    # So much of a request's body goes to the ingress with the request; the rest follows when an ingress
+    # has taken it. 0 = all of it follows.
+    body_bytes_max: ClassVar[int] = 16 * 1024
 
 
 class ClusterSettings(Section):
@@ -320,7 +293,7 @@ class LaunchSettings(Section):
         le=1440,
         description="idle time before a rack's worker is stopped; AWS pools have their own",
     )
-    upscaling_speed: float = Field(1.0, gt=0, le=100, description="as in Ray's cluster file")
+    upscaling_speed: ClassVar[float] = 1.0  # as in Ray's cluster file
     up_timeout_s: float = Field(
         1800.0, ge=30, le=86400, description="how long nodes and replicas may take until the cluster serves"
     )

@@ -85,7 +85,7 @@ def former_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str
             if isinstance(below, type) and issubclass(below, Section):
                 inner = [field.key for field in _walk(below, "")] + list(fixed_keys(below))
                 found |= {f"{at}{former}.{key}": f"{at}{name}.{key}" for key in inner}
-            else:
+            elif name in section.model_fields:
                 found[f"{at}{former}"] = f"{at}{name}"
     return found
 

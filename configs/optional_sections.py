@@ -47,9 +47,7 @@ class IngressSettings(Section):
         description="memory for what ingresses must find again: tokens of replies, stored responses; the "
         "tenant with most gives way first; 0 = each ingress knows its own only",
     )
-    replies_per_session: int = Field(
-        4, ge=1, le=64, description="replies kept of one session; each holds all tokens up to its end"
-    )
+    replies_per_session: ClassVar[int] = 4  # replies kept of one session; each holds all tokens up to its end
     kept_s_max: float = Field(
         7 * 86400.0,
         ge=1,
@@ -70,13 +68,9 @@ class IngressSettings(Section):
         description="an ingress that was not heard of for so long is dead: the others share its part of the "
         "limits of a tenant; at least two router.sync_s. Of a process that has ended they know at once",
     )
-    start_wait_s: float = Field(
-        10.0,
-        ge=0,
-        le=600,
-        description="an ingress that starts takes requests when it has seen a replica, or after so long: "
-        "then it answers 503 `loading` until it sees one",
-    )
+    # An ingress that starts takes requests when it has seen a replica, or after so long: then it answers 503
+    # `loading` until it sees one.
+    start_wait_s: ClassVar[float] = 10.0
     repeat_bytes_max: int = Field(
         64 * MIB,
         ge=0,
@@ -109,10 +103,8 @@ class LiveSettings(Section):
     sessions_max: int = Field(
         50, ge=1, le=1000, description="sessions in a stream, the most recently used ones"
     )
-    lineages_max: int = Field(8, ge=1, le=256, description="lineages of one session in a stream")
-    turns_max: int = Field(
-        64, ge=1, le=4096, description="ended turns that wait for a slow reader; further ones are left out"
-    )
+    lineages_max: ClassVar[int] = 8  # lineages of one session in a stream
+    turns_max: ClassVar[int] = 64  # ended turns that wait for a slow reader; further ones are left out
     message_bytes_max: int = Field(
         256 * KIB, ge=4 * KIB, le=16 * MIB, description="one message; sessions used longest ago are left out"
     )
@@ -125,9 +117,7 @@ class LiveSettings(Section):
         le=3600,
         description="least time between two diagnoses and sizings of the service, for who sees the cluster",
     )
-    advice_chars_max: int = Field(
-        600, ge=40, le=16384, description="one text of a diagnosis in a stream; longer ones are cut"
-    )
+    advice_chars_max: ClassVar[int] = 600  # one text of a diagnosis in a stream; longer ones are cut
 
 
 class MonitoringSettings(Section):
@@ -163,9 +153,9 @@ class TelemetrySettings(Section):
     queue_max: int = Field(
         2048, ge=1, le=1_000_000, description="spans of a process that may wait for export; more are dropped"
     )
-    batch_max: int = Field(512, ge=1, le=65536, description="spans in one export")
+    batch_max: ClassVar[int] = 512  # spans in one export
     export_interval_s: float = Field(5.0, gt=0, le=600, description="time between two exports")
-    export_timeout_s: float = Field(10.0, gt=0, le=600, description="an export that takes longer is dropped")
+    export_timeout_s: ClassVar[float] = 10.0  # an export that takes longer is dropped
     log_format: Literal["text", "json"] = Field(
         "text", description="json = one JSON object a line, with request id and trace id"
     )
@@ -181,35 +171,22 @@ class LoopSettings(Section):
         True,
         description="serve /v1/feedback; keep question and answer of turns that use knowledge, for feedback",
     )
-    turn_bytes_max: int = Field(
-        64 * KIB, ge=256, le=MIB, description="question and answer of a turn; longer ones are not kept"
-    )
-    turns_max: int = Field(
-        10_000, ge=1, le=10_000_000, description="turns kept of a tenant; the oldest leave"
-    )
+    turn_bytes_max: ClassVar[int] = 64 * KIB  # question and answer of a turn; longer ones are not kept
+    turns_max: ClassVar[int] = 10_000  # turns kept of a tenant; the oldest leave
     turns_bytes_max: ClassVar[int] = 32 * MIB
     turns_s: float = Field(86_400.0, gt=0, le=3.2e7, description="how long a turn is kept")
-    candidates_max: int = Field(
-        1000,
-        ge=1,
-        le=1_000_000,
-        description="candidates of a tenant; if none is decided on, no more are made",
-    )
+    candidates_max: ClassVar[int] = 1000  # candidates of a tenant; if none is decided on, no more are made
     candidates_bytes_max: ClassVar[int] = 16 * MIB
     candidates_s: float = Field(2_592_000.0, gt=0, le=3.2e8, description="how long a candidate is kept")
-    candidates_per_session: int = Field(20, ge=1, le=100_000, description="candidates of one conversation")
-    log_max: int = Field(
-        10_000, ge=1, le=10_000_000, description="feedback kept of a tenant; the oldest leaves"
-    )
+    candidates_per_session: ClassVar[int] = 20  # candidates of one conversation
+    log_max: ClassVar[int] = 10_000  # feedback kept of a tenant; the oldest leaves
     log_bytes_max: ClassVar[int] = 16 * MIB
     log_s: float = Field(2_592_000.0, gt=0, le=3.2e8, description="how long feedback is kept")
-    comment_chars_max: int = Field(2000, ge=1, le=100_000, description="characters of a comment")
-    questions_bytes_max: int = Field(
-        MIB, ge=KIB, le=GIB, description="a tenant's kept questions, which what the loop adds must not break"
-    )
-    similar_min: float = Field(
-        0.85, gt=0, le=1, description="cosine, or share of common words, from which on two texts say the same"
-    )
+    comment_chars_max: ClassVar[int] = 2000  # characters of a comment
+    # A tenant's kept questions, which what the loop adds must not break.
+    questions_bytes_max: ClassVar[int] = MIB
+    # Cosine, or share of common words, from which on two texts say the same.
+    similar_min: ClassVar[float] = 0.85
     auto_of: tuple[str, ...] = Field(
         (), max_length=1024, description="tenants whose candidates may enter without a person (auto-capture)"
     )
@@ -225,10 +202,8 @@ class LoopSettings(Section):
         0.1, ge=0, le=1, description="share of a tenant's entries that auto-capture may have written"
     )
     auto_per_session: int = Field(2, ge=0, le=100_000, description="auto-captures of one conversation")
-    auto_per_window: int = Field(
-        10, ge=0, le=100_000, description="auto-captures of a tenant in auto_window_s"
-    )
-    auto_window_s: float = Field(3600.0, gt=0, le=3.2e7, description="see auto_per_window")
+    auto_per_window: int = Field(10, ge=0, le=100_000, description="auto-captures of a tenant in an hour")
+    auto_window_s: ClassVar[float] = 3600.0  # the window of auto_per_window
 
     @model_validator(mode="after")
     def _patterns_are_patterns(self) -> LoopSettings:
@@ -304,10 +279,10 @@ class KnowledgeSettings(Section):
         description="text of a tenant's entries, all versions together; 128 bytes are added for each",
     )
     entry_bytes_max: int = Field(16 * KIB, ge=64, le=MIB, description="title, text and topics of one version")
-    import_entries_max: int = Field(1000, ge=1, le=100_000, description="entries of one import")
-    topics_max: int = Field(16, ge=0, le=1000, description="topics of an entry")
-    tags_max: int = Field(1000, ge=1, le=100_000, description="named states of a tenant's knowledge base")
-    questions_max: int = Field(1000, ge=1, le=100_000, description="questions of one regression test")
+    import_entries_max: ClassVar[int] = 1000  # entries of one import
+    topics_max: ClassVar[int] = 16  # topics of an entry
+    tags_max: ClassVar[int] = 1000  # named states of a tenant's knowledge base
+    questions_max: ClassVar[int] = 1000  # questions of one regression test
     questions_s: float = Field(
         30.0,
         gt=0,
@@ -315,12 +290,8 @@ class KnowledgeSettings(Section):
         description="how long the questions of one request may take; of a change, before and after it",
     )
     results_max: ClassVar[int] = 50
-    candidates: int = Field(
-        32, ge=1, le=1000, description="entries taken from each ranking (words, meaning, names) before fusion"
-    )
-    meaning_min: float = Field(
-        0.15, ge=0, le=1, description="cosine below which an entry does not count as similar in meaning"
-    )
+    candidates: ClassVar[int] = 32  # entries taken from each ranking (words, meaning, names) before fusion
+    meaning_min: ClassVar[float] = 0.15  # cosine below which an entry does not count as similar in meaning
     entries_per_turn: ClassVar[int] = 4
     budget_tokens: int = Field(
         512, ge=16, le=1_000_000, description="tokens of the entries placed in one turn, by default"
@@ -332,15 +303,9 @@ class KnowledgeSettings(Section):
         le=10_000_000,
         description="tokens of entries placed in a whole session; further turns place nothing new",
     )
-    tie_share: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="a set of entries in use scores at most this share less than the best set and is taken",
-    )
-    turns_max: int = Field(
-        100_000, ge=1, le=100_000_000, description="turns of which it is known what was placed there"
-    )
+    # A set of entries in use scores at most this share less than the best set and is taken.
+    tie_share: ClassVar[float] = 0.1
+    turns_max: ClassVar[int] = 100_000  # turns of which it is known what was placed there
     vectors_bytes_max: int = Field(
         256 * MIB,
         ge=MIB,
@@ -382,9 +347,8 @@ class AnswerSettings(Section):
         le=3600,
         description="how long an answer is computed on when its client, or its ingress, is gone",
     )
-    unread_per_tenant_max: int = Field(
-        8, ge=0, le=1024, description="such answers of one tenant on a replica; the longest unread one ends"
-    )
+    # Such answers of one tenant on a replica; the longest unread one ends.
+    unread_per_tenant_max: ClassVar[int] = 8
     answers_max: int = Field(
         1024, ge=0, le=1_000_000, description="answers kept by a replica; 0 = the header is ignored"
     )
@@ -434,9 +398,7 @@ class DocumentsSettings(Section):
         description="sessions remembered as users of a document, whose blocks go with it; after more, all "
         "blocks of the tenant do",
     )
-    text_cache_bytes_max: int = Field(
-        64 * MIB, ge=MIB, le=100 * GIB, description="texts of documents kept in an ingress's memory"
-    )
+    text_cache_bytes_max: ClassVar[int] = 64 * MIB  # texts of documents kept in an ingress's memory
     lease_s: float = Field(
         30.0, ge=1, le=3600, description="after this time another ingress takes over what one began and left"
     )
@@ -468,17 +430,13 @@ class CompactionSettings(Section):
     target_fill: float = Field(
         0.4, ge=0.01, le=0.95, description="share that is left then; less = the prefix changes less often"
     )
-    answer_tokens: int = Field(
-        256, ge=1, le=1_000_000, description="kept free for the answer, at most a quarter of the window"
-    )
-    recent_turns: int = Field(2, ge=1, le=100, description="last questions that stay, if they leave room")
+    answer_tokens: ClassVar[int] = 256  # kept free for the answer, at most a quarter of the window
+    recent_turns: ClassVar[int] = 2  # last questions that stay, if they leave room
     embedder: Literal["auto", "wordllama", "none"] = Field(
         "auto", description="what finds old turns by meaning; see knowledge.embedder"
     )
-    meaning_min: float = Field(
-        0.15, ge=0, le=1, description="cosine below which a piece does not count as similar in meaning"
-    )
-    candidates: int = Field(32, ge=1, le=1000, description="pieces taken from each ranking before fusion")
+    meaning_min: ClassVar[float] = 0.15  # cosine below which a piece does not count as similar in meaning
+    candidates: ClassVar[int] = 32  # pieces taken from each ranking before fusion
     piece_chars: ClassVar[int] = 480
     pieces_max: ClassVar[int] = 4096
     pieces_per_turn: ClassVar[int] = 4
@@ -490,29 +448,18 @@ class CompactionSettings(Section):
     )
     summaries_per_session: ClassVar[int] = 4
     summaries_max: ClassVar[int] = 100_000
-    sessions_max: int = Field(
-        4096,
-        ge=1,
-        le=10_000_000,
-        description="sessions whose cuts an ingress remembers; lost ones are remade",
-    )
-    notes_max: int = Field(1024, ge=1, le=1_000_000, description="cuts, and questions, remembered of each")
-    memory_bytes_max: int = Field(
-        64 * MIB, ge=64 * KIB, le=100 * GIB, description="what an ingress takes for them"
-    )
+    sessions_max: ClassVar[int] = 4096  # sessions whose cuts an ingress remembers; lost ones are remade
+    notes_max: ClassVar[int] = 1024  # cuts, and questions, remembered of each
+    memory_bytes_max: ClassVar[int] = 64 * MIB  # what an ingress takes for them
     idle_s: float = Field(
         0.5,
         ge=0,
         le=3600,
         description="how long no request was served before summaries and prefixes are computed",
     )
-    job_s_max: float = Field(120.0, gt=0, le=3600, description="how long that may take for one session")
-    price_s_max: float = Field(
-        30.0, gt=0, le=3600, description="a prefix whose prefill is priced higher is left to the next turn"
-    )
-    return_s: float = Field(
-        1800.0, gt=0, le=604_800, description="how far ahead the forecast of a return looks"
-    )
+    job_s_max: ClassVar[float] = 120.0  # how long that may take for one session
+    price_s_max: ClassVar[float] = 30.0  # a prefix whose prefill is priced higher is left to the next turn
+    return_s: ClassVar[float] = 1800.0  # how far ahead the forecast of a return looks
     return_min: float = Field(
         0.05,
         ge=0,
@@ -530,9 +477,9 @@ class CompactionSettings(Section):
         mode = asked or self.mode if is_asked else self.of_tenant.get(tenant)
         return None if mode == "off" else mode
 
-    jobs_max: int = Field(256, ge=1, le=100_000, description="sessions that wait for an idle moment")
-    tries_max: int = Field(8, ge=1, le=1000, description="how often work that was stopped is begun again")
-    busy_s: float = Field(5.0, gt=0, le=600, description="how long a write waits for another process's write")
+    jobs_max: ClassVar[int] = 256  # sessions that wait for an idle moment
+    tries_max: ClassVar[int] = 8  # how often work that was stopped is begun again
+    busy_s: ClassVar[float] = 5.0  # how long a write waits for another process's write
 
     @model_validator(mode="after")
     def _steps_are_possible(self) -> CompactionSettings:

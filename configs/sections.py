@@ -19,8 +19,8 @@ class Section(BaseModel):
 
     `FORMER`: former name -> name, of settings or of sections below, accepted for one release. `load` warns;
     trees saved before are just read.
-    A `ClassVar` in lower case was a setting that no page named, and is a constant: what is given for it is
-    not used, and `load` says so.
+    A `ClassVar` in lower case was a setting that no operator had to set for a machine, a workload or a rule,
+    and is a constant: what is given for it is not used, and `load` says so.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,9 +44,10 @@ class Section(BaseModel):
 
     @classmethod
     def fixed(cls) -> dict[str, Any]:
-        """Return the constants that were settings, by name."""
+        """Return the constants that were settings, by name, and by the name that they had before."""
         names = sorted(name for name in cls.__class_vars__ if name.islower() and name[0] != "_")
-        return {name: getattr(cls, name) for name in names}
+        found = {name: getattr(cls, name) for name in names}
+        return found | {former: found[name] for former, name in cls.FORMER.items() if name in found}
 
 
 PolicyName = Literal["lru", "t-lru", "ttl", "type-km", "learned"]
@@ -58,35 +59,19 @@ class PredictorSettings(Section):
     sessions_max: int = Field(
         100_000, ge=1, le=10_000_000, description="sessions with a history; the longest idle are dropped"
     )
-    lineages_max: int = Field(
-        32,
-        ge=2,
-        le=10_000,
-        description="lineages of a session (conversation, titles, sub-agents) that are followed; those never "
-        "extended and longest idle are dropped",
-    )
-    roots_max: int = Field(
-        4096, ge=256, le=20_000, description="beginnings of prompts by which one-shots are recognised"
-    )
-    followed_max: int = Field(
-        20_000, ge=1, le=10_000_000, description="idle lineages observed at a time: which are extended"
-    )
-    replay_turns: int = Field(8000, ge=32, le=1_000_000, description="latest turns that are learned from")
-    saved_turns: int = Field(
-        8000, ge=0, le=40_000, description="of these, saved with the predictor; 350 bytes each"
-    )
-    learning_turns_min: int = Field(
-        1000, ge=1, le=1_000_000, description="learning resumes with so many turns after a restart with fewer"
-    )
-    batch_turns: int = Field(32, ge=1, le=4096, description="turns per learning step, one step per arrival")
-    learning_rate: float = Field(3e-3, gt=0, le=1, description="step size (Adam)")
-    guard_outcomes: int = Field(
-        2000, ge=50, le=1_000_000, description="latest outcomes that judge the model and its fallback"
-    )
-    queue_max: int = Field(
-        4096, ge=1, le=1_000_000, description="turns that may wait for learning; further ones are dropped"
-    )
-    save_s: float = Field(60.0, gt=0, le=86400, description="how often the predictor is saved")
+    # Lineages of a session (conversation, titles, sub-agents) that are followed; those never extended and
+    # longest idle are dropped.
+    lineages_max: ClassVar[int] = 32
+    roots_max: ClassVar[int] = 4096  # beginnings of prompts by which one-shots are recognised
+    followed_max: ClassVar[int] = 20_000  # idle lineages observed at a time: which are extended
+    replay_turns: ClassVar[int] = 8000  # latest turns that are learned from
+    saved_turns: ClassVar[int] = 8000  # of these, saved with the predictor; 350 bytes each
+    learning_turns_min: ClassVar[int] = 1000  # learning resumes with so many turns after a restart with fewer
+    batch_turns: ClassVar[int] = 32  # turns per learning step, one step per arrival
+    learning_rate: ClassVar[float] = 3e-3  # step size (Adam)
+    guard_outcomes: ClassVar[int] = 2000  # latest outcomes that judge the model and its fallback
+    queue_max: ClassVar[int] = 4096  # turns that may wait for learning; further ones are dropped
+    save_s: ClassVar[float] = 60.0  # how often the predictor is saved
     file: Path | None = Field(None, description="path of that file; empty = beside the nvme tier's files")
     clock_rate: float = Field(
         1.0, gt=0, le=10_000, description="seconds that count as one; above 1 to replay a recording faster"
@@ -106,16 +91,11 @@ class PolicySettings(Section):
         description="value a token by the time to compute it, which grows with its depth: for contexts "
         "beyond about 32k tokens",
     )
-    rerank_s: float = Field(1.0, gt=0, le=600, description="how often idle sessions are ranked again")
-    horizon_s_min: float = Field(30.0, gt=0, le=86400, description="shortest horizon of P(resumes)")
-    horizon_s_max: float = Field(3600.0, gt=0, le=86400, description="longest horizon of P(resumes)")
-    copied_probability_min: float = Field(
-        0.02,
-        ge=0,
-        le=1,
-        description="what resumes less likely than this is copied to slower tiers only if there is nothing "
-        "better to do",
-    )
+    rerank_s: ClassVar[float] = 1.0  # how often idle sessions are ranked again
+    horizon_s_min: ClassVar[float] = 30.0  # shortest horizon of P(resumes)
+    horizon_s_max: ClassVar[float] = 3600.0  # longest horizon of P(resumes)
+    # What resumes less likely than this is copied to slower tiers only if there is nothing better to do.
+    copied_probability_min: ClassVar[float] = 0.02
     ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
     ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
     remembered_blocks_max: int = Field(
@@ -142,21 +122,15 @@ class PrefetchSettings(Section):
     )
     bytes_per_s_max: int = Field(256 * MIB, ge=0, le=TIB, description="budget of prefetches; 0 = none")
     inflight_bytes_max: int = Field(256 * MIB, ge=0, le=TIB, description="speculative prefetches in flight")
-    burst_s: float = Field(2.0, gt=0, le=600, description="how long unused budget is kept")
-    probability_min: float = Field(0.3, ge=0, le=1, description="least P(resumes soon) for a prefetch")
+    burst_s: ClassVar[float] = 2.0  # how long unused budget is kept
+    probability_min: ClassVar[float] = 0.3  # least P(resumes soon) for a prefetch
     accuracy_min: float = Field(
         0.25, ge=0, le=1, description="speculative prefetching pauses below this share of used bytes"
     )
-    accuracy_window: int = Field(
-        50, ge=1, le=100_000, description="latest prefetches over which that is measured"
-    )
-    probe_share: float = Field(
-        0.02, ge=0, le=1, description="share of prefetches that still run then, to detect recovery"
-    )
-    holdout_share: float = Field(
-        0.05, ge=0, le=0.5, description="share of sessions without speculative prefetch, for comparison"
-    )
-    pending_max: int = Field(10_000, ge=1, le=10_000_000, description="prefetches with an open outcome")
+    accuracy_window: ClassVar[int] = 50  # latest prefetches over which that is measured
+    probe_share: ClassVar[float] = 0.02  # share of prefetches that still run then, to detect recovery
+    holdout_share: ClassVar[float] = 0.05  # share of sessions without speculative prefetch, for comparison
+    pending_max: ClassVar[int] = 10_000  # prefetches with an open outcome
 
 
 Tier = Literal["cpu", "nvme", "s3"]
@@ -321,11 +295,9 @@ class PeerSettings(Section):
     pull_s_max: float = Field(
         10.0, gt=0, le=600, description="timeout of one extent, then the next transport"
     )
-    lease_s: float = Field(15.0, gt=0, le=600, description="how long exported memory is kept for a peer")
-    breaker_failures: int = Field(
-        2, ge=1, le=1000, description="failures in a row after which a peer is skipped"
-    )
-    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="skip time; doubles up to 30 times")
+    lease_s: ClassVar[float] = 15.0  # how long exported memory is kept for a peer
+    breaker_failures: ClassVar[int] = 2  # failures in a row after which a peer is skipped
+    breaker_open_s: ClassVar[float] = 2.0  # skip time; doubles up to 30 times
     drain_s: float = Field(
         20.0, ge=0, le=3600, description="longest push of a node's blocks in a drain without a deadline"
     )
@@ -344,13 +316,9 @@ class NodeSettings(Section):
         "other nodes and end, so that Ray can remove the node; never on the head, nor without another place "
         "for the blocks; 0 = never",
     )
-    restart_backoff_s_max: float = Field(
-        60.0,
-        ge=1,
-        le=3600,
-        description="longest backoff (1 s, 2 s, 4 s, ...) before a node's tier actor that keeps failing at "
-        "start is restarted",
-    )
+    # Longest backoff (1 s, 2 s, 4 s, ...) before a node's tier actor that keeps failing at start is
+    # restarted.
+    restart_backoff_s_max: ClassVar[float] = 60.0
     spot_notice: Literal["off", "aws"] = Field(
         "off", description="aws = poll the instance metadata for this machine's interruption notice"
     )
@@ -358,7 +326,7 @@ class NodeSettings(Section):
         "http://169.254.169.254", description="URL of the instance metadata"
     )
     spot_poll_s: float = Field(5.0, gt=0, le=120, description="how often the metadata are polled")
-    spot_answer_s_max: float = Field(2.0, gt=0, le=60, description="timeout of one poll")
+    spot_answer_s_max: ClassVar[float] = 2.0  # timeout of one poll
 
 
 class ProfileSettings(Section):
@@ -421,17 +389,13 @@ class TierSettings(Section):
         default_factory=dict, description="tenant -> share of each tier, if different"
     )
     io_threads: int = Field(4, ge=1, le=64, description="concurrent reads and writes per node")
-    check_threads: int = Field(
-        4,
-        ge=1,
-        le=64,
-        description="threads that seal or check one extent; never more than half of the cores",
-    )
-    lookup_threads: int = Field(2, ge=1, le=16, description="concurrent lookups per node")
+    # Threads that seal or check one extent; never more than half of the cores.
+    check_threads: ClassVar[int] = 4
+    lookup_threads: ClassVar[int] = 2  # concurrent lookups per node
     store_queue_max: int = Field(
         64, ge=1, le=65536, description="waiting stores of a replica; more are dropped"
     )
-    transfer_queue_max: int = Field(1024, ge=1, le=65536, description="copies to lower tiers that may wait")
+    transfer_queue_max: ClassVar[int] = 1024  # copies to lower tiers that may wait
     fetch_max: int = Field(
         64,
         ge=1,
@@ -454,11 +418,9 @@ class TierSettings(Section):
     )
     load_s_max: float = Field(30.0, gt=0, le=600, description="a load that takes longer is a miss")
     store_s_max: float = Field(60.0, gt=0, le=3600, description="a store that takes longer is aborted")
-    hedge_factor: float = Field(
-        1.5, ge=1, le=100, description="recomputing starts at this many times a load's predicted time"
-    )
+    hedge_factor: ClassVar[float] = 1.5  # recomputing starts at this many times a load's predicted time
     hedge_slack_s: float = Field(0.05, ge=0, le=60, description="constant added to that time")
-    breaker_failures: int = Field(3, ge=1, le=1000, description="failures in a row that open a breaker")
+    breaker_failures: ClassVar[int] = 3  # failures in a row that open a breaker
     breaker_open_s: float = Field(2.0, gt=0, le=3600, description="how long a breaker stays open at first")
     breaker_open_s_max: float = Field(60.0, gt=0, le=3600, description="longest time; it doubles each time")
     tombstones_max: int = Field(100_000, ge=1, description="cleared sessions and tenants that are tracked")
@@ -474,8 +436,8 @@ class TierSettings(Section):
     audit_share: float = Field(
         0.01, ge=0, le=1, description="share of restored prompts that are recomputed and compared"
     )
-    audit_tokens_max: int = Field(2048, ge=16, description="audited tokens of a restored prompt")
-    audit_step_tokens: int = Field(64, ge=16, le=4096, description="tokens of one audit step, while idle")
+    audit_tokens_max: ClassVar[int] = 2048  # audited tokens of a restored prompt
+    audit_step_tokens: ClassVar[int] = 64  # tokens of one audit step, while idle
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -537,9 +499,7 @@ class DraftSettings(Section):
         description="tokens of an answer that one step guesses from its own text and checks, where guesses "
         "were right so far and engine.exact holds: the same answer in fewer steps; 0 = one token a step",
     )
-    draft_rows_max: int = Field(
-        32, ge=2, le=1024, description="tokens of a step with guesses, those of all its answers together"
-    )
+    draft_rows_max: ClassVar[int] = 32  # tokens of a step with guesses, those of all its answers together
 
 
 class SplitSettings(DraftSettings):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
@@ -232,9 +232,7 @@ class EngineSettings(SplitSettings):
     queue_max: int = Field(
         256, ge=1, le=65536, description="sequences that may wait for admission to one replica; then 429"
     )
-    quantum_tokens: int = Field(
-        1024, ge=16, le=65536, description="tokens served to a tenant per turn while others wait"
-    )
+    quantum_tokens: ClassVar[int] = 1024  # tokens served to a tenant per turn while others wait
     exact: bool | None = Field(
         None,
         description="bitwise independence of batching and chunking; empty = where the probe at start holds",
@@ -258,12 +256,8 @@ class EngineSettings(SplitSettings):
         description="blocks of a preempted sequence: drop = recompute them later, "
         "swap = keep them in main memory, price = the one that is expected to be quicker",
     )
-    coalesce_ms: float = Field(
-        20.0, ge=0, le=1000, description="how long tokens may wait for more while the ingress is busy"
-    )
-    idle_check_s: float = Field(
-        1.0, ge=0, le=3600, description="an engine idle this long checks that no page was lost"
-    )
+    coalesce_ms: ClassVar[float] = 20.0  # how long tokens may wait for more while the ingress is busy
+    idle_check_s: ClassVar[float] = 1.0  # an engine idle this long checks that no page was lost
     stuck_step_s: float = Field(
         120.0, ge=1, le=3600, description="a step that takes longer than this makes the replica unhealthy"
     )
@@ -280,22 +274,22 @@ class LimitsSettings(Section):
     body_read_s: float = Field(30.0, gt=0, le=600, description="time to send the body")
     messages_max: int = Field(1024, ge=1, le=65536, description="messages of one chat request")
     tools_max: int = Field(512, ge=1, le=4096, description="`tools` of one chat request")
-    tool_calls_max: int = Field(128, ge=1, le=4096, description="`tool_calls` of one message")
+    tool_calls_max: ClassVar[int] = 128  # `tool_calls` of one message
     prompts_max: int = Field(8, ge=1, le=128, description="prompts of one completions request")
     n_max: int = Field(8, ge=1, le=128, description="`n`: answers to one prompt")
-    stop_max: int = Field(16, ge=1, le=256, description="stop strings")
-    stop_chars_max: int = Field(256, ge=1, le=4096, description="length of one stop string")
-    stop_token_ids_max: int = Field(64, ge=1, le=4096, description="stop token ids")
-    allowed_token_ids_max: int = Field(4096, ge=1, le=65536, description="`allowed_token_ids`")
-    logit_bias_max: int = Field(1024, ge=1, le=65536, description="tokens in `logit_bias`")
-    top_logprobs_max: int = Field(20, ge=0, le=20, description="`top_logprobs`, `prompt_logprobs`")
+    stop_max: ClassVar[int] = 16  # stop strings
+    stop_chars_max: ClassVar[int] = 256  # length of one stop string
+    stop_token_ids_max: ClassVar[int] = 64  # stop token ids
+    allowed_token_ids_max: ClassVar[int] = 4096  # `allowed_token_ids`
+    logit_bias_max: ClassVar[int] = 1024  # tokens in `logit_bias`
+    top_logprobs_max: ClassVar[int] = 20  # `top_logprobs`, `prompt_logprobs`
     prompt_logprobs_max: int = Field(
         131_072,
         ge=16,
         le=16_777_216,
         description="log-probabilities of prompt tokens in one answer: tokens x (1 + `prompt_logprobs`)",
     )
-    id_chars_max: int = Field(512, ge=16, le=4096, description="session ids, cache keys, user names")
+    id_chars_max: ClassVar[int] = 512  # session ids, cache keys, user names
     metadata_bytes_max: int = Field(4 * KIB, ge=0, le=MIB, description="`metadata` of a request")
     concurrent_per_key: int = Field(
         32,
@@ -338,9 +332,7 @@ class LimitsSettings(Section):
         30.0, ge=1, le=3600, description="a client that reads nothing for this long is disconnected"
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that render and tokenise prompts")
-    tokenizer_quantum_bytes: int = Field(
-        64 * KIB, ge=KIB, le=GIB, description="text tokenized per tenant and turn while others wait"
-    )
+    tokenizer_quantum_bytes: ClassVar[int] = 64 * KIB  # text tokenized per tenant and turn while others wait
     tokenizer_queue_max: int = Field(256, ge=1, le=4096, description="prompts that may wait to be tokenised")
     retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
     responses_max: int = Field(
@@ -437,25 +429,17 @@ class RouterSettings(Section):
         le=60,
         description="another replica must be this much faster than a session's home replica",
     )
-    load_bound_factor: float = Field(
-        1.25,
-        ge=1,
-        le=100,
-        description="sessions without a home avoid replicas above this multiple of the mean load",
-    )
-    stats_period_s: float = Field(2.0, gt=0, le=60, description="how often replicas report their prices")
+    # Sessions without a home avoid replicas above this multiple of the mean load.
+    load_bound_factor: ClassVar[float] = 1.25
+    stats_period_s: ClassVar[float] = 2.0  # how often replicas report their prices
     sessions_max: int = Field(
         100_000,
         ge=1,
         le=100_000_000,
         description="lineages of sessions tracked; the longest idle are dropped first",
     )
-    lineages_max: int = Field(
-        32,
-        ge=1,
-        le=10_000,
-        description="lineages tracked per session: the conversation, sub-agents, titles and the like",
-    )
+    # Lineages tracked per session: the conversation, sub-agents, titles and the like.
+    lineages_max: ClassVar[int] = 32
     sync_s: float = Field(
         0.5, gt=0, le=60, description="how often an ingress synchronises with the session directory"
     )

@@ -28,7 +28,49 @@ HIDDEN = "***"
 HEAD = ("setting", "value", "set by (empty = default)", "what it is")
 GET = "get"
 
+# What a person wants to do, and what the settings for it begin with; the longest beginning counts.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Choose the model and how it answers": ("model.", "grammar."),
+    "Open it to clients: address, keys, pages": ("server.", "auth.", "live."),
+    "Fit it to the machine: processors, GPUs, memory": (
+        "engine.",
+        "cluster.object_store_bytes",
+        "tiers.staged_bytes_max",
+        "tiers.swap_bytes_max",
+    ),
+    "Bound what a request or a tenant may take": ("limits.",),
+    "Keep what was computed: RAM, disk, S3": ("tiers.",),
+    "Say what is kept where, for how long and for whom": (
+        "tiers.profiles.",
+        "tiers.policy.",
+        "tiers.predictor.",
+        "tiers.prefetch.",
+        "tiers.tenant_share",
+    ),
+    "Tell conversations apart, and send each where its blocks are": ("router.",),
+    "Go on when a process dies": (
+        "answers.",
+        "ingress.",
+        "router.resume",
+        "router.heartbeat_s",
+        "router.stall_s",
+    ),
+    "Scale over replicas and nodes": ("cluster.", "tiers.peer.", "tiers.node."),
+    "Start a cluster on machines, in a rack or a cloud": ("launch.",),
+    "Give answers knowledge, documents and long conversations": ("knowledge.", "documents.", "compaction."),
+    "Watch it: traces, logs, dashboards": ("telemetry.", "launch.monitoring."),
+    "See what faults do": ("tiers.faults.",),
+}
+
 Row = tuple[str, ...]
+
+
+def group_of(key: str) -> str:
+    """Return the heading of a setting: what a person who sets it wants to do."""
+    fits = [
+        (len(begin), group) for group, begins in GROUPS.items() for begin in begins if key.startswith(begin)
+    ]
+    return max(fits)[1]
 
 
 def show_config(
@@ -107,12 +149,18 @@ def _print_one(key: str, rows: dict[str, dict[str, Any]], as_json: bool) -> None
 
 
 def _print_rows(rows: dict[str, dict[str, Any]], every: bool) -> None:
-    """Print all rows, or those that do not come from the defaults."""
+    """Print all rows, a heading a group, or those that do not come from the defaults."""
     shown = {key: row for key, row in rows.items() if every or row["source"] != "default"}
-    if not sys.stdout.isatty():
-        print_table(HEAD, [_cells(key, row) for key, row in shown.items()])
+    groups = {group: {k: row for k, row in shown.items() if group_of(k) == group} for group in GROUPS}
+    headed = groups if every else {"": shown}
+    if sys.stdout.isatty():
+        _show(headed)
     else:
-        _show(shown)
+        lines = [
+            [(f"# {group}",)] * bool(group) + [_cells(key, row) for key, row in one.items()]
+            for group, one in headed.items()
+        ]
+        print_table(HEAD, [line for group in lines for line in group])
     if not every:
         others = len(rows) - len(shown)
         typer.echo(
@@ -122,19 +170,21 @@ def _print_rows(rows: dict[str, dict[str, Any]], every: bool) -> None:
         )
 
 
-def _show(rows: dict[str, dict[str, Any]]) -> None:
+def _show(headed: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Print each setting in lines of its own, so that keys and values can be copied; long lists are paged."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console()
     lines = []
-    for key, row in rows.items():
-        _, value, origin, description = _cells(key, row)
-        line = Text.assemble((key, "bold"), " = ", value)
-        if origin:
-            line.append(f"   ({origin})", style="cyan")
-        lines += [line, Text(f"    {description}", style="dim")]
+    for group, rows in headed.items():
+        lines += [Text(""), Text(group, style="bold underline")] if group else []
+        for key, row in rows.items():
+            _, value, origin, description = _cells(key, row)
+            line = Text.assemble((key, "bold"), " = ", value)
+            if origin:
+                line.append(f"   ({origin})", style="cyan")
+            lines += [line, Text(f"    {description}", style="dim")]
     if len(lines) <= console.height:
         console.print(*lines, sep="\n", soft_wrap=False)
         return

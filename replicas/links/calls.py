@@ -74,7 +74,7 @@ class Calls:
             call.refuse(CLOSING)
             return None
         if len(self._running) >= self._calls_max:
-            logger.warning("a call is refused: there are %d (cluster.links.calls_max)", len(self._running))
+            logger.warning("a call is refused: there are %d", len(self._running))
             call.refuse(FULL)
             return None
         # In a context of its own: where the process began to listen may have been within a request.

@@ -188,7 +188,7 @@ class Inlet:
         """Whether one more connection may be there; its caller has proved itself."""
         self._strangers.pop(link, None)
         if len(self._links) >= self.settings.links_max:
-            logger.warning("a link is refused: there are %d (cluster.links.links_max)", len(self._links))
+            logger.warning("a link is refused: there are %d", len(self._links))
             return False
         self._links.add(link)
         return True

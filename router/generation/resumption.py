@@ -113,9 +113,7 @@ def answer_name(secret: bytes, tenant: str, headers: Headers, chars_max: int) ->
     ref: bytes | None = None
     if keys:
         if not (0 < len(keys[0]) <= chars_max and keys[0].isascii() and keys[0].isprintable()):
-            message = (
-                f"{KEY_HEADER} must be 1 to {chars_max} printable ASCII characters (limits.id_chars_max)."
-            )
+            message = f"{KEY_HEADER} must be 1 to {chars_max} printable ASCII characters."
             raise InvalidValue(KEY_HEADER, message)
         ref = _digest(secret, b"key", tenant.encode(), keys[0].encode())[:KEPT_REF_BYTES]
     if not any(events):  # an empty one says that there is none (WHATWG)

@@ -60,14 +60,7 @@ LIMIT_FIELDS = (
 )
 REPEAT_BYTES = f"{PREFIX}REPEAT_BYTES_MAX"
 TELEMETRY_PREFIX = f"{PREFIX}TELEMETRY_"
-TELEMETRY_FIELDS = (
-    "otlp_endpoint",
-    "sample_ratio",
-    "queue_max",
-    "batch_max",
-    "export_interval_s",
-    "export_timeout_s",
-)
+TELEMETRY_FIELDS = ("otlp_endpoint", "sample_ratio", "queue_max", "export_interval_s")
 
 CONTROL_PREFIX = "/-/"
 CONTROL_OPEN = "/-/healthz"

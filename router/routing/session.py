@@ -146,7 +146,7 @@ def _digest(secret: bytes, tenant: str, kind: str, value: str) -> bytes:
 def check_id(name: str, value: str, id_chars_max: int) -> None:
     """Raise `InvalidValue` for a bad id; the message names the field, never the value."""
     if len(value) > id_chars_max:
-        message = f"{name} has {len(value)} characters, more than {id_chars_max} (limits.id_chars_max)."
+        message = f"{name} has {len(value)} characters, more than {id_chars_max}."
         raise InvalidValue(name, message)
     if any(ord(char) < 32 or 127 <= ord(char) < 160 for char in value):
         raise InvalidValue(name, f"{name} holds control characters.")

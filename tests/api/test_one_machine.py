@@ -48,7 +48,7 @@ def test_nothing_listens_beyond_this_machine(service: Service) -> None:
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_s5_nobody_else_gets_at_rays_sockets_logs_and_token(service: Service, sockets: Path) -> None:
+def test_nobody_else_gets_at_rays_sockets_logs_and_token(service: Service, sockets: Path) -> None:
     assert sockets.is_socket() or list(sockets.iterdir())
     walls = [
         folder

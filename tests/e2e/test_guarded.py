@@ -86,7 +86,8 @@ def test_health_is_503_until_ready(starting: Service) -> None:
     assert "curl" in starting.text
 
 
-class TestF33Auth:
+@pytest.mark.guarantee("F33")
+class TestWhoMayAsk:
     @pytest.mark.parametrize(
         "headers",
         [

@@ -180,7 +180,7 @@ def test_f36_a_copy_of_a_shared_extent_does_not_bring_its_cleared_session_back()
     assert len(world.directory.clear(Clear(ALICE, B))) == 2
 
 
-def test_s4_a_clear_of_what_nobody_has_leaves_no_tombstone() -> None:
+def test_a_clear_of_what_nobody_has_leaves_no_tombstone() -> None:
     world = World()
     clears = world.directory.clears
     for number in range(50):
@@ -199,7 +199,7 @@ def test_s4_a_clear_of_what_nobody_has_leaves_no_tombstone() -> None:
     assert clears.tombstones == 2
 
 
-def test_s4_of_a_tenant_that_asks_more_than_can_be_remembered_every_clear_counts() -> None:
+def test_of_a_tenant_that_asks_more_than_can_be_remembered_every_clear_counts() -> None:
     clears = Clears(3, 0.0, Clock())
     for number in range(4):
         clears.asked(ALICE, tag(f"s{number}"))

@@ -27,8 +27,10 @@ from replicas.offload.tier_client import TierLink
 from replicas.scheduling.preemption import Preemption
 from replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
+from tests.support.constants import tuned
 from tests.support.engines.engines import Answer, prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered
+from tests.support.inside import records_in
 
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
 CHEAP = PrefillPrice(0.0, 1e-9, 0.0)  # ... and never, though a lookup is waited for
@@ -64,7 +66,7 @@ def held(engine: Tiered) -> list[ExtentHeader]:
     headers = []
     for tier in engine.tiers.values():
         if isinstance(tier, HeapTier):
-            headers += [decode_header(data, record_bytes=data.nbytes) for data in tier._records.values()]
+            headers += [decode_header(data, record_bytes=data.nbytes) for data in records_in(tier).values()]
         else:
             headers += [scanned.header for scanned in tier.scan()]
     return headers
@@ -377,7 +379,7 @@ def test_f03_another_extent_in_its_place_is_refused(tiny_llama: Path, tmp_path: 
     """The record of one conversation under the name of another: right checksums, wrong keys."""
     engine = cpu_only(tiny_llama, tmp_path)
     prompt, other = two_turns(engine, 60), two_turns(engine, 61)
-    records = engine.tiers["cpu"]._records  # type: ignore[attr-defined]
+    records = records_in(engine.tiers["cpu"])
     (one, two) = records
     records[one], records[two] = records[two], records[one]
     for asked in (prompt, other):
@@ -537,7 +539,7 @@ def test_g6_slots_behind_the_last_computed_one_leave_as_zeros(tiny_llama: Path, 
     engine = cpu_only(tiny_llama, tmp_path)
     engine.built.engine.runner.pool.data.fill_(7.0)
     engine.run(prompt_of(20, seed=2), max_tokens=3)
-    ((_, record),) = engine.tiers["cpu"]._records.items()  # type: ignore[attr-defined]
+    ((_, record),) = records_in(engine.tiers["cpu"]).items()
     geometry = engine.built.engine.runner.pool.geometry
     tail = record[-geometry.block_bytes :].reshape(geometry.layers * 2, 16, -1)
     assert tail[:, :6].any()
@@ -739,7 +741,9 @@ def test_a_request_whose_cached_blocks_hold_nan_fails_once_and_not_for_ever(
 
 
 def test_the_audit_waits_until_nobody_wants_anything(tiny_llama: Path, tmp_path: Path) -> None:
-    engine = cpu_only(tiny_llama, tmp_path, settings=TierSettings(audit_share=1.0, audit_step_tokens=16))
+    engine = cpu_only(
+        tiny_llama, tmp_path, settings=tuned(TierSettings(audit_share=1.0), audit_step_tokens=16)
+    )
     prompt = two_turns(engine)
     engine.submit(prompt, max_tokens=5)
     engine.submit(prompt_of(30, seed=9), max_tokens=12)
@@ -856,9 +860,7 @@ def test_a_staging_area_that_is_full_drops_the_store_and_not_the_request(
     assert engine.built.engine.stats().stores == {"taken": 1, "dropped:staged": 2}
 
 
-def test_p8_the_last_block_of_a_warm_turn_rides_along_beside_a_stream(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_the_last_block_of_a_warm_turn_rides_along_beside_a_stream(tiny_llama: Path, tmp_path: Path) -> None:
     """It is in a tier, and computing it takes less than the step that runs anyway; alone, it is loaded."""
     decisions = {}
     for streams in (0, 1):

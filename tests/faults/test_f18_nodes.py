@@ -13,6 +13,7 @@ from cache_tiers.directory.transfers import no_fault
 from cache_tiers.messages import StoreRequest
 from configs.sections import S3TierSettings, TierSettings
 from tests.support.amounts import seeds
+from tests.support.inside import join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
 from tests.support.nodes.node_harness import (
     MIB,
@@ -49,7 +50,7 @@ def told(node: Bench, *offers: StoreRequest) -> tuple[str, ...]:
 
 
 def accounted(node: Bench, tier: TierName) -> int:
-    return node.node._state.directory.usage(tier).bytes_accounted
+    return state_of(node.node).directory.usage(tier).bytes_accounted
 
 
 def test_f18_an_offer_that_comes_twice_is_called_for_once() -> None:
@@ -76,7 +77,7 @@ def test_f18_an_offer_sent_again_when_all_is_over_stores_nothing() -> None:
     offer = message(node, wanted)
     assert told(node, offer) == ("taken",)
     node.work()
-    node.node._state.lost(wanted.header.address, "nvme")
+    state_of(node.node).lost(wanted.header.address, "nvme")
     assert told(node, offer) == ("taken",)
     node.work()
     assert node.node.stats().stores["failed:call"] == 1
@@ -128,7 +129,7 @@ class Ingress(MemoryTier):
 
 def ingress_bench(bucket: dict[Address, Bytes], name: str, reach: Callable[[str], None] = no_fault) -> Bench:
     node = bench([Ingress(bucket)], incarnation=name, reach=reach, settings=TierSettings(store_s_max=0.2))
-    node.node._scans.join(20)
+    join_scans(node.node, 20)
     return node
 
 
@@ -137,7 +138,7 @@ def calm(*nodes: Bench) -> None:
         node.work()
         node.node.tick()
         node.node.check_integrity()
-        assert len(node.node._state.directory.transfers) == 0
+        assert len(state_of(node.node).directory.transfers) == 0
 
 
 @pytest.mark.parametrize("state", ["planned", "reserved", "copying", "verified", "committed"])
@@ -184,7 +185,7 @@ def test_f18_a_write_taken_back_on_one_node_costs_the_other_a_miss_at_most() -> 
         assert theirs.load(wanted) is not None
     finally:
         ingress.gate.set()
-    until("the late write is taken back", lambda: len(ours.node._state.directory.transfers) == 0)
+    until("the late write is taken back", lambda: len(state_of(ours.node).directory.transfers) == 0)
     assert accounted(ours, "s3") == 0
     assert bucket == {}, "it took the other's with it"
     assert theirs.load(wanted) is None
@@ -267,7 +268,7 @@ class Cluster:
             settings=TierSettings(s3=s3, tombstones_max=6),
             incarnation=f"life {self.lives}",
         )
-        node.node._scans.join(20)
+        join_scans(node.node, 20)
         return node
 
     def step(self) -> None:
@@ -289,7 +290,7 @@ class Cluster:
         elif what == "t":
             node.clock.now_s += self.rng.choice([1.0, 61.0])
             node.node.tick()
-            node.node._scans.join(20)
+            join_scans(node.node, 20)
         elif what == "d" and sum(one is not None for one in self.nodes) > 1:
             self.nodes[number] = None  # killed: it closes nothing
             if self.rng.random() < 0.3:

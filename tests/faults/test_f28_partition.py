@@ -16,12 +16,14 @@ from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.s3_keys import S3Keys
 from cache_tiers.messages import TierStats
 from configs.sections import S3TierSettings, TierSettings
+from tests.support.constants import tuned
+from tests.support.inside import clears_of, join_scans, state_of
 from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, nvme, sample
 from tests.support.services.rclone import plain_client, s3_server
 from tests.support.services.tcp_proxy import Cut, TcpProxy, tcp_proxy
 
 EVERYWHERE = Placement(first="cpu", write_behind=("nvme", "s3"))
-SETTINGS = TierSettings(breaker_failures=2, breaker_open_s=2.0, load_s_max=10.0, store_s_max=10.0)
+SETTINGS = tuned(TierSettings(breaker_open_s=2.0, load_s_max=10.0, store_s_max=10.0), breaker_failures=2)
 NOW_UNIX_S = 4e9  # later than any server's clock
 
 
@@ -57,7 +59,7 @@ class World:
             pending_path=self.folder / name / "owed.json",
             incarnation=incarnation or name,
         )
-        node.node._scans.join(30)
+        join_scans(node.node, 30)
         self.nodes.append(node)
         return node
 
@@ -96,7 +98,7 @@ def loads(node: Bench, wanted: Sample) -> bool:
 
 def forget(node: Bench, wanted: Sample, *tiers: TierName) -> None:
     for tier in tiers:
-        node.node._state.lost(wanted.header.address, tier)
+        state_of(node.node).lost(wanted.header.address, tier)
     node.node.check_integrity()
 
 
@@ -105,8 +107,8 @@ def tick(node: Bench) -> None:
     for _ in range(2):
         node.clock.now_s += 60.0
         node.node.tick()
-        node.node._scans.join(30)
-        node.node._clears.join(30)
+        join_scans(node.node, 30)
+        clears_of(node.node).join(30)
         node.work()
 
 
@@ -176,7 +178,7 @@ def cut_and_heal(world: World, how: Cut) -> None:
         assert theirs.copies(wanted) == ("cpu", "nvme", "s3")
     assert world.keys(ours, everything) | world.keys(theirs, everything) == world.bucket(), "not agreed"
     for node in (ours, theirs):
-        assert len(node.node._state.pending) == 0
+        assert len(state_of(node.node).pending) == 0
         assert not loads(node, forgotten)
     # Whoever starts now finds all of both, from S3 alone, and nothing that was forgotten.
     third = world.start("third", world.by_proxy)

@@ -20,8 +20,10 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.node import resumption as node_returns
 from configs.sections import PredictorSettings, PrefetchSettings, TierSettings
+from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import Tiered, tiered
+from tests.support.inside import idle_in, learner_of
 from tests.support.nodes.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, nvme, sample
 from tests.unit.cache_tiers.node.test_resumption import Foretells, begin, over
 
@@ -133,7 +135,7 @@ def test_f29_a_predictor_that_raises_starts_anew_and_at_last_is_off(tmp_path: Pa
         (curve,) = turns(node)
         assert at in ("hint", "forget", "arrived") or curve is None
         node.node.resumption.hint(TENANT, SESSION, "typing", None)
-        node.node.resumption._learner.forget(OWNER)
+        learner_of(node.node.resumption).forget(OWNER)
         node.node.resumption.work()
         assert node.load(wanted) is not None, "the tiers go on"
     stats = node.node.stats().returns
@@ -156,7 +158,7 @@ def test_f29_after_failures_in_a_row_nobody_asks_it_any_more(tmp_path: Path) -> 
     assert stats.failures == FAILURES_MAX
     assert turns(node, 3) == [None] * 3
     assert node.node.stats().returns.failures == FAILURES_MAX
-    sessions = node.node.resumption._sessions
+    sessions = idle_in(node.node.resumption)
     assert np.array_equal(sessions.curves[sessions.slot(TENANT + SESSION)], COLD), "then it is by recency"
 
 
@@ -172,7 +174,7 @@ def test_f29_a_predictor_that_hangs_holds_up_no_lookup_and_its_queue_is_bounded(
             hangs.set()
             goes_on.wait(30)
 
-    settings = TierSettings(predictor=PredictorSettings(queue_max=5))
+    settings = TierSettings(predictor=tuned(PredictorSettings(), queue_max=5))
     node = bench([HeapTier(MIB)], settings=settings, make_predictor=Hangs, workers=1)
     wanted = sample(1)
     node.offer(wanted)
@@ -181,7 +183,7 @@ def test_f29_a_predictor_that_hangs_holds_up_no_lookup_and_its_queue_is_bounded(
     assert turns(node, 20, is_checked=False) == [None] * 20, "lookups and turns' ends while it hangs"
     stats = node.node.stats().returns
     assert stats.dropped >= 30
-    sessions = node.node.resumption._sessions
+    sessions = idle_in(node.node.resumption)
     assert sessions.running[sessions.slot(TENANT + SESSION)] == 1  # of the first of all
     node.node.close()  # not held up either
     goes_on.set()
@@ -225,12 +227,9 @@ def storm(path: Path, prefetch: PrefetchSettings, sessions: int) -> tuple[Bench,
 
 def test_f30_a_storm_of_returns_stays_within_budget_and_bytes_in_flight(tmp_path: Path) -> None:
     one = sample(0).record.nbytes
-    prefetch = PrefetchSettings(
-        by_hazard=True,
-        bytes_per_s_max=3 * one,
+    prefetch = tuned(
+        PrefetchSettings(by_hazard=True, bytes_per_s_max=3 * one, inflight_bytes_max=4 * one, at_pause=False),
         burst_s=2.0,
-        inflight_bytes_max=4 * one,
-        at_pause=False,
         holdout_share=0.0,
     )
     node, samples = storm(tmp_path, prefetch, 150)
@@ -302,7 +301,7 @@ def test_the_pool_hears_what_the_node_foretells(tiny_llama: Path, tmp_path: Path
     assert pool.sessions.running[slot] == 0
     assert pool.sessions.tokens[slot] == 63
     assert np.array_equal(pool.sessions.curves[slot], Foretells(0.3).ended(None))  # type: ignore[arg-type]
-    node_sessions = engine.node.resumption._sessions
+    node_sessions = idle_in(engine.node.resumption)
     assert node_sessions.running[node_sessions.slot(OWNER)] == 0
 
 

@@ -19,7 +19,7 @@ from cache_tiers.blocks import tenant_tag
 from cache_tiers.messages import Cleared as NodeCleared
 from configs.settings import ModelSettings
 from replicas.messages import Forgotten
-from router.context.compaction import Compactor, Summary
+from router.context.compaction import Summary
 from router.context.knowledge import KnowledgeError
 from router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, UnfinishedFile
 from router.ingress.places import unfinished_dir
@@ -27,7 +27,7 @@ from router.ingresses import IngressesCleared
 from router.openai import ApiError, Unavailable
 from tests.faults.test_nvme_full import small_disk
 from tests.support.router.fake_directory import FakeLink
-from tests.support.router.router_harness import House, chat, error_of, make_settings, spoken, until
+from tests.support.router.router_harness import House, chat, error_of, keeper, make_settings, spoken, until
 
 FAULTS: list[Exception] = [
     Left("it did not answer"),
@@ -74,11 +74,6 @@ def house(folder: Path) -> House:
     link = FakeLink()
     link.nodes = {"n1": NodeCleared(0, 0)}
     return House(lambda _: spoken("Fine."), settings=settings, link=link, ingresses=Neighbours())
-
-
-def keeper(of: House) -> Compactor:
-    assert isinstance(of.service.stage("compaction"), Compactor)
-    return of.service.stage("compaction")
 
 
 def close(made: House) -> None:

@@ -17,6 +17,7 @@ from cache_tiers.media.s3_clears import S3Clears
 from cache_tiers.media.s3_keys import S3Keys
 from cache_tiers.media.tier import Deadline
 from configs.sections import S3TierSettings, TierSettings
+from tests.support.inside import clears_of, join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
 from tests.support.nodes.node_harness import (
     MIB,
@@ -48,7 +49,7 @@ def start(stub: Stub, name: str = "node", pending: Path | None = None, **more: o
     s3 = stub.settings(rescan_s=RESCAN_S, **more)
     settings = TierSettings(s3=s3, tombstones_max=tombstones_max, load_s_max=20.0)  # type: ignore[arg-type]
     node = bench([S3Tier(s3, time.time)], settings=settings, incarnation=name, pending_path=pending)
-    node.node._scans.join(20)
+    join_scans(node.node, 20)
     return node
 
 
@@ -64,8 +65,8 @@ def tick(node: Bench) -> None:
     """The next rescan is due, and over."""
     node.clock.now_s += RESCAN_S + 1
     node.node.tick()
-    node.node._scans.join(20)
-    node.node._clears.join(20)
+    join_scans(node.node, 20)
+    clears_of(node.node).join(20)
     node.node.check_integrity()
 
 
@@ -82,7 +83,7 @@ def marks(stub: Stub) -> list[str]:
 # -- a tenant's clear, beyond what is indexed (S3 a) --------------------------------------------------
 
 
-def test_s3_a_clear_of_a_tenant_deletes_also_what_the_index_has_no_room_for(stub: Stub) -> None:
+def test_a_clear_of_a_tenant_deletes_also_what_the_index_has_no_room_for(stub: Stub) -> None:
     samples = [sample(number, placement=IN_S3) for number in range(5)]
     theirs = sample(9, tenant=OTHER_TENANT, placement=IN_S3)
     for wanted in (*samples, theirs):
@@ -97,7 +98,7 @@ def test_s3_a_clear_of_a_tenant_deletes_also_what_the_index_has_no_room_for(stub
         one.node.close()
 
 
-def test_s3_a_clear_that_runs_out_of_time_says_so_and_is_gone_on_with(stub: Stub, tmp_path: Path) -> None:
+def test_a_clear_that_runs_out_of_time_says_so_and_is_gone_on_with(stub: Stub, tmp_path: Path) -> None:
     for number in range(5):
         put(stub, sample(number, placement=IN_S3))
     node = start(stub, pending=tmp_path / "owed.json", index_objects_max=2)
@@ -122,7 +123,7 @@ def test_s3_a_clear_that_runs_out_of_time_says_so_and_is_gone_on_with(stub: Stub
     again.node.close()
 
 
-def test_s3_a_purge_ends_by_its_deadline_and_says_that_there_is_more(stub: Stub) -> None:
+def test_a_purge_ends_by_its_deadline_and_says_that_there_is_more(stub: Stub) -> None:
     put(stub, sample(1, placement=IN_S3))
     tier = S3Tier(stub.settings(), time.time)
     tier.mark_cleared([Clear(TENANT)], Deadline(20.0))
@@ -137,7 +138,7 @@ def test_g12_bad_records_of_a_tenant_go_with_it(stub: Stub) -> None:
     wanted = sample(1, placement=IN_S3)
     put(stub, wanted)
     node = start(stub)
-    node.node._state.bad(wanted.header.address, "s3", "checksum")
+    state_of(node.node).bad(wanted.header.address, "s3", "checksum")
     assert [key for key in stub.objects if "/bad/" in key]
     node.node.clear(Clear(TENANT, SESSION))
     assert not [key for key in stub.objects if "/bad/" in key]
@@ -151,7 +152,7 @@ def test_g12_bad_records_of_a_tenant_go_with_it(stub: Stub) -> None:
     "what", [Clear(TENANT, SESSION), Clear(TENANT, b"other" * 3 + b"!", (SESSION,)), Clear(TENANT)]
 )
 @pytest.mark.parametrize("keeps_disk", [True, False])
-def test_s3_b_what_a_dead_node_left_is_gone_after_a_restart_too(
+def test_what_a_dead_node_left_is_gone_after_a_restart_too(
     stub: Stub, tmp_path: Path, what: Clear, keeps_disk: bool
 ) -> None:
     """`keeps_disk` False: a node that is new, or has lost its own."""
@@ -177,7 +178,7 @@ def test_s3_b_what_a_dead_node_left_is_gone_after_a_restart_too(
 
 
 @pytest.mark.parametrize("what", [Clear(TENANT, SESSION), Clear(TENANT)])
-def test_s3_b_what_is_stored_after_a_clear_stays(stub: Stub, what: Clear) -> None:
+def test_what_is_stored_after_a_clear_stays(stub: Stub, what: Clear) -> None:
     node = start(stub)
     old, new = sample(1, placement=IN_S3), sample(2, placement=IN_S3)
     put(stub, new, ago_s=-LONG_AGO_S)
@@ -190,7 +191,7 @@ def test_s3_b_what_is_stored_after_a_clear_stays(stub: Stub, what: Clear) -> Non
     node.node.close()
 
 
-def test_s3_b_a_clear_without_the_bucket_says_so_and_is_marked_as_soon_as_it_answers(
+def test_a_clear_without_the_bucket_says_so_and_is_marked_as_soon_as_it_answers(
     stub: Stub, tmp_path: Path
 ) -> None:
     node = start(stub, pending=tmp_path / "owed.json")
@@ -209,7 +210,7 @@ def test_s3_b_a_clear_without_the_bucket_says_so_and_is_marked_as_soon_as_it_ans
     again.node.close()
 
 
-def test_s3_b_a_node_that_was_away_forgets_what_was_cleared_meanwhile_on_its_own_disk(
+def test_a_node_that_was_away_forgets_what_was_cleared_meanwhile_on_its_own_disk(
     stub: Stub, tmp_path: Path
 ) -> None:
     def node_with_disk(name: str) -> Bench:
@@ -221,7 +222,7 @@ def test_s3_b_a_node_that_was_away_forgets_what_was_cleared_meanwhile_on_its_own
             incarnation=name,
             pending_path=tmp_path / "owed.json",
         )
-        node.node._scans.join(20)
+        join_scans(node.node, 20)
         return node
 
     mine, hers = (
@@ -309,14 +310,14 @@ def test_s3_marks_are_read_back(stub: Stub) -> None:
     stub.misbehave = forgetful
     node = start(stub)
     assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("s3",)
-    assert isinstance(node.tiers["s3"]._clears, S3Clears)  # type: ignore[attr-defined]
+    assert isinstance(clears_of(node.tiers["s3"]), S3Clears)
     node.node.close()
 
 
 # -- one tenant's clears, and the others (S4) ---------------------------------------------------------
 
 
-def test_s4_a_flood_of_clears_of_one_tenant_touches_no_object_of_another(stub: Stub) -> None:
+def test_a_flood_of_clears_of_one_tenant_touches_no_object_of_another(stub: Stub) -> None:
     node = start(stub, tombstones_max=10)
     samples = [sample(number, placement=IN_S3) for number in range(4)]
     for wanted in samples:
@@ -330,12 +331,12 @@ def test_s4_a_flood_of_clears_of_one_tenant_touches_no_object_of_another(stub: S
     node.node.close()
 
 
-def test_s4_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
+def test_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
     """The same without a network: 1,001 clears, tombstones_max=1000, objects put by another node."""
     bucket = SharedBucket(MIB)
     settings = TierSettings(tombstones_max=1000, s3=S3TierSettings(rescan_s=RESCAN_S))
     node = bench([SharedBucket(MIB, bucket)], settings=settings)
-    node.node._scans.join(20)
+    join_scans(node.node, 20)
     other = bench([bucket], settings=settings, incarnation="other")
     samples = [sample(number, placement=IN_S3) for number in range(4)]
     for wanted in samples:
@@ -347,11 +348,11 @@ def test_s4_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
     assert bucket.bytes_held() == sum(wanted.record.nbytes for wanted in samples)
 
 
-def test_s4_a_clear_of_ids_that_nobody_has_leaves_no_tombstone_on_a_node(stub: Stub, tmp_path: Path) -> None:
+def test_a_clear_of_ids_that_nobody_has_leaves_no_tombstone_on_a_node(stub: Stub, tmp_path: Path) -> None:
     node = start(stub, pending=tmp_path / "owed.json")
     node.node.clear(Clear(TENANT, SESSION, tuple(bytes([number]) * 16 for number in range(6))))
-    assert node.node._state.directory.clears.tombstones == 0
-    assert len(node.node._state.pending) == 0
+    assert state_of(node.node).directory.clears.tombstones == 0
+    assert len(state_of(node.node).pending) == 0
     assert len(marks(stub)) == 1, "another node may have put some of it there: one mark for all of them"
     node.node.close()
 
@@ -376,7 +377,7 @@ def test_g12_what_is_cleared_while_a_scan_runs_is_not_taken_in_by_it(what: Clear
     """It is listed before the clear, which finds nothing of it in the books."""
     bucket = Slow(MIB)
     node = bench([bucket], settings=TierSettings(s3=S3TierSettings(rescan_s=RESCAN_S)))
-    node.node._scans.join(20)
+    join_scans(node.node, 20)
     wanted, foreign = sample(1, placement=IN_S3), sample(2, tenant=OTHER_TENANT, placement=IN_S3)
     for one in (wanted, foreign):
         SharedBucket.put(bucket, one.header.address, Record(one.record), deadline=Deadline(1.0))

@@ -17,6 +17,7 @@ from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.pricing.meters import PrefillPrice
 from configs.sections import TierSettings
 from replicas.offload.tier_client import TierLink
+from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import (
     MIB,
@@ -221,7 +222,7 @@ def test_no_request_waits_longer_than_its_own_recompute_price(
     engine = engine_of(tiny_llama, tmp_path, extent_bytes=16 * MIB, node={"prices": {"cpu": (1.2, 1e9)}})
     inner, offload = engine.built.engine, engine.built.engine.offload
     assert offload is not None
-    offload.restores.settings = TierSettings(audit_share=0.0, hedge_factor=100.0, lookup_share=share)
+    offload.restores.settings = tuned(TierSettings(audit_share=0.0, lookup_share=share), hedge_factor=100.0)
     prompt = stored(tiny_llama, engine)
     lane(engine.lanes.lookup).held = lane(engine.lanes.fetch).held = True
     other = engine.submit(prompt_of(20, seed=5), max_tokens=1)  # somebody computes: the engine is not idle

@@ -21,6 +21,7 @@ from cache_tiers.blocks.record import BadRecord
 from cache_tiers.transport import nixl_agent
 from cache_tiers.transport.link import CHUNK_BYTES, ArenaLease, Export, LinkDown, LinkLate, NixlLink, PeerGone
 from tests.faults.link_peer import Peer, pattern
+from tests.support.inside import arena_of, peers_of
 
 MIB = 1024 * 1024
 HERE = Path(__file__).resolve().parents[2]
@@ -92,7 +93,7 @@ def pulled(link: NixlLink, export: Export, deadline_s: float = 10.0) -> Bytes:
 
 
 def free_bytes(link: NixlLink) -> int:
-    return link._arena.free_bytes
+    return arena_of(link).free_bytes
 
 
 @pytest.mark.parametrize("env", [{}, TCP], ids=["one host", "tcp"])
@@ -257,7 +258,7 @@ def test_a_forgotten_peer_keeps_nobody_waiting(tcp_link: NixlLink, peers: Callab
     peer.stop()
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(pulled, link, export, 60.0) for _ in range(3)]
-        until(lambda: link._arena.writes == 3 and link._peers["there:1"].handle is not None)
+        until(lambda: arena_of(link).writes == 3 and peers_of(link)["there:1"].handle is not None)
         link.forget("there:1")
         for call in calls:
             with pytest.raises(PeerGone, match="forgotten"):
@@ -266,7 +267,7 @@ def test_a_forgotten_peer_keeps_nobody_waiting(tcp_link: NixlLink, peers: Callab
         pulled(link, export, 1.0)
     peer.go_on()
     until(lambda: free_bytes(link) == 32 * MIB)
-    until(lambda: "there:1" not in link._peers)
+    until(lambda: "there:1" not in peers_of(link))
     assert np.array_equal(pulled(link, export), pattern(1, MIB))
 
 
@@ -276,7 +277,7 @@ def test_close_while_a_pull_hangs(tcp_link: NixlLink, peers: Callable[..., Peer]
     peer.stop()
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(pulled, link, export, 60.0) for _ in range(2)]
-        until(lambda: link._arena.writes == 2)
+        until(lambda: arena_of(link).writes == 2)
         began_s = time.monotonic()
         link.close()
         assert time.monotonic() - began_s < IN_TIME_S
@@ -331,7 +332,7 @@ def test_a_restarted_peer_is_met_anew(link: NixlLink, peers: Callable[..., Peer]
     first.kill()
     again = peers("there:2").export(2, MIB)
     assert np.array_equal(pulled(link, again), pattern(2, MIB))
-    assert set(link._peers) == {"there:2"}
+    assert set(peers_of(link)) == {"there:2"}
     with pytest.raises(PeerGone):
         pulled(link, old)
     liar = Export("there:1", again.metadata, again.address, again.nbytes, again.generation)

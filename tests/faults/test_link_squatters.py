@@ -30,6 +30,7 @@ from router.proxy.wire import packed_request
 from router.routing import roster
 from tests.faults.dead_listener import NOBODY
 from tests.support.engines.engines import prompt_of
+from tests.support.inside import carrier_of, connecting_by, direct_calls, links_of, replicas_in, unreached_by
 from tests.support.router.called_replicas import called
 from tests.support.router.linked_replicas import LINKS, LOOPBACK, Proxied, proxied
 from tests.support.router.router_harness import until
@@ -96,15 +97,15 @@ def doomed() -> Iterator[Doomed]:
 async def die(doomed: Doomed, links: Links) -> None:
     """Kill it, and wait until its callers have seen that their connections have ended."""
     doomed.kill()
-    await until(lambda: not any(link.is_open for link in links._links.values()))
+    await until(lambda: not any(link.is_open for link in links_of(links).values()))
 
 
 async def forget(links: Links) -> None:
     """Have the address tried again at once; wait until it has been found out."""
-    await until(lambda: not links._connecting)
-    assert links._unreached
-    assert not links._links
-    links._unreached.clear()
+    await until(lambda: not connecting_by(links))
+    assert unreached_by(links)
+    assert not links_of(links)
+    unreached_by(links).clear()
 
 
 def posted(there: Proxied) -> httpx.AsyncClient:
@@ -116,8 +117,8 @@ async def test_f33_on_a_dead_ingresses_port(doomed: Doomed) -> None:
     there = await proxied(PlainTextResponse(LIVES))
     there.known.update([ListedIngress("ingress-1", "here", doomed.to)], "here")
     headers, body = {"authorization": f"Bearer {KEY}"}, {"prompt": PROMPT}
-    assert there.guard._carrier is not None
-    links = there.guard._carrier._links
+    assert carrier_of(there.guard) is not None
+    links = links_of(carrier_of(there.guard))
     async with posted(there) as client:
         before = await client.post("/v1/completions", json=body, headers=headers)
         assert before.text == "from the ingress that will die"
@@ -135,10 +136,10 @@ async def test_f33_on_a_dead_ingresses_port(doomed: Doomed) -> None:
 async def test_f33_on_a_dead_replicas_port(doomed: Doomed, tiny_llama: Path) -> None:
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
-        (listed,) = roster.ROSTER._replicas
+        (listed,) = replicas_in(roster.ROSTER)
         roster.ROSTER.update([replace(listed, address=doomed.to)], roster.RankOptions())
-        assert front.client._direct is not None
-        links = front.client._direct._links
+        assert direct_calls(front.client) is not None
+        links = direct_calls(front.client)._links
         assert await links.reach(doomed.to) is not None
         await die(doomed, links)
         for number, how in enumerate(HOW, 1):

@@ -16,6 +16,8 @@ from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import BadReport, Fetch, FetchFailed
 from configs.sections import FaultSettings, TierSettings
+from tests.support.constants import tuned
+from tests.support.inside import join_scans, records_in, state_of
 from tests.support.nodes.node_faults import FAILING, FULL, HANGING, MemoryTier, faulty
 from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, heap_bench, nvme, sample
 
@@ -42,10 +44,10 @@ def fetch_from(node: Bench, wanted: Sample, tier: str, deadline_s: float) -> Fet
 def eventually(node: Bench, holds: str) -> None:
     """Waits, with the node's own events as the only clock, until its books are quiet."""
     ends_s = time.monotonic() + 10
-    while len(node.node._state.directory.transfers) or not node.node._state.lock.acquire(timeout=0.1):
+    while len(state_of(node.node).directory.transfers) or not state_of(node.node).lock.acquire(timeout=0.1):
         assert time.monotonic() < ends_s, holds
         threading.Event().wait(0.005)
-    node.node._state.lock.release()
+    state_of(node.node).lock.release()
 
 
 def test_f06_no_room_after_all_makes_room_once_then_goes_on(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_f06_full_for_good_is_read_only_until_a_probe_works(tmp_path: Path) -> N
     assert node.node.stats().tiers[1].state == "read-only"
     assert node.load(sample(1)) is not None or node.look(sample(1)).spans == ()
     assert node.offer(sample(3, placement=LOW)) == "refused:down"
-    assert node.node._state.directory.usage("nvme").bytes_accounted >= 0
+    assert state_of(node.node).directory.usage("nvme").bytes_accounted >= 0
     files.update(FaultSettings())
     node.node.tick()
     assert node.node.stats().tiers[1].state == "up"
@@ -101,7 +103,7 @@ def test_f07_a_directory_that_goes_away_opens_the_breaker(tmp_path: Path) -> Non
 
 def test_f08_a_slow_tier_ends_at_the_deadline_and_no_threads_pile_up() -> None:
     slow = faulty(MemoryTier("nvme", MIB))
-    node = bench([slow], settings=TierSettings(io_threads=2, breaker_failures=100))
+    node = bench([slow], settings=tuned(TierSettings(io_threads=2), breaker_failures=100))
     node.store(sample(1, placement=LOW))
     slow.update(HANGING)
     before = threading.active_count()
@@ -159,12 +161,12 @@ def test_f18_a_write_that_ends_too_late_is_taken_back() -> None:
     tier.gate.clear()
     assert node.store(sample(1, placement=LOW)) == "taken"
     assert node.look(sample(1)).spans == ()
-    assert node.node._state.directory.usage("nvme").bytes_accounted == NBYTES  # it may come to that yet
+    assert state_of(node.node).directory.usage("nvme").bytes_accounted == NBYTES  # it may come to that yet
     assert node.offer(sample(1, placement=LOW)) == "refused:busy"
     tier.gate.set()
     eventually(node, "the late write is taken back")
     assert tier.bytes_held() == 0
-    assert node.node._state.directory.usage("nvme").bytes_accounted == 0
+    assert state_of(node.node).directory.usage("nvme").bytes_accounted == 0
     assert node.store(sample(1, placement=LOW)) == "taken"
     assert node.load(sample(1)) is not None
 
@@ -300,7 +302,7 @@ def test_f19_a_replica_that_does_not_hand_over_costs_nothing() -> None:
         node.outbox.drop(ticket)
     node.work()
     assert node.node.stats().stores["failed:call"] == 1
-    assert node.node._state.directory.usage("cpu").bytes_accounted == 0
+    assert state_of(node.node).directory.usage("cpu").bytes_accounted == 0
     assert node.store(wanted) == "taken"
 
 
@@ -324,20 +326,20 @@ def test_s3_is_looked_through_behind_the_services_back(tmp_path: Path) -> None:
     for number in range(2):
         node.store(sample(number, placement=low))
     again = bench([HeapTier(MIB), bucket], incarnation="b")
-    again.node._scans.join(10)
+    join_scans(again.node, 10)
     assert again.tiers_of(sample(0)) == ["s3"]
     assert again.load(sample(1)) is not None
     again.node.check_integrity()
     bucket_down = faulty(bucket, FAILING)
     third = bench([HeapTier(MIB), bucket_down], incarnation="c")
-    third.node._scans.join(10)
+    join_scans(third.node, 10)
     assert third.look(sample(0)).spans == ()
     cleared = third.node.clear(Clear(TENANT))
     assert cleared.unreachable == ("s3",)
     bucket_down.update(FaultSettings())
     third.clock.now_s += 3600
     third.node.tick()
-    third.node._scans.join(10)
+    join_scans(third.node, 10)
     assert third.look(sample(0)).spans == ()
     third.node.tick()
     assert bucket.bytes_held() == 0
@@ -363,7 +365,7 @@ def test_f03_a_whole_record_of_another_extent_is_bad() -> None:
     node = bench([HeapTier(MIB), tier])
     for number in (1, 2):
         node.store(sample(number, placement=LOW))
-    tier._records[sample(1).header.address] = sample(2).record
+    records_in(tier)[sample(1).header.address] = sample(2).record
     failed = fetch_from(node, sample(1), "nvme", 5.0)
     assert failed is not None
     assert node.look(sample(1)).spans == ()
@@ -375,12 +377,12 @@ def test_g12_nothing_is_stored_where_its_delete_is_pending(tmp_path: Path) -> No
     low = Placement(first="s3", write_behind=())
     bucket = faulty(MemoryTier("s3", MIB))
     node = bench([bucket], pending_path=tmp_path / "owed.json")
-    node.node._scans.join(10)
+    join_scans(node.node, 10)
     node.store(sample(1, placement=low))
     bucket.update(FAILING)
     node.node.clear(Clear(TENANT))
     again = bench([bucket], pending_path=tmp_path / "owed.json", incarnation="b")  # its scan fails
-    again.node._scans.join(10)
+    join_scans(again.node, 10)
     bucket.update(FaultSettings())
     assert again.offer(sample(1, placement=low)) == "refused:busy"
     again.node.tick()
@@ -411,7 +413,7 @@ def test_a_source_that_lost_it_is_forgotten() -> None:
     node.tiers["cpu"].delete(sample(1).header.address)
     node.work()
     assert node.copies(sample(1)) == ()
-    assert node.node._state.directory.usage("cpu").bytes_accounted == 0
+    assert state_of(node.node).directory.usage("cpu").bytes_accounted == 0
 
 
 @pytest.mark.parametrize(("offset", "blocks"), [(-1, 1), (0, 0), (0, 4), (3, 1), (2, -1)])
@@ -431,11 +433,11 @@ def test_a_fetch_that_finds_nothing_forgets_it_and_frees_its_bytes() -> None:
     node.tiers["cpu"].delete(sample(1).header.address)
     assert node.load(sample(1)) is None
     assert node.look(sample(1)).spans == ()
-    assert node.node._state.directory.usage("cpu").bytes_accounted == 0
+    assert state_of(node.node).directory.usage("cpu").bytes_accounted == 0
 
 
 @pytest.mark.guarantee("F01", "F02")
-def test_g13_s10_bad_records_that_the_start_scan_finds_are_counted(tmp_path: Path) -> None:
+def test_g13_bad_records_that_the_start_scan_finds_are_counted(tmp_path: Path) -> None:
     disk = nvme(tmp_path)
     first = bench([disk])
     for number in range(5):
@@ -456,7 +458,7 @@ def test_g13_s10_bad_records_that_the_start_scan_finds_are_counted(tmp_path: Pat
     disk.close()
 
 
-def test_g13_s10_what_a_reader_finds_later_comes_on_top(tmp_path: Path) -> None:
+def test_g13_what_a_reader_finds_later_comes_on_top(tmp_path: Path) -> None:
     disk = nvme(tmp_path)
     first = bench([disk])
     for number in range(2):

@@ -17,6 +17,8 @@ from cache_tiers.messages import BadReport
 from configs.sections import FaultSettings, TierSettings
 from tests.support.amounts import seeds
 from tests.support.clock import Clock
+from tests.support.constants import tuned
+from tests.support.inside import join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier, faulty
 from tests.support.nodes.node_harness import OTHER_TENANT, TENANT, Bench, Sample, bench, nvme, sample
 
@@ -82,9 +84,9 @@ class History:
         for _ in range(4):
             self.clock.now_s += 1000.0
             self.node.node.tick()
-            self.node.node._scans.join(10)
+            join_scans(self.node.node, 10)
             self.node.work()
-        books = self.node.node._state
+        books = state_of(self.node.node)
         assert len(books.directory.transfers) == 0
         assert len(books.pending) == 0
         for name in ("cpu", "s3"):
@@ -111,13 +113,13 @@ class History:
         tiers = [faulty(HeapTier(BUDGETS["cpu"])), faulty(self.files), faulty(self.bucket)]
         node = bench(
             [*tiers],
-            settings=TierSettings(store_queue_max=4, transfer_queue_max=6, load_s_max=5.0),
+            settings=tuned(TierSettings(store_queue_max=4, load_s_max=5.0), transfer_queue_max=6),
             pending_path=self.path / "owed.json",
             incarnation=f"life {self.lives}",
             clock=self.clock,
             budgets=BUDGETS,
         )
-        node.node._scans.join(10)
+        join_scans(node.node, 10)
         return node
 
     def _restart(self, *, crash: bool) -> None:

@@ -14,6 +14,7 @@ from cache_tiers.messages import BadReport, ExtentRequest, Fetched, FetchFailed
 from cache_tiers.transport.link import LinkDown, LinkError, LinkLate, PeerGone
 from cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
 from configs.sections import PeerSettings, TierSettings
+from tests.support.inside import link_of, records_in
 from tests.support.nodes.node_faults import FAILING, MemoryTier, faulty
 from tests.support.nodes.node_harness import MIB, SESSION, TENANT, sample
 from tests.support.nodes.peer_harness import Home, World, home, same
@@ -36,7 +37,7 @@ def test_f18_a_flipped_bit_on_the_way_is_never_served_and_ray_is_tried() -> None
         a.store(wanted)
         (one,) = b.look(wanted, "a").spans
         bit = rng.randrange(8 * wanted.record.nbytes)
-        b.node.peers._link.get()
+        link_of(b.node.peers).get()
         b.link.spoil = lambda data, bit=bit: flipped(data, bit)  # type: ignore[misc]
         reply = b.fetch(wanted, one)
         # A bit in the header's padding is covered by its checksum, too: every one of them is noticed.
@@ -53,7 +54,7 @@ def test_f18_bad_by_every_way_is_a_miss_and_the_peer_is_shut_out() -> None:
     wanted = sample(1)
     a.store(wanted)
     (one,) = b.look(wanted, "a").spans
-    b.node.peers._link.get()
+    link_of(b.node.peers).get()
     b.link.spoil = lambda data: flipped(data, 8 * (data.nbytes - 1))
 
     def spoilt(data: Bytes) -> Bytes:
@@ -79,7 +80,7 @@ def test_f18_what_is_not_the_extent_asked_for_is_refused(what: str) -> None:
     a.store(wanted)
     a.store(other)
     (one,) = b.look(wanted, "a").spans
-    b.node.peers._link.get()
+    link_of(b.node.peers).get()
     if what.startswith("another"):
         world.swapped = lambda ask: ExtentRequest(other.header.address, ask.deadline_s)
     elif what == "cut short":
@@ -112,7 +113,7 @@ def test_the_check_of_the_record_is_what_keeps_bad_bytes_out(monkeypatch: pytest
     wanted = sample(1)
     a.store(wanted)
     (one,) = b.look(wanted, "a").spans
-    b.node.peers._link.get()
+    link_of(b.node.peers).get()
     b.link.spoil = lambda data: flipped(data, 8 * (data.nbytes - 1))
     reply = b.fetch(wanted, one)
     assert isinstance(reply, Fetched)
@@ -126,9 +127,9 @@ def test_a_copy_that_rotted_at_the_peer_is_forgotten_there() -> None:
     (one,) = b.look(wanted, "a").spans
     heap = a.tiers["cpu"]
     assert isinstance(heap, HeapTier)
-    rotten = heap._records[wanted.header.address].copy()
+    rotten = records_in(heap)[wanted.header.address].copy()
     rotten[-1] ^= 1
-    heap._records[wanted.header.address] = rotten
+    records_in(heap)[wanted.header.address] = rotten
     assert isinstance(b.fetch(wanted, one), FetchFailed)
     assert a.holds(wanted) == ()
     assert a.node.stats().tiers[0].verify_failures == {"checksum": 1}
@@ -146,7 +147,7 @@ def test_a_bad_report_of_what_came_from_a_peer_is_looked_into_here() -> None:
     assert b.holds(wanted) == ("cpu",)
     heap = b.tiers["cpu"]
     assert isinstance(heap, HeapTier)
-    heap._records[header.address] = np.zeros_like(wanted.record)
+    records_in(heap)[header.address] = np.zeros_like(wanted.record)
     b.node.report([report])
     assert b.holds(wanted) == ()
 
@@ -157,7 +158,7 @@ def test_f10_any_fault_of_the_link_leaves_ray(fault: LinkError) -> None:
     wanted = sample(1)
     a.store(wanted)
     (one,) = b.look(wanted, "a").spans
-    b.node.peers._link.get()
+    link_of(b.node.peers).get()
     link = b.link
     link.fault = fault
     assert same(b.fetch(wanted, one), wanted)
@@ -176,7 +177,7 @@ def test_a_link_that_fails_again_and_again_is_not_waited_for() -> None:
     chains = [sample(number) for number in range(6)]
     for wanted in chains:
         a.store(wanted)
-    b.node.peers._link.get()
+    link_of(b.node.peers).get()
     b.link.fault = PeerGone("its port is closed")
     for wanted in chains:
         assert same(b.bring(wanted, "a"), wanted)
@@ -211,7 +212,7 @@ def test_the_deadline_holds_over_all_ways() -> None:
     wanted = sample(1)
     a.store(wanted)
     (one,) = b.look(wanted, "a").spans
-    b.node.peers._link.get()
+    link_of(b.node.peers).get()
     b.link.fault = LinkLate("slow")
 
     def slow() -> None:
@@ -350,7 +351,7 @@ def test_random_histories_of_three_nodes_keep_the_truth() -> None:
             name, wanted = rng.choice("abc"), rng.choice(chains)
             here = nodes[name]
             if (name, "first") not in {tuple(link.split(":")) for link in world.links}:
-                here.node.peers._link.get()
+                link_of(here.node.peers).get()
             bit = rng.randrange(8 * wanted.record.nbytes)
             here.link.spoil = (
                 (lambda data, bit=bit: flipped(data, bit)) if rng.random() < 0.3 else (lambda data: None)  # type: ignore[misc]

@@ -15,6 +15,7 @@ from configs.sections import KIB, TierSettings
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered
+from tests.support.inside import guards_of
 
 TOKEN_BYTES = 512  # of the tiny model
 PREFILL = PrefillPrice(0.0, 1e-4, 0.0)
@@ -75,7 +76,7 @@ def test_where_loads_pay_all_is_stored_and_loaded_within_20_turns(
     engine, _ = engine_of(tiny_llama, tmp_path, token_s, wrong * token_s)
     found = loaded_tokens(engine)
     assert found[LEARNED:] == [TOKENS] * (TURNS - LEARNED)
-    price = engine.node._guards["cpu"].price()
+    price = guards_of(engine.node)["cpu"].price()
     assert price.is_proved
     assert price.seconds(TOKENS * TOKEN_BYTES) == pytest.approx(token_s * TOKENS, rel=0.3)
     truth = tiered(tiny_llama, tmp_path / "bare", tiers={}, prefix_reuse=False)

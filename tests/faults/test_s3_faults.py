@@ -18,6 +18,7 @@ from cache_tiers.media.guard import Breaker, GuardedTier, TierLate
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Deadline
 from cache_tiers.pricing.meters import TierMeter, TierPrice
+from tests.support.inside import connections_of, settings_of
 from tests.support.nodes.s3_extents import sealed
 from tests.support.nodes.s3_stub import Answering, Misbehaviour, Request, Stub, s3_stub
 
@@ -61,15 +62,15 @@ def make(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeTier]:
 
 def idle(tier: S3Tier, timeout_s: float = 10.0) -> bool:
     """Wait until no call is under way, those that were given up included."""
-    ends_s, connections = time.monotonic() + timeout_s, tier._objects._connections
+    ends_s, connections = time.monotonic() + timeout_s, connections_of(tier._objects)
     free = 0
-    while free < tier._settings.connections:
+    while free < settings_of(tier).connections:
         if not connections.acquire(timeout=max(0.0, ends_s - time.monotonic())):
             break
         free += 1
     for _ in range(free):
         connections.release()
-    return free == tier._settings.connections
+    return free == settings_of(tier).connections
 
 
 def guarded(tier: S3Tier, threads: int = 2) -> GuardedTier:

@@ -52,7 +52,7 @@ def reaches(host: Host, to: str, port: int = PORT) -> bool:
     return host.run(["python", "-c", CONNECT, to, str(port)], check=False).returncode == 0
 
 
-def test_s9_a_host_sees_a_checkout_below_the_systems_temporary_directory(
+def test_a_host_sees_a_checkout_below_the_systems_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has a /tmp of its own, in which only that of ours is to be seen."""

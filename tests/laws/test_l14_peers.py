@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cache_tiers.blocks.extent import Bytes, Placement
-from cache_tiers.blocks.record import decode_header, header_bytes
+from cache_tiers.blocks.record import decode_header
 from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.s3 import S3Tier
@@ -24,6 +23,8 @@ from cache_tiers.transport.peers import LazyLink, PeerLate
 from replicas.messages import GenerateRequest, Route
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, receipt_of, same, tiered
+from tests.support.inside import join_scans, link_of, records_in
+from tests.support.nodes.damages import one_bit, wrong_blocks
 from tests.support.nodes.peer_harness import FakeLink, World
 from tests.support.services.rclone import s3_server
 
@@ -90,7 +91,7 @@ def test_l14_a_turn_that_went_to_another_node_is_the_same(
     a, b = (engine_of(world, name, tiny_llama, tmp_path, kv_dtype=kv_dtype) for name in "ab")
     prompt = first_turn(a, length)
     if way == "ray":
-        b.node.peers._link.get()
+        link_of(b.node.peers).get()
         world.links["b:link"].fault = LinkLate("slow")
     returned = prefill(b, prompt)
     same(returned, truth(tiny_llama, tmp_path, prompt, kv_dtype))
@@ -114,7 +115,7 @@ def test_l14_what_came_is_not_stored_again_and_what_did_not_come_is(tiny_llama: 
     rows = b.node.stats()
     assert rows.moves["peer>cpu:committed"] == 1
     assert rows.moves["replica>cpu:committed"] == 1  # the new turn
-    records = [decode_header(data) for data in b.tiers["cpu"]._records.values()]  # type: ignore[attr-defined]
+    records = [decode_header(data) for data in records_in(b.tiers["cpu"]).values()]
     keys = [key for header in records for key in header.keys]
     assert len(set(keys)) == len(keys), "a block was stored twice"
 
@@ -123,19 +124,8 @@ def test_l14_what_came_is_not_stored_again_and_what_did_not_come_is(tiny_llama: 
     prompt = first_turn(c, 90)
     world2.faults["a", "export"] = world2.faults["a", "read"] = PeerLate("slow")
     same(prefill(d, prompt), truth(tiny_llama, tmp_path, prompt))
-    headers = [decode_header(data) for data in d.tiers["cpu"]._records.values()]  # type: ignore[attr-defined]
+    headers = [decode_header(data) for data in records_in(d.tiers["cpu"]).values()]
     assert min(header.first_block for header in headers) == 0  # what nobody gave it is here from now on
-
-
-def one_bit(record: Bytes) -> None:
-    record[header_bytes(5, 1) + 100] ^= 1
-
-
-def wrong_blocks(record: Bytes) -> None:
-    """Each block's KV stands in the next one's place."""
-    header = decode_header(record)
-    payload = record[header_bytes(header.blocks, header.shape.layers) :]
-    payload[:] = np.roll(payload, header.shape.block_bytes)
 
 
 @pytest.mark.parametrize(("spoil", "is_exact"), [(one_bit, True), (wrong_blocks, False)])
@@ -161,7 +151,7 @@ def test_l14_fires_when_a_peer_gives_other_bytes_and_nobody_checks(
         world = World()
         a, b = (engine_of(world, name, tiny_llama, tmp_path) for name in "ab")
         prompt = first_turn(a, 60)
-        b.node.peers._link.get()
+        link_of(b.node.peers).get()
         if spoil is not None:
             world.links["b:link"].spoil = spoil
         returned = prefill(b, prompt)
@@ -204,7 +194,7 @@ def test_l14_what_a_named_node_has_put_into_s3_is_a_hit_before_this_one_has_look
             s3 = S3Tier(settings, wall_clock=lambda: 1_700_000_000.0)
             tiers: dict[TierName, Tier] = {"cpu": HeapTier(64 * MIB), "s3": s3}
             nodes.append(engine_of(world, name, tiny_llama, tmp_path, tiers=tiers))
-            nodes[-1].node._scans.join(30)
+            join_scans(nodes[-1].node, 30)
         a, b, c = nodes
         a.placement = Placement("s3", (), "s3")
         document = prompt_of(96, seed=7)

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cache_tiers.blocks.extent import Address, Bytes, Placement
-from cache_tiers.blocks.record import Record, decode_header, header_bytes
+from cache_tiers.blocks.record import Record
 from cache_tiers.blocks.tiers import TierName
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
@@ -22,6 +21,8 @@ from cache_tiers.media.tier import Tier
 from cache_tiers.pricing.meters import PrefillPrice
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, nvme, receipt_of, same, tiered
+from tests.support.inside import records_in
+from tests.support.nodes.damages import one_bit, wrong_blocks
 from tests.support.nodes.old_records import as_version
 from tests.support.services.rclone import s3_server
 from tests.support.services.service import until
@@ -201,17 +202,6 @@ def test_l14_many_turns_never_drift(tiny_llama: Path, tmp_path: Path, kv_dtype: 
         engine.forget_pool()
 
 
-def one_bit(record: Bytes) -> None:
-    record[header_bytes(5, 1) + 100] ^= 1  # in the first block, the smallest bit of a float32
-
-
-def wrong_blocks(record: Bytes) -> None:
-    """Each block's KV stands in the next one's place."""
-    header = decode_header(record)
-    payload = record[header_bytes(header.blocks, header.shape.layers) :]
-    payload[:] = np.roll(payload, header.shape.block_bytes)
-
-
 @pytest.mark.parametrize(("spoil", "is_exact"), [(one_bit, True), (wrong_blocks, False)])
 def test_l14_fires_when_a_loaded_block_is_not_what_was_stored(
     tiny_llama: Path,
@@ -232,7 +222,7 @@ def test_l14_fires_when_a_loaded_block_is_not_what_was_stored(
         engine = tiered(tiny_llama, tmp_path, tiers={"cpu": HeapTier(64 * MIB)})
         engine.placement = placement_of("cpu")
         prompt = first_turn(engine, 60)
-        records = engine.tiers["cpu"]._records  # type: ignore[attr-defined]
+        records = records_in(engine.tiers["cpu"])
         for address, data in records.items() if spoil else ():
             records[address] = data.copy()
             spoil(records[address])  # type: ignore[misc]

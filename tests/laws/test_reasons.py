@@ -23,6 +23,7 @@ from replicas.offload.tier_client import TierLink
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, receipt_of, tiered
+from tests.support.inside import guards_of, records_in, registry_of, state_of
 from tests.support.nodes.node_faults import FAILING, faulty
 
 pytestmark = pytest.mark.guarantee("G13")
@@ -112,16 +113,16 @@ def clear(engine: Tiered) -> None:
 
 def break_tier(engine: Tiered) -> None:
     engine.tiers["cpu"].settings = FAILING  # type: ignore[attr-defined]
-    guard = engine.node._guards["cpu"]
+    guard = guards_of(engine.node)["cpu"]
     while guard.is_up:
         guard._breaker.failed()
 
 
 def lose(engine: Tiered) -> None:
     """The medium loses its records, and a load finds that out."""
-    engine.tiers["cpu"].inner._records.clear()  # type: ignore[attr-defined]
-    for extent in list(engine.node._state.directory._registry):
-        engine.node._state.lost(extent.address, "cpu")
+    records_in(engine.tiers["cpu"].inner).clear()  # type: ignore[attr-defined]
+    for extent in list(registry_of(state_of(engine.node).directory)):
+        state_of(engine.node).lost(extent.address, "cpu")
 
 
 CASES = {

@@ -16,6 +16,7 @@ from cluster.plan.simulator.fleet import Fleet, Prices
 from cluster.plan.simulator.sim import Sim, SimTally
 from cluster.plan.traces.trace import TraceTurn
 from configs.sections import GIB, KIB, PolicyName, PolicySettings, PredictorSettings, PrefetchSettings
+from tests.support.constants import tuned
 from tests.support.traffic import BLOCK, made, turn
 
 BLOCK_BYTES = BLOCK * 128 * KIB
@@ -130,7 +131,7 @@ def test_what_is_counted_adds_up(
         s3_bytes=s3 * BLOCK_BYTES,
         slots=3,
         policy=PolicySettings(name=name),
-        prefetch=PrefetchSettings(by_hazard=True, probability_min=0.05),
+        prefetch=tuned(PrefetchSettings(by_hazard=True), probability_min=0.05),
     )
     turns = made(80, seed=seed)
     sim, tally = run(fleet, turns)

@@ -126,7 +126,7 @@ def content_of(body: EntryBody, settings: KnowledgeSettings, place: str = "") ->
     if len(topics) > settings.topics_max:
         raise InvalidValue(
             f"{place}topics",
-            f"{place}topics may have at most {settings.topics_max} items (knowledge.topics_max).",
+            f"{place}topics may have at most {settings.topics_max} items.",
         )
     content = Content(body.kind, title, text, tuple(one for one in topics if one))
     if content.nbytes > settings.entry_bytes_max:
@@ -147,7 +147,7 @@ def questions_of(bodies: Sequence[QuestionBody], settings: KnowledgeSettings) ->
     """Return the questions of a test. Raises `InvalidValue` for a check without a rule, or too many."""
     if len(bodies) > settings.questions_max:
         most = settings.questions_max
-        raise InvalidValue("questions", f"questions may have at most {most} items (knowledge.questions_max).")
+        raise InvalidValue("questions", f"questions may have at most {most} items.")
     made = []
     for index, body in enumerate(bodies):
         checks = []
@@ -168,10 +168,7 @@ def imported(body: ImportBody, settings: KnowledgeSettings, who: str) -> list[Ch
     if not found:
         raise InvalidValue("text", "text holds no entry.")
     if len(found) > settings.import_entries_max:
-        message = (
-            f"text holds {len(found)} entries, more than {settings.import_entries_max} "
-            "(knowledge.import_entries_max)."
-        )
+        message = f"text holds {len(found)} entries, more than {settings.import_entries_max}."
         raise InvalidValue("text", message)
     return [
         Change(content_of(one, settings, place), origin_of(who, one.why or body.why, one.turn))

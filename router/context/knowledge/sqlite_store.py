@@ -476,9 +476,7 @@ class SqliteStore:
                 "SELECT count(*) FROM tags WHERE tenant = ? AND name <> ?", (tenant, name)
             ).fetchone()
             if count >= limits.tags_max:
-                raise QuotaExceeded(
-                    f"there are {count} tags, and no more are kept (knowledge.tags_max)", "name"
-                )
+                raise QuotaExceeded(f"there are {count} tags, and no more are kept", "name")
             db.execute("INSERT OR REPLACE INTO tags(tenant, name, seq) VALUES(?, ?, ?)", (tenant, name, seq))
         return int(seq)
 

@@ -139,7 +139,7 @@ class LearningLoop:
     def _comment(self, body: FeedbackBody) -> str:
         most = self._settings.comment_chars_max
         if len(body.comment) > most:
-            message = f"comment has more than {most} characters (knowledge.loop.comment_chars_max)."
+            message = f"comment has more than {most} characters."
             raise InvalidValue("comment", message)
         return clean(body.comment)
 
@@ -200,7 +200,7 @@ class LearningLoop:
                 return one.id, ""
         most = self._settings.candidates_per_session
         if self._records.count(tenant, "candidate", session=record.session) >= most:
-            return None, f"this conversation has {most} candidates (knowledge.loop.candidates_per_session)"
+            return None, f"this conversation has {most} candidates"
         (vector,) = self._base.vectors([made.content.words])
         fresh = LoopRecord(
             "candidate",
@@ -217,7 +217,7 @@ class LearningLoop:
         try:
             self._put(tenant, fresh, replace(made, similar=self._similar(tenant, made, fresh)))
         except QuotaExceeded:
-            return None, "there is no room for candidates: decide on some (knowledge.loop.candidates_max)"
+            return None, "there is no room for candidates: decide on some"
         return fresh.id, ""
 
     def _similar(self, tenant: str, made: CandidateEntry, record: LoopRecord) -> tuple[str, ...]:
@@ -409,7 +409,7 @@ class LearningLoop:
             self._records.put(tenant, record, RecordBounds(1, self._settings.questions_bytes_max, ()))
         except QuotaExceeded:
             most = self._settings.questions_bytes_max
-            message = f"questions have more than {most} bytes (knowledge.loop.questions_bytes_max)."
+            message = f"questions have more than {most} bytes."
             raise InvalidValue("questions", message) from None
         return len(given)
 

@@ -40,6 +40,7 @@ from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_kv, assert_same_logprobs
 from tests.support.engines.simulated_device import SimulatedDevice
+from tests.support.inside import guards_of, join_scans
 from tests.support.nodes.node_harness import records_of
 
 MIB = 1024 * 1024
@@ -128,7 +129,7 @@ def make_node(
     for tier, (latency_s, bytes_per_s) in {**PRICES, **(prices or {})}.items():
         node.measured({tier: TierPrice(latency_s, bytes_per_s)})
         if is_proved and tier in tiers:
-            prove(node._guards[tier]._meter)
+            prove(guards_of(node)[tier]._meter)
     return node
 
 
@@ -251,7 +252,7 @@ def tiered(
     outbox = StagingBuffer(settings.staged_bytes_max, keep_s=600.0, clock=clock)
     the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
     if lanes is None:  # the clock stands still: nobody would wait for what is still being listed
-        the_node._scans.join(SCAN_S)
+        join_scans(the_node, SCAN_S)
     lanes = lanes or WorkerPools(*(InlineExecutor() for _ in range(7)))
     access = TierAccess(link(the_node), outbox, lanes, clock)
     devices: list[SimulatedDevice] = []

@@ -8,6 +8,7 @@ import numpy as np
 
 from cache_tiers.blocks.extent import BlockShape, Bytes
 from cache_tiers.blocks.layer_sums import PIECE_BYTES, PIECE_WORDS
+from cache_tiers.blocks.record import decode_header, header_bytes
 
 
 def damages(payload: Bytes, shape: BlockShape, seed: int = 1) -> Iterator[tuple[str, Bytes]]:
@@ -81,3 +82,15 @@ def _pairs(payload: Bytes, shape: BlockShape, rng: np.random.Generator) -> Itera
             for word in (one, other):
                 changed[word * 8 + bit // 8] ^= 1 << bit % 8
             yield f"bit {bit} of words {one} and {other}", changed
+
+
+def one_bit(record: Bytes) -> None:
+    """Flip the smallest bit of a float32 in the first block of a record of five blocks, one layer."""
+    record[header_bytes(5, 1) + 100] ^= 1
+
+
+def wrong_blocks(record: Bytes) -> None:
+    """Put each block's KV into the next one's place."""
+    header = decode_header(record)
+    payload = record[header_bytes(header.blocks, header.shape.layers) :]
+    payload[:] = np.roll(payload, header.shape.block_bytes)

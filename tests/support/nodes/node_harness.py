@@ -25,6 +25,7 @@ from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNod
 from cache_tiers.node.store import CallFor
 from configs.sections import TierSettings
 from tests.support.clock import Clock
+from tests.support.inside import state_of
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=4)
 NAMESPACE = hashlib.sha256(b"namespace").digest()
@@ -137,7 +138,7 @@ class Bench:
 
     def copies(self, wanted: Sample) -> tuple[TierName, ...]:
         """All tiers that the books say have it."""
-        return self.node._state.directory.copies(wanted.header.address)
+        return state_of(self.node).directory.copies(wanted.header.address)
 
     def fetch(self, wanted: Sample, span: BlockRange, deadline_s: float = 5.0) -> Fetched | FetchFailed:
         header = wanted.header

@@ -30,6 +30,7 @@ from cache_tiers.transport.link import ArenaLease, Export, LinkError, PeerGone
 from cache_tiers.transport.peers import LazyLink, PeerError
 from configs.sections import TierSettings
 from tests.support.clock import Clock
+from tests.support.inside import state_of
 from tests.support.nodes.node_harness import MIB, Sample, records_of
 
 
@@ -182,7 +183,7 @@ class Home:
         return self.fetch(wanted, span)
 
     def holds(self, wanted: Sample) -> tuple[str, ...]:
-        return self.node._state.directory.copies(wanted.header.address)
+        return state_of(self.node).directory.copies(wanted.header.address)
 
 
 def home(

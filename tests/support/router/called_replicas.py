@@ -12,6 +12,7 @@ from router.routing import load_tracker, roster
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.ray_clients import RayReplicaClient
 from router.routing.roster import ListedReplica, RankOptions, Roster
+from tests.support.inside import info_of, settings_of
 from tests.support.router.linked_replicas import LINKS, LOOPBACK
 from tests.support.router.tiny_replicas import TinyReplica
 
@@ -70,10 +71,10 @@ class CalledReplicas:
 
     async def _listed(self, replica: TinyReplica) -> ListedReplica:
         told = await replica.record_replica_metadata()
-        engine = replica._settings.engine
+        engine = settings_of(replica).engine
         most = engine.sequences_max + engine.queue_max
         return ListedReplica(
-            replica._info.replica_id, str(told["model"]), most, ReplyTo.of(told.get("address"))
+            info_of(replica).replica_id, str(told["model"]), most, ReplyTo.of(told.get("address"))
         )
 
 

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from configs.optional_sections import KnowledgeSettings, PostgresSettings
 from router.context.knowledge import Change, Content, EntryRef, Limits, Provenance, SqliteStore
 from router.context.knowledge.postgres.store import PostgresStore
+from tests.support.constants import tuned
 
 if TYPE_CHECKING:
     from tests.support.services.postgres_server import PostgresServer
@@ -85,7 +86,7 @@ class SqliteDesk(Desk):
 
 def postgres_settings(url: str, schema: str, busy_s: float = 60, **settings: Any) -> KnowledgeSettings:
     own = PostgresSettings(url=SecretStr(url), schema_name=schema, connections_max=8, **settings)
-    return KnowledgeSettings(postgres=own, turns_max=TURNS_MAX, busy_s=busy_s)
+    return tuned(KnowledgeSettings(postgres=own, busy_s=busy_s), turns_max=TURNS_MAX)
 
 
 def postgres(

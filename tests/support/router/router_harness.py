@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import uvicorn
@@ -29,6 +29,9 @@ from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.session_directory import DirectoryLink, SessionDirectory
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 from tests.support.router.fake_replica import INFO, FakeReplicas, Script, say
+
+if TYPE_CHECKING:
+    from router.context.compaction import Compactor
 
 MODEL = "tiny"
 NODE = "node-1"
@@ -202,3 +205,17 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     assert "Traceback" not in response.text
     error: dict[str, Any] = body["error"]
     return error
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the headers of a caller with this key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+def keeper(of: House) -> Compactor:
+    """Return what compacts the conversations of a front door."""
+    from router.context.compaction import Compactor  # an extra: other users of this file have it blocked
+
+    found = of.service.stage("compaction")
+    assert isinstance(found, Compactor)
+    return found

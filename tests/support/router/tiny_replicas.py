@@ -29,6 +29,7 @@ from router.routing.direct_call import DirectCall
 from router.routing.replica_client import choices_ended
 from tests.support.clock import Clock
 from tests.support.engines.engines import small_engine
+from tests.support.inside import info_of, kept_by, streams_of
 from tests.support.router.fake_replica import INFO, FakeReplicas, say
 from tests.support.router.linked_replicas import LINKS, LOOPBACK
 from tests.support.router.router_harness import House, until
@@ -113,11 +114,11 @@ class TinyReplicaClient(FakeReplicas):
         self.has_links = True
         self.inlet = Inlet(LOOPBACK, LINKS, 0.0)
         self.links = Links(LINKS, 60.0)
-        self.infos = [replace(INFO, replica_id=one._info.replica_id) for one in replicas]
+        self.infos = [replace(INFO, replica_id=info_of(one).replica_id) for one in replicas]
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         self.calls.append(request)
-        names = {one._info.replica_id: one for one in self.tiny if not one.is_lost}
+        names = {info_of(one).replica_id: one for one in self.tiny if not one.is_lost}
         fitting = [name for name in names if name not in request.route.avoid] or list(names)
         name = request.route.only if request.route.only in names else fitting[0]
         asked = replace(request, model="", route=replace(request.route, ticket=uuid.uuid4().hex))
@@ -179,11 +180,11 @@ async def tiny_replicas(
     try:
         yield made
         for one in made:
-            one._kept.check_integrity()
+            kept_by(one).check_integrity()
             one.allow(FREE)
             if not one.is_lost:
                 await until(lambda one=one: not one.engine.real.has_work)  # type: ignore[misc]
-                assert not one._streams
+                assert not streams_of(one)
                 assert not one._answer_logs
                 assert not one._ingress_loads._calls
     finally:

@@ -32,6 +32,7 @@ from cache_tiers.messages import (
     StoreRequest,
 )
 from configs.sections import MIB, TierSettings
+from tests.support.inside import link_of
 from tests.support.nodes.node_harness import TENANT, Sample, sample
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,7 +53,7 @@ def big(number: int, nbytes: int = MIB, placement: Placement | None = None) -> S
 
 def break_link(actor: Any) -> None:
     """Runs in a tier actor's process: NIXL cannot work there any more."""
-    actor._node.peers._link.get().close()
+    link_of(actor._node.peers).get().close()
 
 
 @ray.remote(num_cpus=0)

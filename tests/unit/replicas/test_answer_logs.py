@@ -28,8 +28,11 @@ from replicas.messages import (
 )
 from tests.support.amounts import examples
 from tests.support.clock import Clock
+from tests.support.constants import tuned
 
-SETTINGS = AnswerSettings(kept_s=10, unread_s=5, answers_max=4, unread_per_tenant_max=2, bytes_max=64 * 1024)
+SETTINGS = tuned(
+    AnswerSettings(kept_s=10, unread_s=5, answers_max=4, bytes_max=64 * 1024), unread_per_tenant_max=2
+)
 TOKEN = TokenLogprob(3, "\ud83d", b"\xf0", -0.5, (TokenLogprob(4, "é", b"\xc3\xa9", -1.5),), 1)
 ADMITTED = Admitted("r1", 5, 0.25, Receipt({"cpu": 3}, "load"), (TOKEN,))
 

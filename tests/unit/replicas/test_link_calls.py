@@ -14,9 +14,11 @@ import pytest
 from configs.cluster import LinkSettings
 from replicas.links import CLOSING, FAILED, FULL, Inlet, Link, LinkCall, LinkLost, Links
 from replicas.links.wire import CALL, LEAVE, Parser, packed
+from tests.support.constants import tuned
+from tests.support.inside import paused_on, queue_of
 from tests.support.router.router_harness import until
 
-SETTINGS = LinkSettings(stream_bytes_max=1024, calls_max=2)
+SETTINGS = tuned(LinkSettings(), stream_bytes_max=1024, calls_max=2)
 
 
 class Callee:
@@ -209,15 +211,15 @@ async def test_a_caller_waits_while_the_callee_has_enough_to_read() -> None:
                 await far.link.drained("a")
                 far.link.send("a", b"x" * 2048)
                 await asyncio.sleep(0)
-                await until(lambda: "a" in far.link._paused or gate.is_set())
+                await until(lambda: "a" in paused_on(far.link) or gate.is_set())
 
         writing = asyncio.create_task(write())
-        await until(lambda: "a" in far.link._paused)
+        await until(lambda: "a" in paused_on(far.link))
         assert not writing.done()
         gate.set()
         await asyncio.wait_for(writing, 10)
         await until(lambda: len(read) == 4)
-        assert "a" not in far.link._paused
+        assert "a" not in paused_on(far.link)
 
 
 async def test_streams_and_calls_share_a_link_and_late_words_of_a_stream_begin_no_call() -> None:
@@ -251,8 +253,8 @@ def test_a_word_that_is_none_is_refused(data: bytes) -> None:
 async def test_a_ticket_serves_one_call_and_who_uses_it_twice_is_cut_off() -> None:
     async with callee() as far:
         said = far.call("a", "wait")
-        far.link._queue(["b", None, LEAVE])  # of none: nothing
-        far.link._queue(["a", "wait", CALL])
+        queue_of(far.link)(["b", None, LEAVE])  # of none: nothing
+        queue_of(far.link)(["a", "wait", CALL])
         await until(lambda: said == ["lost"])
         await until(lambda: far.inlet.calls.open == 0)
         assert far.seen in ([], ["wait"])
@@ -274,8 +276,8 @@ async def test_another_connection_cannot_end_or_feed_a_call() -> None:
         await until(lambda: far.inlet.calls.open == 1)
         other = await Links(SETTINGS, 60.0).reach(await far.inlet.address())
         assert other is not None
-        other._queue(["a", None, LEAVE])
-        other._queue(["a", "more"])
+        queue_of(other)(["a", None, LEAVE])
+        queue_of(other)(["a", "more"])
         answered: list[str] = []
         other.call("b", "refuse", lambda: None, answered.append)
         await until(lambda: answered == ["not here"])

@@ -14,6 +14,7 @@ from replicas.links import Inlet, Link, LinkLost, Links
 from replicas.links.handshake import NUMBER_BYTES, PROOF_BYTES, Handshake, proof_of
 from replicas.links.wire import packed
 from replicas.messages import ReplyTo
+from tests.support.inside import connecting_by, links_of, unreached_by
 from tests.support.link_ends import admit
 from tests.support.router.router_harness import until
 
@@ -179,7 +180,7 @@ async def test_who_listens_and_has_not_proved_itself_is_told_nothing_of_a_reques
     assert SECRET.encode() not in squatter.heard
     assert len(squatter.heard) <= NUMBER_BYTES + PROOF_BYTES
     squatter.server.close()
-    for task, _ in links._connecting.values():
+    for task, _ in connecting_by(links).values():
         task.cancel()
 
 
@@ -208,7 +209,7 @@ async def test_a_listener_that_proves_nothing_in_time_is_cut_and_left_alone(
     to, links = await squatter.listen(), Links(SETTINGS, 60.0)
     assert await links.reach(to) is None
     await asyncio.wait_for(squatter.is_ended.wait(), 10)
-    assert to in links._unreached
+    assert to in unreached_by(links)
     squatter.server.close()
 
 
@@ -230,7 +231,7 @@ async def test_a_busy_listener_is_not_waited_for_longer_than_a_connection_and_re
     assert await links.reach(to) is None
     assert await links.reach(to) is None
     go.set()
-    await until(lambda: to in links._links)
+    await until(lambda: to in links_of(links))
     link = await links.reach(to)
     assert link is not None
     assert link.is_open

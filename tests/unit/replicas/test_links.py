@@ -20,11 +20,13 @@ from replicas.links.handshake import NUMBER_BYTES
 from replicas.links.wire import Parser, packed
 from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, ReplyTo, TokenLogprob
 from tests.support.clock import Clock
+from tests.support.constants import tuned
+from tests.support.inside import boxes_of, bytes_in, connecting_by, links_of, unreached_by
 from tests.support.link_ends import admit
 from tests.support.router.router_harness import until
 
 SECRET = "0" * 64
-SETTINGS = LinkSettings(stream_bytes_max=1024)
+SETTINGS = tuned(LinkSettings(), stream_bytes_max=1024)
 TOKEN = TokenLogprob(3, "\ud83d", b"\xf0\x9f", -0.25, (TokenLogprob(4, "é", b"\xc3\xa9", -1.5),), 1)
 EVENTS: list[Event] = [
     Admitted("r1", 5, 0.25, Receipt({"cpu": 3, "compute": 2}, "load", miss="late"), (TOKEN,)),
@@ -143,7 +145,7 @@ async def test_streams_of_one_link_come_apart_and_in_order() -> None:
         link.send("c", "last")
         assert await read(last, 1) == ["last"]
         inlet.forget("c")
-        assert not inlet._boxes.keys() - {"a"}
+        assert not boxes_of(inlet).keys() - {"a"}
 
 
 async def test_a_silent_stream_shows_that_it_lives_and_a_closed_one_does_not() -> None:
@@ -183,7 +185,7 @@ async def test_a_writer_waits_while_the_connection_takes_no_more() -> None:
 
     server = await asyncio.start_server(hold, "127.0.0.1", 0, limit=1024)
     to = ReplyTo("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
-    link = await Links(LinkSettings(unread_bytes_max=1 << 20), 60.0).reach(to)
+    link = await Links(tuned(LinkSettings(), unread_bytes_max=1 << 20), 60.0).reach(to)
     assert link is not None
     link.open("t", lost.set)
 
@@ -273,7 +275,7 @@ async def test_a_reader_that_never_reads_costs_the_link_not_the_memory() -> None
 
     server = await asyncio.start_server(hold, "127.0.0.1", 0, limit=1024)
     to = ReplyTo("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
-    settings = SETTINGS.model_copy(update={"unread_bytes_max": 1 << 20})
+    settings = tuned(SETTINGS, unread_bytes_max=1 << 20)
     link = await Links(settings, 60.0).reach(to)
     assert link is not None
     link.open("t", lost.set)
@@ -303,7 +305,7 @@ async def test_nothing_is_read_from_a_connection_without_a_proof() -> None:
 
 @pytest.mark.guarantee("F33")
 async def test_who_does_not_prove_itself_takes_no_place_of_those_that_do() -> None:
-    settings = SETTINGS.model_copy(update={"links_max": 2})
+    settings = tuned(SETTINGS, links_max=2)
     inlet = Inlet("127.0.0.1", settings, 0.0)
     to = await inlet.address()
     strangers = [await asyncio.open_connection(to.host, to.port) for _ in range(4)]
@@ -324,12 +326,12 @@ async def test_who_does_not_prove_itself_takes_no_place_of_those_that_do() -> No
 
 
 async def test_a_process_that_takes_no_more_links_is_not_reached_so_that_serve_carries_the_streams() -> None:
-    settings = SETTINGS.model_copy(update={"links_max": 1})
+    settings = tuned(SETTINGS, links_max=1)
     async with linked(settings) as (inlet, first):
         to = await inlet.address()
         links = Links(settings, 60.0)
         assert await links.reach(to) is None
-        assert to in links._unreached
+        assert to in unreached_by(links)
         assert await Links(settings, 60.0).reach(replace(to, secret=SECRET)) is None
         assert first.is_open
 
@@ -341,7 +343,7 @@ async def test_an_address_that_is_not_reached_is_left_alone_for_a_while() -> Non
         gone = replace(to, port=1)
         assert await links.reach(None) is None
         assert await links.reach(gone) is None
-        assert gone in links._unreached
+        assert gone in unreached_by(links)
         first = await links.reach(to)
         assert first is not None
         assert await links.reach(to) is first
@@ -392,7 +394,7 @@ async def test_a_writer_goes_on_before_all_that_came_is_read() -> None:
     assert read == [[b"x" * 40]] * 3
     assert told == [False, True]
     assert await box.next() == [b"x" * 40, b"x" * 40, "no bytes"]
-    assert box._nbytes == 0
+    assert bytes_in(box) == 0
 
 
 async def test_an_address_that_keeps_silent_holds_up_no_other() -> None:
@@ -416,16 +418,16 @@ async def test_an_address_that_keeps_silent_holds_up_no_other() -> None:
     gate.set()
     async with asyncio.timeout(20):
         assert await waiting[1] is None
-    assert to in links._unreached
-    assert not links._connecting
+    assert to in unreached_by(links)
+    assert not connecting_by(links)
     silent.close()
     inlet.close()
 
 
 async def test_both_ends_of_a_link_notice_that_the_other_machine_is_gone() -> None:
     async with linked() as (inlet, link):
-        await until(lambda: bool(inlet._links))
-        for end in (link, *inlet._links):
+        await until(lambda: bool(links_of(inlet)))
+        for end in (link, *links_of(inlet)):
             transport = end._transport if isinstance(end, Link) else end.transport
             assert transport is not None
             sock = transport.get_extra_info("socket")

@@ -22,6 +22,7 @@ from replicas.offload.tier_client import TierAccess, WorkerPools
 from replicas.start.measure import Roads
 from tests.support.clock import Clock
 from tests.support.engines.tier_engines import InlineExecutor, make_node, nvme
+from tests.support.inside import guards_of
 
 GEOMETRY = KvGeometry(
     layers=4, block_tokens=16, kv_heads=4, head_dim=64, dtype=torch.float32, groups=1, is_int8=False
@@ -107,9 +108,9 @@ def test_a_node_takes_it_over_until_a_load_has_said_more() -> None:
     node = make_node(
         {"cpu": HeapTier(MIB)}, StagingBuffer(MIB, keep_s=1.0, clock=clock), TierSettings(), clock
     )
-    node._guards["cpu"]._meter._proved_at_s = None
+    guards_of(node)["cpu"]._meter._proved_at_s = None
     node.measured({"cpu": TierPrice(0.5, 1e6), "nvme": TierPrice(1.0, 1.0)})
-    assert node._guards["cpu"].price() == TierPrice(0.5, pytest.approx(1e6), is_proved=False)
+    assert guards_of(node)["cpu"].price() == TierPrice(0.5, pytest.approx(1e6), is_proved=False)
 
 
 def test_where_larger_samples_find_no_room_smaller_ones_are_the_price() -> None:
@@ -117,7 +118,7 @@ def test_where_larger_samples_find_no_room_smaller_ones_are_the_price() -> None:
     clock = Clock()
     tier = Timed(clock, 1e-5, 20e9)
     roads, access, _ = roads_over({"cpu": tier}, clock)
-    access.link._guards["cpu"].bytes_max = 40 * MIB  # type: ignore[attr-defined]
+    guards_of(access.link)["cpu"].bytes_max = 40 * MIB
     assert roads.measure()["cpu"].bytes_per_s == pytest.approx(20e9, rel=0.1)
     assert tier.bytes_held() == 0
 

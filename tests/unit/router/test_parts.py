@@ -260,7 +260,7 @@ async def test_ray_client_describes_those_that_answer() -> None:
         assert (await client.describe(), await client.stats()) == ([], [])
 
 
-async def test_s6_ray_client_tells_of_nodes_by_what_any_replica_of_theirs_heard() -> None:
+async def test_ray_client_tells_of_nodes_by_what_any_replica_of_theirs_heard() -> None:
     answers = (TierSign("n1", False), TierSign("n1", True), TierSign("n2", False), None, RayActorError())
     assert await RayReplicaClient(FakeHandle(*answers), retry_after_s=1).tiers_up() == {
         "n1": True,

@@ -26,6 +26,7 @@ from replicas.messages import Admitted, Delta
 from router.routing import load_tracker
 from router.routing.ray_clients import RayReplicaClient
 from tests.house import ROOT
+from tests.support.constants import tuned
 from tests.support.router.router_harness import House, chat, spoken
 from tests.support.traced_house import TELEMETRY, BlockedExporter, TracedHouse, words_of
 from tests.unit.router.test_parts import REQUEST, FakeHandle
@@ -290,7 +291,9 @@ def test_off_no_process_imports_opentelemetry_for_it() -> None:
 
 async def test_a_collector_that_is_gone_costs_spans_and_no_request() -> None:
     exporter = BlockedExporter()
-    settings = TelemetrySettings(queue_max=4, batch_max=2, export_interval_s=0.01, export_timeout_s=0.1)
+    settings = tuned(
+        TelemetrySettings(queue_max=4, export_interval_s=0.01), batch_max=2, export_timeout_s=0.1
+    )
     tracer = Tracer(exporter, settings, "ingress")
     house = House(lambda request: spoken("hello"), tracer=tracer)
     async with house.client() as client:

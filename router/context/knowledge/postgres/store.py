@@ -365,9 +365,7 @@ class PostgresStore:
                 db.execute("SELECT count(*) FROM tags WHERE tenant = %s AND name <> %s", (tenant, name))
             )
             if count >= limits.tags_max:
-                raise QuotaExceeded(
-                    f"there are {count} tags, and no more are kept (knowledge.tags_max)", "name"
-                )
+                raise QuotaExceeded(f"there are {count} tags, and no more are kept", "name")
             db.execute(
                 "INSERT INTO tags(tenant, name, seq) VALUES(%s, %s, %s)"
                 " ON CONFLICT(tenant, name) DO UPDATE SET seq = excluded.seq",

@@ -18,6 +18,8 @@ from cache_tiers.actors.cluster_watch import (
     SpotWatch,
 )
 from configs.sections import NodeSettings
+from tests.support.constants import tuned
+from tests.support.inside import thread_of
 from tests.support.services.metadata_server import MetadataServer
 from tests.support.services.service import until
 
@@ -31,8 +33,8 @@ def server() -> Iterator[MetadataServer]:
 
 
 def settings(server: MetadataServer) -> NodeSettings:
-    return NodeSettings(
-        spot_notice="aws", spot_notice_url=server.url, spot_poll_s=0.02, spot_answer_s_max=0.3
+    return tuned(
+        NodeSettings(spot_notice="aws", spot_notice_url=server.url, spot_poll_s=0.02), spot_answer_s_max=0.3
     )
 
 
@@ -145,8 +147,8 @@ def test_a_notice_is_handed_on_once(server: MetadataServer) -> None:
     assert drains.told == []
     server.announce("terminate", in_s(90))
     assert drains.taken.wait(10)
-    watch._thread.join(10)
-    assert not watch._thread.is_alive(), "there is nothing more to learn"
+    thread_of(watch).join(10)
+    assert not thread_of(watch).is_alive(), "there is nothing more to learn"
     (left_s,) = drains.told
     assert 85 < left_s < 91
 
@@ -172,7 +174,7 @@ def test_whatever_the_service_does_the_watch_lives_on(
     with caplog.at_level(logging.INFO, "cache_tiers.actors.cluster_watch"):
         watch.start()
         until("it is asked, again and again", lambda: server.asked > 2)
-        assert watch._thread.is_alive()
+        assert thread_of(watch).is_alive()
         assert drains.told == []
         server.fault = ""
         until("it has recovered", lambda: "answer again" in caplog.text)
@@ -188,6 +190,6 @@ def test_without_a_service_it_waits_and_can_be_stopped(server: MetadataServer) -
     watch.start()
     until("it has noticed", lambda: watch._trouble)
     watch.stop()
-    watch._thread.join(10)
-    assert not watch._thread.is_alive()
+    thread_of(watch).join(10)
+    assert not thread_of(watch).is_alive()
     assert time.monotonic() - began_s < 10

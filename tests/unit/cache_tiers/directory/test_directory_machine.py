@@ -15,6 +15,7 @@ from cache_tiers.directory.types import Eviction, Held, Pin, ReservationRefused
 from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import BlockRange
 from tests.support.amounts import examples
+from tests.support.inside import registry_of
 from tests.support.nodes.directory_world import (
     ALICE,
     ALL,
@@ -97,7 +98,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.due.append(eviction)
 
     def generations(self) -> set[int]:
-        return {copy.generation for extent in self.directory._registry for copy in extent.copies.values()}
+        return {copy.generation for extent in registry_of(self.directory) for copy in extent.copies.values()}
 
     def claimed(self) -> set[tuple[TierName, Address]]:
         """What is being written or deleted."""
@@ -112,7 +113,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def forgotten(self, before: set[Address]) -> None:
         """Transfers of extents that were forgotten are fenced."""
-        known = {extent.address for extent in self.directory._registry}
+        known = {extent.address for extent in registry_of(self.directory)}
         self.flying = [
             (flight, fenced or (flight.address in before and flight.address not in known))
             for flight, fenced in self.flying
@@ -249,7 +250,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def clear(self, tenant: bytes, session: bytes | None, luck: int) -> None:
         if luck:
             return
-        before = {extent.address: set(extent.sessions) for extent in self.directory._registry}
+        before = {extent.address: set(extent.sessions) for extent in registry_of(self.directory)}
         evictions = self.directory.clear(Clear(tenant, session))
         self.cleared[tenant, session and session_of(session)] = self.directory.clears.seq
         self.evicted(evictions, may_be_pinned=True)
@@ -265,7 +266,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         extents_max=st.sampled_from([1, 1024]),
     )
     def time_goes_by(self, seconds: float, extents_max: int) -> None:
-        before = {extent.address for extent in self.directory._registry}
+        before = {extent.address for extent in registry_of(self.directory)}
         self.world.clock.now_s += seconds
         evictions = self.directory.expired(extents_max)
         assert all(eviction.reason == "expired" for eviction in evictions)

@@ -19,6 +19,7 @@ from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import LAST_S, Curves, resume_within
 from cache_tiers.forecast.turns import Opening, Stop, Turn
 from configs.sections import PredictorSettings
+from tests.support.constants import tuned
 
 SETTINGS = PredictorSettings()
 TITLE, TAGS, AGENT, SYSTEM = ((7, 70 + kind, 700 + kind, 7000 + kind) for kind in range(4))
@@ -255,7 +256,7 @@ def test_what_was_learned_is_saved_with_the_predictor() -> None:
     cells = was.ratios.cells.tolist()
     assert cells
     assert [now.ratios.ratio((cell,)) for cell in cells] == [was.ratios.ratio((cell,)) for cell in cells]
-    small = Predictor(PredictorSettings(roots_max=256))
+    small = Predictor(tuned(PredictorSettings(), roots_max=256))
     small.restore(decode(encode(chat.forecaster)))
     small.check_integrity()
 
@@ -285,7 +286,7 @@ TIMES = st.sampled_from([0.0, 1.0, 2.0, 60.0, 1e4, -5.0, float("nan"), float("in
 @given(st.data())
 @settings(derandomize=True, deadline=None, max_examples=60)
 def test_whatever_comes_the_tables_are_bounded_and_curves_finite(data: st.DataObject) -> None:
-    small = PredictorSettings(sessions_max=6, lineages_max=3, followed_max=4, roots_max=256)
+    small = tuned(PredictorSettings(sessions_max=6), lineages_max=3, followed_max=4, roots_max=256)
     forecaster = data.draw(st.sampled_from([Predictor, TypeKm]))(small)
     for _ in range(data.draw(st.integers(1, 50))):
         whole, name = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4))

@@ -16,10 +16,12 @@ from cache_tiers.forecast.predictor import Outcome, Predictor, ReplayTurns, Rows
 from cache_tiers.forecast.survival import COLD, EDGES, Curves, Floats, resume_probability, resume_within
 from cache_tiers.forecast.turns import Hint, Turn
 from configs.sections import PredictorSettings
+from tests.support.constants import tuned
+from tests.support.inside import turns_of
 from tests.support.turn_streams import Rule, stream
 
 HORIZON_S = 300.0
-SMALL = PredictorSettings(sessions_max=50, replay_turns=64, batch_turns=8, guard_outcomes=50)
+SMALL = tuned(PredictorSettings(sessions_max=50), replay_turns=64, batch_turns=8, guard_outcomes=50)
 
 
 class Naive(ReplayTurns):
@@ -79,14 +81,14 @@ def test_calibration_is_of_turns_that_were_seen_for_the_whole_horizon() -> None:
     said, true, turns = (np.array(column) for column in zip(*points, strict=True))
     assert (np.diff(said) > 0).all()
     assert float((np.abs(said - true) * turns).sum() / turns.sum()) < 0.05
-    assert turns.sum() <= len(predictor._turns)
+    assert turns.sum() <= len(turns_of(predictor))
 
 
 def test_trap_naive_labels_break_calibration_and_masked_ones_do_not() -> None:
     """Never wait until a session is back or timed out: those who stay away are then not learned in time."""
     masked, came_back, _ = feed(Unguarded(PredictorSettings()), Rule(), seed=2)
     naive = Unguarded(PredictorSettings())
-    naive._turns = Naive(naive._turns.rows_max)
+    naive._turns = Naive(turns_of(naive).rows_max)
     biased, same, _ = feed(naive, Rule(), seed=2)
     assert (came_back == same).all()
     assert (ece(masked, came_back) or 1) <= 0.03
@@ -96,7 +98,7 @@ def test_trap_naive_labels_break_calibration_and_masked_ones_do_not() -> None:
 
 def test_the_guard_fires_when_the_world_turns_round_and_lets_go_again() -> None:
     """Who came back now stays away: the model is surely wrong, counting by kind is right on average."""
-    predictor = Predictor(PredictorSettings(guard_outcomes=300, replay_turns=1000))
+    predictor = Predictor(tuned(PredictorSettings(), guard_outcomes=300, replay_turns=1000))
     forward, backward = Rule(0.9, 0.05), Rule(0.05, 0.9)
     _, _, before = feed(predictor, forward, seed=3, end_s=1200.0)
     assert before[-1] == "model"
@@ -111,7 +113,7 @@ def test_the_guard_fires_when_the_world_turns_round_and_lets_go_again() -> None:
 def test_without_the_guard_that_turn_costs_more() -> None:
     losses = []
     for kind in (Predictor, Unguarded):
-        predictor = kind(PredictorSettings(guard_outcomes=300, replay_turns=1000))
+        predictor = kind(tuned(PredictorSettings(), guard_outcomes=300, replay_turns=1000))
         feed(predictor, Rule(0.9, 0.05), seed=3, end_s=1200.0)
         turned, begin_s = Rule(0.05, 0.9), 1200.0
         forecasts, came_back, _ = feed(
@@ -151,7 +153,7 @@ def test_turns_that_overlap_are_no_return() -> None:
         for took_s in (5.0, 6.0):
             predictor.ended(Turn(session, begin_s + 1.0, begin_s + took_s, 100, 10))
     assert predictor.counts.returns == 0
-    came_back, _ = predictor._turns.targets(predictor._turns.latest(200), 1000.0)
+    came_back, _ = turns_of(predictor).targets(turns_of(predictor).latest(200), 1000.0)
     assert came_back.sum() == 0
     predictor.check_integrity()
 

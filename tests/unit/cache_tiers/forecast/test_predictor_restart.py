@@ -32,6 +32,8 @@ from cache_tiers.forecast.predictor import LINEAGE_ARRAYS, TURNS_ARRAYS, Predict
 from cache_tiers.forecast.survival import EDGES, Curves, resume_probability
 from cache_tiers.forecast.turns import Turn
 from configs.sections import PredictorSettings
+from tests.support.constants import tuned
+from tests.support.inside import turns_of
 from tests.support.turn_streams import Rule, stream
 
 SETTINGS = PredictorSettings()
@@ -99,7 +101,7 @@ def without_lineages(state: State) -> State:
 
 @pytest.mark.parametrize("replay_turns", [8000, 600], ids=["ring half full", "ring has gone round"])
 def test_a_restarted_predictor_goes_on_bit_by_bit(tmp_path: Path, replay_turns: int) -> None:
-    settings = PredictorSettings(replay_turns=replay_turns, guard_outcomes=500)
+    settings = tuned(PredictorSettings(), replay_turns=replay_turns, guard_outcomes=500)
     kept, path = taught(settings), tmp_path / "predictor.bin"
     assert kept.source == "model"
     save(path, kept)
@@ -179,7 +181,7 @@ def test_an_older_file_is_read_and_learning_waits_until_there_is_enough_to_learn
 ) -> None:
     before, path = taught(), tmp_path / "predictor.bin"
     path.write_bytes(old_file(before, monkeypatch, VERSION_WITHOUT_TURNS))
-    restarted = Predictor(PredictorSettings(learning_turns_min=300))
+    restarted = Predictor(tuned(PredictorSettings(), learning_turns_min=300))
     assert restore(path, restarted) is None
     steps = restarted.learned_steps
     assert steps == before.learned_steps > 0
@@ -216,7 +218,7 @@ def test_a_version_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_where_no_turns_are_saved_learning_waits_and_a_young_predictor_does_not() -> None:
-    settings = PredictorSettings(saved_turns=0, learning_turns_min=200)
+    settings = tuned(PredictorSettings(), saved_turns=0, learning_turns_min=200)
     restarted = Predictor(settings)
     restarted.restore(decode(encode(taught(settings))))
     steps = restarted.learned_steps
@@ -231,14 +233,14 @@ def test_where_no_turns_are_saved_learning_waits_and_a_young_predictor_does_not(
 
 def test_other_settings_than_it_was_saved_with_take_the_newest_turns() -> None:
     state = taught().state()
-    small = Predictor(PredictorSettings(replay_turns=64, guard_outcomes=50))
+    small = Predictor(tuned(PredictorSettings(), replay_turns=64, guard_outcomes=50))
     small.restore(state)
-    rows = small._turns.latest(64)
-    assert np.array_equal(small._turns.features(rows), state["turn_features"][-64:])
+    rows = turns_of(small).latest(64)
+    assert np.array_equal(turns_of(small).features(rows), state["turn_features"][-64:])
     feed(small, later()[:100])
-    large = Predictor(PredictorSettings(replay_turns=20_000, saved_turns=40_000))
+    large = Predictor(tuned(PredictorSettings(), replay_turns=20_000, saved_turns=40_000))
     large.restore(state)
-    assert len(large._turns) == len(state["turn_kinds"])
+    assert len(turns_of(large)) == len(state["turn_kinds"])
     feed(large, later()[:100])
 
 
@@ -285,13 +287,13 @@ def test_turns_that_cannot_be_are_refused_and_nothing_has_changed(state: object,
     with pytest.raises(ValueError, match=reason):
         predictor.restore(state())  # type: ignore[operator]
     assert all(np.array_equal(array, before[name]) for name, array in predictor.state().items())
-    assert len(predictor._turns) == 0
+    assert len(turns_of(predictor)) == 0
 
 
 def test_the_largest_file_that_settings_allow_may_be_read() -> None:
-    settings = PredictorSettings(replay_turns=40_000, saved_turns=40_000)
+    settings = tuned(PredictorSettings(), replay_turns=40_000, saved_turns=40_000)
     predictor = Predictor(settings)
-    turns, curve = predictor._turns, np.zeros(EDGES, dtype=np.float32)
+    turns, curve = turns_of(predictor), np.zeros(EDGES, dtype=np.float32)
     assert isinstance(turns, ReplayTurns)
     for number in range(40_000):
         turns.add(np.zeros(turns._features.shape[1], dtype=np.float32), 0, curve, curve, float(number))

@@ -31,14 +31,14 @@ BAD_TEXTS = {
 
 
 @pytest.mark.parametrize("text", [DEEP, b"[" * 5000, '{"a":' * 5000])
-def test_s6_deep_json_is_an_error_like_any_other(text: str | bytes) -> None:
+def test_deep_json_is_an_error_like_any_other(text: str | bytes) -> None:
     with pytest.raises(TooDeep, match="too deeply"):
         parse_json(text)
     assert issubclass(TooDeep, ValueError)
     assert parse_json('{"a": [1]}') == {"a": [1]}
 
 
-def test_s6_all_json_is_read_by_the_one_reader() -> None:
+def test_all_json_is_read_by_the_one_reader() -> None:
     """`json.loads` answers deep nesting with `RecursionError`, and somebody forgets it."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -54,7 +54,7 @@ def test_s6_all_json_is_read_by_the_one_reader() -> None:
 
 @pytest.mark.guarantee("G12", "G13")
 @pytest.mark.parametrize("text", BAD_TEXTS.values(), ids=BAD_TEXTS.keys())
-def test_s6_pending_deletes_that_cannot_be_read_are_put_aside_and_counted(tmp_path: Path, text: str) -> None:
+def test_pending_deletes_that_cannot_be_read_are_put_aside_and_counted(tmp_path: Path, text: str) -> None:
     path = tmp_path / "owed.json"
     path.write_text(text, encoding="utf-8")
     path.chmod(0o644)
@@ -69,7 +69,7 @@ def test_s6_pending_deletes_that_cannot_be_read_are_put_aside_and_counted(tmp_pa
     node.node.close()
 
 
-def test_s6_a_list_of_pending_deletes_is_read_as_before(tmp_path: Path) -> None:
+def test_a_list_of_pending_deletes_is_read_as_before(tmp_path: Path) -> None:
     path = tmp_path / "owed.json"
     pending = PendingDeletes(path, 10)
     pending.add_clear("nvme", Clear(TENANT))
@@ -82,7 +82,7 @@ def test_s6_a_list_of_pending_deletes_is_read_as_before(tmp_path: Path) -> None:
     "text",
     [*BAD_TEXTS.values(), '{"actor": "me", "starts": "many"}', '{"actor": "me"}', '{"starts": 1}'],
 )
-def test_g13_s6_a_count_of_starts_that_cannot_be_read_stops_no_start(tmp_path: Path, text: str) -> None:
+def test_g13_a_count_of_starts_that_cannot_be_read_stops_no_start(tmp_path: Path, text: str) -> None:
     path = tmp_path / "starts.json"
     path.write_text(text, encoding="utf-8")
     assert count_start(path, "me") == (1, 1)

@@ -13,6 +13,7 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Tier
 from cache_tiers.node.state import PendingDeletes
 from configs.sections import FaultSettings, TierSettings
+from tests.support.inside import join_scans
 from tests.support.nodes.node_harness import OTHER_TENANT, SESSION, TENANT, Bench, bench, nvme, sample
 
 PENDING = "owed.json"
@@ -38,7 +39,7 @@ def tick_past_retry(house: Bench) -> None:
     """Let the next try come, and its scan end."""
     house.clock.now_s += SETTINGS.breaker_open_s
     house.node.tick()
-    house.node._scans.join(10.0)
+    join_scans(house.node, 10.0)
     house.node.check_integrity()
 
 

@@ -19,6 +19,7 @@ from cache_tiers.node.drain import NodeLeave, has_refuge, inhabited, is_worth_an
 from cache_tiers.transport.peers import PeerLost
 from configs.sections import NodeSettings, TierSettings
 from replicas.offload.ray_link import RayLink
+from tests.support.constants import tuned
 from tests.support.nodes.node_harness import sample
 from tests.support.nodes.peer_harness import World, home
 
@@ -259,7 +260,7 @@ class Made:
     def __init__(self) -> None:
         self.actors: list[Any] = []
         self.now_s = 100.0
-        settings = TierSettings(node=NodeSettings(restart_backoff_s_max=8.0))
+        settings = TierSettings(node=tuned(NodeSettings(), restart_backoff_s_max=8.0))
         self.link = RayLink(self.find, source=None, settings=settings, clock=lambda: self.now_s)
 
     def find(self) -> Any:
@@ -289,7 +290,7 @@ def test_a_dead_actor_is_not_replaced_at_every_call() -> None:
 
 
 @pytest.mark.guarantee("G9", "F17")
-def test_s6_an_actor_that_cannot_start_is_made_again_less_and_less_often() -> None:
+def test_an_actor_that_cannot_start_is_made_again_less_and_less_often() -> None:
     """Each costs a process and its imports: one per `restart_backoff_s_max`, for any number of requests."""
     made, at_s = Made(), []
     for _ in range(1000):
@@ -304,7 +305,7 @@ def test_s6_an_actor_that_cannot_start_is_made_again_less_and_less_often() -> No
     assert set(pauses[5:]) == {8}
 
 
-def test_s6_one_that_answers_is_replaced_at_once_when_it_dies_much_later(
+def test_one_that_answers_is_replaced_at_once_when_it_dies_much_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = Made()

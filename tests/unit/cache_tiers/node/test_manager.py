@@ -15,6 +15,7 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.messages import BlockRange, Fetched, FetchFailed, LoadReport, Lookup
 from configs.sections import TierSettings
+from tests.support.inside import state_of
 from tests.support.nodes.node_faults import MemoryTier
 from tests.support.nodes.node_harness import (
     MIB,
@@ -267,7 +268,7 @@ def test_what_sinks_from_a_tier_makes_room_in_that_tier(tmp_path: Path) -> None:
     bottom = HeapTier(4 * MIB)
     bottom.name = "s3"
     node = bench([*two_tiers(tmp_path), bottom])
-    until("the lowest tier is looked through", lambda: node.node._state.guards["s3"].ready)
+    until("the lowest tier is looked through", lambda: state_of(node.node).guards["s3"].ready)
     wanted = sample(1, placement=BEHIND)
     node.store(wanted)
     assert set(node.copies(wanted)) == {"cpu", "nvme"}
@@ -299,7 +300,7 @@ def test_fetches_of_the_same_record_at_once_read_it_once(room: int, reads: int) 
     with ThreadPoolExecutor(3) as threads:
         fetches = [threads.submit(one.fetch, wanted, span) for _ in range(3)]
         assert below.waiting.acquire(timeout=30)
-        until("all have asked", lambda: one.node._state.fetches == 3)
+        until("all have asked", lambda: state_of(one.node).fetches == 3)
         below.gate.set()
         answers = [fetch.result(30) for fetch in fetches]
     assert all(isinstance(answer, Fetched) for answer in answers)

@@ -29,6 +29,7 @@ from cache_tiers.transport.link import LinkDown
 from cache_tiers.transport.peers import LazyLink, PeerLost
 from configs.sections import PeerSettings, S3TierSettings, TierSettings
 from tests.support.clock import Clock
+from tests.support.inside import join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
 from tests.support.nodes.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, nvme, sample
 from tests.support.nodes.peer_harness import Home, World, home, same
@@ -400,7 +401,7 @@ def test_g12_a_clear_between_the_last_look_and_the_booking_of_what_was_pulled() 
     wanted = sample(1)
     a.store(wanted)
     (span,) = b.look(wanted, "a", session=b"session2" * 2).spans
-    b.node._state.reach = lambda state: void(
+    state_of(b.node).reach = lambda state: void(
         b.node.clear(Clear(TENANT, SESSION)) if state == "planned" else None
     )
     assert isinstance(b.fetch(wanted, span), FetchFailed)
@@ -585,9 +586,9 @@ def test_what_others_put_into_s3_is_found_now_and_then_and_when_a_node_is_lost()
     a.store(first)
 
     def tick() -> None:
-        b.node._scans.join(20)
+        join_scans(b.node, 20)
         b.node.tick()
-        b.node._scans.join(20)
+        join_scans(b.node, 20)
         b.node.check_integrity()
 
     tick()
@@ -617,7 +618,7 @@ def test_a_lookup_sees_what_another_ones_look_at_s3_has_found_meanwhile(
     world, bucket = World(), SharedBucket(4 * MIB)
     a = home(world, "a", tiers=[HeapTier(4 * MIB), bucket])
     b = home(world, "b", tiers=[HeapTier(4 * MIB), bucket])
-    b.node._scans.join(20)
+    join_scans(b.node, 20)
     record = sample(1, placement=S3_TOO)
     a.store(record)
     assert b.node.peers._calls is not None

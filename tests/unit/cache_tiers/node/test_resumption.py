@@ -21,11 +21,13 @@ from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
 from cache_tiers.node.resumption import runs_of
 from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
 from tests.support.clock import Clock
+from tests.support.constants import tuned
+from tests.support.inside import idle_in, learner_of, state_of
 from tests.support.nodes.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, Sample, bench, nvme, sample
 
 LOW = Placement(first="nvme", write_behind=())
 OWNER = TENANT + SESSION
-NO_HOLDOUT = PrefetchSettings(by_hazard=True, holdout_share=0.0)
+NO_HOLDOUT = tuned(PrefetchSettings(by_hazard=True), holdout_share=0.0)
 
 
 class Foretells:
@@ -161,7 +163,7 @@ def test_lookups_of_other_kinds_begin_no_turn(tmp_path: Path) -> None:
     node.look(wanted)
     node.node.lookup_here(Lookup(wanted.header.namespace, wanted.chain, TENANT, SESSION, starts_turn=True))
     assert not foretells.heard, "another node asked"
-    assert len(node.node.resumption._sessions) == 0
+    assert len(idle_in(node.node.resumption)) == 0
 
 
 def test_a_likely_session_comes_up_and_its_return_is_counted(tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_guesses_give_way_to_demand_and_are_called_off_when_the_session_returns(
     node.store(wanted)
     begin(node, wanted)
     node.node.resumption.turn_over(over(wanted))
-    node.node._state.fetches += 1
+    state_of(node.node).fetches += 1
     assert not node.node.work(), "a request waits for a load"
     other = sample(2, placement=LOW, session=b"session2" * 2)
     node.store(other)
@@ -232,7 +234,7 @@ def test_guesses_give_way_to_demand_and_are_called_off_when_the_session_returns(
     node.node.resumption.turn_over(over(other))
     assert node.node.stats().returns.prefetch.moving == wanted.record.nbytes, "nothing new"
     begin(node, wanted)
-    node.node._state.fetches -= 1
+    state_of(node.node).fetches -= 1
     assert not node.node.work(), "it came back: demand loads it"
     stats = node.node.stats().returns.prefetch
     assert (stats.moving, stats.late) == (0, wanted.record.nbytes)
@@ -252,7 +254,7 @@ def test_closed_and_cleared_sessions_are_not_brought_up(tmp_path: Path, how: str
         node.node.clear(Clear(TENANT, None if how == "tenant cleared" else SESSION))
         node.node.resumption.work()
         assert foretells.heard[-1] == ("forget", OWNER)
-        assert OWNER not in node.node.resumption._sessions
+        assert OWNER not in idle_in(node.node.resumption)
     assert not node.node.work()
     node.node.tick()
     assert not node.node.work()
@@ -264,7 +266,7 @@ def test_a_hint_changes_the_curve(tmp_path: Path) -> None:
     assert not node.node.resumption.hint(TENANT, SESSION, "typing", None), "nobody knows it"
     begin(node, wanted)
     node.node.resumption.turn_over(over(wanted))
-    sessions = node.node.resumption._sessions
+    sessions = idle_in(node.node.resumption)
     assert np.array_equal(sessions.curves[sessions.slot(OWNER)], COLD)
     node.clock.now_s += 60
     assert node.node.resumption.hint(TENANT, SESSION, "typing", 5.0)
@@ -279,7 +281,7 @@ def test_what_is_pushed_out_unused_is_wasted(tmp_path: Path) -> None:
     begin(node, wanted)
     node.node.resumption.turn_over(over(wanted))
     node.work()
-    node.node._state.lost(wanted.header.address, "cpu")
+    state_of(node.node).lost(wanted.header.address, "cpu")
     node.node.tick()
     assert node.node.stats().returns.prefetch.wasted == wanted.record.nbytes
     node.node.check_integrity()
@@ -292,7 +294,7 @@ def test_each_policy_has_its_predictor(tmp_path: Path, policy: str, kind: str) -
     forecast = node.node.resumption.turn_over(over(sample(1)))
     assert forecast is not None
     assert np.array_equal(forecast.curve, COLD)
-    assert isinstance(node.node.resumption._learner.predictor, Predictor) == (policy != "type-km")
+    assert isinstance(learner_of(node.node.resumption).predictor, Predictor) == (policy != "type-km")
     assert node.node.stats().returns.predictor == kind
 
 
@@ -309,7 +311,7 @@ def test_the_clock_may_run_faster(tmp_path: Path) -> None:
 
 def test_what_was_learned_outlives_the_node(tmp_path: Path) -> None:
     path = tmp_path / "predictor.bin"
-    settings = TierSettings(predictor=PredictorSettings(save_s=10.0))
+    settings = TierSettings(predictor=tuned(PredictorSettings(), save_s=10.0))
     node = bench([HeapTier(MIB)], settings=settings, predictor_path=path)
     for number in range(40):
         begin(node, sample(number))
@@ -352,7 +354,7 @@ def test_with_threads_the_curve_comes_back_and_close_saves(tmp_path: Path) -> No
 
 
 def _steps(node: Bench) -> int:
-    predictor = node.node.resumption._learner.predictor
+    predictor = learner_of(node.node.resumption).predictor
     assert isinstance(predictor, Predictor)
     return predictor.learned_steps
 
@@ -413,7 +415,7 @@ def test_a_forecast_that_changes_another_lineage_s_changes_its_rank_here(tmp_pat
     told = node.node.resumption.turn_over(over(after))
     assert told is not None
     assert (told.others, told.left_share) == (foretells.changed, 0.4)
-    sessions = node.node.resumption._sessions
+    sessions = idle_in(node.node.resumption)
     slots = np.array([sessions.slot(TENANT + one.header.session) for one in (before, after)])
     silent, likely = sessions.probabilities(slots, node.clock.now_s, 600.0)
     assert silent == 0.0 < likely
@@ -431,7 +433,7 @@ def test_a_cleared_session_takes_all_its_lineages_along(tmp_path: Path) -> None:
     node.node.resumption.work()
     forgotten = {heard[1] for heard in foretells.heard if isinstance(heard, tuple) and heard[0] == "forget"}
     assert forgotten == {TENANT + tag for tag in lineages("chat", "title")}
-    assert node.node.resumption._sessions.sessions() == [TENANT + other]
+    assert idle_in(node.node.resumption).sessions() == [TENANT + other]
     assert list(node.node.resumption._chains) == [TENANT + other]
 
 
@@ -454,7 +456,7 @@ def test_what_is_never_expected_back_is_copied_down_only_if_there_is_nothing_bet
     )
     begin(node, one)
     node.node.resumption.turn_over(over(one))
-    node.node._state.fetches += how == "a request loads"
+    state_of(node.node).fetches += how == "a request loads"
     node.offer(one)
     if how == "others wait":
         foretells.hazard = 0.5

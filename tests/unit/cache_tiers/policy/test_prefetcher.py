@@ -17,21 +17,17 @@ from cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchGate, Prefetc
 from cache_tiers.policy.prefetcher import Guess, Prefetcher
 from configs.sections import PrefetchSettings
 from tests.support.amounts import examples
+from tests.support.constants import tuned
 
 SOON: Curves = curve_of(np.full(BINS, 0.5))
 NEVER: Curves = curve_of(np.zeros(BINS))
 
 
 def prefetcher(seed: int = 0, **settings: object) -> Prefetcher:
-    defaults = {
-        "by_hazard": True,
-        "bytes_per_s_max": 1000,
-        "burst_s": 2.0,
-        "inflight_bytes_max": 1000,
-        "accuracy_window": 10,
-        "holdout_share": 0.0,
-    }
-    return Prefetcher(PrefetchSettings.model_validate({**defaults, **settings}), seed=seed)
+    given = {"by_hazard": True, "bytes_per_s_max": 1000, "inflight_bytes_max": 1000, **settings}
+    fixed = {"burst_s": 2.0, "accuracy_window": 10, "holdout_share": 0.0}
+    fixed |= {name: given.pop(name) for name in PrefetchSettings.fixed() if name in given}
+    return Prefetcher(tuned(PrefetchSettings.model_validate(given), **fixed), seed=seed)
 
 
 def idle(count: int, curve: Curves = SOON, now_s: float = 0.0) -> IdleSessions:
@@ -105,7 +101,9 @@ def test_hints_and_queued_requests_pass_the_meter_and_the_budget_but_not_the_bou
 def test_demand_and_switches_stop_guesses() -> None:
     sessions = idle(1)
     assert by_hazard(prefetcher(by_hazard=False), sessions, 0.0) == []
-    assert by_hazard(Prefetcher(PrefetchSettings(holdout_share=0.0)), sessions, 0.0) == [], "off by default"
+    assert by_hazard(Prefetcher(tuned(PrefetchSettings(), holdout_share=0.0)), sessions, 0.0) == [], (
+        "off by default"
+    )
     assert by_hazard(prefetcher(), sessions, 0.0, is_demand_busy=True) == []
     assert by_hazard(prefetcher(bytes_per_s_max=0), sessions, 0.0) == [], "no budget, no guesses"
     assert prefetcher(at_pause=False).at_pause("a", 10, 0.0, room_bytes=9) is None

@@ -139,7 +139,7 @@ def only_launches(engine: Tiered) -> None:
 @pytest.mark.parametrize("device", FAST.values(), ids=FAST.keys())
 @pytest.mark.parametrize("start", [None, *BAD_STARTS.values()], ids=["measured", *BAD_STARTS])
 @pytest.mark.parametrize("is_later", [False, True], ids=["over at once", "over later"])
-def test_p6_after_one_long_turn_the_price_is_right_and_turns_are_stored_and_loaded(
+def test_after_one_long_turn_the_price_is_right_and_turns_are_stored_and_loaded(
     tiny_llama: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,7 +165,7 @@ def test_p6_after_one_long_turn_the_price_is_right_and_turns_are_stored_and_load
     assert again.tokens["cpu"] >= PROMPT_TOKENS
 
 
-def test_p6_a_slow_cpu_stores_and_loads_as_ever(
+def test_a_slow_cpu_stores_and_loads_as_ever(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = on(slow_cpu, monkeypatch, tiny_llama, tmp_path)
@@ -179,7 +179,7 @@ def test_p6_a_slow_cpu_stores_and_loads_as_ever(
     assert again.tokens["cpu"] >= 700
 
 
-def test_p6_a_slow_cpu_is_measured_with_as_few_steps_as_ever(
+def test_a_slow_cpu_is_measured_with_as_few_steps_as_ever(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[tuple[int, int]] = []
@@ -195,7 +195,7 @@ def test_p6_a_slow_cpu_is_measured_with_as_few_steps_as_ever(
 
 @pytest.mark.parametrize("step_tokens", [512, 4096])
 @pytest.mark.parametrize("device", FAST.values(), ids=FAST.keys())
-def test_p6_samples_that_all_took_the_same_do_not_mislead_for_long(device: Device, step_tokens: int) -> None:
+def test_samples_that_all_took_the_same_do_not_mislead_for_long(device: Device, step_tokens: int) -> None:
     """A start that saw nothing of the device but its launches; eight full steps and some tokens later."""
     samples = [(m, n, 0.022) for m, n in SAMPLES]
     meter = PrefillMeter(fit_prefill(samples, step_tokens), samples)
@@ -210,7 +210,7 @@ def test_p6_samples_that_all_took_the_same_do_not_mislead_for_long(device: Devic
     assert_right(meter.price, device, turn, step_tokens)
 
 
-def test_p6_an_8b_model_on_a_launch_bound_device_uses_its_tiers() -> None:
+def test_an_8b_model_on_a_launch_bound_device_uses_its_tiers() -> None:
     """The decisions themselves, with the price of a start that has seen 512 tokens at most."""
     samples = [(m, n, launch_bound(m, n)) for m, n in [*SAMPLES, (512, 0)]]
     price = fit_prefill(samples, STEP_TOKENS)
@@ -240,7 +240,7 @@ def test_p6_an_8b_model_on_a_launch_bound_device_uses_its_tiers() -> None:
     )
 )
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_p6_no_token_is_for_nothing(samples: list[tuple[int, int, float]]) -> None:
+def test_no_token_is_for_nothing(samples: list[tuple[int, int, float]]) -> None:
     price = fit_prefill(samples)
     largest = max(tokens for tokens, _, _ in samples)
     assert price.a_s >= price.c0_s / (8 * largest) * (1 - 1e-9)

@@ -369,7 +369,7 @@ def test_a_faster_tier_never_makes_it_dearer(
     assert plan_load(**case).total_s <= before * (1 + 1e-12)
 
 
-def test_p8_a_few_tokens_ride_along_in_a_step_that_runs_anyway() -> None:
+def test_a_few_tokens_ride_along_in_a_step_that_runs_anyway() -> None:
     """The last block of a turn that is still warm: its load would come after the step that computes it."""
 
     def decision(tokens: int, step_s: float) -> str:

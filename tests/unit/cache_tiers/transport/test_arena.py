@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from cache_tiers.transport.arena import ALIGN, Arena, ArenaPiece
 from tests.support.amounts import examples
+from tests.support.inside import free_in
 
 PAGES = 16
 
@@ -90,7 +91,7 @@ def test_sizes_that_are_none_are_refused(nbytes: int) -> None:
 def test_planted_bugs_are_found() -> None:
     arena = Arena(4 * ALIGN)
     piece = take(arena, 1)
-    arena._free.append((piece.offset, ALIGN))
+    free_in(arena).append((piece.offset, ALIGN))
     with pytest.raises(AssertionError, match="two owners"):
         arena.check_integrity()
     arena._free = [(2 * ALIGN, 2 * ALIGN)]

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from cache_tiers.pricing import PrefillPrice, TierPrice
 from cluster.cli import main as cli
 from cluster.cli import options
+from cluster.cli.config import GROUPS, group_of
 from cluster.cli.running import DEFAULT_URL, server_url
 from cluster.serve import preflight
 from cluster.serve.startup_table import load_rows, next_steps, smaller_than_pools, startup_table, tier_rows
@@ -191,6 +192,25 @@ def test_config_shows_every_setting_with_its_origin_and_no_secret(
         *("setting", "server.port", "auth.api_keys", "auth.server_secret"),
     ]
     assert f"{len(rows) - 3} settings have their defaults" in short.stderr
+
+
+def test_all_settings_are_grouped_by_what_one_wants_to_do(runner: CliRunner) -> None:
+    lines = [line.split("\t")[0] for line in runner.invoke(cli.app, ["config", "--all"]).stdout.splitlines()]
+    headings = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    assert headings == list(GROUPS)
+    assert lines[0] == "setting"
+    assert sorted(lines[1:]) == sorted([*setting_fields(), *(f"# {group}" for group in GROUPS)]), "each once"
+    above = ""
+    for line in lines[1:]:
+        above = line.removeprefix("# ") if line.startswith("# ") else above
+        assert line.startswith("# ") or group_of(line) == above
+    assert group_of("tiers.nvme.dir") == "Keep what was computed: RAM, disk, S3"
+    assert group_of("tiers.peer.enabled") == "Scale over replicas and nodes", "the longest beginning counts"
+
+
+@pytest.mark.parametrize("begin", [begin for begins in GROUPS.values() for begin in begins])
+def test_each_beginning_of_a_group_is_that_of_a_setting(begin: str) -> None:
+    assert any(key.startswith(begin) for key in setting_fields())
 
 
 @pytest.mark.parametrize(

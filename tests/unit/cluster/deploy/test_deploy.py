@@ -188,9 +188,10 @@ class TestSecretsFile:
             )
 
 
-class TestF37OpenCluster:
+@pytest.mark.guarantee("F37")
+class TestAnOpenCluster:
     @pytest.mark.parametrize("address", ["10.0.0.5:6379", "127.0.0.1:6379", "[::1]:6379", "localhost:6379"])
-    def test_s1_without_a_token_it_is_refused_wherever_it_listens(self, address: str) -> None:
+    def test_without_a_token_it_is_refused_wherever_it_listens(self, address: str) -> None:
         with pytest.raises(StartFailed, match="RAY_AUTH_MODE=token") as refused:
             refuse_open_cluster(address, asks_for_token=False)
         assert address in str(refused.value)
@@ -203,7 +204,7 @@ class TestF37OpenCluster:
         assert asks_for_token("http://127.0.0.1:8265", client) is expected
 
     @pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_AUTH_MODE"])
-    def test_s1_deploy_refuses_whatever_the_shell_says(
+    def test_deploy_refuses_whatever_the_shell_says(
         self, monkeypatch: pytest.MonkeyPatch, variable: str
     ) -> None:
         monkeypatch.setenv(variable, "x" * 32)

@@ -53,7 +53,7 @@ def token_file(home: Path, mode: int = 0o600, text: str = TOKEN, directory_mode:
     return path
 
 
-class TestS5TheFile:
+class TestTheTokensFile:
     def test_it_is_made_for_us_alone_before_ray_reads_it(self, home: Path) -> None:
         assert close_token({}, make=True) == ""
         path = home / ".ray" / "auth_token"
@@ -175,8 +175,9 @@ def test_a_node_that_is_late_is_no_traceback(monkeypatch: pytest.MonkeyPatch, ho
         join_ray.join_ray(ClusterSettings(), None, None)
 
 
-class TestF37:
-    def test_s1_a_cluster_that_runs_on_loopback_without_a_token_is_not_joined(
+@pytest.mark.guarantee("F37")
+class TestAClusterWithoutAToken:
+    def test_a_cluster_that_runs_on_loopback_without_a_token_is_not_joined(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         joined: list[object] = []
@@ -213,7 +214,7 @@ class TestF37:
             (True, "token", "none cannot be read"),  # that is the next thing
         ],
     )
-    def test_s1_what_this_process_believes_is_not_what_counts(
+    def test_what_this_process_believes_is_not_what_counts(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
@@ -243,7 +244,7 @@ class TestF37:
         assert address_of(ClusterSettings(ray_address="10.1.2.3:6379")) == "10.1.2.3:6379"
 
     @pytest.mark.parametrize("shell", ["disabled", "token", None])
-    def test_s1_the_shell_does_not_switch_it_off(
+    def test_the_shell_does_not_switch_it_off(
         self, monkeypatch: pytest.MonkeyPatch, shell: str | None
     ) -> None:
         with monkeypatch.context() as patch:
@@ -258,7 +259,7 @@ class TestF37:
             assert os.environ["RAY_AUTH_MODE"] == "token"
         ray._config.initialize("")
 
-    def test_s1_whatever_ray_starts_asks_and_is_not_nice(self) -> None:
+    def test_whatever_ray_starts_asks_and_is_not_nice(self) -> None:
         environment = ray_environment(Settings())
         assert environment["RAY_AUTH_MODE"] == "token"
         assert environment["RAY_worker_niceness"] == "0"

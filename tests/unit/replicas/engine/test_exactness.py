@@ -38,7 +38,7 @@ def never_asked() -> bool:
 
 
 @DTYPES
-def test_s9_rounding_is_within_the_bound_and_a_wrong_block_is_not(dtype: torch.dtype) -> None:
+def test_rounding_is_within_the_bound_and_a_wrong_block_is_not(dtype: torch.dtype) -> None:
     truth = kv_of(dtype)
     assert_same_kv(truth.clone(), truth, never_asked)
     rounded = (truth.float() * (1 + NOISE[dtype])).to(dtype)
@@ -55,7 +55,7 @@ def test_s9_rounding_is_within_the_bound_and_a_wrong_block_is_not(dtype: torch.d
 
 
 @DTYPES
-def test_s9_logits_keep_their_order_but_for_a_near_tie(dtype: torch.dtype) -> None:
+def test_logits_keep_their_order_but_for_a_near_tie(dtype: torch.dtype) -> None:
     truth = torch.linspace(-20, 0, 50)
     truth[7] = 5.0  # the best by far
     near = truth + NOISE[dtype]
@@ -81,7 +81,7 @@ TIE = row(3, -0.7, (3, -0.7), (4, -0.7001))
 PARTED = row(4, -0.7, (4, -0.7), (3, -0.7001))
 
 
-def test_s9_greedy_answers_part_at_a_near_tie_only() -> None:
+def test_greedy_answers_part_at_a_near_tie_only() -> None:
     assert_same_logprobs([CLEAR, PARTED, CLEAR], [CLEAR, TIE, PARTED], FP32, False, greedy=True)
     for exact, greedy in ((True, True), (False, False)):
         with pytest.raises(AssertionError, match=r"differ|is another one"):
@@ -93,7 +93,7 @@ def test_s9_greedy_answers_part_at_a_near_tie_only() -> None:
         assert_same_logprobs([replace(CLEAR, logprob=-0.2)], [CLEAR], FP32, False, greedy=True)
 
 
-def test_s9_what_a_client_hears_is_the_same_on_any_cpu() -> None:
+def test_what_a_client_hears_is_the_same_on_any_cpu() -> None:
     said = Delta(0, "a", (1,), (CLEAR,))
     near = replace(said, logprobs=(replace(CLEAR, logprob=-0.1 + 1e-5),))
     assert_same_deltas([near], [said], FP32, False)
@@ -112,7 +112,7 @@ def another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     other_cpu.play(frozenset({FP32}))
 
 
-def test_s9_another_cpu_is_played_so_that_the_probe_says_no(tiny_llama: Path, another_cpu: None) -> None:
+def test_another_cpu_is_played_so_that_the_probe_says_no(tiny_llama: Path, another_cpu: None) -> None:
     """And it differs by what such CPUs differ by: rounding, far within the bound."""
     spec, device = inspect_model(tiny_llama), torch.device("cpu")
     geometry = KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, FP32)
@@ -128,14 +128,14 @@ def test_s9_another_cpu_is_played_so_that_the_probe_says_no(tiny_llama: Path, an
     assert torch.equal(same[0], same[1][:8])
 
 
-def test_s9_a_dtype_that_is_none_does_not_play_nothing() -> None:
+def test_a_dtype_that_is_none_does_not_play_nothing() -> None:
     assert other_cpu.dtypes_of("") == frozenset()
     assert other_cpu.dtypes_of("float32,bfloat16") == {FP32, BF16}
     with pytest.raises(ValueError, match="fp32: give float32 or bfloat16"):
         other_cpu.dtypes_of("fp32")
 
 
-def test_s9_the_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.backends.cpu.get_cpu_capability() in exactness.cpu_in_words()
     assert "bf16 yes" in exactness.cpu_in_words() or "bf16 no" in exactness.cpu_in_words()
     monkeypatch.setattr(exactness, "verdicts", {})

@@ -381,7 +381,7 @@ def test_g12_a_tenants_tag_stands_for_all_its_owners_and_for_nobody_else() -> No
 
 
 @pytest.mark.guarantee("G12")
-def test_s7_forgetting_looks_at_no_page_of_anybody_else() -> None:
+def test_forgetting_looks_at_no_page_of_anybody_else() -> None:
     """It runs between two steps of the engine: in a pool of 35,000 pages nobody may wait for it."""
     pages = 35_000
     pool = PagePool(pages + 1, BLOCK)

@@ -15,6 +15,7 @@ from replicas.offload.handover import Handover
 from replicas.serving.deployment import ReplicaLoad, load_of
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered
+from tests.support.inside import records_in, settings_of
 
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
 CHEAP = PrefillPrice(0.0, 1e-12, 0.0)  # ... and never
@@ -52,9 +53,9 @@ def leave(engine: Tiered) -> Handover:
 def unstored(engine: Tiered, prompt: list[int], number: int) -> list[int]:
     """A turn that only the pool keeps, as there was no room to stage its blocks; the prompt of the next."""
     turns = engine.built.engine.offload.turns  # type: ignore[union-attr]
-    turns._settings = turns._settings.model_copy(update={"store_queue_max": 0})
+    turns._settings = settings_of(turns).model_copy(update={"store_queue_max": 0})
     answer = engine.run(prompt, tenant=TENANT, session=tag(number))
-    turns._settings = turns._settings.model_copy(update={"store_queue_max": 64})
+    turns._settings = settings_of(turns).model_copy(update={"store_queue_max": 64})
     assert turns.results.outcomes["dropped:staged"] > 0
     return [*prompt, *answer.ids, *prompt_of(5, seed=number)]
 
@@ -87,7 +88,7 @@ def test_a_shared_beginning_is_handed_over_once(tiny_llama: Path, tmp_path: Path
     leave(engine)
     block_tokens = engine.built.info.block_tokens
     blocks = (64 + 2 * (32 + 7)) // block_tokens
-    nbytes = sum(record.nbytes for record in engine.tiers["cpu"]._records.values())  # type: ignore[attr-defined]
+    nbytes = sum(record.nbytes for record in records_in(engine.tiers["cpu"]).values())
     block_bytes = engine.built.info.bytes_per_token * block_tokens
     assert blocks * block_bytes <= nbytes < (blocks + 2) * block_bytes
 
@@ -135,7 +136,7 @@ def test_what_nobody_would_load_stays(tiny_llama: Path, tmp_path: Path) -> None:
     unstored(engine, prompt_of(70, seed=1), 1)
     engine.built.engine.meter._price = CHEAP
     leave(engine)
-    assert not engine.tiers["cpu"]._records  # type: ignore[attr-defined]
+    assert not records_in(engine.tiers["cpu"])
 
 
 def test_pages_that_have_been_taken_meanwhile_are_left_out(tiny_llama: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from replicas.offload.lookups import NODE, TierLookups, slow_part, spare_tokens
 from replicas.offload.tier_client import CompletionQueue
 from replicas.scheduling.sequence import OffloadState, Sequence
 from tests.support.clock import Clock
+from tests.support.constants import tuned
 from tests.support.engines.tier_engines import InlineExecutor
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=16)
@@ -38,7 +39,7 @@ def answer(
 class World:
     """One prompt, tiers that answer when the test says so, and an engine that is idle or not."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, failures: int = TierSettings.breaker_failures, **settings: Any) -> None:
         self.clock = Clock()
         self.lane = InlineExecutor()
         self.lane.held = True
@@ -50,7 +51,7 @@ class World:
             self._look,
             self._learn,
             lambda: PRICE,
-            TierSettings(**settings),
+            tuned(TierSettings(**settings), breaker_failures=failures),
             SHAPE,
             self.lane,
             self.arrivals,
@@ -247,7 +248,7 @@ def test_a_lookup_that_nobody_answers_before_the_end_was_slow_as_well() -> None:
 
 
 def test_tiers_that_are_down_are_waited_for_by_nobody() -> None:
-    world = World(breaker_failures=2)
+    world = World(failures=2)
     for _ in range(2):
         sequence = world.open()
         world.answered(None)

@@ -26,6 +26,7 @@ from replicas.scheduling import RestorePiece
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.simulated_device import SimulatedDevice, SimulatedEvent
 from tests.support.engines.tier_engines import SCAN_S, InlineExecutor, Tiered, receipt_of, tiered
+from tests.support.inside import join_scans
 
 GEOMETRY = KvGeometry(layers=1, block_tokens=1, kv_heads=1, head_dim=4, dtype=torch.uint8)
 
@@ -223,7 +224,7 @@ def test_no_copy_and_no_checksum_on_the_engines_thread(
     monkeypatch.setattr(swap, "unpack", watched("check swapped", swap.unpack))
     lanes = WorkerPools.of_threads(2, 2)
     engine = tiered(tiny_llama, tmp_path, lanes=lanes, pool_tokens=256, preemption="swap")
-    engine.node._scans.join(SCAN_S)  # the clock stands still: nobody asks again
+    join_scans(engine.node, SCAN_S)  # the clock stands still: nobody asks again
     wake = threading.Semaphore(0)
     engine.built.engine.on_wake(wake.release)
     prompt = prompt_of(60)

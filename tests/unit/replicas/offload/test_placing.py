@@ -16,6 +16,7 @@ from replicas.offload.tier_client import TierLink
 from replicas.scheduling.restore import Restore, RestorePiece
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, tiered
+from tests.support.inside import guards_of
 
 PREFILL = PrefillPrice(0.025, 2e-3, 1e-7)
 TINY_RAM = (1e-3, 4e9)
@@ -40,7 +41,7 @@ def slow_road(engine: Tiered, prompt: list[int], seconds: float) -> Receipt:
 
 
 def latency_s(engine: Tiered) -> float:
-    price = engine.node._guards["cpu"].price()
+    price = guards_of(engine.node)["cpu"].price()
     return price.latency_s
 
 

@@ -17,6 +17,7 @@ from configs.sections import TierSettings
 from replicas.offload.store import TurnStore
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, receipt_of, tiered
+from tests.support.inside import records_in, settings_of, waiting_in
 
 KIB = 1024
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
@@ -48,7 +49,7 @@ def turns_of(engine: Tiered) -> TurnStore:
 def stored_tokens(engine: Tiered) -> int:
     tier = engine.tiers["cpu"]
     assert isinstance(tier, HeapTier)
-    return sum(decode_header(data, record_bytes=data.nbytes).tokens for data in tier._records.values())
+    return sum(decode_header(data, record_bytes=data.nbytes).tokens for data in records_in(tier).values())
 
 
 def until_idle(engine: Tiered) -> None:
@@ -61,7 +62,7 @@ def halfway(engine: Tiered, seed: int = 4) -> list[int]:
     prompt = prompt_of(LENGTH, seed=seed)
     key = engine.submit(prompt, tenant=TENANT, session=SESSION)
     until_idle(engine)
-    assert turns_of(engine)._waiting
+    assert waiting_in(turns_of(engine))
     assert not turns_of(engine).is_settled
     engine.built.engine.check_integrity()
     return [*prompt, *engine.driver.answers[key].ids, 7]
@@ -131,7 +132,7 @@ def test_waiting_blocks_leave_their_pages_to_a_request_that_needs_them(
     halfway(engine)
     pool = engine.built.engine.scheduler.pool
     copying = {page for pages in turns_of(engine)._storing.values() for page in pages}
-    waiting = {page for rest in turns_of(engine)._waiting for page in rest.held}
+    waiting = {page for rest in waiting_in(turns_of(engine)) for page in rest.held}
     assert not copying
     assert len(waiting) == 1  # of the partial block, which the pool does not know
     assert pool.available == pool.usable - 1
@@ -142,7 +143,7 @@ def test_the_next_turn_of_a_conversation_takes_its_place(tiny_llama: Path, tmp_p
     prompt = halfway(engine)
     engine.submit(prompt, tenant=TENANT, session=SESSION)
     until_idle(engine)
-    (rest,) = turns_of(engine)._waiting
+    (rest,) = waiting_in(turns_of(engine))
     assert len(rest.chain.keys) == (len(prompt) + 7) // engine.built.info.block_tokens
     engine.work()
     assert answered(engine, [*prompt, 8], tiny_llama, tmp_path)["cpu"] >= LENGTH
@@ -152,7 +153,7 @@ def test_no_more_stores_wait_than_may(tiny_llama: Path, tmp_path: Path) -> None:
     engine = small(tiny_llama, tmp_path, store_queue_max=2)
     for seed in range(4, 8):
         halfway(engine, seed)
-    assert len(turns_of(engine)._waiting) == 2
+    assert len(waiting_in(turns_of(engine))) == 2
     assert turns_of(engine).results.outcomes["dropped:staged"] > 0
     engine.work()
     assert turns_of(engine).is_settled
@@ -161,7 +162,7 @@ def test_no_more_stores_wait_than_may(tiny_llama: Path, tmp_path: Path) -> None:
 def test_a_block_that_never_fits_does_not_wait(tiny_llama: Path, tmp_path: Path) -> None:
     engine = small(tiny_llama, tmp_path)
     turns = turns_of(engine)
-    turns._settings = turns._settings.model_copy(update={"staged_bytes_max": 10 * KIB})
+    turns._settings = settings_of(turns).model_copy(update={"staged_bytes_max": 10 * KIB})
     engine.run(prompt_of(LENGTH, seed=4))
     assert turns.is_settled
     assert set(turns.results.outcomes) == {"dropped:staged"}
@@ -172,11 +173,11 @@ def test_room_is_noticed_when_the_node_fetches_a_record(tiny_llama: Path, tmp_pa
     halfway(engine)
     stores = engine.lanes.store
     assert isinstance(stores, InlineExecutor)
-    waiting = len(turns_of(engine)._waiting[0].runs)
+    waiting = len(waiting_in(turns_of(engine))[0].runs)
     engine.node.work()  # fetches from a thread of its own in the service
     assert engine.built.engine.has_arrivals
     engine.driver.step()
-    assert sum(len(rest.runs) for rest in turns_of(engine)._waiting) < waiting
+    assert sum(len(rest.runs) for rest in waiting_in(turns_of(engine))) < waiting
 
 
 def test_choices_of_one_prompt_store_what_of_it_still_waits(tiny_llama: Path, tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_choices_of_one_prompt_store_what_of_it_still_waits(tiny_llama: Path, tm
     prompt = prompt_of(LENGTH, seed=4)
     engine.submit(prompt, n=2, tenant=TENANT, session=SESSION, temperature=1.0, seed=3)
     until_idle(engine)
-    assert turns_of(engine)._waiting
+    assert waiting_in(turns_of(engine))
     engine.work()
     assert turns_of(engine).is_settled
     assert answered(engine, [*prompt, 7], tiny_llama, tmp_path)["cpu"] >= LENGTH - 16
@@ -199,7 +200,7 @@ def test_a_store_that_fails_leaves_its_room_to_another(tiny_llama: Path, tmp_pat
     for seed in (4, 5):  # the first one is to be copied, the second one waits
         engine.submit(prompt_of(LENGTH, seed=seed), tenant=TENANT, session=bytes([seed]) * TAG_BYTES)
     until_idle(engine)
-    assert len(turns._waiting) == 2
+    assert len(waiting_in(turns)) == 2
     stores.held = False
     with mock.patch.object(turns._io, "begin_out", side_effect=MemoryError("no memory for the record")):
         stores.release()

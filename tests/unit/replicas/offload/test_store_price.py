@@ -13,6 +13,7 @@ from configs.sections import TierSettings
 from replicas.offload.store import largest_extent_bytes
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered
+from tests.support.inside import records_in
 
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
 CHEAP = PrefillPrice(0.0, 1e-12, 0.0)  # ... and never
@@ -35,7 +36,7 @@ def prefilled(engine: Tiered, *, stores_all: bool) -> None:
 
 
 def stored(engine: Tiered) -> int:
-    return len(engine.tiers["cpu"]._records)  # type: ignore[attr-defined]
+    return len(records_in(engine.tiers["cpu"]))
 
 
 def test_a_prefill_is_stored_by_the_price_law_or_in_any_case(tiny_llama: Path, tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_other_bytes_in_the_tier_are_seen(tiny_llama: Path, tmp_path: Path) -> N
     engine = engine_with(tiny_llama, tmp_path)
     prefilled(engine, stores_all=True)
     engine.forget_pool()
-    records = engine.tiers["cpu"]._records  # type: ignore[attr-defined]
+    records = records_in(engine.tiers["cpu"])
     for address, record in list(records.items()):
         spoilt = record.copy()
         spoilt[len(spoilt) // 2] ^= 1

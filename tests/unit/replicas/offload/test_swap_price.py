@@ -58,7 +58,7 @@ def on(
     [(50e9, 0.001, "swap"), (50e6, 0.02, "drop"), (2e9, 2.0, "swap")],
     ids=["a GPU", "a slow bus", "a CPU"],
 )
-def test_p6_swapping_is_decided_by_what_copying_takes_here(
+def test_swapping_is_decided_by_what_copying_takes_here(
     monkeypatch: pytest.MonkeyPatch,
     tiny_llama: Path,
     tmp_path: Path,

@@ -29,7 +29,7 @@ def _taken(price: PrefillPrice, decodes: list[int], tokens: int, context: int = 
     return StepBudget(512, TARGET_S, lambda: price).open(decodes).take(tokens, context)
 
 
-def test_p8_a_chunk_beside_a_stream_ends_within_the_target() -> None:
+def test_a_chunk_beside_a_stream_ends_within_the_target() -> None:
     count = _taken(SLOW, [100], 512)
     step_s = SLOW.c0_s + SLOW.chunk_seconds(1, 100) + SLOW.chunk_seconds(count, 0)
     assert count % CHUNK_TOKENS == 0
@@ -42,7 +42,7 @@ def test_without_a_stream_a_step_is_filled() -> None:
     assert StepBudget(512).open([1, 2]).take(5000, 0) == 510
 
 
-def test_s2_among_tenants_every_step_ends_within_the_target() -> None:
+def test_among_tenants_every_step_ends_within_the_target() -> None:
     """Who comes waits for the step that runs, and nothing is known of them before."""
     budget = StepBudget(512, TARGET_S, lambda: SLOW, has_tenants=True)
     count = budget.open([]).take(5000, 0)
@@ -283,7 +283,7 @@ def test_steps_with_decodes_teach_the_meter_too() -> None:
     assert len(meter.told) == 2 + 100 + LIGHT_STEPS
 
 
-def test_p6_steps_that_are_only_launched_are_told_one_by_one_as_they_are_over() -> None:
+def test_steps_that_are_only_launched_are_told_one_by_one_as_they_are_over() -> None:
     """CUDA: a step that samples nothing is not waited for; its events are read at a later step."""
     meter = Told()
     times = StepTimes(meter)

@@ -64,7 +64,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("truth", [SLOW, PrefillPrice(0.085, 4.1e-3, 1.5e-6)], ids=["flat", "attention"])
-def test_p8_a_running_stream_does_not_wait_for_somebodys_chunk(tiny_llama: Path, truth: PrefillPrice) -> None:
+def test_a_running_stream_does_not_wait_for_somebodys_chunk(tiny_llama: Path, truth: PrefillPrice) -> None:
     steps = Steps(tiny_llama, truth, truth, step_stretch=None)
     took = steps.beside_a_stream(1500)
     assert max(took) <= 1.1 * TARGET_S
@@ -74,7 +74,7 @@ def test_p8_a_running_stream_does_not_wait_for_somebodys_chunk(tiny_llama: Path,
     assert len(steps.took) == 3
 
 
-def test_p8_a_wrong_price_is_found_out_beside_a_stream(tiny_llama: Path) -> None:
+def test_a_wrong_price_is_found_out_beside_a_stream(tiny_llama: Path) -> None:
     """Both ways: streams do not wait for long, and a prompt does not crawl."""
     cheap = Steps(tiny_llama, SLOW, PrefillPrice(0.03, 1.5e-3, 1e-9), step_stretch=None).beside_a_stream(1500)
     assert max(cheap[-5:]) <= 1.25 * TARGET_S

@@ -128,7 +128,7 @@ def test_what_a_step_copies_from_is_not_given_away_in_its_plan(monkeypatch: pyte
 
 
 @pytest.mark.guarantee("G10")
-def test_s2_four_big_requests_do_not_lock_the_others_out() -> None:
+def test_four_big_requests_do_not_lock_the_others_out() -> None:
     """Alice's 4 x 8 prompts x n=8 of 1,500 tokens each; Bob is in at the next step. It was 1,500 later."""
     replica = Replica()
     replica.send(ALICE, sequences=32, n=8, answer=1500)
@@ -140,7 +140,7 @@ def test_s2_four_big_requests_do_not_lock_the_others_out() -> None:
     assert replica.runs() == {"alice": 31, "bob": 1}, "only as many make way as are needed"
 
 
-def test_s2_a_tenant_gets_half_of_the_places_and_no_more() -> None:
+def test_a_tenant_gets_half_of_the_places_and_no_more() -> None:
     replica = Replica()
     replica.send(ALICE, sequences=200, answer=1500)
     for _ in range(60):
@@ -158,7 +158,7 @@ def test_s2_a_tenant_gets_half_of_the_places_and_no_more() -> None:
     assert replica.runs()["carol"] >= 1
 
 
-def test_s2_weights_share_out_the_places() -> None:
+def test_weights_share_out_the_places() -> None:
     replica = Replica(weights={BOB: 3.0})
     replica.send(ALICE, sequences=100, answer=1500)
     replica.step()
@@ -168,7 +168,7 @@ def test_s2_weights_share_out_the_places() -> None:
     assert replica.runs() == {"alice": 8, "bob": 24}
 
 
-def test_s2_pages_are_shared_out_as_places_are() -> None:
+def test_pages_are_shared_out_as_places_are() -> None:
     """Few long sequences of Alice's have all pages, with places to spare."""
     replica = Replica(places=32, pages=100)
     replica.send(ALICE, sequences=20, prompt=10 * BLOCK, answer=300)
@@ -183,7 +183,7 @@ def test_s2_pages_are_shared_out_as_places_are() -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 20])
-def test_s2_a_short_prompt_does_not_wait_for_a_long_one_under_way(prompts: int) -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(prompts: int) -> None:
     replica = Replica(pages=10_000)
     replica.send(ALICE, sequences=prompts, prompt=4000, answer=1)
     for _ in range(10):
@@ -197,7 +197,7 @@ def test_s2_a_short_prompt_does_not_wait_for_a_long_one_under_way(prompts: int) 
     assert not replica.generated[ALICE]
 
 
-def test_s2_many_answers_under_way_do_not_slow_down_anothers_prompt() -> None:
+def test_many_answers_under_way_do_not_slow_down_anothers_prompt() -> None:
     """Bob's 120 tokens take the two steps that they take alone: Alice's 31 decodes rest meanwhile."""
     replica = Replica(pages=10_000)
     replica.send(ALICE, sequences=31, answer=1500)
@@ -214,7 +214,7 @@ def test_s2_many_answers_under_way_do_not_slow_down_anothers_prompt() -> None:
     assert replica.generated[ALICE] == seen + 31
 
 
-def test_s2_prompts_that_wait_for_places_save_up_no_turns() -> None:
+def test_prompts_that_wait_for_places_save_up_no_turns() -> None:
     """Alice's 13 prompts have no place beside her 31 answers while Bob's are computed; then her places come
     free, and Bob's next one waits for one turn of hers at most."""
     replica = Replica(pages=10_000, quantum_tokens=128)
@@ -235,7 +235,7 @@ def test_s2_prompts_that_wait_for_places_save_up_no_turns() -> None:
     assert len(replica.finished) > 32, "her places came free meanwhile"
 
 
-def test_s2_answers_rest_for_a_turn_at_a_time() -> None:
+def test_answers_rest_for_a_turn_at_a_time() -> None:
     """However many prompts Bob sends, Alice's answers go on after each turn of them."""
     replica = Replica(pages=10_000, quantum_tokens=128)
     replica.send(ALICE, sequences=31, answer=1500)
@@ -263,7 +263,7 @@ def test_answers_do_not_rest_for_a_tenant_who_has_as_much() -> None:
 
 
 @pytest.mark.parametrize("steps_before", range(2, 12))
-def test_s2_a_prompt_within_a_turn_is_not_interrupted(steps_before: int) -> None:
+def test_a_prompt_within_a_turn_is_not_interrupted(steps_before: int) -> None:
     """Wherever in their turn the others are when it comes."""
     replica = Replica(pages=10_000, step_tokens=48, quantum_tokens=128)
     replica.send(ALICE, sequences=20, prompt=4000, answer=1)
@@ -276,7 +276,7 @@ def test_s2_a_prompt_within_a_turn_is_not_interrupted(steps_before: int) -> None
     assert replica.generated[BOB] == 1
 
 
-def test_s2_prompts_are_computed_by_turns_and_who_keeps_coming_back_gains_nothing() -> None:
+def test_prompts_are_computed_by_turns_and_who_keeps_coming_back_gains_nothing() -> None:
     replica = Replica(pages=10_000, quantum_tokens=128)
     replica.send(ALICE, sequences=10, prompt=4000, answer=1)
     done = Counter[bytes]()
@@ -289,7 +289,7 @@ def test_s2_prompts_are_computed_by_turns_and_who_keeps_coming_back_gains_nothin
     assert done[ALICE] + done[BOB] >= 390 * 64, "no budget is left over"
 
 
-def test_s2_one_who_needs_all_places_comes_in_though_others_keep_coming() -> None:
+def test_one_who_needs_all_places_comes_in_though_others_keep_coming() -> None:
     replica = Replica(places=8)
     for _ in range(8):
         replica.send(BOB, answer=30)
@@ -344,7 +344,7 @@ def request(tenant: bytes, n: int = 1) -> GenerateRequest:
     return GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=5), n, tenant=tenant)
 
 
-def test_s2_a_tenant_fills_its_part_of_the_queue_and_others_still_come_in() -> None:
+def test_a_tenant_fills_its_part_of_the_queue_and_others_still_come_in() -> None:
     replica = Replica(places=4)
     limits = EngineLimits(512, 2048, queue_max=20, retry_after_s=3.0, tenant_queue_max=10)
     taken = 0
@@ -361,7 +361,7 @@ def test_s2_a_tenant_fills_its_part_of_the_queue_and_others_still_come_in() -> N
     assert refusal(request(BOB, n=2), limits, replica.scheduler) is None
 
 
-def test_s2_who_is_pushed_out_goes_on_as_if_nothing_had_been(tiny_llama: Path) -> None:
+def test_who_is_pushed_out_goes_on_as_if_nothing_had_been(tiny_llama: Path) -> None:
     """On the real engine: sequences of Alice's make way in the middle of their answers, to the same words."""
 
     def asks() -> dict[int, GenerateRequest]:

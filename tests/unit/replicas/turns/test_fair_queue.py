@@ -53,7 +53,7 @@ def test_weights() -> None:
 
 
 @pytest.mark.guarantee("G10")
-def test_s2_a_newcomer_waits_for_one_turn_not_for_the_queue() -> None:
+def test_a_newcomer_waits_for_one_turn_not_for_the_queue() -> None:
     queue: FairQueue[str, str] = FairQueue(QUANTUM)
     for number in range(256):
         queue.put("alice", f"a{number}", 90)

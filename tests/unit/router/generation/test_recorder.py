@@ -18,6 +18,7 @@ from router.openai.messages import ChatMessage
 from router.openai.parse import CacheWish, ParsedChat, ParsedCompletion
 from router.prompt.prompt import Prompt
 from router.routing.session import turn_context
+from tests.support.constants import tuned
 
 SECRET_IDS = list(range(700_000, 700_064))
 
@@ -104,7 +105,7 @@ def test_each_prompt_of_a_request_goes_on_with_its_own_lineage(tmp_path: Path) -
 
 def test_a_lineage_goes_on_where_its_own_last_request_ended(tmp_path: Path) -> None:
     path = tmp_path / "trace"
-    few = settings(path).model_copy(update={"router": RouterSettings(lineages_max=2)})
+    few = settings(path).model_copy(update={"router": tuned(RouterSettings(), lineages_max=2)})
     recorder = open_recorder(few)
     assert recorder is not None
     recorder.over(turn(SECRET_IDS[:40], tuple(SECRET_IDS[40:50]), lineage="main"))

@@ -22,6 +22,7 @@ from replicas.messages import Delta
 from router.generation import AskedTurn, PromptStage
 from router.openai import ChatMessage
 from tests.support.clock import Clock
+from tests.support.inside import boxes_of, bytes_in, kept_by
 from tests.support.router.linked_replicas import LINKS
 from tests.support.router.router_harness import (
     KEY,
@@ -175,22 +176,22 @@ async def test_who_reads_slowly_is_waited_for_and_who_leaves_is_forgotten(tiny_l
     """A reader that takes nothing: the rest is not sent, and the answer is not held for it."""
     async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
         await whole(url, asking())
-        (log,) = replica._kept._logs.values()
+        (log,) = kept_by(replica)._logs.values()
         for number in range(40_000):
             log._packed += packed_delta(number)
-        replica._kept._nbytes = log.nbytes
+        kept_by(replica)._nbytes = log.nbytes
         assert log.nbytes > 4 * LINKS.stream_bytes_max
         sent: list[int] = []
         request = replace(house.replicas.calls[-1], keep=replace(log.keep, is_attaching=True))
         asked = replace(request, model="", route=replace(request.route, ticket="a ticket"))
         call = await house.replicas.linked(replica, asked)
-        box = house.replicas.inlet._boxes["a ticket"]
+        box = boxes_of(house.replicas.inlet)["a ticket"]
         await until(lambda: box._is_paused)
         for _ in range(50):
             await asyncio.sleep(0)
-            sent.append(box._nbytes)
+            sent.append(bytes_in(box))
         assert log.followers == 1
-        assert box._nbytes < log.nbytes - LINKS.stream_bytes_max, "all was sent to who reads nothing"
+        assert bytes_in(box) < log.nbytes - LINKS.stream_bytes_max, "all was sent to who reads nothing"
         call.close(is_over=False)
         await until(lambda: log.followers == 0)
 
@@ -253,7 +254,7 @@ async def test_nothing_changes_for_who_names_nothing(tiny_llama: Path) -> None:
             plain = await client.post(CHAT, json=body)
             assert "id: " not in plain.text
             assert "idempotent-replayed" not in plain.headers
-        assert len(replica._kept) == 0
+        assert len(kept_by(replica)) == 0
         replica.allow(2)
         async with (
             httpx.AsyncClient(base_url=url) as client,
@@ -447,8 +448,8 @@ async def test_an_event_that_never_was_is_refused(tiny_llama: Path) -> None:
             replica.allow(3)
             other = {"Idempotency-Key": "goes on"}
             task = asyncio.create_task(client.post(CHAT, json=asking(max_tokens=9), headers=other))
-            await until(lambda: len(replica._kept) == 2)
-            ref = next(log.keep.ref.hex() for log in replica._kept._logs.values() if not log.is_over)
+            await until(lambda: len(kept_by(replica)) == 2)
+            ref = next(log.keep.ref.hex() for log in kept_by(replica)._logs.values() if not log.is_over)
             late = asyncio.create_task(
                 client.post(CHAT, json=asking(max_tokens=9), headers={"Last-Event-ID": f"{ref}-99999"})
             )
@@ -497,7 +498,7 @@ async def test_it_is_erased_with_its_session(route: str, is_over: bool, tiny_lla
             headers = {"Last-Event-ID": str(events[0][0])}
             response = await client.post(CHAT, json=body, headers=headers)
             assert (response.status_code, error_of(response)["code"]) == (410, "answer_not_kept")
-        assert len(replica._kept) == 0
+        assert len(kept_by(replica)) == 0
         replica.allow(FREE)
         await until(lambda: not replica.engine.real.has_work)
         assert is_over or replica.generated < TOKENS
@@ -515,15 +516,15 @@ async def test_an_answer_that_nobody_reads_ends_in_time(tiny_llama: Path) -> Non
         await until(lambda: house.service.concurrency.open_total == 0)
         await until(lambda: not any(log.readers for log in replica._answer_logs.values()))
         clock.now_s += 5.1
-        replica._kept.sweep()
+        kept_by(replica).sweep()
         replica.allow(FREE)
         await until(lambda: not replica.engine.real.has_work)
         assert replica.generated < TOKENS
         await whole(url, body)
-        assert len(replica._kept) == 1
+        assert len(kept_by(replica)) == 1
         clock.now_s += 7.1
-        replica._kept.sweep()
-        assert len(replica._kept) == 0
+        kept_by(replica).sweep()
+        assert len(kept_by(replica)) == 0
 
 
 async def test_without_room_the_header_is_ignored(tiny_llama: Path) -> None:

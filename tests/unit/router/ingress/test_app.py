@@ -461,7 +461,7 @@ def error_of_loading(response: httpx.Response) -> str:
 
 
 @pytest.mark.guarantee("G13")
-async def test_s6_a_node_without_its_tier_actor_is_seen_and_goes_on_serving() -> None:
+async def test_a_node_without_its_tier_actor_is_seen_and_goes_on_serving() -> None:
     house = House()
     house.replicas.tiers_up_now = {"0123456789abcdef": True, "fedcba9876543210": False}
     readiness = house.service.readiness

@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
 from cache_tiers.blocks import session_of, tenant_tag
@@ -23,6 +25,7 @@ from tests.support.router.router_harness import (
     SENT,
     TOKENIZER,
     House,
+    bearer,
     chat,
     error_of,
     make_settings,
@@ -43,10 +46,6 @@ def guarded(**more: Any) -> House:
         settings=make_settings(keys={"a": KEY, "b": OTHER_KEY}, **more),
     )
     return house
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def knows_the_reply(client: Any, key: str, house: House, **fields: Any) -> bool:
@@ -188,7 +187,7 @@ async def test_f33_the_admin_key_is_no_tenants_key() -> None:
 
 
 @pytest.mark.guarantee("G2", "F15")
-async def test_s8_metrics_tell_no_tenant_of_another() -> None:
+async def test_metrics_tell_no_tenant_of_another() -> None:
     """How many tokens somebody else has sent, and how many were cached, follow from two scrapes."""
     house = guarded(admin_key=ADMIN_KEY)
     async with house.client() as client:
@@ -205,7 +204,7 @@ async def test_s8_metrics_tell_no_tenant_of_another() -> None:
 
 
 @pytest.mark.parametrize("admin_key", [None, ADMIN_KEY])
-async def test_s8_without_tenants_metrics_are_open_to_scrapers(admin_key: str | None) -> None:
+async def test_without_tenants_metrics_are_open_to_scrapers(admin_key: str | None) -> None:
     async with House(settings=make_settings(admin_key=admin_key)).client() as client:
         assert (await client.get("/metrics")).status_code == 200
 
@@ -260,8 +259,17 @@ async def test_a_bad_body_clears_nothing(body: str, param: str | None) -> None:
     assert house.replicas.clears == []
 
 
+@given(st.tuples(*[st.integers(0, 99)] * 5), st.tuples(*[st.integers(0, 99)] * 5))
+def test_two_clears_add_up_in_every_part_for_itself(one: tuple[int, ...], other: tuple[int, ...]) -> None:
+    replicas, silent, *reached = zip(one, other, strict=True)
+    added = ClearCounts(*one, ("s3", "nvme")) + ClearCounts(*other, ("nvme", "more"))
+    assert added == ClearCounts(
+        min(replicas), max(silent), *(sum(parts) for parts in reached), ("s3", "nvme", "more")
+    )
+
+
 async def test_ray_client_asks_every_replica_and_counts_those_that_do_not_answer() -> None:
-    handle = FakeHandle(Forgotten(2, 5, 100), Forgotten(3, 0, 0, ("s3",)), RayActorError(), None)
+    handle = FakeHandle(Forgotten(2, 5, 60), Forgotten(3, 4, 100, ("s3",)), RayActorError(), None)
     counts = await RayReplicaClient(handle, retry_after_s=1, clear_timeout_s=7).clear(b"t", (b"s",))
     assert counts == ClearCounts(replicas=2, silent=2, pages=5, extents=5, nbytes=100, unreachable=("s3",))
     assert handle.broadcasts == [("clear", b"t", (b"s",))]

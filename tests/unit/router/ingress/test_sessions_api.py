@@ -23,6 +23,7 @@ from tests.support.router.router_harness import (
     OTHER_KEY,
     SENT,
     House,
+    bearer,
     chat,
     error_of,
     make_settings,
@@ -38,10 +39,6 @@ def house(link: FakeLink | None = None, **more: Any) -> House:
     """Two tenants, `a` and `b`, and an administrator."""
     keys = {"a": KEY, "b": OTHER_KEY}
     return House(settings=make_settings(keys=keys, admin_key=ADMIN_KEY, **more), link=link)
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def say_hi(client: httpx.AsyncClient, session: str, key: str = KEY, **fields: Any) -> None:

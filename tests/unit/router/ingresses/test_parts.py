@@ -26,6 +26,7 @@ from router.proxy.known_ingresses import by_session
 from router.routing import DirectoryLost
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.score import Rendezvous
+from tests.support.inside import thread_of
 from tests.support.services.service import until
 
 PRICE = PrefillPrice(0.0, 0.001, 0.0)
@@ -86,7 +87,7 @@ def test_the_counting_thread_ends_with_the_calls() -> None:
     policy = OneIngressPerNode(lambda: 5, look_s=0.001)
     now = SimpleNamespace(target_num_replicas=1)
     until("it has counted", lambda: policy(now)[0] == 5)  # type: ignore[arg-type]
-    thread = policy._thread
+    thread = thread_of(policy)
     assert thread is not None
     thread.join(60)
     assert not thread.is_alive()

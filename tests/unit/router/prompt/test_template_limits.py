@@ -16,6 +16,7 @@ from replicas.templates import limits as template_limits
 from replicas.templates.limits import TemplateLimit, within_limits
 from router.prompt import PromptBuilder
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
+from tests.support.inside import thread_of
 from tests.support.router import chat_templates
 from tests.support.router.router_harness import House, chat, error_of
 
@@ -227,13 +228,13 @@ def test_the_watchdog_outlives_a_thread_that_ends_and_is_replaced_if_it_ends(
         gone = template_limits._Armed()
         watchdog._armed[10**9] = gone
         watchdog._wake()
-        assert watchdog._thread is not None
-        while watchdog._armed and watchdog._thread.is_alive():
+        assert thread_of(watchdog) is not None
+        while watchdog._armed and thread_of(watchdog).is_alive():
             time.sleep(0.01)
-        assert watchdog._thread.is_alive()
+        assert thread_of(watchdog).is_alive()
     with pytest.raises(TemplateLimit, match="CPU seconds"):
         watchdog.run(spend)
-    first = watchdog._thread
+    first = thread_of(watchdog)
     with monkeypatch.context() as patched:
         patched.setattr(template_limits, "_fault_of", broken)
         watchdog.run(lambda: first.join(60))

@@ -17,6 +17,8 @@ from router.ingress.app import build_api
 from router.proxy import are_proxies_guarded, inlet_from_environment, links_environment
 from router.proxy.proxy_guard import ProxyGuard, proxy_environment
 from router.routing import ReplicaFailed
+from tests.support.constants import tuned
+from tests.support.inside import boxes_of, bytes_in, carrier_of, links_of
 from tests.support.router.fake_replica import say
 from tests.support.router.linked_replicas import (
     LINKS,
@@ -61,7 +63,7 @@ async def test_a_stream_over_links_says_what_it_says_without() -> None:
         assert len(linked.headers.get_list("x-request-id")) == 1
         assert not there.serve.carried
         assert (there.serve.counted, there.serve.ongoing) == (1, 0)
-        assert not there.inlet._boxes
+        assert not boxes_of(there.inlet)
         await until(lambda: there.ingress.calls.open == 0)
     house.check()
 
@@ -128,7 +130,7 @@ async def test_an_ingress_that_reaches_no_proxy_leaves_the_request_to_serve(
 @pytest.mark.parametrize("why", ["closing", "full", "gone", "elsewhere", "no app", "control"])
 async def test_what_no_ingress_takes_serve_brings(why: str) -> None:
     house = worded_house()
-    async with through_proxy(house, LinkSettings(calls_max=1)) as (client, there):
+    async with through_proxy(house, tuned(LinkSettings(), calls_max=1)) as (client, there):
         holding, path = None, "/v1/models"
         if why == "closing":
             there.taker.refuse()
@@ -161,7 +163,7 @@ async def test_behind_another_serve_all_requests_are_serve_s() -> None:
             served.append(scope)
             await house.app(scope, receive, send)
 
-        guard = ProxyGuard(unknown, limits=LimitsSettings(), carrier=there.guard._carrier)
+        guard = ProxyGuard(unknown, limits=LimitsSettings(), carrier=carrier_of(there.guard))
         sent: list[Any] = []
         await posted(guard, sent)
         assert len(served) == 1
@@ -172,7 +174,7 @@ async def test_an_ingress_that_is_lost_in_mid_stream_ends_it_with_an_error() -> 
     house = worded_house(lambda request: [*HELLO, asyncio.Event()])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
-        await until(lambda: any(box.has_spoken for box in there.inlet._boxes.values()))
+        await until(lambda: any(box.has_spoken for box in boxes_of(there.inlet).values()))
         there.ingress.close()  # the process ends
         body = (await asking).text
         assert text_of(body) == "Hel"
@@ -188,7 +190,7 @@ async def test_an_answer_that_fails_in_mid_stream_says_so_over_the_link() -> Non
     house = worded_house(lambda request: [*HELLO, gate, ReplicaFailed("a bug")])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
-        await until(lambda: any(box.has_spoken for box in there.inlet._boxes.values()))
+        await until(lambda: any(box.has_spoken for box in boxes_of(there.inlet).values()))
         gate.set()
         body = (await asking).text
         assert text_of(body) == "Hel"
@@ -235,7 +237,7 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
     left.set()
     await asyncio.wait_for(serving, 10)
     await until(lambda: house.service.concurrency.open_total == 0 and there.ingress.calls.open == 0)
-    assert not there.inlet._boxes
+    assert not boxes_of(there.inlet)
     assert not there.serve.carried
     there.close()
 
@@ -245,7 +247,9 @@ async def test_a_client_that_does_not_read_holds_its_replica_back_at_the_proxy()
     limits = {"write_idle_s": 1}
     house = House(lambda request: say(["x" * 200] * 40), settings=make_settings(limits=limits))
     gate, sent = asyncio.Event(), asyncio.Event()
-    there = await proxied(house.app, LinkSettings(stream_bytes_max=1024), limits=LimitsSettings(**limits))
+    there = await proxied(
+        house.app, tuned(LinkSettings(), stream_bytes_max=1024), limits=LimitsSettings(**limits)
+    )
     await house.service.readiness.poll()
 
     async def send(message: Any) -> None:
@@ -255,11 +259,11 @@ async def test_a_client_that_does_not_read_holds_its_replica_back_at_the_proxy()
     serving = asyncio.create_task(posted(there.guard, left=gate, send=send))
     await asyncio.wait_for(sent.wait(), 10)
     await until(lambda: house.service.concurrency.open_total == 0)
-    held = [box._nbytes for box in there.inlet._boxes.values()]
+    held = [bytes_in(box) for box in boxes_of(there.inlet).values()]
     assert not held or max(held) < 4 * 1024
     gate.set()
     await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), 10)
-    assert not there.inlet._boxes
+    assert not boxes_of(there.inlet)
     there.close()
 
 
@@ -282,7 +286,7 @@ async def test_a_body_larger_than_a_connection_may_hold_arrives_and_harms_no_oth
         await send({"type": "http.response.body", "body": b"x" * (8 << 20), "more_body": True})
         await send({"type": "http.response.body", "body": b"end", "more_body": False})
 
-    there = await proxied(front(write), LinkSettings(unread_bytes_max=1 << 20))
+    there = await proxied(front(write), tuned(LinkSettings(), unread_bytes_max=1 << 20))
 
     async def send(message: Any) -> None:
         got.extend(message.get("body", b""))
@@ -314,7 +318,7 @@ async def test_an_ingress_that_stops_refuses_and_waits_for_what_it_has_taken() -
     house = worded_house(lambda request: [*HELLO, gate, *say(["lo"])[1:]])
     async with through_proxy(house) as (client, there):
         asking = asyncio.create_task(client.post(CHAT, json=STREAM))
-        await until(lambda: any(box.has_spoken for box in there.inlet._boxes.values()))
+        await until(lambda: any(box.has_spoken for box in boxes_of(there.inlet).values()))
         there.taker.refuse()
         finishing = asyncio.create_task(there.taker.finish(60.0))
         assert (await client.get("/v1/models")).status_code == 200
@@ -353,8 +357,8 @@ async def test_who_does_not_know_the_secret_calls_no_ingress() -> None:
     there = await proxied(app)
     to = await there.ingress.address()
     wrong = ReplyTo(to.host, to.port, "0" * len(to.secret))
-    assert there.guard._carrier is not None
-    assert await there.guard._carrier._links.reach(wrong) is None
+    assert carrier_of(there.guard) is not None
+    assert await links_of(carrier_of(there.guard)).reach(wrong) is None
     assert not served.is_set()
     assert there.ingress.calls.open == 0
     there.close()
@@ -398,7 +402,7 @@ async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> Non
             sizes.append(len(body))
 
     serving = asyncio.create_task(posted(there.guard, send=send))
-    await until(lambda: any(box._is_paused for box in there.inlet._boxes.values()))
+    await until(lambda: any(box._is_paused for box in boxes_of(there.inlet).values()))
     while not serving.done():
         before = written[0], pieces[0]
         reads.release()
@@ -418,7 +422,7 @@ async def test_the_live_stream_ends_when_its_reader_leaves() -> None:
         await until(lambda: there.ingress.calls.open == 1 and bool(there.inlet._from))
         live.cancel()
         await asyncio.gather(live, return_exceptions=True)
-        await until(lambda: not there.inlet._boxes and there.ingress.calls.open == 0)
+        await until(lambda: not boxes_of(there.inlet) and there.ingress.calls.open == 0)
 
 
 async def test_the_end_of_the_app_waits_for_what_came_over_links_but_not_for_live_streams() -> None:

@@ -16,6 +16,8 @@ from configs.settings import LimitsSettings
 from router.proxy import RetryBuffer
 from router.proxy.proxy_guard import ProxyGuard
 from router.proxy.wire import packed_request, read_request
+from tests.support.constants import tuned
+from tests.support.inside import carrier_of, links_of
 from tests.support.router.linked_replicas import LINKS, Proxied, proxied
 from tests.support.router.router_harness import serving, until
 
@@ -122,7 +124,7 @@ async def test_a_body_in_parts_arrives_whole(path: str, first: int) -> None:
 @pytest.mark.parametrize("bytes_max", [0, len(BODY), 1 << 20])
 async def test_a_large_body_comes_in_pieces(bytes_max: int) -> None:
     ingress = Ingress()
-    async with proxy(ingress, LinkSettings(body_bytes_max=bytes_max, stream_bytes_max=1 << 15)) as (
+    async with proxy(ingress, tuned(LinkSettings(), body_bytes_max=bytes_max, stream_bytes_max=1 << 15)) as (
         url,
         there,
     ):
@@ -169,8 +171,8 @@ async def test_an_ingress_whose_answers_are_cut_off_gets_no_request_over_its_oth
         await asyncio.wait_for(ingress.has_body.wait(), 30)
         to = await there.ingress.address()
         there.known.update([], "here")  # only the second try matters
-        assert there.guard._carrier is not None
-        link = there.guard._carrier._links._links[to]
+        assert carrier_of(there.guard) is not None
+        link = links_of(links_of(carrier_of(there.guard)))[to]
         for answers in list(there.inlet._links):
             assert answers.transport is not None
             answers.transport.abort()

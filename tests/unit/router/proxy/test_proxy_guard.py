@@ -303,7 +303,7 @@ async def test_what_is_not_http_is_a_400_of_our_shape(monkeypatch: pytest.Monkey
     assert code_of(body) == "bad_http_request"
 
 
-async def test_s15_options_of_no_path_does_not_reach_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_options_of_no_path_does_not_reach_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve knows no route `*`, and 404 is what it says while it loads, too."""
     async with guarded(monkeypatch) as (host, port, serve):
         raw = b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -312,7 +312,7 @@ async def test_s15_options_of_no_path_does_not_reach_serve(monkeypatch: pytest.M
     assert serve.scopes == []
 
 
-async def test_s15_no_answer_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_answer_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as (host, port, _):
         for path in ("/echo", "/busy", "/nothing", "/-/routes"):
             _, headers, _ = await talk(host, port, request(path, "connection: close"))

@@ -172,7 +172,7 @@ async def test_off_the_client_s_header_passes_as_it_is(proxies: list[Proxy]) -> 
 
 def test_the_environment_carries_the_telemetry_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"otlp_endpoint": "http://127.0.0.1:4318/v1/traces", "sample_ratio": 0.25, "queue_max": 7}
-    settings = TelemetrySettings.model_validate({**given, "batch_max": 3, "export_timeout_s": 1.5})
+    settings = TelemetrySettings.model_validate({**given, "export_interval_s": 1.5})
     opened: list[Any] = []
     monkeypatch.setattr(proxy_guard, "open_tracer", lambda *of: opened.append(of))
     tracer_from_environment(proxy_environment(Settings(telemetry=settings)))

@@ -28,7 +28,18 @@ from replicas.serving.deployment import Replica
 from replicas.serving.served import Places
 from router.generation.failover import resuming
 from router.routing import ReplicaFailed, ReplicaLost, load_tracker, roster
+from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
+from tests.support.inside import (
+    boxes_of,
+    direct_calls,
+    info_of,
+    inlet_of,
+    links_of,
+    places_of,
+    replicas_in,
+    streams_of,
+)
 from tests.support.router.called_replicas import CalledReplicas, called
 from tests.support.router.linked_replicas import LINKS
 from tests.support.router.router_harness import until
@@ -67,7 +78,7 @@ async def test_both_roads_give_the_same_answer_and_serve_hears_of_one_only(
             answers.append(ids_of(events))
             assert len(front.handle.calls) == (0 if has_links else 1)
             assert server_of(events) == "replica-1"
-            await until(lambda: replicas[0]._places.taken == 0)
+            await until(lambda: places_of(replicas[0]).taken == 0)
     assert answers[0] == answers[1]
     assert len(answers[0]) == TOKENS
 
@@ -95,11 +106,11 @@ async def test_who_is_full_is_passed_over_and_serve_queues_when_all_are(tiny_lla
         await front.list_all()
         waiting = asyncio.create_task(answer(front, home))
         await until(lambda: len(front.handle.calls) == 1)
-        await until(lambda: len(replicas[0]._places._waiting) == 1)
+        await until(lambda: len(places_of(replicas[0])._waiting) == 1)
         assert not waiting.done()
-        replicas[0]._places._places = 1
-        replicas[0]._places.taken += 1
-        replicas[0]._places.leave()  # there is room: who waits begins
+        places_of(replicas[0])._places = 1
+        places_of(replicas[0]).taken += 1
+        places_of(replicas[0]).leave()  # there is room: who waits begins
         assert server_of(await asyncio.wait_for(waiting, 30)) == "replica-1"
 
 
@@ -130,19 +141,19 @@ async def test_serve_carries_what_is_not_for_links(tiny_llama: Path, monkeypatch
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
         assert ids_of(await answer(front, request(sampling=sampling)))
         assert len(front.handle.calls) == 1
-        assert front.client._direct is not None
-        small = front.client._direct._settings.model_copy(update={"call_bytes_max": 64})
-        monkeypatch.setattr(front.client._direct, "_settings", small)
+        assert direct_calls(front.client) is not None
+        small = tuned(direct_calls(front.client)._settings, call_bytes_max=64)
+        monkeypatch.setattr(direct_calls(front.client), "_settings", small)
         await answer(front, request())
         assert len(front.handle.calls) == 2
-        await until(lambda: not replicas[0]._streams)
+        await until(lambda: not streams_of(replicas[0]))
 
 
 async def test_serve_carries_calls_to_replicas_without_an_address_or_out_of_reach(tiny_llama: Path) -> None:
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
         await answer(front, request())
         assert not front.handle.calls
-        (listed,) = roster.ROSTER._replicas
+        (listed,) = replicas_in(roster.ROSTER)
         assert listed.address is not None
         gone = replace(listed.address, port=1)
         for number, address in enumerate((None, gone), 1):
@@ -156,8 +167,8 @@ async def test_serve_carries_calls_to_replicas_without_an_address_or_out_of_reac
 
 async def test_an_ingress_that_cannot_listen_is_answered_through_serve(tiny_llama: Path) -> None:
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
-        assert front.client._direct is not None
-        front.client._direct._inlet = Inlet("192.0.2.1", LINKS, 0.0)  # no address of this machine
+        assert direct_calls(front.client) is not None
+        direct_calls(front.client)._inlet = Inlet("192.0.2.1", LINKS, 0.0)  # no address of this machine
         for number in (1, 2):
             assert len(ids_of(await answer(front, request()))) == TOKENS
             assert len(front.handle.calls) == number
@@ -167,10 +178,10 @@ async def test_an_ingress_that_a_replica_does_not_reach_is_answered_through_serv
     tiny_llama: Path,
 ) -> None:
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
-        replicas[0]._links._unreached[await front.inlet.address()] = asyncio.get_running_loop().time() + 60
+        links_of(replicas[0])._unreached[await front.inlet.address()] = asyncio.get_running_loop().time() + 60
         assert len(ids_of(await answer(front, request()))) == TOKENS
         assert len(front.handle.calls) == 1
-        await until(lambda: not replicas[0]._streams)
+        await until(lambda: not streams_of(replicas[0]))
 
 
 async def test_a_reader_that_leaves_aborts_its_answer(tiny_llama: Path) -> None:
@@ -180,11 +191,11 @@ async def test_a_reader_that_leaves_aborts_its_answer(tiny_llama: Path) -> None:
         async with aclosing(front.client.generate(request(), "session")) as stream:
             await anext(stream)
             assert load_tracker.BOOK.open_requests("replica-1") == 1
-        await until(lambda: not replica._streams and replica._places.taken == 0)
+        await until(lambda: not streams_of(replica) and places_of(replica).taken == 0)
         await until(lambda: replica.engine.real.stats().aborted == 1)
         assert load_tracker.BOOK.open_requests("replica-1") == 0
-        assert replica._inlet is not None
-        assert replica._inlet.calls.open == 0
+        assert inlet_of(replica) is not None
+        assert inlet_of(replica).calls.open == 0
         assert replica.generated < TOKENS
 
 
@@ -193,22 +204,22 @@ async def test_a_reader_that_leaves_before_the_first_word_aborts_its_answer(tiny
         (replica,) = replicas
         replica.allow(0)
         asked = asyncio.create_task(answer(front, request()))
-        await until(lambda: len(replica._streams) == 1)
+        await until(lambda: len(streams_of(replica)) == 1)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        await until(lambda: not replica._streams and replica._places.taken == 0)
+        await until(lambda: not streams_of(replica) and places_of(replica).taken == 0)
 
 
 async def lose(replica: TinyReplica, way: str, front: CalledReplicas) -> None:
     """End the connection that the request went over, or the one over which the answer comes."""
-    assert replica._inlet is not None
+    assert inlet_of(replica) is not None
     replica.is_lost = True
     replica.allow(0)
     if way == "request":
-        replica._inlet.close()
+        inlet_of(replica).close()
     else:
-        for link in replica._links._links.values():
+        for link in links_of(replica)._links.values():
             link.cut()
     replica.is_lost = False  # the engine lives on
 
@@ -235,7 +246,7 @@ async def test_a_lost_link_is_a_lost_replica_and_its_answer_is_resumed_on_anothe
             "replica-1",
             "replica-2",
         ]
-        await until(lambda: not replicas[0]._streams and replicas[0]._places.taken == 0)
+        await until(lambda: not streams_of(replicas[0]) and places_of(replicas[0]).taken == 0)
         replicas[0].allow(FREE)
 
 
@@ -243,7 +254,7 @@ async def test_a_replica_lost_before_its_first_word_is_lost_and_suspected(tiny_l
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
         replicas[0].allow(0)
         asked = asyncio.create_task(answer(front, request()))
-        await until(lambda: len(replicas[0]._streams) == 1)
+        await until(lambda: len(streams_of(replicas[0])) == 1)
         await lose(replicas[0], "request", front)
         with pytest.raises(ReplicaLost):
             await asyncio.wait_for(asked, 30)
@@ -258,7 +269,7 @@ async def test_what_a_replica_says_before_it_streams_comes_over_the_link(
 ) -> None:
     async with tiny_replicas(tiny_llama) as replicas, called(replicas) as front:
         (replica,) = replicas
-        replica._info = replace(replica._info, model="ours")
+        replica._info = replace(info_of(replica), model="ours")
         (failed,) = await answer(front, request(model="theirs"))
         assert isinstance(failed, Failed)
         assert (failed.replica_lost, failed.replica_id) == (True, "replica-1")
@@ -274,7 +285,7 @@ async def test_what_a_replica_says_before_it_streams_comes_over_the_link(
         with pytest.raises(ReplicaFailed):
             await answer(front, request(model="ours"))
         assert not front.handle.calls
-        assert replica._places.taken == 0
+        assert places_of(replica).taken == 0
 
 
 async def test_a_replica_that_stops_refuses_new_calls_and_finishes_those_it_has(tiny_llama: Path) -> None:
@@ -286,7 +297,7 @@ async def test_a_replica_that_stops_refuses_new_calls_and_finishes_those_it_has(
         asked = asyncio.create_task(answer(front, home))
         await until(lambda: leaves.engine.steps_left == 0)
         stopping = asyncio.create_task(Replica.__del__(leaves))
-        await until(lambda: leaves._inlet is not None and leaves._inlet.calls._handler is None)
+        await until(lambda: inlet_of(leaves) is not None and inlet_of(leaves).calls._handler is None)
         assert server_of(await answer(front, home)) == "replica-2"  # Serve has not said yet that it stops
         assert not stopping.done()
         leaves.allow(FREE)
@@ -302,5 +313,5 @@ async def test_many_at_once_are_answered_and_leave_nothing_behind(tiny_llama: Pa
         assert len({tuple(ids_of(events)) for events in answers}) == 1
         assert not front.handle.calls
         assert {server_of(events) for events in answers} == {"replica-1", "replica-2"}
-        await until(lambda: all(one._places.taken == 0 for one in replicas))
-        assert not front.inlet._boxes
+        await until(lambda: all(places_of(one).taken == 0 for one in replicas))
+        assert not boxes_of(front.inlet)

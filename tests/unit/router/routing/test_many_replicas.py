@@ -13,12 +13,14 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from cache_tiers.pricing.meters import PrefillPrice
 from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
+from replicas.serving.ingress_loads import IngressLoad
 from router.routing import load_tracker
 from router.routing.load_tracker import LOOKS_MAX, RANKED_ALL_MAX, ReplicaLoadTracker
 from router.routing.request_router import SessionRouter
 from router.routing.roster import OTHERS_MAX
 from router.routing.score import Rendezvous, RoutingRequest
 from tests.support.clock import Clock
+from tests.support.inside import least_loaded, replicas_in
 
 PREFILL = PrefillPrice(0.01, 1e-3, 0.0)
 COUNT, PER_NODE = 200, 8
@@ -68,6 +70,19 @@ def test_home_the_replicas_beside_the_blocks_and_the_first_by_hash_are_among_the
     assert RING.first("s", 1)[0] in some
 
 
+def test_where_work_is_equal_the_requests_of_all_ingresses_count() -> None:
+    one = ReplicaLoadTracker(Clock(100.0), random.Random(0))
+    names = ["r0", "r1", "r2"]
+    one.update_replicas({name: NODES[name] for name in names}, dict.fromkeys(names, PREFILL))
+    for name, own, others in (("r0", 2, 2), ("r1", 2, 0), ("r2", 0, 3)):
+        known = replicas_in(one)[name]
+        known.others = IngressLoad(open_requests=others)
+        for number in range(own):
+            one.routed(f"{name}.{number}", name, 0.0, None)
+        least_loaded(one).changed(name, known)
+    assert least_loaded(one).first(3, replicas_in(one), names, lambda _: True) == ["r1", "r2", "r0"]
+
+
 def test_those_that_are_full_leaving_avoided_or_not_asked_for_are_left_out() -> None:
     one = loaded(2)
     one.leaving_nodes = frozenset({"n2"})
@@ -91,10 +106,10 @@ def test_idle_replicas_of_another_model_hide_none_of_this_one() -> None:
 
 def test_a_failed_look_at_replicas_loses_none() -> None:
     one = loaded(6)
-    heap = one._least_loaded
+    heap = least_loaded(one)
     with pytest.raises(KeyError):
-        heap.first(1, one._replicas, NAMES, dict[str, bool]().__getitem__)
-    assert {entry[-1] for entry in heap._heap if heap._is_valid(entry, one._replicas)} == set(NAMES)
+        heap.first(1, replicas_in(one), NAMES, dict[str, bool]().__getitem__)
+    assert {entry[-1] for entry in heap._heap if heap._is_valid(entry, replicas_in(one))} == set(NAMES)
 
 
 def test_where_all_are_full_there_is_still_somewhere_to_go() -> None:
@@ -115,7 +130,7 @@ def test_idle_replicas_share_what_comes_anew() -> None:
     for seed in range(40):
         one = ReplicaLoadTracker(Clock(100.0), random.Random(seed))
         one.update_replicas(NODES, {})
-        chosen.update(one._least_loaded.first(1, one._replicas, NAMES, lambda _: True))
+        chosen.update(least_loaded(one).first(1, replicas_in(one), NAMES, lambda _: True))
     assert len(chosen) > 20
 
 
@@ -124,7 +139,7 @@ def test_the_heap_of_loads_does_not_grow_with_requests() -> None:
     for number in range(20_000):
         one.routed("t", NAMES[number % 7], 1.0, None)
         one.ended(f"t{number}")
-    assert len(one._least_loaded._heap) <= 4 * COUNT + LOOKS_MAX + 1
+    assert len(least_loaded(one)._heap) <= 4 * COUNT + LOOKS_MAX + 1
     one.check_integrity()
 
 
@@ -161,7 +176,9 @@ def test_loads_are_what_is_open_whatever_happens_in_which_order(history: list[An
         one.check_integrity()
         waits = {view.name: view.wait_s for view in one.views(NAMES[:5], never)}
         assert all(wait_s >= 0 for wait_s in waits.values())
-        assert len(one._least_loaded.first(99, one._replicas, NAMES, lambda _: True)) == len(one._replicas)
+        assert len(least_loaded(one).first(99, replicas_in(one), NAMES, lambda _: True)) == len(
+            replicas_in(one)
+        )
 
 
 async def test_serve_gets_a_rank_for_each_of_the_few_and_one_of_others(

@@ -27,6 +27,7 @@ from router.routing import session_directory
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.ray_clients import RayDirectoryLink
 from router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
+from tests.support.inside import is_quiet
 from tests.support.router.fake_directory import FakeLink, StillActor
 from tests.support.router.router_harness import until
 
@@ -358,19 +359,19 @@ async def test_without_news_it_asks_seldom_and_own_news_do_not_wait_for_that() -
     link.sync = counted  # type: ignore[method-assign]
     desk.directory.start()
     try:
-        await until(lambda: desk.directory._is_quiet)
+        await until(lambda: is_quiet(desk.directory))
         for turns in range(1, 4):
             desk.turn(tokens=10 * turns)
             await until(lambda: desk.directory.table.seq == desk.directory._sent_seq)
             assert link.actor.check_integrity() == 1
-            await until(lambda: desk.directory._is_quiet)
+            await until(lambda: is_quiet(desk.directory))
         assert calls <= 12, "it asked without news"
         link.is_lost = True
         desk.turn(tokens=99)
         await until(lambda: desk.directory._is_lost)
-        assert not desk.directory._is_quiet
+        assert not is_quiet(desk.directory)
         link.is_lost = False
-        await until(lambda: desk.directory._is_quiet)
+        await until(lambda: is_quiet(desk.directory))
         row = link.actor._table.get(TENANT, S1)
         assert row is not None
         assert row.tokens == 99
@@ -405,9 +406,9 @@ async def test_what_tenants_have_open_is_reported_as_often_as_ever() -> None:
     assert not desk.directory._has_news()
     await ingresses_told(desk, 1, {TENANT: Use(1, 1, 1)})
     assert desk.directory._has_news()
-    assert not desk.directory._is_quiet
+    assert not is_quiet(desk.directory)
     await ingresses_told(desk, 1, {})
-    assert desk.directory._is_quiet
+    assert is_quiet(desk.directory)
 
 
 @pytest.mark.parametrize("ingresses", [0, 2, 3])
@@ -415,16 +416,16 @@ async def test_other_ingresses_are_heard_as_often_as_ever(ingresses: int) -> Non
     """A session may come to any of them next, and hits only where its row is known."""
     desk = alone(Desk(FakeLink(), sync_s=0.01))
     await ingresses_told(desk, ingresses, {})
-    assert not desk.directory._is_quiet
+    assert not is_quiet(desk.directory)
 
 
 async def test_other_nodes_are_looked_at_as_often_as_ever() -> None:
     """One of them may be leaving."""
     desk = Desk(FakeLink(), sync_s=0.01)
     await ingresses_told(desk, 1, {})
-    assert not desk.directory._is_quiet
+    assert not is_quiet(desk.directory)
     await ingresses_told(alone(desk), 1, {})
-    assert desk.directory._is_quiet
+    assert is_quiet(desk.directory)
 
 
 async def test_without_a_link_there_is_no_task() -> None:

@@ -15,10 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
+from configs.optional_sections import CompactionSettings
 from replicas.messages import EngineStats, Failed, GenerateRequest
-from router.context.compaction import Compactor, PieceIndex, fitter
+from router.context.compaction import PieceIndex, fitter
 from tests.house import ROOT
+from tests.support.constants import move
 from tests.support.engines.tiny_models import EOS_TOKEN
+from tests.support.inside import remembered_in
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import (
     CONTEXT,
@@ -28,6 +31,7 @@ from tests.support.router.router_harness import (
     TOKENIZER,
     House,
     error_of,
+    keeper,
     make_settings,
     spoken,
     until,
@@ -53,11 +57,6 @@ def house(folder: Path, keys: dict[str, str] | None = None, summary: str = SUMMA
     made = House(script, settings=make_settings(compaction=settings_in(folder, **own), keys=keys))
     made.replicas.stats_now = [EngineStats("replica-1")]  # idle
     return made
-
-
-def keeper(of: House) -> Compactor:
-    assert isinstance(of.service.stage("compaction"), Compactor)
-    return of.service.stage("compaction")
 
 
 def text_of(request: GenerateRequest) -> str:
@@ -177,10 +176,10 @@ async def test_what_a_cut_leaves_out_is_indexed_before_anybody_asks(
         assert len(indexed) == keeper(made).idle.outcomes["done"] > 2
         await guest.says(question(3), compaction={"mode": "retrieve", "budget_tokens": 90})
         assert indexed[-1], "pieces of another size"
-        (owner,) = keeper(made).fitter.memory._sessions
+        (owner,) = remembered_in(keeper(made).fitter.memory)
         keeper(made).fitter.memory.check_integrity()
         await client.delete("/v1/sessions/s")
-        assert owner not in keeper(made).fitter.memory._sessions
+        assert owner not in remembered_in(keeper(made).fitter.memory)
 
 
 async def test_a_fact_beyond_the_window_comes_back_beside_its_question(tmp_path: Path) -> None:
@@ -401,8 +400,11 @@ async def test_a_summariser_that_fails_delays_nobody(tmp_path: Path) -> None:
         assert keeper(made).idle.outcomes["done"] == 0
 
 
-async def test_work_in_an_idle_moment_is_cancelled_when_somebody_comes(tmp_path: Path) -> None:
-    made = house(tmp_path, tries_max=2)
+async def test_work_in_an_idle_moment_is_cancelled_when_somebody_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move(monkeypatch, CompactionSettings, tries_max=2)
+    made = house(tmp_path)
     never = asyncio.Event()
     began = asyncio.Event()
 
@@ -496,12 +498,12 @@ async def test_a_session_that_is_deleted_is_gone_from_memory_and_file(tmp_path: 
         assert keeper(made).card("local", b"") == {"compaction": None}
         memory = keeper(made).fitter.memory
         memory.check_integrity()
-        assert not memory._sessions
+        assert not remembered_in(memory)
         await guest.says("And the safe?", compaction={"mode": "summarise"})
         assert guest.receipts[-1]["compaction"]["summarised_messages"] == 0
         await rest(made)
         await client.delete("/v1/cache")
-        assert not memory._sessions
+        assert not remembered_in(memory)
 
 
 async def test_a_delete_stops_the_summary_that_is_being_written(tmp_path: Path) -> None:
@@ -621,16 +623,17 @@ async def test_with_a_knowledge_base_entries_stay_in_the_system_prompt(tmp_path:
     keeper(made).close()
 
 
-async def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
-    made = house(tmp_path, sessions_max=2, notes_max=3)
+async def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    move(monkeypatch, CompactionSettings, sessions_max=2, notes_max=3)
+    made = house(tmp_path)
     async with made.client() as client:
         memory = keeper(made).fitter.memory
         for session in "abcd":
             guest = Guest(client, made, session)
             await guest.talks(18)
             memory.check_integrity()
-            assert len(memory._sessions) <= 2
-            assert all(len(one.cuts) <= 3 >= len(one.pieces) for one in memory._sessions.values())
+            assert len(remembered_in(memory)) <= 2
+            assert all(len(one.cuts) <= 3 >= len(one.pieces) for one in remembered_in(memory).values())
         await keeper(made).stop()
         keeper(made).close()
 

@@ -13,13 +13,13 @@ from replicas.messages import EngineStats, GenerateRequest
 from router.context.compaction import Summary, SummaryStore
 from router.context.documents import DocumentShelf
 from router.context.knowledge import KnowledgeBase
+from tests.support.inside import connections_of, file_of
 from tests.support.router.fake_replica import Script
-from tests.support.router.router_harness import House, error_of, make_settings, spoken
+from tests.support.router.router_harness import House, error_of, keeper, make_settings, spoken
 from tests.unit.router.context.compaction.test_compaction_api import (
     Guest,
     bytes_in,
     is_summary,
-    keeper,
     question,
     rest,
     settings_in,
@@ -140,10 +140,10 @@ async def test_a_store_that_fails_is_told_and_the_deletion_can_be_repeated(
         await fills(Guest(client, made))
         store = keeper(made).fitter.summaries
         with monkeypatch.context() as broken:
-            broken.setattr(store._file, "_busy_s", 0.0)
+            broken.setattr(file_of(store), "_busy_s", 0.0)
             with sqlite3.connect(tmp_path / "compaction.sqlite") as held:
                 held.execute("BEGIN IMMEDIATE")
-                for connection in store._file._connections:
+                for connection, _ in connections_of(file_of(store)):
                     connection.execute("PRAGMA busy_timeout=0")
                 refused = await client.delete(f"/v1/knowledge/{entry}")
                 held.execute("ROLLBACK")
@@ -171,7 +171,7 @@ def test_summaries_of_before_entries_were_written_down_go_with_any(tmp_path: Pat
     db.close()
 
     def kept() -> set[str]:
-        with store._file.reading() as db:
+        with file_of(store).reading() as db:
             return {row[0] for row in db.execute("SELECT text FROM summaries")}
 
     store.forget_entries("t", ["kb_1", "kb_9"])

@@ -27,6 +27,7 @@ from router.context.knowledge import (
 )
 from router.context.knowledge.entries import clean
 from tests.house import ROOT
+from tests.support.inside import file_of
 from tests.support.router.router_harness import House, chat, error_of, make_settings, spoken
 
 LIMITS = Limits(entries_max=99, bytes_max=2**20, tags_max=9)
@@ -186,14 +187,16 @@ def test_a_deletion_that_met_a_full_disk_says_what_is_left_of_it(
     store = SqliteStore(tmp_path / "file")
     (made,) = store.write("tea", [Change(Content("gotcha", "", "xylophoneninety"), ME)], LIMITS)
 
+    connection = file_of(store).db
+
     class FullDisk:
         def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
             if "checkpoint" in statement:
                 raise sqlite3.OperationalError("database or disk is full")
-            return store._file._connections[0].execute(statement, *values)
+            return connection.execute(statement, *values)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._file._local, "db", FullDisk())
+        patched.setattr(file_of(store)._local, "own", (FullDisk(), threading.RLock()))
         with pytest.raises(KnowledgeError, match=r"deleted, .* disk is full. Delete it again"):
             store.erase("tea", made.ref.entry)
     assert store.erase("tea", made.ref.entry) == 0

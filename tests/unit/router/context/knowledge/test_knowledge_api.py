@@ -14,8 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from configs.optional_sections import KnowledgeSettings
 from router.context.knowledge import fenced
 from tests.house import ROOT
+from tests.support.constants import move
 from tests.support.engines.tiny_models import EOS_TOKEN
 from tests.support.router.router_harness import (
     KEY,
@@ -347,8 +349,11 @@ async def test_errors_name_the_field(
         assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
-async def test_what_is_not_found_or_has_no_room_names_the_field(tmp_path: Path) -> None:
-    made = house(tmp_path, tags_max=1)
+async def test_what_is_not_found_or_has_no_room_names_the_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move(monkeypatch, KnowledgeSettings, tags_max=1)
+    made = house(tmp_path)
     async with made.client() as client:
         (entry,) = await add(client, ORDERS)
         assert (await client.post(f"{ROUTE}/tags", json={"name": "one"})).status_code == 201

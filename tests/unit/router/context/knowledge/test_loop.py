@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
+from configs.optional_sections import LoopSettings
 from replicas.messages import GenerateRequest
 from router.context.knowledge import KnowledgeBase, SqliteStore
 from router.context.knowledge.placement import BEGIN, END, QUOTE
 from router.context.learning import AUTHOR
 from router.context.learning.candidates import candidate_of
 from tests.house import ROOT
+from tests.support.constants import move
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
 from tests.support.router.fake_replica import Script
 from tests.support.router.router_harness import (
@@ -202,8 +204,11 @@ async def test_a_decision_needs_no_body_and_one_without_its_field_names_it(loop:
             assert (refused.status_code, error_of(refused)["param"]) == (400, param)
 
 
-async def test_a_turn_that_is_too_long_or_too_old_has_no_feedback(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, turn_bytes_max=256, turns_max=2)
+async def test_a_turn_that_is_too_long_or_too_old_has_no_feedback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move(monkeypatch, LoopSettings, turn_bytes_max=256, turns_max=2)
+    loop = Loop(tmp_path)
     async with loop.house.client() as client:
         assert await loop.ask(client, "x" * 250) is None
         turns = [await loop.ask(client) for _ in range(3)]
@@ -399,18 +404,19 @@ async def test_a_result_of_a_tool_confirms_only_a_call_of_the_model_in_this_conv
     loop.base.close()
 
 
-async def test_candidates_and_feedback_are_bounded(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, candidates_max=3, candidates_per_session=2, log_max=4)
+async def test_candidates_and_feedback_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    move(monkeypatch, LoopSettings, candidates_max=3, candidates_per_session=2, log_max=4)
+    loop = Loop(tmp_path)
     async with loop.house.client() as client:
 
         async def learn(question: str, session: str) -> Any:
             return await loop.tell(client, await loop.ask(client, question, session_id=session))
 
         told = [await learn(f"{word}?", "s") for word in ("Cats", "Dogs", "Birds")]
-        assert "candidates_per_session" in told[2]["reason"]
+        assert told[2]["reason"] == "this conversation has 2 candidates"
         await learn("Fish?", "t")
         full = await learn("Bees?", "u")
-        assert (full["candidate"], "candidates_max" in full["reason"]) == (None, True)
+        assert (full["candidate"], "no room for candidates" in full["reason"]) == (None, True)
         await client.post(f"{CANDIDATES}/{told[0]['candidate']['id']}/reject", json={})
         assert (await learn("Ants?", "u"))["candidate"]["state"] == "open", "a decided one makes room"
         assert len((await client.get(FEEDBACK)).json()["data"]) == 4

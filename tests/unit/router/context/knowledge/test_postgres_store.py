@@ -37,6 +37,7 @@ from router.context.knowledge.postgres.connections import Connections
 from router.context.knowledge.postgres.store import PostgresStore
 from tests.house import ROOT
 from tests.support.clock import Clock
+from tests.support.inside import connections_of, database_of
 from tests.support.router.knowledge_desks import (
     LIMITS,
     ME,
@@ -141,7 +142,7 @@ def test_no_row_of_a_tenant_is_seen_or_written_without_naming_it_even_if_a_state
         ("tea", {"tenants", "versions", "heads", "postings", "vectors"}),
         ("nobody", set()),
     ):
-        with desk.store._database.transaction(tenant) as db:
+        with database_of(desk.store).transaction(tenant) as db:
             seen = {table for table in tables if db.execute(f"SELECT FROM {table}").fetchall()}
             assert seen == expected
             for table in expected:
@@ -150,7 +151,7 @@ def test_no_row_of_a_tenant_is_seen_or_written_without_naming_it_even_if_a_state
             assert db.execute("DELETE FROM tags").rowcount == 0
     with (
         pytest.raises(KnowledgeError, match="row-level security"),
-        desk.store._database.transaction("tea") as db,
+        database_of(desk.store).transaction("tea") as db,
     ):
         db.execute("INSERT INTO tags(tenant, name, seq) VALUES('coffee', 'planted', 1)")
     assert desk.store.tags("coffee") == {"v1": 2}
@@ -179,7 +180,7 @@ def test_nothing_of_one_transaction_is_left_on_its_connection(desk: PostgresDesk
     pids = set()
     for _ in range(3):
         assert store.heads("tea")
-        with store._database._connections.lease(lambda connection: None) as plain:
+        with connections_of(database_of(store)).lease(lambda connection: None) as plain:
             pids.add(plain.info.backend_pid)
             assert plain.execute("SELECT current_setting('samovar.tenant', true)").fetchone() == ("",)
             assert plain.execute("SHOW search_path").fetchone() == ('"$user", public',)
@@ -312,7 +313,7 @@ def test_a_database_that_goes_away_is_said_and_comes_back_by_itself(
         away.heads("tea")
     own_server.start()
     assert len(away.heads("tea")) == 1
-    store._database._connections._refused_until_s = 0.0  # as if `retry_s` had passed
+    connections_of(database_of(store))._refused_until_s = 0.0  # as if `retry_s` had passed
     assert len(store.heads("tea")) == 1
     own_server.stop()
     own_server.start()
@@ -348,7 +349,7 @@ def test_every_wait_has_a_bound(desk: PostgresDesk) -> None:
         return PostgresStore(own.model_copy(update={"postgres": narrow}), embedder="axis")
 
     ref, waiting, slow = desk.add("x"), store(), store(statement_s=0.2)
-    with desk.store._database.transaction("tea") as db:
+    with database_of(desk.store).transaction("tea") as db:
         desk.store._changed(db, "tea")  # another writer of this tenant
         with pytest.raises(StoreBusy, match="another writer did not finish"):
             waiting.write("tea", [Change(content("y"), ME, ref.entry, "update")], LIMITS)
@@ -381,7 +382,7 @@ def test_a_server_that_hangs_is_given_up_and_its_connection_is_never_used_again(
     store = PostgresStore(postgres_settings(desk.server.url(), desk.schema))
 
     def hang() -> None:
-        with store._database.transaction("tea") as db:
+        with database_of(store).transaction("tea") as db:
             pid = db.info.backend_pid
             assert db.answer_s == 15.0 + connections.GRACE_S
             db.answer_s = 0.5
@@ -551,7 +552,7 @@ def test_errors_of_the_database_do_not_quote_a_row(
     assert "xylophone" not in str(refused.value)
     desk.add("xylophone")
     ref = desk.store.heads("tea")[0].ref
-    with pytest.raises(KnowledgeError) as twice, desk.store._database.transaction("tea") as db:
+    with pytest.raises(KnowledgeError) as twice, database_of(desk.store).transaction("tea") as db:
         db.execute(
             "INSERT INTO heads(tenant, entry, seq, is_retired, tokens) VALUES('tea', %s, 99, false, 0)",
             (ref.entry,),

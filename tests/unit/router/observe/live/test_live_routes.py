@@ -26,6 +26,7 @@ from tests.support.router.router_harness import (
     NODE,
     OTHER_KEY,
     House,
+    bearer,
     chat,
     error_of,
     make_settings,
@@ -50,10 +51,6 @@ def house(link: FakeLink | None = None, *, keys: bool = True, live: Json | None 
 def hub(home: House) -> LiveHub:
     found: LiveHub = home.app.state.live
     return found
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def say_hi(client: httpx.AsyncClient, session: str, key: str = KEY, **headers: str) -> httpx.Response:

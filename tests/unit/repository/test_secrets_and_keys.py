@@ -1,4 +1,4 @@
-"""S15: what an adversary noted in passing. (`OPTIONS *`, the server's name: `test_router_proxy_guard.py`.)"""
+"""Secrets and keys: who may read their files, what refuses them, how a tenant changes them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_umask() -> object:
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_s15_the_file_of_starts_is_the_owners_alone(tmp_path: Path) -> None:
+def test_the_file_of_starts_is_the_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "starts.json"
     assert count_start(path, "a") == (1, 0)
     assert mode(path) == 0o600
@@ -45,7 +45,7 @@ def test_s15_the_file_of_starts_is_the_owners_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_s15_pending_deletes_that_are_put_aside_are_the_owners_alone(tmp_path: Path) -> None:
+def test_pending_deletes_that_are_put_aside_are_the_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "owed.json"
     path.write_text("no list of deletes")
     PendingDeletes(path, 10)
@@ -53,7 +53,7 @@ def test_s15_pending_deletes_that_are_put_aside_are_the_owners_alone(tmp_path: P
 
 
 @pytest.mark.parametrize("endpoint", ["http://user:hushHUSH@minio:9000", "https://hushHUSH@minio"])
-def test_s15_credentials_in_the_endpoint_are_refused_and_not_shown(endpoint: str) -> None:
+def test_credentials_in_the_endpoint_are_refused_and_not_shown(endpoint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, {"SAMOVAR_TIERS__S3__ENDPOINT": endpoint}, [])
     assert "tiers.s3.endpoint" in str(caught.value)
@@ -69,7 +69,7 @@ def asks(authenticator: Authenticator, key: str) -> Caller | None:
     return authenticator.caller({"type": "http", "path": "/v1/models", "method": "GET", "headers": headers})
 
 
-def test_s15_a_tenant_changes_its_key_without_a_gap() -> None:
+def test_a_tenant_changes_its_key_without_a_gap() -> None:
     keys = json.dumps({"team": [OLD, NEW], "other": OTHER})
     settings = load(None, {"SAMOVAR_AUTH__API_KEYS": keys}, []).settings
     authenticator = Authenticator(settings.auth)
@@ -82,7 +82,7 @@ def test_s15_a_tenant_changes_its_key_without_a_gap() -> None:
         asks(after, OLD)
 
 
-def test_s15_several_keys_go_the_way_of_one() -> None:
+def test_several_keys_go_the_way_of_one() -> None:
     """To other nodes, and in what is shown."""
     settings = Settings.model_validate({"auth": {"api_keys": {"team": [OLD, NEW], "other": OTHER}}})
     assert OLD not in json.dumps(public_tree(settings))
@@ -103,7 +103,7 @@ def test_s15_several_keys_go_the_way_of_one() -> None:
         ({"team": [OLD, "short"]}, "at least 16"),
     ],
 )
-def test_s15_keys_that_cannot_be_are_refused(keys: dict[str, object], reason: str) -> None:
+def test_keys_that_cannot_be_are_refused(keys: dict[str, object], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         AuthSettings.model_validate({"api_keys": keys})
     with pytest.raises(ConfigError) as caught:
@@ -112,12 +112,12 @@ def test_s15_keys_that_cannot_be_are_refused(keys: dict[str, object], reason: st
     assert NEW not in str(caught.value)
 
 
-def test_s15_the_administrators_key_is_none_of_a_tenants() -> None:
+def test_the_administrators_key_is_none_of_a_tenants() -> None:
     with pytest.raises(ValidationError, match=r"auth\.admin_key is the API key of tenant team"):
         AuthSettings.model_validate({"api_keys": {"team": [OLD, NEW]}, "admin_key": NEW})
 
 
-def test_s15_plain_http_in_the_cloud_is_said_not_left_out() -> None:
+def test_plain_http_in_the_cloud_is_said_not_left_out() -> None:
     """And production's example has a certificate."""
     tree = Path(__file__).resolve().parents[3] / "terraform"
     (block,) = re.findall(
