@@ -84,7 +84,7 @@ define install
 	  $(PY) -m pip install $(LOCKED) -r locks/torch.lock; \
 	fi
 	$(PY) -m pip install --no-deps --no-build-isolation -e .
-	@$(PY) -m replicas.native
+	@$(PY) -m samovar.replicas.native
 endef
 
 lock: ## write locks/ anew after a change of pyproject.toml (ARGS=--upgrade: with the newest of everything)

@@ -1,4 +1,4 @@
-"""The console script: checks where our packages are imported from, then calls `cluster.cli.main`.
+"""The console script: checks where our packages are imported from, then calls `samovar.cluster.cli.main`.
 
 Samovar's packages have common names (configs, cache_tiers, replicas, router, cluster). If another
 distribution, or a folder on the path, has one of them too, Python silently mixes the two. So `shadowed`
@@ -97,7 +97,7 @@ def main() -> None:
         print("\n".join(lines), file=sys.stderr)
         raise SystemExit(EXIT_LAYOUT)
 
-    from cluster.cli.main import app
+    from samovar.cluster.cli.main import app
 
     app(prog_name="samovar")
 

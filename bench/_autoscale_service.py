@@ -24,16 +24,15 @@ from ray import serve
 from ray._private.state import state as gcs_state
 from ray.cluster_utils import Cluster
 from ray.serve.config import HTTPOptions, ProxyLocation
-
-from cache_tiers.actors.tier import tier_actors
-from cache_tiers.node.drain import inhabited
-from cluster.serve.app import Service
-from cluster.serve.environment import plan_store, ray_environment
-from cluster.serve.graph import QUIET
-from cluster.serve.ray_cluster import close_token, require_token
-from configs.sections import MIB
-from configs.settings import Settings
-from replicas.messages import REPLICA_DEPLOYMENT
+from samovar.cache_tiers.actors.tier import tier_actors
+from samovar.cache_tiers.node.drain import inhabited
+from samovar.cluster.serve.app import Service
+from samovar.cluster.serve.environment import plan_store, ray_environment
+from samovar.cluster.serve.graph import QUIET
+from samovar.cluster.serve.ray_cluster import close_token, require_token
+from samovar.configs.sections import MIB
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import REPLICA_DEPLOYMENT
 
 LOOK_S = 0.5
 NODES = 3

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from samovar.configs.optional_sections import CompactionSettings
+from samovar.replicas.messages import SamplingParams
+from samovar.router.context.compaction import CutMemory, Fitter, MessageTokens, SummaryStore
+from samovar.router.context.knowledge import Embedder
+from samovar.router.openai import ChatMessage, CompactionWish, ParsedChat
+from samovar.router.prompt import PromptBuilder
+
 from bench._context_facts import ADVICE, PEOPLE, PLACES, THINGS
-from configs.optional_sections import CompactionSettings
-from replicas.messages import SamplingParams
-from router.context.compaction import CutMemory, Fitter, MessageTokens, SummaryStore
-from router.context.knowledge import Embedder
-from router.openai import ChatMessage, CompactionWish, ParsedChat
-from router.prompt import PromptBuilder
 
 TENANT, SESSION = "bench", b"session".ljust(16, b"\0")
 SYSTEM = "You are a careful assistant. Answer in a few words."

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from replicas.messages import (
+from samovar.replicas.messages import (
     Admitted,
     Delta,
     EngineStats,
@@ -27,7 +27,7 @@ from replicas.messages import (
     Refused,
     ReplicaInfo,
 )
-from replicas.serving.deployment import Replica
+from samovar.replicas.serving.deployment import Replica
 
 STEP_VARIABLE = "BENCH_STEP_MS"
 PRICE = SimpleNamespace(c0_s=0.0, a_s=0.0, b_s=0.0, step_tokens=512)
@@ -109,7 +109,7 @@ class ScriptedReplica(Replica):
 
     def build(self, settings: Any, model_dir: Path, replica_id: str, notes: Any) -> Any:
         """Return the engine and what is said about it."""
-        from replicas.model import inspect_model
+        from samovar.replicas.model import inspect_model
 
         spec = inspect_model(model_dir)
         info = ReplicaInfo(
@@ -138,9 +138,10 @@ class ScriptedReplica(Replica):
 
 def main() -> int:
     """Serve until SIGTERM."""
+    from samovar.cluster.serve.app import serve_forever
+    from samovar.configs.loader import load
+
     from bench._front_engine import ScriptedReplica as Kind  # Ray's workers find it by its module
-    from cluster.serve.app import serve_forever
-    from configs.loader import load
 
     _, step_ms, *flags = sys.argv[1:]
     os.environ[STEP_VARIABLE] = step_ms

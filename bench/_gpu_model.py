@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-
-from bench._gpu_device import Device
-from cache_tiers.blocks import Placement
-from replicas.engine import Engine
-from replicas.messages import (
+from samovar.cache_tiers.blocks import Placement
+from samovar.replicas.engine import Engine
+from samovar.replicas.messages import (
     Admitted,
     Delta,
     Event,
@@ -32,8 +29,11 @@ from replicas.messages import (
     Refused,
     SamplingParams,
 )
-from replicas.model import ModelSpec
-from replicas.start.build import BuiltEngine
+from samovar.replicas.model import ModelSpec
+from samovar.replicas.start.build import BuiltEngine
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from bench._gpu_device import Device
 from tests.support.engines.tiny_models import BOS_ID, EOS_ID, PAD_ID, VOCAB_MIN, make_tiny_tokenizer
 
 FIRST_ID = 3
@@ -166,8 +166,8 @@ def _write_model(
 
 
 def random_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Make the model of `spec` with random weights on the device, for `replicas.forward.load_model`."""
-    from replicas.forward.attention import ATTENTION_NAME, register
+    """Make the model of `spec` with random weights on the device, for `samovar.replicas.forward.load_model`."""
+    from samovar.replicas.forward.attention import ATTENTION_NAME, register
 
     register()
     config = AutoConfig.from_pretrained(spec.path, local_files_only=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from configs.atomic_file import atomic_write
+from samovar.configs.atomic_file import atomic_write
 
 logger = logging.getLogger(__name__)
 

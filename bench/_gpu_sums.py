@@ -6,13 +6,13 @@ import time
 
 import numpy as np
 import torch
+from samovar.cache_tiers.blocks.layer_sums import layer_sums
+from samovar.configs.sections import MIB
+from samovar.replicas.kv import KvGeometry
 
 from bench._gpu_device import Ceilings, Device, share
 from bench._gpu_engine import Sizes
 from bench._gpu_run import Rows, at_least, must_be
-from cache_tiers.blocks.layer_sums import layer_sums
-from configs.sections import MIB
-from replicas.kv import KvGeometry
 
 KEY = b"k" * 24
 NUMBER_BYTES = 8
@@ -37,7 +37,7 @@ def measure_sums(rows: Rows, device: Device, geometry: KvGeometry, sizes: Sizes,
     if not device.is_cuda:
         rows.add("checksums in pages", named, None, "GB/s")
         return
-    from replicas.kv.page_sums import page_sums  # triton comes with torch's CUDA builds only
+    from samovar.replicas.kv.page_sums import page_sums  # triton comes with torch's CUDA builds only
 
     table = seeds = torch.from_numpy(numbers).to(device.torch)  # a key begins with its page's number
     found = page_sums(pages, table, seeds, shape).cpu().numpy().view(np.uint64)

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
-from cache_tiers.actors.staging import StagingBuffer
-from cache_tiers.blocks import Address, Bytes, Record, TierFull
-from cache_tiers.media import Deadline
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
-from configs.sections import GIB, TierSettings
-from replicas.kv.registered import OBJECT_STORE
-from replicas.offload import TierAccess, WorkerPools
+from samovar.cache_tiers.actors.staging import StagingBuffer
+from samovar.cache_tiers.blocks import Address, Bytes, Record, TierFull
+from samovar.cache_tiers.media import Deadline
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
+from samovar.configs.sections import GIB, TierSettings
+from samovar.replicas.kv.registered import OBJECT_STORE
+from samovar.replicas.offload import TierAccess, WorkerPools
 
 SHARED = Path("/dev/shm")
 ALIGN = 64

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.model import ensure_model
+from samovar.replicas.model.store import DEFAULT_FILE, DEFAULT_MODULE
 from tqdm import tqdm
-
-from configs.settings import ModelSettings
-from replicas.model import ensure_model
-from replicas.model.store import DEFAULT_FILE, DEFAULT_MODULE
 
 _BF16 = gguf.GGMLQuantizationType.BF16
 _OWN_KEYS = ("general.architecture", "general.file_type")  # the writer's, and ours

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from cache_tiers.forecast import Forecast
-from cache_tiers.policy import IdleSessions, ResidencyPolicy
-from cluster.plan.simulator.tier import SimTier
-from cluster.plan.traces.replay import Growth, ended_s, events
-from cluster.plan.traces.trace import TraceTurn
-from configs.sections import PolicySettings
+from samovar.cache_tiers.forecast import Forecast
+from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy
+from samovar.cluster.plan.simulator.tier import SimTier
+from samovar.cluster.plan.traces.replay import Growth, ended_s, events
+from samovar.cluster.plan.traces.trace import TraceTurn
+from samovar.configs.sections import PolicySettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-from configs.sections import MIB
+from samovar.configs.sections import MIB
 
 TOTAL_GROWTH_MAX = 0.05
 """Growth of all processes' memory, from the second quarter to the last, that still counts as flat."""

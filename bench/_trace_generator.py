@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
 
+from samovar.cache_tiers.forecast import Role, Stop
+from samovar.cluster.plan.traces.trace import ReadTally, Trace, TraceTurn
+
 from bench._trace_patterns import Patterns, mixed
-from cache_tiers.forecast import Role, Stop
-from cluster.plan.traces.trace import ReadTally, Trace, TraceTurn
 
 Shape = Literal["chat", "agentic", "fooling"]
 

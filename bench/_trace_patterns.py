@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
-from cache_tiers.forecast import Role, Stop
-from cluster.plan.traces.trace import Trace, TraceTurn
+from samovar.cache_tiers.forecast import Role, Stop
+from samovar.cluster.plan.traces.trace import Trace, TraceTurn
 
 AHEAD_S = 900.0
 """A turn that begins later than this after the session's turn before does not count as its return."""

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from samovar.cache_tiers.blocks.compiled_sums import CompiledSums, sums_library
+from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
+from samovar.cache_tiers.blocks.layer_sums import plain_sums
+from samovar.configs.settings import Settings
 from xxhash import xxh3_64_intdigest
 
 from bench import _report as report
-from cache_tiers.blocks.compiled_sums import CompiledSums, sums_library
-from cache_tiers.blocks.extent import BlockShape, Bytes
-from cache_tiers.blocks.layer_sums import plain_sums
-from configs.settings import Settings
 
 MIB = 1024 * 1024
 EXTENT_BYTES = 64 * MIB

@@ -30,16 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from bench import _report as report
-from bench._context_facts import PlantedFact, planted
-from bench._context_served import Guest, guest_at, guest_of_service, orders_served, window_served
-from bench._context_window import WINDOW_TOKENS, beyond_window
-from cache_tiers.blocks import block_key
-from configs.optional_sections import KnowledgeSettings
-from configs.settings import Settings
-from replicas.messages import SamplingParams
-from router.context.knowledge import (
+from samovar.cache_tiers.blocks import block_key
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import SamplingParams
+from samovar.router.context.knowledge import (
     RANKINGS,
     Change,
     Content,
@@ -51,11 +46,16 @@ from router.context.knowledge import (
     fenced,
     open_embedder,
 )
-from router.generation import AskedTurn
-from router.ingress.app import open_prompts
-from router.ingress.knowledge_routes import ServedText
-from router.openai import ChatMessage, KnowledgeWish, ParsedChat
-from router.prompt import PromptBuilder
+from samovar.router.generation import AskedTurn
+from samovar.router.ingress.app import open_prompts
+from samovar.router.ingress.knowledge_routes import ServedText
+from samovar.router.openai import ChatMessage, KnowledgeWish, ParsedChat
+from samovar.router.prompt import PromptBuilder
+
+from bench import _report as report
+from bench._context_facts import PlantedFact, planted
+from bench._context_served import Guest, guest_at, guest_of_service, orders_served, window_served
+from bench._context_window import WINDOW_TOKENS, beyond_window
 
 TENANT = "bench"
 SEEDS = (1, 2, 3)
@@ -75,9 +75,8 @@ class HiddenStates:
 
     def __init__(self, settings: Settings) -> None:
         import torch
+        from samovar.replicas.model import ensure_model
         from transformers import AutoModel, AutoTokenizer
-
-        from replicas.model import ensure_model
 
         path = ensure_model(settings.model)
         self._torch = torch

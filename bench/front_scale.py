@@ -18,16 +18,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from samovar.cache_tiers.policy.policies import make_policy
+from samovar.cache_tiers.sessions.session_table import SessionTable, Sync
+from samovar.cluster.plan.simulator.fleet import Fleet
+from samovar.cluster.plan.simulator.sim import Sim
+from samovar.configs.sections import GIB, PolicySettings
+from samovar.configs.settings import RouterSettings
+from samovar.router.routing.session_directory import ROWS_MAX
+
 from bench import _report as report
 from bench._trace_generator import GeneratorOptions, generate
 from bench.routing_cost import measure as measure_routing
-from cache_tiers.policy.policies import make_policy
-from cache_tiers.sessions.session_table import SessionTable, Sync
-from cluster.plan.simulator.fleet import Fleet
-from cluster.plan.simulator.sim import Sim
-from configs.sections import GIB, PolicySettings
-from configs.settings import RouterSettings
-from router.routing.session_directory import ROWS_MAX
 
 REPLICAS = (64, 1000, 4000)
 ROWS = 50_000

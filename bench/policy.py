@@ -19,20 +19,20 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.survival import Forecast
+from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
+from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace
+from samovar.cluster.plan.traces.replay import forecasts, next_starts_s
+from samovar.cluster.plan.traces.trace import Trace, TraceTurn
+from samovar.configs.sections import PolicySettings, PredictorSettings
 from tqdm import tqdm
 
 from bench import _policy_patterns as patterns
 from bench import _report as report
 from bench._single_tier import belady_hits, hits_with
 from bench._trace_generator import Shape
-from cache_tiers.forecast.kaplan_meier import TypeKm
-from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import Forecast
-from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
-from cluster.plan.traces.readers import TraceOptions, detect, open_trace
-from cluster.plan.traces.replay import forecasts, next_starts_s
-from cluster.plan.traces.trace import Trace, TraceTurn
-from configs.sections import PolicySettings, PredictorSettings
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FILES = ("mooncake_conversation_first40min.jsonl.gz", "weka_claudecode_turns_dev.csv.gz")

@@ -22,21 +22,21 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.survival import Forecast
+from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from samovar.cluster.plan.simulator.fleet import GB, Fleet
+from samovar.cluster.plan.simulator.sim import Foresight, Sim
+from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace
+from samovar.cluster.plan.traces.replay import ended_s, forecasts, next_starts_s
+from samovar.cluster.plan.traces.trace import TraceTurn
+from samovar.configs.sections import GIB, PredictorSettings, PrefetchSettings
 from tqdm import tqdm
 
 from bench import _report as report
 from bench._trace_generator import GeneratorOptions, generate
 from bench.policy import FILES, SESSIONS_PER_H, TRACES
-from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import Forecast
-from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
-from cache_tiers.pricing.meters import PrefillPrice, TierPrice
-from cluster.plan.simulator.fleet import GB, Fleet
-from cluster.plan.simulator.sim import Foresight, Sim
-from cluster.plan.traces.readers import TraceOptions, detect, open_trace
-from cluster.plan.traces.replay import ended_s, forecasts, next_starts_s
-from cluster.plan.traces.trace import TraceTurn
-from configs.sections import GIB, PredictorSettings, PrefetchSettings
 
 HINT_SHARE = 0.5
 TYPING_S = 5.0

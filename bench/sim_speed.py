@@ -18,16 +18,16 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import psutil
+from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
+from samovar.cache_tiers.policy.policies import make_policy
+from samovar.cluster.plan.simulator.fleet import Fleet
+from samovar.cluster.plan.simulator.sim import Sim
+from samovar.cluster.plan.traces.trace import TraceTurn
+from samovar.configs.sections import GIB, MIB, PolicySettings, PredictorSettings
 from tqdm import tqdm
 
 from bench import _report as report
 from bench._trace_generator import GeneratorOptions, generate
-from cache_tiers.forecast.kaplan_meier import TypeKm
-from cache_tiers.policy.policies import make_policy
-from cluster.plan.simulator.fleet import Fleet
-from cluster.plan.simulator.sim import Sim
-from cluster.plan.traces.trace import TraceTurn
-from configs.sections import GIB, MIB, PolicySettings, PredictorSettings
 
 GOAL_TURNS = 10_000_000
 BLOCK_TOKENS = 2048

@@ -16,16 +16,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from samovar.cache_tiers.pricing.meters import UNKNOWN_PREFILL
+from samovar.configs.sections import MIB
+from samovar.configs.settings import EngineSettings, ModelSettings, Settings
+from samovar.replicas.engine.engine import Engine
+from samovar.replicas.messages import Delta, GenerateRequest, Grammar, Refused, SamplingParams
+from samovar.replicas.model.store import ensure_model
+from samovar.replicas.start.build import Start
 from tqdm import tqdm
 
 from bench import _report as report
-from cache_tiers.pricing.meters import UNKNOWN_PREFILL
-from configs.sections import MIB
-from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas.engine.engine import Engine
-from replicas.messages import Delta, GenerateRequest, Grammar, Refused, SamplingParams
-from replicas.model.store import ensure_model
-from replicas.start.build import Start
 
 BATCH = 8
 COST_BATCHES = (1, 8)

@@ -10,9 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks import Address, BlockShape, Bytes, ChainMarks, ExtentHeader, LoadSource, TierName
-from cache_tiers.forecast import Role, Stop
-from cache_tiers.pricing import TierPrice
+from samovar.cache_tiers.blocks import (
+    Address,
+    BlockShape,
+    Bytes,
+    ChainMarks,
+    ExtentHeader,
+    LoadSource,
+    TierName,
+)
+from samovar.cache_tiers.forecast import Role, Stop
+from samovar.cache_tiers.pricing import TierPrice
 
 
 @dataclass(frozen=True, slots=True)

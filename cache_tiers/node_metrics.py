@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-
-from cache_tiers.messages import NodeStats
+from samovar.cache_tiers.messages import NodeStats
 
 PREDICTORS = ("learned", "km", "cold", "off")
 OUTCOMES = ("used", "late", "wasted", "cancelled")

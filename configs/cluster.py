@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, model_validator
-
-from configs.optional_sections import MonitoringSettings
-from configs.sections import MIB, Section
+from samovar.configs.optional_sections import MonitoringSettings
+from samovar.configs.sections import MIB, Section
 
 RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9._-]{1,253}:[0-9]{1,5})$")]
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.imports import is_ours, is_private
+from samovar.configs.imports import is_ours, is_private
 
 COMPILERS = ("c++", "g++", "clang++")
 FAILED_KEEP_S = 600.0

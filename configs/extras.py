@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from configs.optional_sections import TelemetrySettings
-from configs.sections import TierSettings
+from samovar.configs.optional_sections import TelemetrySettings
+from samovar.configs.sections import TierSettings
 
 OTLP = "opentelemetry-exporter-otlp-proto-http"
 EXTRAS = {

@@ -14,9 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
-
-from configs.sections import Section
-from configs.settings import Settings
+from samovar.configs.sections import Section
+from samovar.configs.settings import Settings
 
 ENV_PREFIX = "SAMOVAR_"
 

@@ -19,8 +19,7 @@ from typing import Any, Literal, get_origin
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-
-from configs.fields import (
+from samovar.configs.fields import (
     ENV_PREFIX,
     SettingField,
     env_name,
@@ -30,8 +29,8 @@ from configs.fields import (
     section_keys,
     setting_fields,
 )
-from configs.json_text import TooDeep, parse_json
-from configs.settings import Settings
+from samovar.configs.json_text import TooDeep, parse_json
+from samovar.configs.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +148,7 @@ def _warn_of_fixed(name: str, origin: str, value: object) -> None:
 
 
 def preset_names() -> list[str]:
-    folder = resources.files("configs.presets")
+    folder = resources.files("samovar.configs.presets")
     return sorted(
         entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
     )
@@ -231,7 +230,9 @@ def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
 def _file_text(config: Path | str) -> tuple[str, str]:
     """Return the text of a preset or a file, and its name for messages."""
     if str(config) in preset_names():
-        text = resources.files("configs.presets").joinpath(f"{config}.yaml").read_text(encoding="utf-8")
+        text = (
+            resources.files("samovar.configs.presets").joinpath(f"{config}.yaml").read_text(encoding="utf-8")
+        )
         return text, f"preset {config}"
     path = Path(config)
     try:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
-
-from configs.cluster import ClusterSettings, LaunchSettings
-from configs.optional_sections import OptionalSections, PageSettings
-from configs.sections import (
+from samovar.configs.cluster import ClusterSettings, LaunchSettings
+from samovar.configs.optional_sections import OptionalSections, PageSettings
+from samovar.configs.sections import (
     BODY_IDS,
     GIB,
     KIB,

@@ -20,9 +20,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from configs.atomic_file import atomic_write
-from configs.json_text import parse_json
+from samovar.configs.atomic_file import atomic_write
+from samovar.configs.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 

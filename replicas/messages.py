@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from cache_tiers.blocks import PEER, TAG_BYTES, TIERS, Placement
-from cache_tiers.forecast import Role
-from cache_tiers.pricing import PrefillPrice
-from replicas.reply import ReplyReading
+from samovar.cache_tiers.blocks import PEER, TAG_BYTES, TIERS, Placement
+from samovar.cache_tiers.forecast import Role
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.replicas.reply import ReplyReading
 
 REPLICA_DEPLOYMENT = "Replica"
 """Name of the Serve deployment of replicas."""

@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from samovar.cache_tiers.sessions import Use
+from samovar.configs.settings import AuthSettings, LimitsSettings
+from samovar.router.openai import AuthenticationFailed, Forbidden, InvalidValue, TooManyRequests
 from starlette.datastructures import Headers
 from starlette.types import Scope
-
-from cache_tiers.sessions import Use
-from configs.settings import AuthSettings, LimitsSettings
-from router.openai import AuthenticationFailed, Forbidden, InvalidValue, TooManyRequests
 
 OPEN_PATH = "/health"
 GREETING_PATH = "/api/hello"

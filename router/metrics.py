@@ -14,12 +14,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-
-from cache_tiers.messages import NodeStats
-from cache_tiers.sessions import SessionState
-from replicas.messages import EngineStats, Source
-from router.routing import Outcome
-from router.tier_metrics import tier_metrics
+from samovar.cache_tiers.messages import NodeStats
+from samovar.cache_tiers.sessions import SessionState
+from samovar.replicas.messages import EngineStats, Source
+from samovar.router.routing import Outcome
+from samovar.router.tier_metrics import tier_metrics
 
 FORMER_NAMES = {
     "samovar_prefetch_inflight_bytes": "samovar_prefetch_moving_bytes",

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
-
-from cache_tiers.messages import NodeStats
-from cache_tiers.node_metrics import add_words, node_metrics
-from replicas.messages import EngineStats
+from samovar.cache_tiers.messages import NodeStats
+from samovar.cache_tiers.node_metrics import add_words, node_metrics
+from samovar.replicas.messages import EngineStats
 
 # (field of EngineStats, metric, label, help)
 REPLICA_WORDS = (

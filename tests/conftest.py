@@ -87,7 +87,7 @@ def _takes_a_compiler(item: pytest.Item) -> bool:
 
 def _why_no_compiler() -> str:
     """Ask the product: it knows which compilers it takes."""
-    from configs.compiled import NotCompiled, find_compiler
+    from samovar.configs.compiled import NotCompiled, find_compiler
 
     try:
         find_compiler(os.environ, wait_s=60)
@@ -131,8 +131,8 @@ def tiny_is_exact(tiny_llama: Path) -> bool:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The default model, converted into the user's cache as `samovar serve` does it."""
-    from configs.settings import ModelSettings
-    from replicas.model.store import ensure_model
+    from samovar.configs.settings import ModelSettings
+    from samovar.replicas.model.store import ensure_model
 
     return ensure_model(ModelSettings())
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from samovar.configs.fields import setting_fields
+from samovar.configs.settings import LimitsSettings
+from samovar.router.ingress.app import version
+from samovar.router.ingress.operations import openapi_document
 
-from configs.fields import setting_fields
-from configs.settings import LimitsSettings
-from router.ingress.app import version
-from router.ingress.operations import openapi_document
 from tests.support.pages import FENCE, LINK, ROOT
 
 DOCS = ROOT / "docs"

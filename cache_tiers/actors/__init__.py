@@ -7,10 +7,10 @@ stages records where Ray is not installed.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cache_tiers.actors.staging import StagingBuffer, open_outbox
+from samovar.cache_tiers.actors.staging import StagingBuffer, open_outbox
 
 if TYPE_CHECKING:
-    from cache_tiers.actors.tier import tier_actor, tier_actors
+    from samovar.cache_tiers.actors.tier import tier_actor, tier_actors
 
 __all__ = ["StagingBuffer", "open_outbox", "tier_actor", "tier_actors"]
 

@@ -18,9 +18,8 @@ import urllib3
 from ec2_metadata import EC2Metadata
 from ray._private.state import state as gcs_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
-
-from cache_tiers.blocks import TIERS
-from cache_tiers.node import (
+from samovar.cache_tiers.blocks import TIERS
+from samovar.cache_tiers.node import (
     HEAD_RESOURCE,
     DrainNotice,
     NodeLeave,
@@ -30,7 +29,7 @@ from cache_tiers.node import (
     is_worth_another,
     takers,
 )
-from configs.sections import NodeSettings
+from samovar.configs.sections import NodeSettings
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,17 @@ from functools import partial
 from typing import Any
 
 import ray
-
-from cache_tiers.actors import rpc
-from cache_tiers.blocks import Bytes
-from cache_tiers.messages import ExtentRequest, Fetched, FetchFailed, Lookup, LookupResult, PushRequest
-from cache_tiers.transport import Export, PeerLost
+from samovar.cache_tiers.actors import rpc
+from samovar.cache_tiers.blocks import Bytes
+from samovar.cache_tiers.messages import (
+    ExtentRequest,
+    Fetched,
+    FetchFailed,
+    Lookup,
+    LookupResult,
+    PushRequest,
+)
+from samovar.cache_tiers.transport import Export, PeerLost
 
 
 class PeerActors:

@@ -17,9 +17,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
-
-from cache_tiers.media import Breaker
-from cache_tiers.transport import PeerError, PeerLate, PeerLost
+from samovar.cache_tiers.media import Breaker
+from samovar.cache_tiers.transport import PeerError, PeerLate, PeerLost
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cache_tiers.blocks import Bytes, TierError
+from samovar.cache_tiers.blocks import Bytes, TierError
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from cache_tiers.actors import rpc
-from cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
-from cache_tiers.actors.peer_calls import PeerActors
-from cache_tiers.actors.staging import hand_over
-from cache_tiers.blocks import Bytes, Record, SumsSetup, TierError, compile_sums
-from cache_tiers.media import memory
-from cache_tiers.messages import NodeStats, PushRequest
-from cache_tiers.node import (
+from samovar.cache_tiers.actors import rpc
+from samovar.cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
+from samovar.cache_tiers.actors.peer_calls import PeerActors
+from samovar.cache_tiers.actors.staging import hand_over
+from samovar.cache_tiers.blocks import Bytes, Record, SumsSetup, TierError, compile_sums
+from samovar.cache_tiers.media import memory
+from samovar.cache_tiers.messages import NodeStats, PushRequest
+from samovar.cache_tiers.node import (
     KillPoint,
     NodeIdentity,
     NodeLeave,
@@ -42,10 +41,10 @@ from cache_tiers.node import (
     build_tiers,
     count_start,
 )
-from cache_tiers.transport import PeerError
-from configs.optional_sections import TelemetrySettings
-from configs.sections import TierSettings
-from configs.telemetry import open_tracer, set_up_logs
+from samovar.cache_tiers.transport import PeerError
+from samovar.configs.optional_sections import TelemetrySettings
+from samovar.configs.sections import TierSettings
+from samovar.configs.telemetry import open_tracer, set_up_logs
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Block keys, extents of blocks, and the byte format of their records."""
 
-from cache_tiers.blocks.extent import (
+from samovar.cache_tiers.blocks.extent import (
     SESSION_BYTES,
     TAG_BYTES,
     Address,
@@ -13,7 +13,7 @@ from cache_tiers.blocks.extent import (
     session_of,
     tenant_tag,
 )
-from cache_tiers.blocks.keys import (
+from samovar.cache_tiers.blocks.keys import (
     KEY_BYTES,
     ROOT,
     ChainMarks,
@@ -22,9 +22,9 @@ from cache_tiers.blocks.keys import (
     marks_of,
     namespace_digest,
 )
-from cache_tiers.blocks.layer_sums import SumsSetup, compile_sums
-from cache_tiers.blocks.lineage import lineage_tag, root_tokens
-from cache_tiers.blocks.record import (
+from samovar.cache_tiers.blocks.layer_sums import SumsSetup, compile_sums
+from samovar.cache_tiers.blocks.lineage import lineage_tag, root_tokens
+from samovar.cache_tiers.blocks.record import (
     HEADER_ALIGN,
     PREFIX_BYTES,
     READABLE,
@@ -42,8 +42,8 @@ from cache_tiers.blocks.record import (
     record_bytes,
     seal,
 )
-from cache_tiers.blocks.tenant_rows import TenantRows
-from cache_tiers.blocks.tiers import (
+from samovar.cache_tiers.blocks.tenant_rows import TenantRows
+from samovar.cache_tiers.blocks.tiers import (
     CPU,
     NVME,
     PEER,

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
-from cache_tiers.blocks.layer_sums import PIECE_BYTES, STEP, Words, plain_sums
-from configs.compiled import LibrarySource, NotCompiled, compiled_library, load_library
+from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
+from samovar.cache_tiers.blocks.layer_sums import PIECE_BYTES, STEP, Words, plain_sums
+from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library, load_library
 
 SOURCE = LibrarySource(
     "sums",

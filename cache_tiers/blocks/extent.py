@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from cache_tiers.blocks.keys import KEY_BYTES
-from cache_tiers.blocks.tiers import CPU, NVME, PLACED, S3, TIERS, TierName
+from samovar.cache_tiers.blocks.keys import KEY_BYTES
+from samovar.cache_tiers.blocks.tiers import CPU, NVME, PLACED, S3, TIERS, TierName
 
 TAG_BYTES = 16
 """Length of a tenant's or session's tag: a truncated HMAC under the server's secret."""

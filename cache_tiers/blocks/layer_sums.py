@@ -32,11 +32,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
+from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
 
 if TYPE_CHECKING:
-    from configs.settings import Settings
+    from samovar.configs.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +97,10 @@ def compile_sums(setup: SumsSetup) -> Path | None:
 
     It is compiled if it is not there yet. Where that cannot be, numpy goes on, and the log says why.
     """
-    from cache_tiers.blocks import compiled_sums  # here, as most processes have records of others only
-    from configs.compiled import NotCompiled
+    from samovar.cache_tiers.blocks import (
+        compiled_sums,  # here, as most processes have records of others only
+    )
+    from samovar.configs.compiled import NotCompiled
 
     threads = max(1, min(setup.threads_max, len(os.sched_getaffinity(0)) // 2))
     try:

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from cache_tiers.blocks.extent import SESSION_BYTES, TAG_BYTES
+from samovar.cache_tiers.blocks.extent import SESSION_BYTES, TAG_BYTES
 
 _LENGTH_BYTES = 3
 _DIGEST_BYTES = TAG_BYTES - SESSION_BYTES - _LENGTH_BYTES

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 if TYPE_CHECKING:
-    from configs.sections import FurtherTierSettings
+    from samovar.configs.sections import FurtherTierSettings
 
 TierName: TypeAlias = str
 """The name of a kind in `TIERS`. A plain `str`, not a `Literal`: settings may name further tiers.

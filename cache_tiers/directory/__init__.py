@@ -1,11 +1,11 @@
 """Where each extent is stored, how many bytes that takes, what is in flight, and what was cleared."""
 
-from cache_tiers.directory.block_memory import BlockMemory
-from cache_tiers.directory.clears import Clears, ClearSet
-from cache_tiers.directory.directory import Directory
-from cache_tiers.directory.index import TAILS_MAX
-from cache_tiers.directory.transfers import Reach, Source, Transfer, no_fault
-from cache_tiers.directory.types import Eviction, ExtentInfo, Held, Pin, ReservationRefused
+from samovar.cache_tiers.directory.block_memory import BlockMemory
+from samovar.cache_tiers.directory.clears import Clears, ClearSet
+from samovar.cache_tiers.directory.directory import Directory
+from samovar.cache_tiers.directory.index import TAILS_MAX
+from samovar.cache_tiers.directory.transfers import Reach, Source, Transfer, no_fault
+from samovar.cache_tiers.directory.types import Eviction, ExtentInfo, Held, Pin, ReservationRefused
 
 __all__ = [
     "TAILS_MAX",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
-from cache_tiers.blocks import KEY_BYTES
-from cache_tiers.directory.block_memory import BlockMemory
-from cache_tiers.directory.extents import HeldExtent
-from cache_tiers.directory.index import ChainIndex
-from cache_tiers.directory.types import EvictReason
-from cache_tiers.messages import AbsentRun, BlockRange
+from samovar.cache_tiers.blocks import KEY_BYTES
+from samovar.cache_tiers.directory.block_memory import BlockMemory
+from samovar.cache_tiers.directory.extents import HeldExtent
+from samovar.cache_tiers.directory.index import ChainIndex
+from samovar.cache_tiers.directory.types import EvictReason
+from samovar.cache_tiers.messages import AbsentRun, BlockRange
 
 _GONE: Mapping[EvictReason, str] = {
     "room": "evicted",

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from cache_tiers.blocks import TierName
-from cache_tiers.directory.extents import HeldCopy
-from cache_tiers.directory.types import TierUsage
-from cache_tiers.forecast import SessionKey
-from cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue
-from configs.sections import PolicySettings
+from samovar.cache_tiers.blocks import TierName
+from samovar.cache_tiers.directory.extents import HeldCopy
+from samovar.cache_tiers.directory.types import TierUsage
+from samovar.cache_tiers.forecast import SessionKey
+from samovar.cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue
+from samovar.configs.sections import PolicySettings
 
 
 class Ledger:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from cache_tiers.blocks import Clear, TenantRows, session_of
+from samovar.cache_tiers.blocks import Clear, TenantRows, session_of
 
 
 class SteadyClock:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName, session_of
-from cache_tiers.directory.absent import AbsentBlocks
-from cache_tiers.directory.accounting import TierAccounting
-from cache_tiers.directory.clears import Clears, SteadyClock
-from cache_tiers.directory.extents import BlockValues, HeldCopy, HeldExtent
-from cache_tiers.directory.index import ExtentRegistry
-from cache_tiers.directory.transfers import Source, Transfer, TransferTable
-from cache_tiers.directory.types import (
+from samovar.cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName, session_of
+from samovar.cache_tiers.directory.absent import AbsentBlocks
+from samovar.cache_tiers.directory.accounting import TierAccounting
+from samovar.cache_tiers.directory.clears import Clears, SteadyClock
+from samovar.cache_tiers.directory.extents import BlockValues, HeldCopy, HeldExtent
+from samovar.cache_tiers.directory.index import ExtentRegistry
+from samovar.cache_tiers.directory.transfers import Source, Transfer, TransferTable
+from samovar.cache_tiers.directory.types import (
     Eviction,
     EvictReason,
     ExtentInfo,
@@ -28,11 +28,11 @@ from cache_tiers.directory.types import (
     ReservationRefused,
     TierUsage,
 )
-from cache_tiers.forecast import SessionKey
-from cache_tiers.media import Scanned
-from cache_tiers.messages import AbsentRun, BlockRange, Lookup, PartialBlock, SessionHeld
-from cache_tiers.policy import IdleSessions, ResidencyPolicy
-from configs.sections import PolicySettings
+from samovar.cache_tiers.forecast import SessionKey
+from samovar.cache_tiers.media import Scanned
+from samovar.cache_tiers.messages import AbsentRun, BlockRange, Lookup, PartialBlock, SessionHeld
+from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy
+from samovar.configs.sections import PolicySettings
 
 ADOPTED_IDLE_SHARE = 0.9
 """Cap on an adopted extent's idle time, as a share of its `ttl_s`.

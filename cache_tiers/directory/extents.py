@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     KEY_BYTES,
     TIERS,
     Address,
@@ -20,10 +20,10 @@ from cache_tiers.blocks import (
     TierName,
     header_bytes,
 )
-from cache_tiers.directory.types import ExtentInfo
-from cache_tiers.messages import BlockRange
-from cache_tiers.policy import used_rate
-from cache_tiers.pricing import TierPrice
+from samovar.cache_tiers.directory.types import ExtentInfo
+from samovar.cache_tiers.messages import BlockRange
+from samovar.cache_tiers.policy import used_rate
+from samovar.cache_tiers.pricing import TierPrice
 
 SESSIONS_MAX = 16
 """Tags per extent.

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from cache_tiers.blocks import ROOT, TIERS, Address, TierName, session_of
-from cache_tiers.directory.extents import SESSIONS_MAX, HeldCopy, HeldExtent
-from cache_tiers.messages import BlockRange, PartialBlock, SessionHeld
-from cache_tiers.policy import LazyHeap, Place
+from samovar.cache_tiers.blocks import ROOT, TIERS, Address, TierName, session_of
+from samovar.cache_tiers.directory.extents import SESSIONS_MAX, HeldCopy, HeldExtent
+from samovar.cache_tiers.messages import BlockRange, PartialBlock, SessionHeld
+from samovar.cache_tiers.policy import LazyHeap, Place
 
 ROW_SCAN_MAX = 64
 """Extents examined per block, newest first.

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cache_tiers.blocks import TIERS, Address, TierName
-from cache_tiers.directory.accounting import Ledger
-from cache_tiers.directory.extents import HeldCopy, HeldExtent
-from cache_tiers.directory.types import Eviction, EvictReason, Pin
+from samovar.cache_tiers.blocks import TIERS, Address, TierName
+from samovar.cache_tiers.directory.accounting import Ledger
+from samovar.cache_tiers.directory.extents import HeldCopy, HeldExtent
+from samovar.cache_tiers.directory.types import Eviction, EvictReason, Pin
 
 State = Literal["reserved", "copying", "verified", "committed", "dropping", "done", "failed"]
 Source = TierName | Literal["replica", "peer"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cache_tiers.blocks import Address, BlockShape, Placement, TierName
+from samovar.cache_tiers.blocks import Address, BlockShape, Placement, TierName
 
 EvictReason = Literal["room", "quota", "cleared", "expired", "lost", "placement", "differs"]
 RefuseReason = Literal[

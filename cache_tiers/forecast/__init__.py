@@ -1,11 +1,11 @@
 """Forecasts of when an idle session resumes: turns, lineages, features, predictors and the learner thread."""
 
-from cache_tiers.forecast.chains import LineageChains
-from cache_tiers.forecast.kaplan_meier import TypeKm
-from cache_tiers.forecast.learner import Forecaster, PredictorFile, TurnLearner, forecast
-from cache_tiers.forecast.lineages import LEFT_SHARE
-from cache_tiers.forecast.predictor import CALIBRATION_S, Predictor
-from cache_tiers.forecast.survival import (
+from samovar.cache_tiers.forecast.chains import LineageChains
+from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
+from samovar.cache_tiers.forecast.learner import Forecaster, PredictorFile, TurnLearner, forecast
+from samovar.cache_tiers.forecast.lineages import LEFT_SHARE
+from samovar.cache_tiers.forecast.predictor import CALIBRATION_S, Predictor
+from samovar.cache_tiers.forecast.survival import (
     COLD,
     EDGES,
     Curves,
@@ -15,7 +15,7 @@ from cache_tiers.forecast.survival import (
     log_survival,
     resume_probability,
 )
-from cache_tiers.forecast.turns import (
+from samovar.cache_tiers.forecast.turns import (
     TURN_S_MAX,
     Hint,
     HintEvent,

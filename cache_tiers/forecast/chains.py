@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from cache_tiers.blocks import KEY_BYTES, ChainMarks, kept_blocks
-from cache_tiers.forecast.turns import TURN_S_MAX, Opening, SessionKey
+from samovar.cache_tiers.blocks import KEY_BYTES, ChainMarks, kept_blocks
+from samovar.cache_tiers.forecast.turns import TURN_S_MAX, Opening, SessionKey
 
 ROOT_DEPTHS: Final = (1, 2, 4, 8)
 """Numbers of blocks that a prompt's roots cover."""

@@ -13,10 +13,9 @@ from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
-
-from cache_tiers.forecast.survival import Floats
-from cache_tiers.forecast.turns import Stop, Turn
-from configs.sections import ProfileName
+from samovar.cache_tiers.forecast.survival import Floats
+from samovar.cache_tiers.forecast.turns import Stop, Turn
+from samovar.configs.sections import ProfileName
 
 Vector = npt.NDArray[np.float32]
 

@@ -16,10 +16,9 @@ from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-
-from cache_tiers.forecast.features import PROFILES, STOPS, TOKENS_MAX, SaneClock, bounded, is_again
-from cache_tiers.forecast.lineages import Lineages
-from cache_tiers.forecast.survival import (
+from samovar.cache_tiers.forecast.features import PROFILES, STOPS, TOKENS_MAX, SaneClock, bounded, is_again
+from samovar.cache_tiers.forecast.lineages import Lineages
+from samovar.cache_tiers.forecast.survival import (
     BINS,
     COLD,
     EDGES_S,
@@ -33,8 +32,8 @@ from cache_tiers.forecast.survival import (
     rest_of,
     times,
 )
-from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
-from configs.sections import PredictorSettings
+from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
+from samovar.configs.sections import PredictorSettings
 
 SHRINKAGE: Final = 20.0
 RETURNS_MIN: Final = 50

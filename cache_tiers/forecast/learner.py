@@ -23,13 +23,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
-
-from cache_tiers.blocks import BadRecord, TierError
-from cache_tiers.forecast.predictor import Predictor, State
-from cache_tiers.forecast.survival import EDGES_S, Curves, Forecast
-from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
-from cache_tiers.media import Deadline, Syscalls, files
-from configs.atomic_file import DRAFT, atomic_write
+from samovar.cache_tiers.blocks import BadRecord, TierError
+from samovar.cache_tiers.forecast.predictor import Predictor, State
+from samovar.cache_tiers.forecast.survival import EDGES_S, Curves, Forecast
+from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
+from samovar.cache_tiers.media import Deadline, Syscalls, files
+from samovar.configs.atomic_file import DRAFT, atomic_write
 
 logger = logging.getLogger(__name__)
 

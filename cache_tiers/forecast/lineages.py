@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-
-from cache_tiers.forecast.features import ALONE, TOKENS_MAX, LineageNumbers, bounded
-from cache_tiers.forecast.ratios import Cells, ReturnRatios
-from cache_tiers.forecast.survival import Curves, Floats
-from cache_tiers.forecast.turns import TURN_S_MAX, Opening, SessionKey, Turn
-from configs.sections import PredictorSettings
+from samovar.cache_tiers.forecast.features import ALONE, TOKENS_MAX, LineageNumbers, bounded
+from samovar.cache_tiers.forecast.ratios import Cells, ReturnRatios
+from samovar.cache_tiers.forecast.survival import Curves, Floats
+from samovar.cache_tiers.forecast.turns import TURN_S_MAX, Opening, SessionKey, Turn
+from samovar.configs.sections import PredictorSettings
 
 LEFT_SHARE: Final = 0.02
 """Worth of a branch behind a fork relative to the chain that its lineage uses: the prior."""

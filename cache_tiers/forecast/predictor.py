@@ -16,8 +16,7 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from cache_tiers.forecast.features import (
+from samovar.cache_tiers.forecast.features import (
     AT_RATIO,
     FEATURES,
     LINEAGE_FEATURES,
@@ -25,8 +24,8 @@ from cache_tiers.forecast.features import (
     Standardiser,
     Vector,
 )
-from cache_tiers.forecast.hazard_net import HazardModel, log_odds, with_late
-from cache_tiers.forecast.kaplan_meier import (
+from samovar.cache_tiers.forecast.hazard_net import HazardModel, log_odds, with_late
+from samovar.cache_tiers.forecast.kaplan_meier import (
     KINDS,
     KINDS_WITHOUT_ASIDE,
     KindForecasts,
@@ -34,7 +33,7 @@ from cache_tiers.forecast.kaplan_meier import (
     kind_of,
     kinds_with_aside,
 )
-from cache_tiers.forecast.survival import (
+from samovar.cache_tiers.forecast.survival import (
     BINS,
     COLD,
     EDGES,
@@ -48,8 +47,8 @@ from cache_tiers.forecast.survival import (
     resume_within,
     times,
 )
-from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
-from configs.sections import PredictorSettings
+from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
+from samovar.configs.sections import PredictorSettings
 
 Rows = npt.NDArray[np.intp]
 TurnsState = dict[str, npt.NDArray[np.generic]]

@@ -16,9 +16,8 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-from cache_tiers.forecast.survival import EDGES_S, Curves, Floats
-from cache_tiers.forecast.turns import SessionKey
+from samovar.cache_tiers.forecast.survival import EDGES_S, Curves, Floats
+from samovar.cache_tiers.forecast.turns import SessionKey
 
 PRIOR: Final = 1.0
 """Expected returns that the more general cell counts for."""

@@ -3,13 +3,13 @@
 `s3` is imported explicitly where needed.
 """
 
-from cache_tiers.media.faults import FaultyTier
-from cache_tiers.media.files import Syscalls, lock_owner
-from cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
-from cache_tiers.media.measure import RESERVED_NAMESPACE, measure_tier, random_record
-from cache_tiers.media.memory import MemoryFile, SharedRecord, SharedTier, shared
-from cache_tiers.media.nvme import NvmeTier, measure_direct_io
-from cache_tiers.media.tier import Deadline, Scanned, Tier, open_medium
+from samovar.cache_tiers.media.faults import FaultyTier
+from samovar.cache_tiers.media.files import Syscalls, lock_owner
+from samovar.cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
+from samovar.cache_tiers.media.measure import RESERVED_NAMESPACE, measure_tier, random_record
+from samovar.cache_tiers.media.memory import MemoryFile, SharedRecord, SharedTier, shared
+from samovar.cache_tiers.media.nvme import NvmeTier, measure_direct_io
+from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier, open_medium
 
 __all__ = [
     "RESERVED_NAMESPACE",

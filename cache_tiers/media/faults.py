@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.blocks import Address, Bytes, Clear, Record, TierError, TierFull
-from cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
-from configs.sections import FaultSettings
+from samovar.cache_tiers.blocks import Address, Bytes, Clear, Record, TierError, TierFull
+from samovar.cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
+from samovar.configs.sections import FaultSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-from cache_tiers.blocks import BadRecord, Bytes, TierError, TierFull
-from cache_tiers.media.tier import Deadline
-from configs.atomic_file import create_private, write_at
-from configs.atomic_file import sync_dir as sync_dir
+from samovar.cache_tiers.blocks import BadRecord, Bytes, TierError, TierFull
+from samovar.cache_tiers.media.tier import Deadline
+from samovar.configs.atomic_file import create_private, write_at
+from samovar.configs.atomic_file import sync_dir as sync_dir
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,18 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Literal, TypeVar
 
-from cache_tiers.blocks import Address, BadRecord, Bytes, Record, TierError, TierFull, TierMiss, TierName
-from cache_tiers.media.tier import Deadline, Tier
-from cache_tiers.pricing import TierMeter, TierPrice
+from samovar.cache_tiers.blocks import (
+    Address,
+    BadRecord,
+    Bytes,
+    Record,
+    TierError,
+    TierFull,
+    TierMiss,
+    TierName,
+)
+from samovar.cache_tiers.media.tier import Deadline, Tier
+from samovar.cache_tiers.pricing import TierMeter, TierPrice
 
 logger = logging.getLogger(__name__)
 

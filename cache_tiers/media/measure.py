@@ -10,8 +10,7 @@ from collections.abc import Callable
 from statistics import median
 
 import numpy as np
-
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     KEY_BYTES,
     ROOT,
     TAG_BYTES,
@@ -23,9 +22,9 @@ from cache_tiers.blocks import (
     Record,
     TierError,
 )
-from cache_tiers.blocks import record as codec
-from cache_tiers.media.tier import Deadline, Tier
-from cache_tiers.pricing import moving_seconds
+from samovar.cache_tiers.blocks import record as codec
+from samovar.cache_tiers.media.tier import Deadline, Tier
+from samovar.cache_tiers.pricing import moving_seconds
 
 RESERVED_NAMESPACE = b"\xff" * KEY_BYTES
 """Namespace of records to measure with, used by no model; what a crash leaves of them may be deleted."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     CPU,
     KEY_BYTES,
     TAG_BYTES,
@@ -26,7 +25,7 @@ from cache_tiers.blocks import (
     TierMiss,
     TierName,
 )
-from cache_tiers.media.tier import Deadline, Scanned, Tier
+from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier
 
 PROBE_ADDRESS = Address(bytes(TAG_BYTES), b"\xff" * KEY_BYTES, bytes(KEY_BYTES))
 PROBE_S_MAX = 5.0

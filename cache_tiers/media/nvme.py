@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     KEY_BYTES,
     NVME,
     TAG_BYTES,
@@ -34,11 +33,18 @@ from cache_tiers.blocks import (
     TierFull,
     TierMiss,
 )
-from cache_tiers.media import files
-from cache_tiers.media.files import PAGE_BYTES, FileSize, Syscalls, TierBusy, supports_direct_io, tier_errors
-from cache_tiers.media.files import measure_direct_io as measure_direct_io
-from cache_tiers.media.record_files import BAD, RECORD, TEMPORARY, RecordFiles, bad_path
-from cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
+from samovar.cache_tiers.media import files
+from samovar.cache_tiers.media.files import (
+    PAGE_BYTES,
+    FileSize,
+    Syscalls,
+    TierBusy,
+    supports_direct_io,
+    tier_errors,
+)
+from samovar.cache_tiers.media.files import measure_direct_io as measure_direct_io
+from samovar.cache_tiers.media.record_files import BAD, RECORD, TEMPORARY, RecordFiles, bad_path
+from samovar.cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import numpy as np
-
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     KEY_BYTES,
     PREFIX_BYTES,
     TAG_BYTES,
@@ -29,10 +28,10 @@ from cache_tiers.blocks import (
     decode_header,
     read_header_bytes,
 )
-from cache_tiers.media import files
-from cache_tiers.media.files import PAGE_BYTES, FileSize, Syscalls
-from cache_tiers.media.tier import Deadline
-from configs.atomic_file import DRAFT
+from samovar.cache_tiers.media import files
+from samovar.cache_tiers.media.files import PAGE_BYTES, FileSize, Syscalls
+from samovar.cache_tiers.media.tier import Deadline
+from samovar.configs.atomic_file import DRAFT
 
 _LEVELS = tuple(re.compile(f"[0-9a-f]{{{2 * nbytes}}}") for nbytes in (TAG_BYTES, KEY_BYTES, 1))
 

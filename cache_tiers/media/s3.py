@@ -20,8 +20,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     HEADER_ALIGN,
     S3,
     Address,
@@ -36,12 +35,12 @@ from cache_tiers.blocks import (
     decode_header,
     read_header_bytes,
 )
-from cache_tiers.media.guard import CallExecutor
-from cache_tiers.media.s3_clears import SLACK_S, S3Clears
-from cache_tiers.media.s3_client import Listed, S3Error, S3Objects
-from cache_tiers.media.s3_keys import S3Keys
-from cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
-from configs.sections import S3TierSettings
+from samovar.cache_tiers.media.guard import CallExecutor
+from samovar.cache_tiers.media.s3_clears import SLACK_S, S3Clears
+from samovar.cache_tiers.media.s3_client import Listed, S3Error, S3Objects
+from samovar.cache_tiers.media.s3_keys import S3Keys
+from samovar.cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
+from samovar.configs.sections import S3TierSettings
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
-
-from cache_tiers.blocks import BadRecord, Clear, TenantRows, TierError, TierMiss, session_of
-from cache_tiers.media.s3_client import Listed, S3Objects
-from cache_tiers.media.s3_keys import SESSIONS_MAX, S3Keys
-from cache_tiers.media.tier import Deadline
-from configs.sections import S3TierSettings
+from samovar.cache_tiers.blocks import BadRecord, Clear, TenantRows, TierError, TierMiss, session_of
+from samovar.cache_tiers.media.s3_client import Listed, S3Objects
+from samovar.cache_tiers.media.s3_keys import SESSIONS_MAX, S3Keys
+from samovar.cache_tiers.media.tier import Deadline
+from samovar.configs.sections import S3TierSettings
 
 MARK = b"cleared\n"
 SLACK_S = 1.0

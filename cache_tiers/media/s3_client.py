@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
-
-from cache_tiers.blocks import BadRecord, Bytes, TierError, TierMiss
-from cache_tiers.media.tier import Deadline
-from configs.extras import ExtraMissing, require
-from configs.sections import S3TierSettings
+from samovar.cache_tiers.blocks import BadRecord, Bytes, TierError, TierMiss
+from samovar.cache_tiers.media.tier import Deadline
+from samovar.configs.extras import ExtraMissing, require
+from samovar.configs.sections import S3TierSettings
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, Address, Clear
+from samovar.cache_tiers.blocks import KEY_BYTES, TAG_BYTES, Address, Clear
 
 _TAG = f"([0-9a-f]{{{2 * TAG_BYTES}}})"
 _DIGEST = f"([0-9a-f]{{{2 * KEY_BYTES}}})"

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Literal
 
-from cache_tiers.blocks import Address, Bytes, Clear, ExtentHeader, Record, TierError, TierName
-from configs.sections import FurtherTierSettings
+from samovar.cache_tiers.blocks import Address, Bytes, Clear, ExtentHeader, Record, TierError, TierName
+from samovar.configs.sections import FurtherTierSettings
 
 
 class Deadline:

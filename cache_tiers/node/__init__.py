@@ -1,7 +1,7 @@
 """A node's tiers without Ray: lookup, store, load, transfer, scan, clear, drain, peers."""
 
-from cache_tiers.node.build import KillPoint, build_link, build_tiers, count_start
-from cache_tiers.node.drain import (
+from samovar.cache_tiers.node.build import KillPoint, build_link, build_tiers, count_start
+from samovar.cache_tiers.node.drain import (
     HEAD_RESOURCE,
     DrainNotice,
     NodeLeave,
@@ -10,10 +10,10 @@ from cache_tiers.node.drain import (
     is_worth_another,
     takers,
 )
-from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, NodeSessions, TierNode
-from cache_tiers.node.peer_transfers import PeerExports
-from cache_tiers.node.resumption import NodeResumption
-from cache_tiers.node.state import put_aside
+from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, NodeSessions, TierNode
+from samovar.cache_tiers.node.peer_transfers import PeerExports
+from samovar.cache_tiers.node.resumption import NodeResumption
+from samovar.cache_tiers.node.state import put_aside
 
 __all__ = [
     "HEAD_RESOURCE",

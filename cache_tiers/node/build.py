@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from cache_tiers.blocks import CPU, NVME, S3, TIERS, TierError
-from cache_tiers.media import FaultyTier, NvmeTier, Tier, measure_direct_io, open_medium
-from cache_tiers.media import (
+from samovar.cache_tiers.blocks import CPU, NVME, S3, TIERS, TierError
+from samovar.cache_tiers.media import FaultyTier, NvmeTier, Tier, measure_direct_io, open_medium
+from samovar.cache_tiers.media import (
     s3 as s3_tier,
 )
-from cache_tiers.node.manager import NodeMedia
-from cache_tiers.node.state import put_aside
-from cache_tiers.transport import LazyLink, NixlLink
-from configs.json_text import parse_json
-from configs.sections import FaultSettings, FaultsSettings, PeerSettings, TierSettings
+from samovar.cache_tiers.node.manager import NodeMedia
+from samovar.cache_tiers.node.state import put_aside
+from samovar.cache_tiers.transport import LazyLink, NixlLink
+from samovar.configs.json_text import parse_json
+from samovar.configs.sections import FaultSettings, FaultsSettings, PeerSettings, TierSettings
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from cache_tiers.blocks import TIERS, BadRecord, Clear, TierError, TierName
-from cache_tiers.directory import Eviction
-from cache_tiers.media import Deadline, GuardedTier, Tier
-from cache_tiers.messages import Cleared
-from cache_tiers.node.scan import TierScans
-from cache_tiers.node.state import NodeState
-from configs.sections import TierSettings
+from samovar.cache_tiers.blocks import TIERS, BadRecord, Clear, TierError, TierName
+from samovar.cache_tiers.directory import Eviction
+from samovar.cache_tiers.media import Deadline, GuardedTier, Tier
+from samovar.cache_tiers.messages import Cleared
+from samovar.cache_tiers.node.scan import TierScans
+from samovar.cache_tiers.node.state import NodeState
+from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 

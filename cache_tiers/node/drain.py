@@ -14,11 +14,11 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from cache_tiers.blocks import SHARED_TIER, TIERS, Address
-from cache_tiers.messages import PushRequest
-from cache_tiers.node.state import NodeState
-from cache_tiers.node.store import NodeStores
-from cache_tiers.transport import PeerCalls, PeerError
+from samovar.cache_tiers.blocks import SHARED_TIER, TIERS, Address
+from samovar.cache_tiers.messages import PushRequest
+from samovar.cache_tiers.node.state import NodeState
+from samovar.cache_tiers.node.store import NodeStores
+from samovar.cache_tiers.transport import PeerCalls, PeerError
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
-
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     TAG_BYTES,
     TOP_TIER,
     Address,
@@ -28,11 +27,11 @@ from cache_tiers.blocks import (
     header_bytes,
     record_bytes,
 )
-from cache_tiers.directory import ExtentInfo, Pin
-from cache_tiers.media import RESERVED_NAMESPACE, TierDown, TierLate, random_record
-from cache_tiers.messages import Fetch, Fetched, FetchFailed, SampleRequest
-from cache_tiers.node.state import NodeState
-from cache_tiers.node.transfer import TransferRunner, verified
+from samovar.cache_tiers.directory import ExtentInfo, Pin
+from samovar.cache_tiers.media import RESERVED_NAMESPACE, TierDown, TierLate, random_record
+from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, SampleRequest
+from samovar.cache_tiers.node.state import NodeState
+from samovar.cache_tiers.node.transfer import TransferRunner, verified
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     KEY_BYTES,
     TIERS,
     TOP_TIER,
@@ -27,8 +27,8 @@ from cache_tiers.blocks import (
     TierName,
     is_of,
 )
-from cache_tiers.directory import Clears, Directory, Reach, no_fault
-from cache_tiers.forecast import (
+from samovar.cache_tiers.directory import Clears, Directory, Reach, no_fault
+from samovar.cache_tiers.forecast import (
     Forecast,
     Forecaster,
     Predictor,
@@ -37,9 +37,9 @@ from cache_tiers.forecast import (
     TypeKm,
     fast_clock,
 )
-from cache_tiers.forecast import learner as predictor_file
-from cache_tiers.media import Breaker, GuardedTier, Tier
-from cache_tiers.messages import (
+from samovar.cache_tiers.forecast import learner as predictor_file
+from samovar.cache_tiers.media import Breaker, GuardedTier, Tier
+from samovar.cache_tiers.messages import (
     BadReport,
     Cleared,
     ExtentRequest,
@@ -58,19 +58,19 @@ from cache_tiers.messages import (
     TierStats,
     TurnEnded,
 )
-from cache_tiers.node.clears import NodeClears
-from cache_tiers.node.drain import NodeDrain
-from cache_tiers.node.load import NodeReads, NodeSamples
-from cache_tiers.node.peers import NodePeers, covers
-from cache_tiers.node.resumption import NodePrefetch, NodeResumption
-from cache_tiers.node.scan import RescanCoalescer, TierScans
-from cache_tiers.node.state import NodeState, PendingDeletes
-from cache_tiers.node.store import CallFor, NodeStores
-from cache_tiers.node.transfer import TransferRunner
-from cache_tiers.policy import IdleSessions, Prefetcher, make_policy
-from cache_tiers.pricing import TierMeter, TierPrice
-from cache_tiers.transport import LazyLink, PeerCalls
-from configs.sections import TierSettings
+from samovar.cache_tiers.node.clears import NodeClears
+from samovar.cache_tiers.node.drain import NodeDrain
+from samovar.cache_tiers.node.load import NodeReads, NodeSamples
+from samovar.cache_tiers.node.peers import NodePeers, covers
+from samovar.cache_tiers.node.resumption import NodePrefetch, NodeResumption
+from samovar.cache_tiers.node.scan import RescanCoalescer, TierScans
+from samovar.cache_tiers.node.state import NodeState, PendingDeletes
+from samovar.cache_tiers.node.store import CallFor, NodeStores
+from samovar.cache_tiers.node.transfer import TransferRunner
+from samovar.cache_tiers.policy import IdleSessions, Prefetcher, make_policy
+from samovar.cache_tiers.pricing import TierMeter, TierPrice
+from samovar.cache_tiers.transport import LazyLink, PeerCalls
+from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 

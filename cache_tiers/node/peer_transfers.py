@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     HEADER_ALIGN,
     PEER,
     SHARED_TIER,
@@ -26,12 +26,12 @@ from cache_tiers.blocks import (
     read_header_bytes,
     record_bytes,
 )
-from cache_tiers.directory import Source, Transfer
-from cache_tiers.media import TierDown, TierLate
-from cache_tiers.messages import ExtentRequest, Fetched, FetchFailed
-from cache_tiers.node.state import NodeState
-from cache_tiers.node.transfer import TransferRunner, verified
-from cache_tiers.transport import (
+from samovar.cache_tiers.directory import Source, Transfer
+from samovar.cache_tiers.media import TierDown, TierLate
+from samovar.cache_tiers.messages import ExtentRequest, Fetched, FetchFailed
+from samovar.cache_tiers.node.state import NodeState
+from samovar.cache_tiers.node.transfer import TransferRunner, verified
+from samovar.cache_tiers.transport import (
     Export,
     LazyLink,
     LinkDown,
@@ -43,7 +43,7 @@ from cache_tiers.transport import (
     PeerTable,
     Way,
 )
-from configs.sections import PeerSettings
+from samovar.configs.sections import PeerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from cache_tiers.blocks import KEY_BYTES, SHARED_TIER, TAG_BYTES, TIERS, Address, LoadSource
-from cache_tiers.directory import TAILS_MAX
-from cache_tiers.messages import (
+from samovar.cache_tiers.blocks import KEY_BYTES, SHARED_TIER, TAG_BYTES, TIERS, Address, LoadSource
+from samovar.cache_tiers.directory import TAILS_MAX
+from samovar.cache_tiers.messages import (
     BlockRange,
     Fetched,
     FetchFailed,
@@ -23,11 +23,11 @@ from cache_tiers.messages import (
     PeerStats,
     PushRequest,
 )
-from cache_tiers.node.peer_transfers import PeerExports, PeerPulls
-from cache_tiers.node.state import NodeState
-from cache_tiers.node.transfer import TransferRunner
-from cache_tiers.pricing import TierMeter
-from cache_tiers.transport import (
+from samovar.cache_tiers.node.peer_transfers import PeerExports, PeerPulls
+from samovar.cache_tiers.node.state import NodeState
+from samovar.cache_tiers.node.transfer import TransferRunner
+from samovar.cache_tiers.pricing import TierMeter
+from samovar.cache_tiers.transport import (
     PEERS_ASKED_MAX,
     LazyLink,
     LinkDown,
@@ -36,7 +36,7 @@ from cache_tiers.transport import (
     PeerLost,
     PeerTable,
 )
-from configs.sections import TierSettings
+from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,9 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-
-from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TOP_TIER, Address, Clear, session_of
-from cache_tiers.directory import ExtentInfo
-from cache_tiers.forecast import (
+from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TOP_TIER, Address, Clear, session_of
+from samovar.cache_tiers.directory import ExtentInfo
+from samovar.cache_tiers.forecast import (
     EDGES,
     Floats,
     Forecast,
@@ -32,7 +31,7 @@ from cache_tiers.forecast import (
     TypeKm,
     log_survival,
 )
-from cache_tiers.messages import (
+from samovar.cache_tiers.messages import (
     BlockRange,
     LineageGlance,
     Lookup,
@@ -41,9 +40,9 @@ from cache_tiers.messages import (
     ResumptionStats,
     TurnEnded,
 )
-from cache_tiers.node.state import NodeState
-from cache_tiers.node.store import NodeStores
-from cache_tiers.policy import IdleSessions, Known, Prefetcher
+from samovar.cache_tiers.node.state import NodeState
+from samovar.cache_tiers.node.store import NodeStores
+from samovar.cache_tiers.policy import IdleSessions, Known, Prefetcher
 
 logger = logging.getLogger(__name__)
 

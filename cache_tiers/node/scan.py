@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from cache_tiers.blocks import TIERS, Address, BadRecord, Clear, TierError, TierName
-from cache_tiers.directory import ClearSet
-from cache_tiers.media import GuardedTier, Scanned, Tier
-from cache_tiers.node.state import NodeState
-from configs.sections import TierSettings
+from samovar.cache_tiers.blocks import TIERS, Address, BadRecord, Clear, TierError, TierName
+from samovar.cache_tiers.directory import ClearSet
+from samovar.cache_tiers.media import GuardedTier, Scanned, Tier
+from samovar.cache_tiers.node.state import NodeState
+from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 

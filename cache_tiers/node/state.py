@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     KEY_BYTES,
     TAG_BYTES,
     TIERS,
@@ -30,11 +30,11 @@ from cache_tiers.blocks import (
     TierError,
     TierName,
 )
-from cache_tiers.directory import ClearSet, Directory, Eviction, Reach
-from cache_tiers.media import GuardedTier, Syscalls
-from configs.atomic_file import atomic_write
-from configs.json_text import parse_json
-from configs.sections import TIER_NAME
+from samovar.cache_tiers.directory import ClearSet, Directory, Eviction, Reach
+from samovar.cache_tiers.media import GuardedTier, Syscalls
+from samovar.configs.atomic_file import atomic_write
+from samovar.configs.json_text import parse_json
+from samovar.configs.sections import TIER_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     TIERS,
     TOP_TIER,
     Address,
@@ -25,12 +25,12 @@ from cache_tiers.blocks import (
     TierName,
     header_bytes,
 )
-from cache_tiers.directory import Transfer
-from cache_tiers.messages import StoreRequest
-from cache_tiers.node.state import NodeState
-from cache_tiers.node.transfer import TransferRunner, verified
-from cache_tiers.policy import IdleSessions
-from configs.sections import TierSettings
+from samovar.cache_tiers.directory import Transfer
+from samovar.cache_tiers.messages import StoreRequest
+from samovar.cache_tiers.node.state import NodeState
+from samovar.cache_tiers.node.transfer import TransferRunner, verified
+from samovar.cache_tiers.policy import IdleSessions
+from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 

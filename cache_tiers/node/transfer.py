@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     TIERS,
     Address,
     BadRecord,
@@ -27,9 +27,9 @@ from cache_tiers.blocks import (
     good_blocks,
     header_bytes,
 )
-from cache_tiers.directory import Eviction, Held, Pin, ReservationRefused, Source, Transfer
-from cache_tiers.media import TierDown, TierLate
-from cache_tiers.node.state import NodeState
+from samovar.cache_tiers.directory import Eviction, Held, Pin, ReservationRefused, Source, Transfer
+from samovar.cache_tiers.media import TierDown, TierLate
+from samovar.cache_tiers.node.state import NodeState
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """Residency policies, the eviction queue, and prefetching."""
 
-from cache_tiers.policy.eviction_queue import LazyHeap, Place, Residence, Thing, ValueQueue, used_rate
-from cache_tiers.policy.idle_sessions import IdleSessions
-from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
-from cache_tiers.policy.prefetcher import Known, Prefetcher
+from samovar.cache_tiers.policy.eviction_queue import LazyHeap, Place, Residence, Thing, ValueQueue, used_rate
+from samovar.cache_tiers.policy.idle_sessions import IdleSessions
+from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
+from samovar.cache_tiers.policy.prefetcher import Known, Prefetcher
 
 __all__ = [
     "IdleSessions",

@@ -11,8 +11,7 @@ from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
-
-from cache_tiers.forecast import (
+from samovar.cache_tiers.forecast import (
     COLD,
     EDGES,
     TURN_S_MAX,

@@ -12,10 +12,9 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from cache_tiers.forecast import LEFT_SHARE, Floats, resume_probability
-from cache_tiers.policy.idle_sessions import NO_SESSION, IdleSessions, Slots
-from configs.sections import PolicySettings
+from samovar.cache_tiers.forecast import LEFT_SHARE, Floats, resume_probability
+from samovar.cache_tiers.policy.idle_sessions import NO_SESSION, IdleSessions, Slots
+from samovar.configs.sections import PolicySettings
 
 RECENT_SHARE = 1e-3
 """Weight of recency: a hazard is constant within a bin, so among equals the longest unused goes first."""

@@ -9,7 +9,7 @@ import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from cache_tiers.forecast import SessionKey
+from samovar.cache_tiers.forecast import SessionKey
 
 
 class PrefetchGate:

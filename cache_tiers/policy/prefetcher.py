@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-
-from cache_tiers.forecast import SessionKey
-from cache_tiers.messages import PrefetchStats
-from cache_tiers.policy.idle_sessions import IdleSessions
-from cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchGate, PrefetchRegret
-from configs.sections import PrefetchSettings
+from samovar.cache_tiers.forecast import SessionKey
+from samovar.cache_tiers.messages import PrefetchStats
+from samovar.cache_tiers.policy.idle_sessions import IdleSessions
+from samovar.cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchGate, PrefetchRegret
+from samovar.configs.sections import PrefetchSettings
 
 Known = Literal["queue", "hint"]
 Guessed = Literal["pause", "hazard"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 
 def break_even_tokens(load: TierPrice, prefill: PrefillPrice, bytes_per_token: float) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cache_tiers.pricing.meters import TierPrice
+from samovar.cache_tiers.pricing.meters import TierPrice
 
 SHARE = 0.01
 """Of the bytes that are decided on, so many may be moved against the price."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from cache_tiers.blocks import LoadSource
-from cache_tiers.pricing.doubt import Doubt
-from cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from samovar.cache_tiers.blocks import LoadSource
+from samovar.cache_tiers.pricing.doubt import Doubt
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 PlanDecision = Literal["none", "load", "recompute", "meet"]
 

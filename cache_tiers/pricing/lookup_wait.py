@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cache_tiers.blocks import LoadSource
-from cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from samovar.cache_tiers.blocks import LoadSource
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 
 @dataclass(frozen=True, slots=True)

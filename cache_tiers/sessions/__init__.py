@@ -7,9 +7,9 @@ imported when it is asked for.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cache_tiers.sessions.item_store import ItemStore, NotErased
-from cache_tiers.sessions.quotas import MANY, NO_USE, Quotas, Use
-from cache_tiers.sessions.session_table import (
+from samovar.cache_tiers.sessions.item_store import ItemStore, NotErased
+from samovar.cache_tiers.sessions.quotas import MANY, NO_USE, Quotas, Use
+from samovar.cache_tiers.sessions.session_table import (
     Move,
     Recalled,
     SessionRow,
@@ -20,10 +20,10 @@ from cache_tiers.sessions.session_table import (
     Sync,
     Synced,
 )
-from cache_tiers.sessions.shelf import Item, ItemBounds, Kind
+from samovar.cache_tiers.sessions.shelf import Item, ItemBounds, Kind
 
 if TYPE_CHECKING:
-    from cache_tiers.sessions.actor import ON_HEAD, session_actor
+    from samovar.cache_tiers.sessions.actor import ON_HEAD, session_actor
 
 __all__ = [
     "MANY",

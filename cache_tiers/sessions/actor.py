@@ -17,15 +17,14 @@ from typing import Any
 
 import ray
 from ray._private.state import state as gcs_state
-
-from cache_tiers.actors import rpc, tier_actors
-from cache_tiers.blocks import TIERS, Clear
-from cache_tiers.forecast import HintEvent
-from cache_tiers.messages import Cleared, NodeGlance
-from cache_tiers.sessions.ingress_deaths import IngressDeaths
-from cache_tiers.sessions.item_store import ItemStore, NotErased
-from cache_tiers.sessions.quotas import Quotas, Use
-from cache_tiers.sessions.session_table import (
+from samovar.cache_tiers.actors import rpc, tier_actors
+from samovar.cache_tiers.blocks import TIERS, Clear
+from samovar.cache_tiers.forecast import HintEvent
+from samovar.cache_tiers.messages import Cleared, NodeGlance
+from samovar.cache_tiers.sessions.ingress_deaths import IngressDeaths
+from samovar.cache_tiers.sessions.item_store import ItemStore, NotErased
+from samovar.cache_tiers.sessions.quotas import Quotas, Use
+from samovar.cache_tiers.sessions.session_table import (
     Move,
     Recalled,
     SessionRow,
@@ -34,9 +33,9 @@ from cache_tiers.sessions.session_table import (
     Sync,
     Synced,
 )
-from cache_tiers.sessions.shelf import Item, ItemBounds, Kind
-from configs.optional_sections import TelemetrySettings
-from configs.telemetry import set_up_logs
+from samovar.cache_tiers.sessions.shelf import Item, ItemBounds, Kind
+from samovar.configs.optional_sections import TelemetrySettings
+from samovar.configs.telemetry import set_up_logs
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from cache_tiers.sessions.shelf import Item, Kind
+from samovar.cache_tiers.sessions.shelf import Item, Kind
 
 VERSION = 1
 SCHEMA = """

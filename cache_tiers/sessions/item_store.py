@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from cache_tiers.sessions.shelf import Item, ItemBounds, Kind, Shelf
+from samovar.cache_tiers.sessions.shelf import Item, ItemBounds, Kind, Shelf
 
 if TYPE_CHECKING:  # the file's module imports SQLite, which ingresses do without
-    from cache_tiers.sessions.item_file import ItemFile
+    from samovar.cache_tiers.sessions.item_file import ItemFile
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ItemStore:
             return
         import sqlite3
 
-        from cache_tiers.sessions.item_file import ItemFile
+        from samovar.cache_tiers.sessions.item_file import ItemFile
 
         try:
             self._file = ItemFile(self._bounds.path)
@@ -136,7 +136,7 @@ class ItemStore:
             return
         import sqlite3
 
-        from cache_tiers.sessions.item_file import ItemFile
+        from samovar.cache_tiers.sessions.item_file import ItemFile
 
         try:
             self._file = self._file or ItemFile(path)

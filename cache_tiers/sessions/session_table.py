@@ -17,10 +17,10 @@ from itertools import islice
 from operator import itemgetter
 from typing import Generic, Literal, TypeVar
 
-from cache_tiers.blocks import session_of
-from cache_tiers.messages import SessionHeld
-from cache_tiers.sessions.quotas import Use
-from cache_tiers.sessions.shelf import Item
+from samovar.cache_tiers.blocks import session_of
+from samovar.cache_tiers.messages import SessionHeld
+from samovar.cache_tiers.sessions.quotas import Use
+from samovar.cache_tiers.sessions.shelf import Item
 
 NODES_MAX = 3
 """Nodes remembered per lineage, latest first: an older copy has gone cold."""

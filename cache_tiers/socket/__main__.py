@@ -1,7 +1,7 @@
-"""`python -m cache_tiers.socket`: see `process.py`."""
+"""`python -m samovar.cache_tiers.socket`: see `process.py`."""
 
 import sys
 
-from cache_tiers.socket.process import main
+from samovar.cache_tiers.socket.process import main
 
 sys.exit(main())

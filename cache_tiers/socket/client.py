@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache_tiers.blocks import Clear
-from cache_tiers.media import SharedRecord
-from cache_tiers.messages import (
+from samovar.cache_tiers.blocks import Clear
+from samovar.cache_tiers.media import SharedRecord
+from samovar.cache_tiers.messages import (
     BadReport,
     Cleared,
     Fetch,
@@ -28,9 +28,9 @@ from cache_tiers.messages import (
     NodeStats,
     TurnEnded,
 )
-from cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
-from cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, PEER
-from cache_tiers.socket.wire import PROTOCOL, SocketError, close_all, decoded, receive, send
+from samovar.cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
+from samovar.cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, PEER
+from samovar.cache_tiers.socket.wire import PROTOCOL, SocketError, close_all, decoded, receive, send
 
 logger = logging.getLogger(__name__)
 

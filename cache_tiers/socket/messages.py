@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache_tiers.blocks import Clear, LoadSource
-from cache_tiers.messages import (
+from samovar.cache_tiers.blocks import Clear, LoadSource
+from samovar.cache_tiers.messages import (
     BadReport,
     Cleared,
     Fetch,

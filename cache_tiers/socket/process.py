@@ -1,6 +1,6 @@
 """A node's tiers in a process of their own, without Ray: what `samovar tiers` runs.
 
-Also `python -m cache_tiers.socket --socket PATH`, in an environment that has only what the tiers need.
+Also `python -m samovar.cache_tiers.socket --socket PATH`, in an environment that has only what the tiers need.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
-
-from cache_tiers.blocks import SumsSetup, compile_sums
-from cache_tiers.media import SharedTier
-from cache_tiers.messages import NodeStats
-from cache_tiers.node import KillPoint, NodeIdentity, NodePorts, TierNode, build_tiers, count_start
-from cache_tiers.node_metrics import node_metrics
-from cache_tiers.socket.server import TierSocket, call_brought
-from configs.settings import Settings
+from samovar.cache_tiers.blocks import SumsSetup, compile_sums
+from samovar.cache_tiers.media import SharedTier
+from samovar.cache_tiers.messages import NodeStats
+from samovar.cache_tiers.node import KillPoint, NodeIdentity, NodePorts, TierNode, build_tiers, count_start
+from samovar.cache_tiers.node_metrics import node_metrics
+from samovar.cache_tiers.socket.server import TierSocket, call_brought
+from samovar.configs.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +127,8 @@ def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callab
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run `python -m cache_tiers.socket`."""
-    from configs.loader import ConfigError, load
+    """Run `python -m samovar.cache_tiers.socket`."""
+    from samovar.configs.loader import ConfigError, load
 
     parser = argparse.ArgumentParser(
         "samovar tiers", description="Serve cache tiers to engines on this machine. Other flags are settings."

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cache_tiers.blocks import READABLE, BadRecord, Bytes, Record, TierError, decode_header
-from cache_tiers.media import SharedRecord, shared
-from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, StoreRequest
-from cache_tiers.node import TierNode
-from cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
-from cache_tiers.socket.wire import (
+from samovar.cache_tiers.blocks import READABLE, BadRecord, Bytes, Record, TierError, decode_header
+from samovar.cache_tiers.media import SharedRecord, shared
+from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, StoreRequest
+from samovar.cache_tiers.node import TierNode
+from samovar.cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
+from samovar.cache_tiers.socket.wire import (
     PROTOCOL,
     BadMessage,
     SocketError,

@@ -1,9 +1,9 @@
 """Transfers of bytes between nodes, over NIXL."""
 
-from cache_tiers.transport.arena import Arena
-from cache_tiers.transport.link import Export, LinkDown, LinkError, NixlLink
-from cache_tiers.transport.nixl_agent import map_memory
-from cache_tiers.transport.peers import (
+from samovar.cache_tiers.transport.arena import Arena
+from samovar.cache_tiers.transport.link import Export, LinkDown, LinkError, NixlLink
+from samovar.cache_tiers.transport.nixl_agent import map_memory
+from samovar.cache_tiers.transport.peers import (
     PEERS_ASKED_MAX,
     LazyLink,
     PeerCalls,

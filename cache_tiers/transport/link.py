@@ -31,9 +31,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks import Bytes
-from cache_tiers.transport.arena import Arena
-from cache_tiers.transport.nixl_agent import NixlAgent, NixlFault, map_memory
+from samovar.cache_tiers.blocks import Bytes
+from samovar.cache_tiers.transport.arena import Arena
+from samovar.cache_tiers.transport.nixl_agent import NixlAgent, NixlFault, map_memory
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from cache_tiers.blocks import Bytes
-from configs.extras import missing
+from samovar.cache_tiers.blocks import Bytes
+from samovar.configs.extras import missing
 
 logger = logging.getLogger(__name__)
 

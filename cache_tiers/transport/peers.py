@@ -12,11 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from cache_tiers.blocks import Bytes
-from cache_tiers.media import Breaker
-from cache_tiers.messages import ExtentRequest, FetchFailed, Lookup, LookupResult, PeerStats, PushRequest
-from cache_tiers.transport.link import ArenaLease, Export, LinkDown
-from configs.sections import PeerSettings
+from samovar.cache_tiers.blocks import Bytes
+from samovar.cache_tiers.media import Breaker
+from samovar.cache_tiers.messages import (
+    ExtentRequest,
+    FetchFailed,
+    Lookup,
+    LookupResult,
+    PeerStats,
+    PushRequest,
+)
+from samovar.cache_tiers.transport.link import ArenaLease, Export, LinkDown
+from samovar.configs.sections import PeerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from cache_tiers.blocks import ROOT, block_key
+from samovar.cache_tiers.blocks import ROOT, block_key
 
 
 def extra_digest(extra: Sequence[object]) -> bytes:

@@ -1,7 +1,7 @@
 """`SamovarConnector`: Samovar's tiers under an unmodified `vllm serve`, by its `KVConnectorBase_V1`.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "SamovarConnector", "kv_role": "kv_both",
-      "kv_connector_module_path": "cache_tiers.vllm.connector", "kv_load_failure_policy": "recompute",
+      "kv_connector_module_path": "samovar.cache_tiers.vllm.connector", "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"socket": "/run/samovar/tiers.sock"}}'
 
 vLLM guards none of its calls on the scheduler's side: an exception ends its engine. So each call here answers
@@ -21,22 +21,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import vllm
+from samovar.cache_tiers.blocks import CPU, NVME, PEER
+from samovar.cache_tiers.socket.client import SocketLink
+from samovar.cache_tiers.vllm.chain import extra_digest
+from samovar.cache_tiers.vllm.identity import namespace_of, weights_digest
+from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, PageLayout
+from samovar.cache_tiers.vllm.pages import open_pages
+from samovar.cache_tiers.vllm.scheduler import SchedulerHalf
+from samovar.cache_tiers.vllm.versions import check_version
+from samovar.cache_tiers.vllm.worker import WorkerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
-
-from cache_tiers.blocks import CPU, NVME, PEER
-from cache_tiers.socket.client import SocketLink
-from cache_tiers.vllm.chain import extra_digest
-from cache_tiers.vllm.identity import namespace_of, weights_digest
-from cache_tiers.vllm.messages import ConnectorOptions, Jobs, PageLayout
-from cache_tiers.vllm.pages import open_pages
-from cache_tiers.vllm.scheduler import SchedulerHalf
-from cache_tiers.vllm.versions import check_version
-from cache_tiers.vllm.worker import WorkerHalf
 
 logger = logging.getLogger("vllm.samovar")
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from cache_tiers.blocks import namespace_digest
-from cache_tiers.vllm.messages import PageLayout
-from configs.json_text import parse_json
+from samovar.cache_tiers.blocks import namespace_digest
+from samovar.cache_tiers.vllm.messages import PageLayout
+from samovar.configs.json_text import parse_json
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 HASHED_AT_ONCE = 4

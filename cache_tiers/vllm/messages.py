@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cache_tiers.messages import BlockRange
+from samovar.cache_tiers.messages import BlockRange
 
 
 @dataclass(frozen=True, slots=True)

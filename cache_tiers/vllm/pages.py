@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from cache_tiers.blocks import Bytes
-from cache_tiers.vllm.messages import PageLayout
+from samovar.cache_tiers.blocks import Bytes
+from samovar.cache_tiers.vllm.messages import PageLayout
 
 
 def _by_page(name: str, tensor: torch.Tensor, pages: int) -> torch.Tensor:

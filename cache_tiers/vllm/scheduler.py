@@ -14,13 +14,30 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cache_tiers.blocks import CPU, ROOT, SESSION_BYTES, TAG_BYTES, Clear, LoadSource, marks_of, tenant_tag
-from cache_tiers.forecast import Stop
-from cache_tiers.messages import BlockRange, Cleared, Fetch, FetchFailed, Lookup, LookupResult, TurnEnded
-from cache_tiers.pricing import LoadPiece, PrefillMeter, fit_prefill, pairs_of, plan_load
-from cache_tiers.socket.client import Loaded
-from cache_tiers.vllm.chain import chain_keys
-from cache_tiers.vllm.messages import ConnectorOptions, Jobs, Load, Store
+from samovar.cache_tiers.blocks import (
+    CPU,
+    ROOT,
+    SESSION_BYTES,
+    TAG_BYTES,
+    Clear,
+    LoadSource,
+    marks_of,
+    tenant_tag,
+)
+from samovar.cache_tiers.forecast import Stop
+from samovar.cache_tiers.messages import (
+    BlockRange,
+    Cleared,
+    Fetch,
+    FetchFailed,
+    Lookup,
+    LookupResult,
+    TurnEnded,
+)
+from samovar.cache_tiers.pricing import LoadPiece, PrefillMeter, fit_prefill, pairs_of, plan_load
+from samovar.cache_tiers.socket.client import Loaded
+from samovar.cache_tiers.vllm.chain import chain_keys
+from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, Load, Store
 
 logger = logging.getLogger(__name__)
 

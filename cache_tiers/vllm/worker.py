@@ -15,8 +15,7 @@ from concurrent.futures import Executor
 from typing import Protocol
 
 import numpy as np
-
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     BadRecord,
     BlockShape,
     Bytes,
@@ -30,13 +29,13 @@ from cache_tiers.blocks import (
     record_bytes,
     seal,
 )
-from cache_tiers.media import MemoryFile, SharedRecord
-from cache_tiers.messages import BadReport, BlockRange, Fetch, FetchFailed, LoadReport
-from cache_tiers.socket.client import Loaded
-from cache_tiers.socket.messages import Offer
-from cache_tiers.vllm.chain import chain_keys
-from cache_tiers.vllm.messages import ConnectorOptions, Load, PageLayout, Store
-from cache_tiers.vllm.scheduler import fetch_of
+from samovar.cache_tiers.media import MemoryFile, SharedRecord
+from samovar.cache_tiers.messages import BadReport, BlockRange, Fetch, FetchFailed, LoadReport
+from samovar.cache_tiers.socket.client import Loaded
+from samovar.cache_tiers.socket.messages import Offer
+from samovar.cache_tiers.vllm.chain import chain_keys
+from samovar.cache_tiers.vllm.messages import ConnectorOptions, Load, PageLayout, Store
+from samovar.cache_tiers.vllm.scheduler import fetch_of
 
 logger = logging.getLogger(__name__)
 

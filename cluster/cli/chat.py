@@ -14,12 +14,18 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
-
-from cluster.cli.chat_client import ChatClient
-from cluster.cli.conversation import RETRY_TEMPERATURE, ChatError, ChatTurn, Conversation, Sampling, printable
-from cluster.cli.terminal import AnswerView, MarkdownView, PlainView, unseen_keys
-from cluster.serve.secrets import write_private
-from configs.model_reference import DEFAULT_NAME
+from samovar.cluster.cli.chat_client import ChatClient
+from samovar.cluster.cli.conversation import (
+    RETRY_TEMPERATURE,
+    ChatError,
+    ChatTurn,
+    Conversation,
+    Sampling,
+    printable,
+)
+from samovar.cluster.cli.terminal import AnswerView, MarkdownView, PlainView, unseen_keys
+from samovar.cluster.serve.secrets import write_private
+from samovar.configs.model_reference import DEFAULT_NAME
 
 LEAVE = ("/quit", "/exit", "/bye")
 LONG = '"""'

@@ -9,10 +9,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import openai
-
-from cluster.cli.conversation import ChatError, error_code, error_message, printable
-from configs.json_text import parse_json
-from configs.settings import ServerSettings
+from samovar.cluster.cli.conversation import ChatError, error_code, error_message, printable
+from samovar.configs.json_text import parse_json
+from samovar.configs.settings import ServerSettings
 
 CONNECT_S = 5.0
 SILENCE_S = 120.0  # a live server sends a comment at least every few seconds

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from cluster.cli.options import (
+from samovar.cluster.cli.options import (
     ConfigOption,
     HostOption,
     ModelOption,
@@ -22,7 +21,7 @@ from cluster.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from configs.loader import LoadedSettings
+    from samovar.configs.loader import LoadedSettings
 
 HIDDEN = "***"
 HEAD = ("setting", "value", "set by (empty = default)", "what it is")
@@ -117,7 +116,7 @@ def asked_for(args: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def config_rows(loaded: LoadedSettings) -> dict[str, dict[str, Any]]:
     """Return `value` (plain JSON), `source`, `origin`, `description` by dotted key. Hides secrets."""
-    from configs.fields import setting_fields
+    from samovar.configs.fields import setting_fields
 
     tree = loaded.settings.model_dump(mode="json")
     rows = {}
@@ -135,7 +134,7 @@ def config_rows(loaded: LoadedSettings) -> dict[str, dict[str, Any]]:
 
 
 def _print_one(key: str, rows: dict[str, dict[str, Any]], as_json: bool) -> None:
-    from configs.loader import did_you_mean
+    from samovar.configs.loader import did_you_mean
 
     row = rows.get(key.replace("-", "_"))
     if row is None:
@@ -198,7 +197,7 @@ def _cells(key: str, row: dict[str, Any]) -> Row:
 
 
 def _print_keys(as_json: bool) -> None:
-    from configs.fields import setting_fields
+    from samovar.configs.fields import setting_fields
 
     if as_json:
         spelled = {

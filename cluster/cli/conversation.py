@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.serve.startup_table import TIER_WORDS
-from configs.model_reference import DEFAULT_NAME
+from samovar.cluster.serve.startup_table import TIER_WORDS
+from samovar.configs.model_reference import DEFAULT_NAME
 
 KEPT = "\n\t\u200c\u200d"  # the last two: zero-width non-joiner and joiner
 DROPPED = ("Cc", "Cf", "Cs")  # Unicode's categories: control, format, surrogate

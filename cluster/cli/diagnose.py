@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
-
-from cluster.cli.options import (
+from samovar.cluster.cli.options import (
     ANY_SETTING,
     EXIT_FAILED,
     SPELLING,
@@ -25,7 +24,7 @@ from cluster.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from router.observe.diagnosis import Diagnosis, Snapshot
+    from samovar.router.observe.diagnosis import Diagnosis, Snapshot
 
 PIPE_COLUMNS = 120
 PERIOD_S_MAX = 3600
@@ -62,8 +61,8 @@ def diagnose(
     Exits with 0 if nothing is wrong, 1 if something is, 2 if the server cannot be asked. With API keys it
     needs the administrator's.
     """
-    from cluster.cli.running import server_url
-    from cluster.cli.status import StatusFailed
+    from samovar.cluster.cli.running import server_url
+    from samovar.cluster.cli.status import StatusFailed
 
     address = server_url(url)
     try:
@@ -76,7 +75,7 @@ def diagnose(
             now, before = snapshot(address, api_key), now
     except StatusFailed as error:
         refuse(str(error))
-    from router.observe.diagnosis import diagnose as judge
+    from samovar.router.observe.diagnosis import diagnose as judge
 
     found = judge(now, before)
     _print(found, address, every=every, as_json=as_json)
@@ -85,8 +84,8 @@ def diagnose(
 
 def snapshot(url: str, api_key: str | None, *, transport: httpx.BaseTransport | None = None) -> Snapshot:
     """Return what the server at `url` counts now. Raises `StatusFailed`."""
-    from cluster.cli.status import StatusFailed, get, get_json, open_client
-    from router.observe.diagnosis import NoSnapshot, snapshot_of
+    from samovar.cluster.cli.status import StatusFailed, get, get_json, open_client
+    from samovar.router.observe.diagnosis import NoSnapshot, snapshot_of
 
     with open_client(url, api_key, transport) as client:
         stats, metrics = get_json(client, "/cache/stats"), get(client, "/metrics").text
@@ -99,10 +98,9 @@ def snapshot(url: str, api_key: str | None, *, transport: httpx.BaseTransport | 
 def _watch(url: str, api_key: str | None, every_s: float, *, every: bool, as_json: bool) -> None:
     from rich.console import Console, RenderableType
     from rich.live import Live
-
-    from cluster.cli.status import or_why_not
-    from cluster.doctor.view import diagnosis_view
-    from router.observe.diagnosis import diagnose as judge
+    from samovar.cluster.cli.status import or_why_not
+    from samovar.cluster.doctor.view import diagnosis_view
+    from samovar.router.observe.diagnosis import diagnose as judge
 
     pause, before = threading.Event(), None
 
@@ -132,7 +130,7 @@ def _print(found: Diagnosis, url: str, *, every: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.json(), indent=2, ensure_ascii=False))
         return
-    from cluster.doctor.view import diagnosis_view
+    from samovar.cluster.doctor.view import diagnosis_view
 
     _console().print(diagnosis_view(found, url, every=every))
 
@@ -157,10 +155,10 @@ def doctor(
     from dataclasses import asdict
 
     settings = load_or_exit(config, None, None, None, None, ctx.args).settings
-    from cluster.cli.running import RunningServers
-    from cluster.doctor.check import Checked, run_checks
-    from cluster.doctor.doctor import checks_of
-    from cluster.doctor.view import doctor_view
+    from samovar.cluster.cli.running import RunningServers
+    from samovar.cluster.doctor.check import Checked, run_checks
+    from samovar.cluster.doctor.doctor import checks_of
+    from samovar.cluster.doctor.view import doctor_view
 
     ours = [server.url for server in RunningServers.of_user(os.environ).living()]
     checks = checks_of(settings, running=ours)

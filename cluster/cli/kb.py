@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-
-from cluster.cli.options import (
+from samovar.cluster.cli.options import (
     EXIT_FAILED,
     EXIT_REFUSED,
     HELP_NAMES,
@@ -27,8 +26,7 @@ from cluster.cli.options import (
 
 if TYPE_CHECKING:
     import httpx
-
-    from router.context.knowledge import KnowledgeStore
+    from samovar.router.context.knowledge import KnowledgeStore
 
 ROUTE = "/v1/knowledge"
 CANDIDATES = f"{ROUTE}/candidates"
@@ -59,8 +57,7 @@ class _Server:
 
     def __init__(self, url: str | None, api_key: str | None) -> None:
         import httpx
-
-        from cluster.cli.running import server_url
+        from samovar.cluster.cli.running import server_url
 
         self._base = server_url(url).rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -258,7 +255,7 @@ def run_questions(
 
 def _ask_model(server: _Server, asked: Sequence[Any], report: dict[str, Any]) -> None:
     """Add the failures of checks of answers: each question alone, at temperature 0, always the same seed."""
-    from router.context.knowledge import Check, broken
+    from samovar.router.context.knowledge import Check, broken
 
     model = server.ask("GET", "/v1/models")["data"][0]["id"]
     for question, verdict in zip(asked, report["questions"], strict=True):
@@ -379,8 +376,8 @@ def compact(config: ConfigOption = None) -> None:
 
 
 def _local(config: str | None, work: Any, must_exist: bool = False) -> None:
-    from configs.extras import ExtraMissing
-    from router.context.knowledge import KnowledgeError, open_store, store_file
+    from samovar.configs.extras import ExtraMissing
+    from samovar.router.context.knowledge import KnowledgeError, open_store, store_file
 
     settings = load_or_exit(config, None, None, None, None, []).settings
     path = store_file(settings.knowledge, settings.model.cache_dir)
@@ -410,7 +407,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _parsed(text: str, path: Path) -> Any:
-    from configs.json_text import parse_json
+    from samovar.configs.json_text import parse_json
 
     try:
         return parse_json(text)

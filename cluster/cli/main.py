@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 
 import typer
-
-from cluster.cli import diagnose
-from cluster.cli.config import show_config
-from cluster.cli.kb import kb
-from cluster.cli.options import (
+from samovar.cluster.cli import diagnose
+from samovar.cluster.cli.config import show_config
+from samovar.cluster.cli.kb import kb
+from samovar.cluster.cli.options import (
     ANY_SETTING,
     EXIT_FAILED,
     EXIT_REFUSED,
@@ -40,13 +39,13 @@ from cluster.cli.options import (
     load_settings,
     refuse,
 )
-from cluster.cli.plan import plan
+from samovar.cluster.cli.plan import plan
 
 if TYPE_CHECKING:
-    from cluster.launch.terraform import CloudOutputs
-    from cluster.launch.up import Launch
-    from cluster.serve.stages import StartStages
-    from configs.settings import Settings
+    from samovar.cluster.launch.terraform import CloudOutputs
+    from samovar.cluster.launch.up import Launch
+    from samovar.cluster.serve.stages import StartStages
+    from samovar.configs.settings import Settings
 
 SECRETS_FILE = Path("~/samovar/secrets.yaml")
 
@@ -64,11 +63,10 @@ def deploy(
     other settings, it changes what is served, without a failed request.
     """
     from rich.console import Console
-
-    from cluster.deploy.deploy import deploy as deploy_now
-    from cluster.serve.preflight import StartFailed
-    from configs.loader import ConfigError, load
-    from replicas.messages import ModelRefused
+    from samovar.cluster.deploy.deploy import deploy as deploy_now
+    from samovar.cluster.serve.preflight import StartFailed
+    from samovar.configs.loader import ConfigError, load
+    from samovar.replicas.messages import ModelRefused
 
     errors = Console(stderr=True)
     try:
@@ -117,8 +115,8 @@ def render_command(
     ] = False,
 ) -> None:
     """Print the file that `ray up` reads. Also takes --section.key VALUE. It holds no secrets."""
-    from cluster.launch.render import header, render
-    from cluster.manifests.command import ray_service, systemd_unit
+    from samovar.cluster.launch.render import header, render
+    from samovar.cluster.manifests.command import ray_service, systemd_unit
 
     with _known_errors():
         if kuberay + systemd + (terraform is not None) > 1:
@@ -153,7 +151,7 @@ def up_command(
 
     Run again with other settings, it changes what runs. Also takes --section.key VALUE.
     """
-    from cluster.launch.up import READY, up
+    from samovar.cluster.launch.up import READY, up
 
     with _known_errors():
         launch = _launch(config, terraform, secrets, ctx.args)
@@ -165,7 +163,7 @@ def down_command(ctx: typer.Context, config: ClusterFileOption, terraform: Terra
 
     The bucket and everything else that Terraform made stays: `terraform destroy` removes that.
     """
-    from cluster.launch.up import down
+    from samovar.cluster.launch.up import down
 
     with _known_errors():
         launch = _launch(config, terraform, None, ctx.args)
@@ -189,7 +187,7 @@ def node_setup_command(
     ] = None,
 ) -> None:
     """Fetch secrets and join the load balancer's targets; `samovar up` runs it on every node before Ray."""
-    from cluster.launch.node_setup import join_targets, setup_from_file, setup_from_ssm
+    from samovar.cluster.launch.node_setup import join_targets, setup_from_file, setup_from_ssm
 
     with _known_errors():
         if token_file is not None:
@@ -205,7 +203,7 @@ def node_setup_command(
 
 def keep_gcs_command(port: Annotated[int, typer.Option(min=1, max=65535)] = 6379) -> None:
     """Restart Ray's GCS when it dies; `samovar up` leaves this running on the head."""
-    from cluster.launch.keep_gcs import main
+    from samovar.cluster.launch.keep_gcs import main
 
     raise typer.Exit(main(["--port", str(port)]))
 
@@ -215,17 +213,17 @@ def monitor_command(
     secrets: Annotated[Path, typer.Option(metavar="FILE")] = SECRETS_FILE,
 ) -> None:
     """Run Prometheus and Grafana beside Ray; `samovar up` leaves this running on the head, if asked to."""
-    from cluster.dashboards.monitor import monitor
-    from configs.loader import load
+    from samovar.cluster.dashboards.monitor import monitor
+    from samovar.configs.loader import load
 
     with _known_errors():
         monitor(load(config.expanduser(), os.environ, (), secrets.expanduser()).settings)
 
 
 def _launch(config: str, terraform: Path | None, secrets: Path | None, rest: list[str]) -> Launch:
-    from cluster.launch.terraform import read_outputs
-    from cluster.launch.up import Launch
-    from configs.loader import load
+    from samovar.cluster.launch.terraform import read_outputs
+    from samovar.cluster.launch.up import Launch
+    from samovar.configs.loader import load
 
     settings = _absolute_paths(load(config, os.environ, rest, secrets).settings)
     outputs: CloudOutputs | None = None if terraform is None else read_outputs(terraform)
@@ -247,7 +245,7 @@ def _absolute_paths(settings: Settings) -> Settings:
 
 def _clients(region: str) -> Callable[[str], Any]:
     """Return a factory of AWS clients by service; boto3 honours AWS_ENDPOINT_URL and similar variables."""
-    from configs.extras import require
+    from samovar.configs.extras import require
 
     def client(service: str) -> Any:
         require("boto3", f"AWS's {service}")
@@ -260,13 +258,13 @@ def _clients(region: str) -> Callable[[str], Any]:
 
 @contextmanager
 def _known_errors() -> Iterator[None]:
-    from cluster.launch.aws import AwsRefused
-    from cluster.launch.node_setup import NodeSetupFailed
-    from cluster.launch.settings import RenderFailed
-    from cluster.launch.terraform import OutputsRefused
-    from cluster.launch.up import CommandFailed, UpFailed
-    from configs.extras import ExtraMissing
-    from configs.loader import ConfigError
+    from samovar.cluster.launch.aws import AwsRefused
+    from samovar.cluster.launch.node_setup import NodeSetupFailed
+    from samovar.cluster.launch.settings import RenderFailed
+    from samovar.cluster.launch.terraform import OutputsRefused
+    from samovar.cluster.launch.up import CommandFailed, UpFailed
+    from samovar.configs.extras import ExtraMissing
+    from samovar.configs.loader import ConfigError
 
     try:
         yield
@@ -363,9 +361,9 @@ def serve(
         return load_settings(config, host, port, replicas, model, rest).settings
 
     stages = _look_first(loaded.settings, with_s3_demo)
-    from cluster.cli.running import RunningServers
-    from configs.imports import collector_paused, keep_bytecode
-    from replicas.messages import ModelRefused
+    from samovar.cluster.cli.running import RunningServers
+    from samovar.configs.imports import collector_paused, keep_bytecode
+    from samovar.replicas.messages import ModelRefused
 
     keep_bytecode(loaded.settings.model.cache_dir.expanduser() / "bytecode", os.environ)
     # Ray reads this at import: a private cluster then binds to 127.0.0.1 only, as on Windows and macOS.
@@ -377,7 +375,9 @@ def serve(
     servers = RunningServers.of_user(os.environ)
     with stages, collector_paused():
         stages.begin("libraries")
-        serve_forever = cast(_ServeForever, importlib.import_module("cluster.serve.app").serve_forever)
+        serve_forever = cast(
+            _ServeForever, importlib.import_module("samovar.cluster.serve.app").serve_forever
+        )
     try:
         code = serve_forever(
             loaded.settings,
@@ -396,10 +396,9 @@ def serve(
 def _look_first(settings: Settings, with_s3_demo: bool) -> StartStages:
     """Exit if the start cannot succeed, before anything heavy is imported; return what shows its stages."""
     from rich.console import Console
-
-    from cluster.serve.preflight import StartFailed, first_look
-    from cluster.serve.stages import StartStages
-    from replicas.messages import ModelRefused
+    from samovar.cluster.serve.preflight import StartFailed, first_look
+    from samovar.cluster.serve.stages import StartStages
+    from samovar.replicas.messages import ModelRefused
 
     errors = Console(stderr=True)
     try:
@@ -425,7 +424,7 @@ def tiers(
 ) -> None:
     """Serve cache tiers to other engines on this machine, such as vLLM: docs/vllm.md. Needs no Ray."""
     settings = load_or_exit(config, None, None, None, None, ctx.args).settings
-    from cache_tiers.socket.process import serve_tiers
+    from samovar.cache_tiers.socket.process import serve_tiers
 
     say = functools.partial(print, flush=True)
     raise typer.Exit(serve_tiers(settings, socket, port=metrics_port, say=say))
@@ -454,9 +453,9 @@ def chat(
     ] = False,
 ) -> None:
     """Chat in the terminal. Also reads lines from a pipe: `echo hi | samovar chat`."""
-    from cluster.cli.chat import run_chat
-    from cluster.cli.conversation import Sampling
-    from cluster.cli.running import server_url
+    from samovar.cluster.cli.chat import run_chat
+    from samovar.cluster.cli.conversation import Sampling
+    from samovar.cluster.cli.running import server_url
 
     sampling = Sampling(temperature, max_tokens)
     address = server_url(url)
@@ -478,8 +477,8 @@ def status(
     ] = None,
 ) -> None:
     """Show a running server's replicas and cache tiers. With API keys it needs the administrator's."""
-    from cluster.cli import status as shown
-    from cluster.cli.running import server_url
+    from samovar.cluster.cli import status as shown
+    from samovar.cluster.cli.running import server_url
 
     try:
         if tiers is not None:

@@ -11,9 +11,8 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 if TYPE_CHECKING:
+    from samovar.configs.loader import LoadedSettings
     from typer._click import Context, HelpFormatter, Parameter
-
-    from configs.loader import LoadedSettings
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -103,7 +102,7 @@ def load_settings(
     rest: Sequence[str],
 ) -> LoadedSettings:
     """Load the settings with the short flags applied. Raises `ConfigError`."""
-    from configs.loader import load
+    from samovar.configs.loader import load
 
     short = {"--host": host, "--port": port, "--replicas": replicas, "--model": model}
     flags = [f"{flag}={value}" for flag, value in short.items() if value is not None]
@@ -119,7 +118,7 @@ def load_or_exit(
     rest: Sequence[str],
 ) -> LoadedSettings:
     """Load as `load_settings`, and exit with all problems if there are any."""
-    from configs.loader import ConfigError
+    from samovar.configs.loader import ConfigError
 
     try:
         return load_settings(config, host, port, replicas, model, rest)

@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-from cluster.cli.options import ApiKeyOption, UrlOption
+from samovar.cluster.cli.options import ApiKeyOption, UrlOption
 
 EXIT_REFUSED = 2
 PIPE_COLUMNS = 160
@@ -193,10 +193,10 @@ def _run_trace(
     json_to: Path | None,
     given: dict[str, Any],
 ) -> int:
-    from cluster.plan.plan import PlanAsk, run_plan
-    from cluster.plan.runs import SWEPT, PlanRefused
-    from cluster.plan.simulator.fleet import Prices
-    from cluster.plan.sizing import kv_format, read_model
+    from samovar.cluster.plan.plan import PlanAsk, run_plan
+    from samovar.cluster.plan.runs import SWEPT, PlanRefused
+    from samovar.cluster.plan.simulator.fleet import Prices
+    from samovar.cluster.plan.sizing import kv_format, read_model
 
     ask = {key: value for key, value in given.items() if value is not None}
     prices = {"usd_gpu_hour": "gpu_hour", "usd_ram": "cpu_gib_month"}
@@ -225,7 +225,7 @@ def _run_trace(
 def _run_sizing(
     console: Console, model: Path, kv_dtype: str | None, json_to: Path | None, given: dict[str, Any]
 ) -> int:
-    from cluster.plan.sizing import SizingAsk, run_sizing
+    from samovar.cluster.plan.sizing import SizingAsk, run_sizing
 
     ask = {key: value for key, value in given.items() if value is not None}
     if "context" in ask:
@@ -236,11 +236,11 @@ def _run_sizing(
 def _run_live(
     console: Console, url: str | None, api_key: str | None, json_to: Path | None, contexts: str | None
 ) -> int:
-    from cluster.cli.diagnose import snapshot
-    from cluster.cli.running import server_url
-    from cluster.cli.status import StatusFailed
-    from cluster.plan.live import run_live
-    from cluster.plan.runs import PlanRefused
+    from samovar.cluster.cli.diagnose import snapshot
+    from samovar.cluster.cli.running import server_url
+    from samovar.cluster.cli.status import StatusFailed
+    from samovar.cluster.plan.live import run_live
+    from samovar.cluster.plan.runs import PlanRefused
 
     try:
         now = snapshot(server_url(url), api_key)
@@ -252,10 +252,9 @@ def _run_live(
 def _exit_with(run: Any, *args: Any) -> NoReturn:
     """Run a mode and exit with its code; bad files or numbers give a one-line error, no traceback."""
     from rich.console import Console
-
-    from cluster.plan.runs import PlanRefused
-    from cluster.plan.traces.files import TraceError
-    from replicas.messages import ModelRefused
+    from samovar.cluster.plan.runs import PlanRefused
+    from samovar.cluster.plan.traces.files import TraceError
+    from samovar.replicas.messages import ModelRefused
 
     console = Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
     try:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.atomic_file import atomic_write
-from configs.json_text import parse_json
+from samovar.configs.atomic_file import atomic_write
+from samovar.configs.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 

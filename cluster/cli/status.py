@@ -21,10 +21,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-
-from cache_tiers.blocks import TIERS
-from cluster.cli.options import print_table
-from cluster.serve.startup_table import TIER_WORDS, WELL, state_in_words
+from samovar.cache_tiers.blocks import TIERS
+from samovar.cluster.cli.options import print_table
+from samovar.cluster.serve.startup_table import TIER_WORDS, WELL, state_in_words
 
 TIMEOUT_S = 10.0
 COLUMNS_MAX = 10_000
@@ -274,7 +273,7 @@ def show(
 
 def show_tiers(path: Path, *, as_json: bool) -> None:
     """Print the tiers that `samovar tiers` serves at a socket. Raises `StatusFailed`."""
-    from cache_tiers.socket.client import SocketLink
+    from samovar.cache_tiers.socket.client import SocketLink
 
     link = SocketLink(path, "samovar status", call_s=TIMEOUT_S)
     stats = link.stats()

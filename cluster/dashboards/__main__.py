@@ -1,8 +1,8 @@
-"""Writes the generated files again: `python -m cluster.dashboards`, after a change of metrics or alerts."""
+"""Writes the generated files again: `python -m samovar.cluster.dashboards`, after a change of metrics or alerts."""
 
 from __future__ import annotations
 
-from cluster.dashboards.files import FOLDER, OPERATIONS, texts, with_tables
+from samovar.cluster.dashboards.files import FOLDER, OPERATIONS, texts, with_tables
 
 if __name__ == "__main__":
     for name, text in texts().items():

@@ -1,4 +1,4 @@
-"""Renders the files that Prometheus and Grafana read. Pure; `python -m cluster.dashboards` writes them."""
+"""Renders the files that Prometheus and Grafana read. Pure; `python -m samovar.cluster.dashboards` writes them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from cluster.dashboards.alerts import ALERTS, Alert
-from cluster.dashboards.panels import ROWS, DashboardRow, Panel, PanelQuery
-from router.metrics import DeclaredMetric, Metrics
+from samovar.cluster.dashboards.alerts import ALERTS, Alert
+from samovar.cluster.dashboards.panels import ROWS, DashboardRow, Panel, PanelQuery
+from samovar.router.metrics import DeclaredMetric, Metrics
 
 FOLDER = Path(__file__).parent
 DASHBOARD_FILE, ALERTS_FILE, SCRAPE_FILE = "dashboard.json", "alerts.yaml", "prometheus.yaml"
@@ -21,7 +20,7 @@ TARGET = "127.0.0.1:8000"
 RAY_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
 """Ray's own list of its nodes' metrics, on the head."""
 
-NOTE = "Written by `python -m cluster.dashboards`: do not edit."
+NOTE = "Written by `python -m samovar.cluster.dashboards`: do not edit."
 COLUMNS, HEIGHT, STAT_HEIGHT = 24, 8, 4
 WIDTH, STAT_WIDTH = 8, 4
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.dashboards.files import (
+from samovar.cluster.dashboards.files import (
     ALERTS_FILE,
     DASHBOARD_FILE,
     SCRAPE_FILE,
@@ -25,11 +25,11 @@ from cluster.dashboards.files import (
     texts,
     yaml_text,
 )
-from cluster.launch.commands import monitoring_environment
-from cluster.launch.keep_gcs import Restarts, ended, wait_for
-from cluster.serve.secrets import write_private
-from configs.optional_sections import MonitoringSettings
-from configs.settings import Settings
+from samovar.cluster.launch.commands import monitoring_environment
+from samovar.cluster.launch.keep_gcs import Restarts, ended, wait_for
+from samovar.cluster.serve.secrets import write_private
+from samovar.configs.optional_sections import MonitoringSettings
+from samovar.configs.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,12 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 from ray import serve
-
-from cluster.serve.graph import build_front_app, build_model_app
-from cluster.serve.preflight import StartFailed
-from cluster.serve.ray_cluster import refuse_open_cluster_here
-from configs.fields import Tree, merged
-from configs.sections import Section
-from configs.settings import Settings
+from samovar.cluster.serve.graph import build_front_app, build_model_app
+from samovar.cluster.serve.preflight import StartFailed
+from samovar.cluster.serve.ray_cluster import refuse_open_cluster_here
+from samovar.configs.fields import Tree, merged
+from samovar.configs.sections import Section
+from samovar.configs.settings import Settings
 
 DIGEST_PURPOSE = b"samovar secrets"
 

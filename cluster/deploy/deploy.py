@@ -18,13 +18,18 @@ import requests
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from rich.console import Console
 from rich.table import Table
-
-from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
-from cluster.serve.environment import application_environment
-from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name, serve_logs
-from cluster.serve.preflight import StartFailed, check_extras
-from cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
-from cluster.serve.rollout import (
+from samovar.cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
+from samovar.cluster.serve.environment import application_environment
+from samovar.cluster.serve.graph import (
+    FRONT_APP,
+    INGRESS_DEPLOYMENT,
+    MODEL_APP_PREFIX,
+    model_app_name,
+    serve_logs,
+)
+from samovar.cluster.serve.preflight import StartFailed, check_extras
+from samovar.cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
+from samovar.cluster.serve.rollout import (
     EVERY_INTERFACE,
     Patience,
     exchange,
@@ -32,10 +37,10 @@ from cluster.serve.rollout import (
     not_running,
     unhealthy_here,
 )
-from configs.fields import public_tree
-from configs.settings import Settings
-from replicas.messages import REPLICA_DEPLOYMENT
-from replicas.model import check_heads, ensure_model, inspect_model, pinned
+from samovar.configs.fields import public_tree
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import REPLICA_DEPLOYMENT
+from samovar.replicas.model import check_heads, ensure_model, inspect_model, pinned
 
 NODES_PATH = "/nodes?view=summary"
 Application = dict[str, Any]
@@ -207,14 +212,14 @@ def applications(
         model_app: {
             "name": model_app,
             "route_prefix": None,
-            "import_path": "cluster.deploy.builders:model_app",
+            "import_path": "samovar.cluster.deploy.builders:model_app",
             "deployments": [replica],
             **common,
         },
         FRONT_APP: {
             "name": FRONT_APP,
             "route_prefix": "/",
-            "import_path": "cluster.deploy.builders:front_app",
+            "import_path": "samovar.cluster.deploy.builders:front_app",
             "deployments": [{"name": INGRESS_DEPLOYMENT, "user_config": {"replicas": count}}],
             **common,
         },

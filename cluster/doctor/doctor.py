@@ -17,17 +17,17 @@ from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
-from cluster.doctor.check import ROOT, CheckState, MachineCheck, Result, existing
-from cluster.doctor.media import MEASURE_S, disk_price, disk_tier, prices, s3_tier, serves_here
-from cluster.doctor.safety import CHILD_S_MAX, nixl, open_binds, ray_cluster, secrets_files
-from cluster.serve import preflight
-from cluster.serve.startup_table import smaller_than_pools
-from configs.sections import GIB
-from configs.settings import Settings
-from replicas.messages import ModelRefused
-from replicas.model import find_early, gpus_seen, refuse_early, torch_version, why_no_gpu
-from replicas.start.machine_prices import MachinePrices, kept_prices, measurements_dir
-from router.observe.diagnosis import in_bytes
+from samovar.cluster.doctor.check import ROOT, CheckState, MachineCheck, Result, existing
+from samovar.cluster.doctor.media import MEASURE_S, disk_price, disk_tier, prices, s3_tier, serves_here
+from samovar.cluster.doctor.safety import CHILD_S_MAX, nixl, open_binds, ray_cluster, secrets_files
+from samovar.cluster.serve import preflight
+from samovar.cluster.serve.startup_table import smaller_than_pools
+from samovar.configs.sections import GIB
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import find_early, gpus_seen, refuse_early, torch_version, why_no_gpu
+from samovar.replicas.start.machine_prices import MachinePrices, kept_prices, measurements_dir
+from samovar.router.observe.diagnosis import in_bytes
 
 PYTHON_MIN, PYTHON_LAST_TRIED = (3, 11), (3, 13)
 FREE_FOR_MODELS = 2 * GIB
@@ -142,8 +142,8 @@ def native_step(settings: Settings, environ: Mapping[str, str]) -> Result:
         return "ok", f"not used: engine.step is {settings.engine.step}", ""
     if settings.engine.device == "cuda":
         return "ok", "not used: engine.device is cuda", ""
-    from configs.compiled import NotCompiled, find_compiler
-    from replicas.native import NotNative, variant_here
+    from samovar.configs.compiled import NotCompiled, find_compiler
+    from samovar.replicas.native import NotNative, variant_here
 
     try:
         variant = variant_here()

@@ -10,17 +10,16 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
-
-from cache_tiers.blocks import CPU, NVME
-from cache_tiers.pricing import TierPrice
-from cluster.doctor.check import Result, existing
-from cluster.plan.sizing import in_seconds, in_tokens
-from cluster.serve import preflight
-from cluster.serve.startup_table import TIER_WORDS
-from configs.sections import MIB
-from configs.settings import Settings
-from replicas.start.machine_prices import MachinePrices, kept_prices, measurements_dir
-from router.observe.diagnosis import (
+from samovar.cache_tiers.blocks import CPU, NVME
+from samovar.cache_tiers.pricing import TierPrice
+from samovar.cluster.doctor.check import Result, existing
+from samovar.cluster.plan.sizing import in_seconds, in_tokens
+from samovar.cluster.serve import preflight
+from samovar.cluster.serve.startup_table import TIER_WORDS
+from samovar.configs.sections import MIB
+from samovar.configs.settings import Settings
+from samovar.replicas.start.machine_prices import MachinePrices, kept_prices, measurements_dir
+from samovar.router.observe.diagnosis import (
     computing_in_words,
     in_bytes,
     load_prices,
@@ -96,8 +95,8 @@ def _held(where: Path) -> int:
 
 def disk_price(settings: Settings) -> TierPrice | None:
     """Measure the disk of the nvme tier, in a directory of its own beside the tier's; None: it failed."""
-    from cache_tiers.blocks import TierError
-    from cache_tiers.media import NvmeTier, measure_tier
+    from samovar.cache_tiers.blocks import TierError
+    from samovar.cache_tiers.media import NvmeTier, measure_tier
 
     try:
         with tempfile.TemporaryDirectory(
@@ -176,7 +175,7 @@ def _server_time(url: str) -> float:
 
 
 def _probe_s3(settings: Settings) -> None:
-    from cache_tiers.media import s3
+    from samovar.cache_tiers.media import s3
 
     tier = s3.S3Tier(settings.tiers.s3, time.time)
     try:

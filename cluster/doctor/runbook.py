@@ -1,14 +1,14 @@
 """Writes the parts of docs/diagnosis.md that are the words of the commands.
 
-`python -m cluster.doctor.runbook`; a test compares the page with them.
+`python -m samovar.cluster.doctor.runbook`; a test compares the page with them.
 """
 
 from __future__ import annotations
 
-from cluster.doctor.check import ROOT
-from cluster.doctor.doctor import checks_of
-from configs.settings import Settings
-from router.observe.diagnosis import CONDITIONS, Condition
+from samovar.cluster.doctor.check import ROOT
+from samovar.cluster.doctor.doctor import checks_of
+from samovar.configs.settings import Settings
+from samovar.router.observe.diagnosis import CONDITIONS, Condition
 
 PAGE = ROOT / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"

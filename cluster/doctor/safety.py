@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
-
-from cluster.doctor.check import ROOT, Result
-from cluster.serve import preflight
-from cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret
-from configs.extras import missing
-from configs.settings import Settings
+from samovar.cluster.doctor.check import ROOT, Result
+from samovar.cluster.serve import preflight
+from samovar.cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret
+from samovar.configs.extras import missing
+from samovar.configs.settings import Settings
 
 CHILD_S_MAX = 20.0
 OTHERS = 0o077
@@ -24,7 +23,7 @@ OPEN_ADDRESSES = ("0.0.0.0", "::")
 # In a process of its own: UCX may end it, and its libraries stay loaded.
 NIXL_CODE = """
 import json, os, time
-from cache_tiers.transport import LinkError, NixlLink
+from samovar.cache_tiers.transport import LinkError, NixlLink
 try:
     NixlLink("doctor:0", arena_bytes=1 << 20, lease_s=1.0, clock=time.monotonic)
     found = {"ok": True}
@@ -52,7 +51,7 @@ def nixl(settings: Settings, run: Callable[[], Mapping[str, object]] | None = No
 
 
 def _run_nixl() -> Mapping[str, object]:
-    from configs.json_text import parse_json
+    from samovar.configs.json_text import parse_json
 
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
@@ -78,7 +77,7 @@ def ray_cluster(
     asks: Callable[[str], bool] | None = None,
 ) -> Result:
     """See who may read Ray's token, and whether a cluster that is joined requires one."""
-    from cluster.serve.ray_cluster import (
+    from samovar.cluster.serve.ray_cluster import (
         PATH_VARIABLE,
         TOKEN_VARIABLE,
         address_of,

@@ -8,9 +8,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-
-from cluster.doctor.check import Checked
-from router.observe.diagnosis import BY_NAME, Diagnosis, Finding
+from samovar.cluster.doctor.check import Checked
+from samovar.router.observe.diagnosis import BY_NAME, Diagnosis, Finding
 
 MARKS = {"holds": ("✗", "bold red"), "clear": ("✓", "green"), "unknown": ("?", "yellow")}
 CHECK_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "bold red")}

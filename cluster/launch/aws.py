@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import yaml
-
-from cluster.launch.settings import RenderFailed
-from configs.fields import Tree
+from samovar.cluster.launch.settings import RenderFailed
+from samovar.configs.fields import Tree
 
 TOKEN = "ray-token"
 SECRETS = "secrets"

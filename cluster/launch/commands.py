@@ -9,12 +9,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from cluster.launch.settings import CONFIG_FILE, NODE_HOME, NVME_SCRIPT, SECRETS_FILE, RenderFailed
-from cluster.serve.environment import StoreTooSmall, plan_store, ray_environment
-from configs.cluster import LaunchSettings
-from configs.optional_sections import MonitoringSettings
-from configs.sections import MIB
-from configs.settings import Settings
+from samovar.cluster.launch.settings import CONFIG_FILE, NODE_HOME, NVME_SCRIPT, SECRETS_FILE, RenderFailed
+from samovar.cluster.serve.environment import StoreTooSmall, plan_store, ray_environment
+from samovar.configs.cluster import LaunchSettings
+from samovar.configs.optional_sections import MonitoringSettings
+from samovar.configs.sections import MIB
+from samovar.configs.settings import Settings
 
 OPEN_FILES = 65536
 SHM_SPARE_BYTES = 64 * MIB

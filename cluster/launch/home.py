@@ -14,13 +14,12 @@ from importlib import resources
 from pathlib import Path
 
 import yaml
-
-from cluster.launch.aws import new_token
-from cluster.launch.cluster_file import ClusterFile
-from cluster.launch.settings import CONFIG_FILE, NVME_SCRIPT, SECRETS_FILE, TOKEN_FILE
-from cluster.serve.secrets import DIR_OWNER_ONLY, write_private
-from configs.fields import Tree, public_tree
-from configs.settings import Settings
+from samovar.cluster.launch.aws import new_token
+from samovar.cluster.launch.cluster_file import ClusterFile
+from samovar.cluster.launch.settings import CONFIG_FILE, NVME_SCRIPT, SECRETS_FILE, TOKEN_FILE
+from samovar.cluster.serve.secrets import DIR_OWNER_ONLY, write_private
+from samovar.configs.fields import Tree, public_tree
+from samovar.configs.settings import Settings
 
 CLUSTER_FILE = "cluster.yaml"
 SERVER_SECRET_FILE = "server-secret"

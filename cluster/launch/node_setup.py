@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from cluster.launch.aws import SECRETS, TOKEN, asked, get_parameter
-from cluster.launch.settings import NODE_HOME, SECRETS_FILE
-from cluster.serve.secrets import OWNER_ONLY, write_private
+from samovar.cluster.launch.aws import SECRETS, TOKEN, asked, get_parameter
+from samovar.cluster.launch.settings import NODE_HOME, SECRETS_FILE
+from samovar.cluster.serve.secrets import OWNER_ONLY, write_private
 
 RAY_TOKEN_FILE = Path("~/.ray/auth_token")
 SOMEWHERE = ("8.8.8.8", 80)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cluster.launch.cluster_file import (
+from samovar.cluster.launch.cluster_file import (
     Auth,
     AwsProvider,
     ClusterFile,
@@ -20,7 +20,7 @@ from cluster.launch.cluster_file import (
     Profile,
     RackProvider,
 )
-from cluster.launch.commands import (
+from samovar.cluster.launch.commands import (
     EFA_DOCKER_OPTIONS,
     command,
     docker_options,
@@ -31,9 +31,9 @@ from cluster.launch.commands import (
     worker_start,
     worker_store_bytes,
 )
-from cluster.launch.settings import NODE_HOME, TOKEN_FILE, RenderFailed, node_settings
-from cluster.launch.terraform import CloudOutputs, PoolOutputs
-from configs.settings import Settings
+from samovar.cluster.launch.settings import NODE_HOME, TOKEN_FILE, RenderFailed, node_settings
+from samovar.cluster.launch.terraform import CloudOutputs, PoolOutputs
+from samovar.configs.settings import Settings
 
 HEAD_TYPE = "head"
 SECONDS_A_MINUTE = 60

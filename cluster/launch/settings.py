@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-
-from cluster.launch.terraform import CloudOutputs
-from configs.fields import Tree, merged, public_tree
-from configs.sections import Section
-from configs.settings import Settings
+from samovar.cluster.launch.terraform import CloudOutputs
+from samovar.configs.fields import Tree, merged, public_tree
+from samovar.configs.sections import Section
+from samovar.configs.settings import Settings
 
 EVERY_ADDRESS = "0.0.0.0"
 NODE_HOME = "~/samovar"

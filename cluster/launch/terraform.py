@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
-
-from configs.cluster import ClusterName
-from configs.json_text import parse_json
-from configs.sections import Section
+from samovar.configs.cluster import ClusterName
+from samovar.configs.json_text import parse_json
+from samovar.configs.sections import Section
 
 OUTPUT = "samovar"
 

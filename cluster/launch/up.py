@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.launch.aws import keep_in_cloud, leave_targets, live_instances, with_server_secret
-from cluster.launch.commands import command
-from cluster.launch.home import ClusterHome, cluster_home
-from cluster.launch.node_setup import RAY_TOKEN_FILE
-from cluster.launch.render import header, render
-from cluster.launch.settings import (
+from samovar.cluster.launch.aws import keep_in_cloud, leave_targets, live_instances, with_server_secret
+from samovar.cluster.launch.commands import command
+from samovar.cluster.launch.home import ClusterHome, cluster_home
+from samovar.cluster.launch.node_setup import RAY_TOKEN_FILE
+from samovar.cluster.launch.render import header, render
+from samovar.cluster.launch.settings import (
     CONFIG_FILE,
     NODE_HOME,
     SECRETS_FILE,
@@ -31,10 +31,10 @@ from cluster.launch.settings import (
     check_complete,
     node_settings,
 )
-from cluster.launch.terraform import CloudOutputs
-from configs.cluster import LaunchSettings
-from configs.fields import Tree, secret_tree, setting_fields
-from configs.settings import Settings
+from samovar.cluster.launch.terraform import CloudOutputs
+from samovar.configs.cluster import LaunchSettings
+from samovar.configs.fields import Tree, secret_tree, setting_fields
+from samovar.configs.settings import Settings
 
 LAST_OUTPUT_S = 2.0
 """A connection that ssh keeps for the next command holds the pipe open, so its end is not awaited."""

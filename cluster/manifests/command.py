@@ -6,13 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.launch.settings import RenderFailed
-from configs.loader import load
+from samovar.cluster.launch.settings import RenderFailed
+from samovar.configs.loader import load
 
 
 def systemd_unit(config: str | None, env: Mapping[str, str], flags: Sequence[str]) -> str:
     """Return the unit for this installation's `samovar`. Raises `ConfigError`, `RenderFailed`."""
-    from cluster.manifests.systemd import render_unit
+    from samovar.cluster.manifests.systemd import render_unit
 
     program = Path(sys.executable).with_name("samovar")
     return render_unit(load(config, env, flags), program, config)
@@ -22,9 +22,9 @@ def ray_service(
     config: str | None, secrets: Path | None, env: Mapping[str, str], flags: Sequence[str]
 ) -> str:
     """Return the RayService. `secrets`: the Secret's file. Raises `ConfigError`, `RenderFailed`."""
-    from cluster.deploy.builders import read_secrets
-    from cluster.manifests.kuberay import render_kuberay
-    from cluster.serve.preflight import StartFailed
+    from samovar.cluster.deploy.builders import read_secrets
+    from samovar.cluster.manifests.kuberay import render_kuberay
+    from samovar.cluster.serve.preflight import StartFailed
 
     if secrets is None:
         raise RenderFailed(

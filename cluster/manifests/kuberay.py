@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from cluster.deploy.builders import secrets_digest
-from cluster.deploy.deploy import applications, serve_config
-from cluster.launch.commands import SHM_SPARE_BYTES, head_store_bytes, node_environment, worker_store_bytes
-from cluster.launch.settings import RenderFailed, check_complete, node_settings
-from cluster.serve.graph import model_app_name
-from configs.cluster import KubeSettings
-from configs.fields import Tree
-from configs.sections import MIB
-from configs.settings import Settings
+from samovar.cluster.deploy.builders import secrets_digest
+from samovar.cluster.deploy.deploy import applications, serve_config
+from samovar.cluster.launch.commands import (
+    SHM_SPARE_BYTES,
+    head_store_bytes,
+    node_environment,
+    worker_store_bytes,
+)
+from samovar.cluster.launch.settings import RenderFailed, check_complete, node_settings
+from samovar.cluster.serve.graph import model_app_name
+from samovar.configs.cluster import KubeSettings
+from samovar.configs.fields import Tree
+from samovar.configs.sections import MIB
+from samovar.configs.settings import Settings
 
 SECRETS_FILE = Path("/run/samovar/secrets.yaml")
 SECRETS_MOUNT = "/run/samovar-secret"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.launch.settings import RenderFailed
-from configs.fields import SettingField, setting_fields
-from configs.loader import LoadedSettings
-from configs.settings import Settings
+from samovar.cluster.launch.settings import RenderFailed
+from samovar.configs.fields import SettingField, setting_fields
+from samovar.configs.loader import LoadedSettings
+from samovar.configs.settings import Settings
 
 USER = "samovar"
 STATE = "samovar"

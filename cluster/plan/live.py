@@ -1,6 +1,6 @@
 """Runs `samovar plan --live`: tables of what fits the running service, and where loading beats computing.
 
-The sizing itself is that of `router.observe.diagnosis`, whose numbers the live page shows too. All but
+The sizing itself is that of `samovar.router.observe.diagnosis`, whose numbers the live page shows too. All but
 `run_live` is pure.
 """
 
@@ -17,11 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from cluster.plan.runs import PlanRefused
-from cluster.plan.sizing import in_bytes, in_seconds, in_tokens, parse_contexts
-from cluster.serve.startup_table import TIER_WORDS
-from router.observe.diagnosis import LiveSizing, Snapshot, size_live, wins_in_words
+from samovar.cluster.plan.runs import PlanRefused
+from samovar.cluster.plan.sizing import in_bytes, in_seconds, in_tokens, parse_contexts
+from samovar.cluster.serve.startup_table import TIER_WORDS
+from samovar.router.observe.diagnosis import LiveSizing, Snapshot, size_live, wins_in_words
 
 CONTEXTS = "2k,8k,32k,128k"
 

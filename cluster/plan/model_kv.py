@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.json_text import parse_json
-from replicas.messages import ModelRefused
+from samovar.configs.json_text import parse_json
+from samovar.replicas.messages import ModelRefused
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
-from tqdm import tqdm
-
-from cache_tiers.blocks import CPU, NVME, S3
-from cluster.plan import report
-from cluster.plan.runs import (
+from samovar.cache_tiers.blocks import CPU, NVME, S3
+from samovar.cluster.plan import report
+from samovar.cluster.plan.runs import (
     POLICIES,
     PlanRefused,
     Result,
@@ -29,10 +27,11 @@ from cluster.plan.runs import (
     sweep_fleets,
     sweep_of,
 )
-from cluster.plan.simulator.fleet import Fleet, Prices
-from cluster.plan.traces.readers import TraceOptions
-from configs.extras import ExtraMissing, require
-from configs.sections import GIB, KIB, PrefetchSettings
+from samovar.cluster.plan.simulator.fleet import Fleet, Prices
+from samovar.cluster.plan.traces.readers import TraceOptions
+from samovar.configs.extras import ExtraMissing, require
+from samovar.configs.sections import GIB, KIB, PrefetchSettings
+from tqdm import tqdm
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 GIB_MAX = 1 << 30
@@ -101,7 +100,7 @@ def run_plan(ask: PlanAsk, console: Console) -> int:
         console.print(f"written: {ask.json_to}", highlight=False)
     if ask.plot_to is not None:
         assert sweep is not None, "checked before"
-        from cluster.plan.plot import plot  # takes a second to import
+        from samovar.cluster.plan.plot import plot  # takes a second to import
 
         plot(sweep, fleet, traffic.name, ask.plot_to)
         console.print(f"written: {ask.plot_to}", highlight=False)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.figure import Figure
-
-from cache_tiers.blocks import CPU, NVME
-from cluster.plan.report import TIER_WORDS, chosen, in_gib
-from cluster.plan.runs import Sweep
-from cluster.plan.simulator.fleet import Fleet
+from samovar.cache_tiers.blocks import CPU, NVME
+from samovar.cluster.plan.report import TIER_WORDS, chosen, in_gib
+from samovar.cluster.plan.runs import Sweep
+from samovar.cluster.plan.simulator.fleet import Fleet
 
 # Distinguishable by the colour-blind (Okabe and Ito, 2008), and by their markers in print.
 COLOURS = {

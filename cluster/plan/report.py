@@ -9,11 +9,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 from rich.text import Text
-
-from cache_tiers.blocks import CPU, NVME, PEER, TIERS
-from cluster.plan.runs import BUSY_SHARE, Result, Sweep, Traffic
-from cluster.plan.simulator.fleet import Fleet, Prices
-from configs.sections import GIB
+from samovar.cache_tiers.blocks import CPU, NVME, PEER, TIERS
+from samovar.cluster.plan.runs import BUSY_SHARE, Result, Sweep, Traffic
+from samovar.cluster.plan.simulator.fleet import Fleet, Prices
+from samovar.configs.sections import GIB
 
 TIER_WORDS = {"gpu": "GPU memory a replica", CPU.name: "RAM a node", NVME.name: "NVMe a node"}
 WORTH_SHARE = 0.01

@@ -14,15 +14,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import get_args
 
-from cache_tiers.blocks import CPU, NVME
-from cache_tiers.forecast import Forecast, Predictor, TypeKm
-from cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
-from cluster.plan.simulator.fleet import Fleet
-from cluster.plan.simulator.sim import Foresight, Sim
-from cluster.plan.traces.readers import TraceOptions, open_trace
-from cluster.plan.traces.replay import forecasts, next_starts_s, with_blocks
-from cluster.plan.traces.trace import TraceTurn
-from configs.sections import GIB, PolicyName, PolicySettings, PredictorSettings
+from samovar.cache_tiers.blocks import CPU, NVME
+from samovar.cache_tiers.forecast import Forecast, Predictor, TypeKm
+from samovar.cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
+from samovar.cluster.plan.simulator.fleet import Fleet
+from samovar.cluster.plan.simulator.sim import Foresight, Sim
+from samovar.cluster.plan.traces.readers import TraceOptions, open_trace
+from samovar.cluster.plan.traces.replay import forecasts, next_starts_s, with_blocks
+from samovar.cluster.plan.traces.trace import TraceTurn
+from samovar.configs.sections import GIB, PolicyName, PolicySettings, PredictorSettings
 
 SWEPT = ("gpu", CPU.name, NVME.name)
 """Tiers whose size can be varied."""

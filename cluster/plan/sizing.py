@@ -18,15 +18,14 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-from cache_tiers.blocks import CPU, NVME, S3
-from cluster.plan.model_kv import KvFormat, KvShape, read_shape
-from cluster.plan.runs import PlanRefused, check_gpus_a_replica
-from configs.json_text import parse_json
-from configs.model_reference import hub_model, is_default
-from configs.sections import GIB, KIB, MIB, TIB
-from configs.settings import ModelSettings
-from replicas.messages import ModelRefused
+from samovar.cache_tiers.blocks import CPU, NVME, S3
+from samovar.cluster.plan.model_kv import KvFormat, KvShape, read_shape
+from samovar.cluster.plan.runs import PlanRefused, check_gpus_a_replica
+from samovar.configs.json_text import parse_json
+from samovar.configs.model_reference import hub_model, is_default
+from samovar.configs.sections import GIB, KIB, MIB, TIB
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.messages import ModelRefused
 
 _UNITS = {
     "": 1,
@@ -254,7 +253,7 @@ def read_model(path: Path) -> tuple[KvShape, int | None]:
     """
     of_hub = hub_model(path)
     if of_hub is not None or is_default(path):
-        from replicas.model import describe_hub_model, ensure_model  # imports torch
+        from samovar.replicas.model import describe_hub_model, ensure_model  # imports torch
 
         if of_hub is not None:
             folder, weights_bytes = describe_hub_model(of_hub)

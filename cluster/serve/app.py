@@ -24,12 +24,11 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 from rich.table import Table
-
-from cache_tiers.actors import rpc, tier_actors
-from cache_tiers.messages import TierStats
-from cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment
-from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, model_app_name, run_targets, serve_logs
-from cluster.serve.preflight import (
+from samovar.cache_tiers.actors import rpc, tier_actors
+from samovar.cache_tiers.messages import TierStats
+from samovar.cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment
+from samovar.cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, model_app_name, run_targets, serve_logs
+from samovar.cluster.serve.preflight import (
     StartFailed,
     check_gpus,
     check_port,
@@ -39,8 +38,8 @@ from cluster.serve.preflight import (
     with_object_store,
     with_server_secret,
 )
-from cluster.serve.ray_cluster import RayFolder, address_of, base_folder, join_ray
-from cluster.serve.rollout import (
+from samovar.cluster.serve.ray_cluster import RayFolder, address_of, base_folder, join_ray
+from samovar.cluster.serve.rollout import (
     EVERY_INTERFACE,
     FIXED,
     POLL_S,
@@ -56,16 +55,16 @@ from cluster.serve.rollout import (
     s3_demo_of,
     unhealthy_here,
 )
-from cluster.serve.stages import StartStages
-from cluster.serve.startup_table import next_steps, startup_table
-from configs.extras import ExtraMissing
-from configs.loader import ConfigError
-from configs.model_reference import DEFAULT_NAME
-from configs.settings import Settings
-from replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
-from replicas.model import check_heads, ensure_model, inspect_model
-from replicas.serving.deployment import Replica
-from replicas.start.start_notes import forget_notes, stage_noted
+from samovar.cluster.serve.stages import StartStages
+from samovar.cluster.serve.startup_table import next_steps, startup_table
+from samovar.configs.extras import ExtraMissing
+from samovar.configs.loader import ConfigError
+from samovar.configs.model_reference import DEFAULT_NAME
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
+from samovar.replicas.model import check_heads, ensure_model, inspect_model
+from samovar.replicas.serving.deployment import Replica
+from samovar.replicas.start.start_notes import forget_notes, stage_noted
 
 logger = logging.getLogger(__name__)
 
@@ -363,7 +362,7 @@ def _progress(text: str) -> Iterator[None]:
 @contextlib.contextmanager
 def s3_demo(settings: Settings) -> Iterator[Settings]:
     """Run our own S3 server and yield the settings that use it. It ends last: the tiers write to it."""
-    from cluster.serve.s3_demo import S3Demo
+    from samovar.cluster.serve.s3_demo import S3Demo
 
     refuse_two_buckets(settings, with_s3_demo=True)
     demo = S3Demo(settings.model.cache_dir.expanduser() / "s3-demo")

@@ -18,9 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
-
-from configs.cluster import AutoscalingSettings
-from replicas.serving.deployment import FIELDS, PREFIX, ReplicaLoad
+from samovar.configs.cluster import AutoscalingSettings
+from samovar.replicas.serving.deployment import FIELDS, PREFIX, ReplicaLoad
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +247,7 @@ def autoscaling_config(settings: AutoscalingSettings, replicas: int) -> Autoscal
             downscale_delay_s=0.0,
             downscale_to_zero_delay_s=0.0,
             policy=AutoscalingPolicy(
-                policy_function="cluster.serve.autoscale:KvPressurePolicy",
+                policy_function="samovar.cluster.serve.autoscale:KvPressurePolicy",
                 policy_kwargs=settings.model_dump(mode="json"),
             ),
         )

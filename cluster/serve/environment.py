@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from configs.sections import GIB, MIB, UNMEASURED_BYTES
-from configs.settings import Settings
+from samovar.configs.sections import GIB, MIB, UNMEASURED_BYTES
+from samovar.configs.settings import Settings
 
 TIER_SHARE = 0.6
 
@@ -184,7 +184,7 @@ def ray_environment(settings: Settings) -> dict[str, str]:
 
 def required_environment(settings: Settings) -> dict[str, str]:
     """Return the variables that Samovar depends on; they override what the user has set."""
-    from router.proxy import proxy_environment  # it takes a second, and sizes are checked before that
+    from samovar.router.proxy import proxy_environment  # it takes a second, and sizes are checked before that
 
     return proxy_environment(settings) | TOKEN_MODE | OFFLINE
 

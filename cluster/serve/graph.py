@@ -12,27 +12,26 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
-
-from cache_tiers.sessions import ON_HEAD
-from cluster.serve.autoscale import autoscaling_config
-from cluster.serve.ingresses import one_ingress_per_node
-from cluster.serve.preflight import uses_gpu
-from configs.settings import Settings
-from replicas.messages import REPLICA_DEPLOYMENT
-from replicas.serving.deployment import Replica
-from router.ingress import app as ingress_app
-from router.ingresses import ingress_count
+from samovar.cache_tiers.sessions import ON_HEAD
+from samovar.cluster.serve.autoscale import autoscaling_config
+from samovar.cluster.serve.ingresses import one_ingress_per_node
+from samovar.cluster.serve.preflight import uses_gpu
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import REPLICA_DEPLOYMENT
+from samovar.replicas.serving.deployment import Replica
+from samovar.router.ingress import app as ingress_app
+from samovar.router.ingresses import ingress_count
 
 FRONT_APP = "samovar"
 MODEL_APP_PREFIX = "samovar-model-"
 INGRESS_DEPLOYMENT = "Ingress"
 REQUEST_ROUTERS = {
-    "samovar": "router.routing.request_router.SessionRouter",
+    "samovar": "samovar.router.routing.request_router.SessionRouter",
     "consistent_hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
 }
 """`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's default."""
 
-INGRESS_ROUTER = "router.proxy.ingress_router.IngressRouter"
+INGRESS_ROUTER = "samovar.router.proxy.ingress_router.IngressRouter"
 HEALTH_PERIOD_S = 2.0
 RANK_CPUS = 0.001
 """Of a rank without a GPU where replicas reserve no CPU: Ray refuses an empty bundle."""

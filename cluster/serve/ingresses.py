@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
-
-from configs.optional_sections import INGRESSES_MAX
+from samovar.configs.optional_sections import INGRESSES_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -79,5 +78,5 @@ def one_ingress_per_node() -> AutoscalingConfig:
         max_replicas=INGRESSES_MAX,
         upscale_delay_s=0.0,
         downscale_delay_s=0.0,
-        policy=AutoscalingPolicy(policy_function="cluster.serve.ingresses:OneIngressPerNode"),
+        policy=AutoscalingPolicy(policy_function="samovar.cluster.serve.ingresses:OneIngressPerNode"),
     )

@@ -13,19 +13,25 @@ import socket
 from collections.abc import Callable
 
 from pydantic import SecretStr
-
-from cluster.serve.environment import (
+from samovar.cluster.serve.environment import (
     FreeMemory,
     StoreTooSmall,
     measured_tier_bytes,
     plan_store,
     spare_bytes,
 )
-from cluster.serve.secrets import SecretRefused, kept_secret
-from configs.extras import ExtraMissing, require, require_telemetry, require_tiers
-from configs.settings import Settings
-from replicas.messages import ModelRefused
-from replicas.model import find_early, free_host_bytes, gpus_seen, refuse_early, torch_version, why_no_gpu
+from samovar.cluster.serve.secrets import SecretRefused, kept_secret
+from samovar.configs.extras import ExtraMissing, require, require_telemetry, require_tiers
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import (
+    find_early,
+    free_host_bytes,
+    gpus_seen,
+    refuse_early,
+    torch_version,
+    why_no_gpu,
+)
 
 CUDA_FIX = "set engine.device to auto or cpu, or install a CUDA build of torch on a machine with a GPU"
 
@@ -71,7 +77,7 @@ def disk_warnings(settings: Settings) -> list[str]:
     is_ours = settings.cluster.ray_address == "local"
     if not (settings.tiers.enabled and settings.tiers.nvme.bytes_max and is_ours):
         return []
-    from cache_tiers.media import lock_owner  # numpy
+    from samovar.cache_tiers.media import lock_owner  # numpy
 
     where = settings.nvme_dir
     try:

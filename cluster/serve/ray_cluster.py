@@ -42,11 +42,10 @@ from ray._raylet import (  # type: ignore[attr-defined]  # compiled, and its stu
     RUNTIME_ENV_AGENT_PORT_NAME,
     persist_port,
 )
-
-from cluster.serve.environment import TOKEN_MODE
-from cluster.serve.preflight import StartFailed
-from cluster.serve.secrets import DIR_OWNER_ONLY, OWNER_ONLY, make_private
-from configs.cluster import ClusterSettings
+from samovar.cluster.serve.environment import TOKEN_MODE
+from samovar.cluster.serve.preflight import StartFailed
+from samovar.cluster.serve.secrets import DIR_OWNER_ONLY, OWNER_ONLY, make_private
+from samovar.configs.cluster import ClusterSettings
 
 logger = logging.getLogger(__name__)
 

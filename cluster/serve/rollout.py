@@ -20,12 +20,11 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
-
-from cache_tiers.actors import rpc, tier_actors
-from cluster.serve.graph import FRONT_APP
-from cluster.serve.preflight import StartFailed
-from configs.cluster import ClusterSettings
-from configs.settings import Settings
+from samovar.cache_tiers.actors import rpc, tier_actors
+from samovar.cluster.serve.graph import FRONT_APP
+from samovar.cluster.serve.preflight import StartFailed
+from samovar.configs.cluster import ClusterSettings
+from samovar.configs.settings import Settings
 
 logger = logging.getLogger(__name__)
 

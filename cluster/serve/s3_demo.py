@@ -17,10 +17,9 @@ from collections import deque
 from pathlib import Path
 
 from pydantic import SecretStr
-
-from configs.extras import ExtraMissing, missing, require
-from configs.sections import S3TierSettings
-from configs.settings import Settings
+from samovar.configs.extras import ExtraMissing, missing, require
+from samovar.configs.sections import S3TierSettings
+from samovar.configs.settings import Settings
 
 BUCKET = "samovar"
 REGION = "us-east-1"

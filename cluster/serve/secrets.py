@@ -13,7 +13,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from configs.atomic_file import atomic_write
+from samovar.configs.atomic_file import atomic_write
 
 OWNER_ONLY = 0o600
 DIR_OWNER_ONLY = 0o700

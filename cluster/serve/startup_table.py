@@ -11,12 +11,11 @@ from collections.abc import Mapping
 
 from rich.table import Table
 from rich.text import Text
-
-from cache_tiers.blocks import CPU, NVME, PEER, S3
-from cache_tiers.pricing import TierPrice, break_even_tokens
-from configs.sections import GIB
-from configs.settings import Settings
-from replicas.messages import SCRATCH_PAGES, ReplicaInfo
+from samovar.cache_tiers.blocks import CPU, NVME, PEER, S3
+from samovar.cache_tiers.pricing import TierPrice, break_even_tokens
+from samovar.configs.sections import GIB
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import SCRATCH_PAGES, ReplicaInfo
 
 SESSION_TOKENS = (2048, 8192, 32768)
 TIER_WORDS = {"gpu": "pool", CPU.name: "RAM", NVME.name: "disk", S3.name: "S3", PEER: "other node"}
@@ -89,7 +88,7 @@ def smaller_than_pools(tier_bytes: int, pools_bytes: int) -> str:
 
 def load_rows(info: ReplicaInfo, prices: Mapping[str, TierPrice]) -> list[tuple[str, str]]:
     """Return (row, from how many tokens on a load pays, and both prices) for each tier with a price."""
-    from router.observe.diagnosis import computing_in_words, loading_in_words, wins_in_words
+    from samovar.router.observe.diagnosis import computing_in_words, loading_in_words, wins_in_words
 
     if info.prefill is None:
         return []

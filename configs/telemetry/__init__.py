@@ -1,7 +1,7 @@
 """What a process says of itself: traces of requests, and logs. Neither holds text of prompts or answers."""
 
-from configs.telemetry.logs import noted_request, set_up_logs
-from configs.telemetry.tracing import NO_SPAN, Span, Tracer, Value, open_tracer
+from samovar.configs.telemetry.logs import noted_request, set_up_logs
+from samovar.configs.telemetry.tracing import NO_SPAN, Span, Tracer, Value, open_tracer
 
 __all__ = [
     "NO_SPAN",

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TextIO
 
-from configs.optional_sections import TelemetrySettings
+from samovar.configs.optional_sections import TelemetrySettings
 
 PACKAGES = ("configs", "cache_tiers", "replicas", "router", "cluster")
 OF_REQUEST = "request %s"

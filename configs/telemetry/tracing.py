@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from configs.optional_sections import TelemetrySettings
+from samovar.configs.optional_sections import TelemetrySettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Protocol
 
 import msgpack
-
-from cache_tiers.blocks import TAG_BYTES
-from configs.optional_sections import AnswerSettings
-from replicas.kv import session_owner
-from replicas.links import pack_event, whole_bytes
-from replicas.messages import Delta, Event, Failed, GenerateRequest, LoggedAnswer, Refused
+from samovar.cache_tiers.blocks import TAG_BYTES
+from samovar.configs.optional_sections import AnswerSettings
+from samovar.replicas.kv import session_owner
+from samovar.replicas.links import pack_event, whole_bytes
+from samovar.replicas.messages import Delta, Event, Failed, GenerateRequest, LoggedAnswer, Refused
 
 ANSWER_BYTES = 2048
 """What an answer takes beside its events and its prompt."""

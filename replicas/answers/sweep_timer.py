@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from replicas.answers.answer_log import AnswerLogs
+from samovar.replicas.answers.answer_log import AnswerLogs
 
 
 class Timer(Protocol):

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-
-from replicas.forward import PlainLayer, PlainModel
-from replicas.model import read_weights
+from samovar.replicas.forward import PlainLayer, PlainModel
+from samovar.replicas.model import read_weights
 
 NUMBERS = (
     *("model_type", "norm_eps", "q_heads", "kv_heads", "head_dim", "attention_scale", "rope_scale"),

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
+from samovar.replicas.measurement_cache import MeasurementCache
+from samovar.replicas.model import load_tokenizer
 from tokenizers import Tokenizer
-
-from replicas.measurement_cache import MeasurementCache
-from replicas.model import load_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -1,11 +1,11 @@
 """The step loop of one replica, the audit of restored blocks and the probe at start."""
 
-from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, same_slots
-from replicas.engine.engine import Engine
-from replicas.engine.output import OutputProcessor, TokenText
-from replicas.engine.requests import EngineLimits, Intake, OpenRequests
-from replicas.engine.thread import EngineThread, EventStream
-from replicas.scheduling import bare_sequence
+from samovar.replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, same_slots
+from samovar.replicas.engine.engine import Engine
+from samovar.replicas.engine.output import OutputProcessor, TokenText
+from samovar.replicas.engine.requests import EngineLimits, Intake, OpenRequests
+from samovar.replicas.engine.thread import EngineThread, EventStream
+from samovar.replicas.scheduling import bare_sequence
 
 __all__ = [
     "TOLERANCES",

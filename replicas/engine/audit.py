@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-
-from replicas.forward import EXACT_ROWS, GatherSdpa, MakeForward, Runner
-from replicas.kv import KvGeometry, KvPool, PagePool
-from replicas.messages import SamplingParams
-from replicas.model import is_device_lost
-from replicas.offload import Suspect
-from replicas.scheduling import Chunk, Sequence, bare_sequence
+from samovar.replicas.forward import EXACT_ROWS, GatherSdpa, MakeForward, Runner
+from samovar.replicas.kv import KvGeometry, KvPool, PagePool
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.model import is_device_lost
+from samovar.replicas.offload import Suspect
+from samovar.replicas.scheduling import Chunk, Sequence, bare_sequence
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,15 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
-
-from cache_tiers.pricing import PrefillMeter
-from replicas.engine.audit import Auditor
-from replicas.engine.requests import OpenRequests
-from replicas.forward import Runner
-from replicas.messages import EngineStats, Event, Failed
-from replicas.model import is_memory_short
-from replicas.offload import Offload
-from replicas.sampling import greedy_of
-from replicas.scheduling import Chunk, Scheduler, Sequence, StepPlan, StepTimes
+from samovar.cache_tiers.pricing import PrefillMeter
+from samovar.replicas.engine.audit import Auditor
+from samovar.replicas.engine.requests import OpenRequests
+from samovar.replicas.forward import Runner
+from samovar.replicas.messages import EngineStats, Event, Failed
+from samovar.replicas.model import is_memory_short
+from samovar.replicas.offload import Offload
+from samovar.replicas.sampling import greedy_of
+from samovar.replicas.scheduling import Chunk, Scheduler, Sequence, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from cache_tiers.messages import LookupResult
-from cache_tiers.pricing import PrefillPrice, in_digits
-from replicas.messages import Receipt, sources
-from replicas.scheduling import OWN, Fate, Restore, Sequence
+from samovar.cache_tiers.messages import LookupResult
+from samovar.cache_tiers.pricing import PrefillPrice, in_digits
+from samovar.replicas.messages import Receipt, sources
+from samovar.replicas.scheduling import OWN, Fate, Restore, Sequence
 
 NO_RECORD: Final = "no record"
 DEARER: Final = "dearer to load"

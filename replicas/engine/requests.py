@@ -11,15 +11,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
-
-from cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest
-from cache_tiers.forecast import Stop
-from cache_tiers.pricing import PrefillMeter
-from replicas.engine.output import OpenRequest, OutputProcessor
-from replicas.engine.receipts import receipt_of
-from replicas.grammar import GrammarRefused, GrammarState
-from replicas.kv import session_owner
-from replicas.messages import (
+from samovar.cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest
+from samovar.cache_tiers.forecast import Stop
+from samovar.cache_tiers.pricing import PrefillMeter
+from samovar.replicas.engine.output import OpenRequest, OutputProcessor
+from samovar.replicas.engine.receipts import receipt_of
+from samovar.replicas.grammar import GrammarRefused, GrammarState
+from samovar.replicas.kv import session_owner
+from samovar.replicas.messages import (
     Admitted,
     Delta,
     Event,
@@ -31,10 +30,10 @@ from replicas.messages import (
     Resume,
     TokenLogprob,
 )
-from replicas.model import is_device_lost, is_memory_short
-from replicas.offload import Offload
-from replicas.sampling import NotNumbers, Sampled
-from replicas.scheduling import Chunk, Scheduler, Sequence
+from samovar.replicas.model import is_device_lost, is_memory_short
+from samovar.replicas.offload import Offload
+from samovar.replicas.sampling import NotNumbers, Sampled
+from samovar.replicas.scheduling import Chunk, Scheduler, Sequence
 
 logger = logging.getLogger(__name__)
 

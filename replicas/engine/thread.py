@@ -17,9 +17,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from replicas.engine.engine import Engine
-from replicas.links import said_events
-from replicas.messages import Delta, Event, Failed, GenerateRequest, Refused
+from samovar.replicas.engine.engine import Engine
+from samovar.replicas.links import said_events
+from samovar.replicas.messages import Delta, Event, Failed, GenerateRequest, Refused
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,13 @@
 """A forward pass of a model on paged KV: attention, the ways to compute a step, the runner."""
 
-from replicas.forward.attention import EXACT_ROWS, AttentionBackend, GatherSdpa
-from replicas.forward.attention_choice import ChosenAttention, choose_attention
-from replicas.forward.forward import Forward, MakeForward, TransformersForward
-from replicas.forward.graphs import CudaCapture
-from replicas.forward.inputs import StepInputs, step_words_max
-from replicas.forward.lean import LeanForward, LeanModel
-from replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
-from replicas.forward.runner import Runner, Same, Score, load_model
+from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, GatherSdpa
+from samovar.replicas.forward.attention_choice import ChosenAttention, choose_attention
+from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
+from samovar.replicas.forward.graphs import CudaCapture
+from samovar.replicas.forward.inputs import StepInputs, step_words_max
+from samovar.replicas.forward.lean import LeanForward, LeanModel
+from samovar.replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
+from samovar.replicas.forward.runner import Runner, Same, Score, load_model
 
 __all__ = [
     "EXACT_ROWS",

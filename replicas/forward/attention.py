@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-
-from replicas.forward.inputs import Segment, StepInputs
-from replicas.kv import TRASH_PAGE, KvPool, LayerKv
+from samovar.replicas.forward.inputs import Segment, StepInputs
+from samovar.replicas.kv import TRASH_PAGE, KvPool, LayerKv
 
 ATTENTION_NAME = "samovar_paged"
 EXACT_ROWS = 4

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
-from replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
-from replicas.forward.inputs import StepPacker
-from replicas.kv import TRASH_PAGE, KvGeometry, KvPool
-from replicas.model import is_device_lost
-from replicas.scheduling import Chunk, bare_sequence
+from samovar.replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
+from samovar.replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
+from samovar.replicas.forward.inputs import StepPacker
+from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool
+from samovar.replicas.model import is_device_lost
+from samovar.replicas.scheduling import Chunk, bare_sequence
 
 logger = logging.getLogger(__name__)
 

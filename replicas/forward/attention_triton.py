@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
-
-from replicas.forward.attention import AttentionForm
-from replicas.forward.inputs import StepInputs
-from replicas.kv import LayerKv
+from samovar.replicas.forward.attention import AttentionForm
+from samovar.replicas.forward.inputs import StepInputs
+from samovar.replicas.kv import LayerKv
 
 SPLITS_MAX = 64
 SPLIT_KEYS_MIN = 256
@@ -279,7 +278,7 @@ def write_rows(kv: LayerKv, slots: torch.Tensor, keys: torch.Tensor, values: tor
 
 def _kernels() -> ModuleType:
     """Import the kernels. Raises `ImportError` where triton is not installed."""
-    from replicas.forward import paged_kernels
+    from samovar.replicas.forward import paged_kernels
 
     return paged_kernels
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from replicas.forward.attention import EXACT_ROWS
+from samovar.replicas.forward.attention import EXACT_ROWS
 
 EXPERTS_NAME = "samovar_experts"
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-
-from replicas.forward.attention import EXACT_ROWS, AttentionBackend, PagedStep
-from replicas.forward.inputs import StepInputs
-from replicas.kv import KvPool
+from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, PagedStep
+from samovar.replicas.forward.inputs import StepInputs
+from samovar.replicas.kv import KvPool
 
 
 class Forward(Protocol):

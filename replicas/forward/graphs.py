@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-
-from replicas.forward.inputs import StepInputs, StepPacker, StepShape
-from replicas.kv import TRASH_PAGE
-from replicas.messages import SamplingParams
-from replicas.sampling import greedy_of
-from replicas.scheduling import Chunk, Sequence
+from samovar.replicas.forward.inputs import StepInputs, StepPacker, StepShape
+from samovar.replicas.kv import TRASH_PAGE
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.sampling import greedy_of
+from samovar.replicas.scheduling import Chunk, Sequence
 
 BUCKET_ROWS = 8
 """Distance of the larger buckets: the matrix tiles of a GPU have more rows, so padding costs little."""

@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from replicas.kv import TRASH_PAGE
-from replicas.scheduling import Chunk
+from samovar.replicas.kv import TRASH_PAGE
+from samovar.replicas.scheduling import Chunk
 
 Words = npt.NDArray[np.int32]
 

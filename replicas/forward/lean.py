@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-
-from replicas.forward.attention import EXACT_ROWS, AttentionBackend, AttentionForm
-from replicas.forward.inputs import StepInputs
-from replicas.forward.plain import PlainLayer, PlainModel
-from replicas.kv import KvPool
+from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, AttentionForm
+from samovar.replicas.forward.inputs import StepInputs
+from samovar.replicas.forward.plain import PlainLayer, PlainModel
+from samovar.replicas.kv import KvPool
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
-
-from replicas.forward.attention import ATTENTION_NAME, AttentionBackend
-from replicas.forward.attention import register as register_attention
-from replicas.forward.experts import EXPERTS_NAME
-from replicas.forward.experts import register as register_experts
-from replicas.forward.forward import Forward, MakeForward, TransformersForward
-from replicas.forward.graphs import Capture, DecodeGraphs
-from replicas.forward.inputs import StepInputs, StepPacker, Words
-from replicas.kv import KvPool
-from replicas.messages import ModelRefused
-from replicas.model import ModelSpec
-from replicas.scheduling import Chunk
+from samovar.replicas.forward.attention import ATTENTION_NAME, AttentionBackend
+from samovar.replicas.forward.attention import register as register_attention
+from samovar.replicas.forward.experts import EXPERTS_NAME
+from samovar.replicas.forward.experts import register as register_experts
+from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
+from samovar.replicas.forward.graphs import Capture, DecodeGraphs
+from samovar.replicas.forward.inputs import StepInputs, StepPacker, Words
+from samovar.replicas.kv import KvPool
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import ModelSpec
+from samovar.replicas.scheduling import Chunk
 
 Read = Callable[..., tuple[torch.nn.Module, Mapping[str, Any]]]
 """Makes a model with options of transformers' `from_pretrained`; returns what that says of loading, too."""

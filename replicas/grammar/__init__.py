@@ -3,10 +3,10 @@
 llguidance does the work. It is imported for the first grammar: a service without any never loads it.
 """
 
-from replicas.grammar.compiler import GrammarCompiler
-from replicas.grammar.exact_numbers import WRITTEN_CHARS_MAX, SchemaRefused
-from replicas.grammar.json_schema import embedded_json, loosened
-from replicas.grammar.state import GrammarRefused, GrammarState
+from samovar.replicas.grammar.compiler import GrammarCompiler
+from samovar.replicas.grammar.exact_numbers import WRITTEN_CHARS_MAX, SchemaRefused
+from samovar.replicas.grammar.json_schema import embedded_json, loosened
+from samovar.replicas.grammar.state import GrammarRefused, GrammarState
 
 __all__ = [
     "WRITTEN_CHARS_MAX",

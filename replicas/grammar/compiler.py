@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from configs.json_text import parse_json
-from configs.sections import KIB, GrammarSettings
-from replicas.grammar.json_schema import followed_text, json_defaults, lark_of
-from replicas.grammar.state import GrammarRefused, GrammarState, reason_of
-from replicas.messages import Grammar
+from samovar.configs.json_text import parse_json
+from samovar.configs.sections import KIB, GrammarSettings
+from samovar.replicas.grammar.json_schema import followed_text, json_defaults, lark_of
+from samovar.replicas.grammar.state import GrammarRefused, GrammarState, reason_of
+from samovar.replicas.messages import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

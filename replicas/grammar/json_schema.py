@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from configs.json_text import parse_json
-from replicas.grammar.exact_numbers import (
+from samovar.configs.json_text import parse_json
+from samovar.replicas.grammar.exact_numbers import (
     INT64_FLOAT_MAX,
     WRITTEN_CHARS_MAX,
     SchemaRefused,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-from replicas.messages import Grammar, Refused
+from samovar.replicas.messages import Grammar, Refused
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

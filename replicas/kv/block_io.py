@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from cache_tiers.blocks import Bytes
-from configs.sections import MIB
-from replicas.kv.copy_device import DONE, CopyDevice, CopyEvent, HostDevice, Told
-from replicas.kv.cuda_device import CudaDevice
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.kv.registered import RegisteredMemory
+from samovar.cache_tiers.blocks import Bytes
+from samovar.configs.sections import MIB
+from samovar.replicas.kv.copy_device import DONE, CopyDevice, CopyEvent, HostDevice, Told
+from samovar.replicas.kv.cuda_device import CudaDevice
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.kv.registered import RegisteredMemory
 
 STAGING_BYTES = 16 * MIB
 """Size of each half of the staging memory, of which there are two each way; at least one block."""

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
-
-from cache_tiers.blocks import Bytes
+from samovar.cache_tiers.blocks import Bytes
 
 Told = Callable[[BaseException | None], None]
 """Is called once with what went wrong, or None."""

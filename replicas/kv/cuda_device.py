@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from cache_tiers.blocks import Bytes
-from cache_tiers.transport import map_memory
-from replicas.kv.copy_device import CopyEvent, CopyStream, Told
-from replicas.kv.registered import (
+from samovar.cache_tiers.blocks import Bytes
+from samovar.cache_tiers.transport import map_memory
+from samovar.replicas.kv.copy_device import CopyEvent, CopyStream, Told
+from samovar.replicas.kv.registered import (
     HostCalls,
     RecordArena,
     RegisteredMemory,

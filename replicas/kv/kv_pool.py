@@ -19,10 +19,9 @@ import mmap
 from dataclasses import dataclass
 
 import torch
-
-from cache_tiers.blocks import BlockShape, Bytes
-from configs.sections import MIB
-from replicas.model import free_host_bytes
+from samovar.cache_tiers.blocks import BlockShape, Bytes
+from samovar.configs.sections import MIB
+from samovar.replicas.model import free_host_bytes
 
 LAYOUT_VERSION = "block-major-1"
 """Part of every namespace: a different layout never finds this KV."""

@@ -13,11 +13,11 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.blocks import TAG_BYTES, session_of
-from cache_tiers.forecast import Forecast, Hint, HintEvent, hinted
-from cache_tiers.policy import IdleSessions, LeastRecentlyUsed, Residence, ResidencyPolicy, used_rate
-from configs.sections import PolicySettings
-from replicas.kv.tenant_pages import TenantPages
+from samovar.cache_tiers.blocks import TAG_BYTES, session_of
+from samovar.cache_tiers.forecast import Forecast, Hint, HintEvent, hinted
+from samovar.cache_tiers.policy import IdleSessions, LeastRecentlyUsed, Residence, ResidencyPolicy, used_rate
+from samovar.configs.sections import PolicySettings
+from samovar.replicas.kv.tenant_pages import TenantPages
 
 ROOT_ENTRY = 0
 """The parent entry number of a conversation's first block."""

@@ -14,9 +14,8 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-
-from cache_tiers.blocks import BlockShape
-from cache_tiers.blocks import layer_sums as definition
+from samovar.cache_tiers.blocks import BlockShape
+from samovar.cache_tiers.blocks import layer_sums as definition
 
 PIECES = 4
 """A program's at a time: 16 KiB, and 32 registers of each of 128 threads."""

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-
-from cache_tiers.blocks import Bytes
-from cache_tiers.transport import Arena
-from configs.sections import MIB
+from samovar.cache_tiers.blocks import Bytes
+from samovar.cache_tiers.transport import Arena
+from samovar.configs.sections import MIB
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Generic, TypeVar
 
-from cache_tiers.blocks import TAG_BYTES
-from cache_tiers.forecast import SessionKey
-from cache_tiers.policy import IdleSessions, ResidencyPolicy, Thing, ValueQueue
+from samovar.cache_tiers.blocks import TAG_BYTES
+from samovar.cache_tiers.forecast import SessionKey
+from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy, Thing, ValueQueue
 
 T = TypeVar("T", bound=Thing)
 

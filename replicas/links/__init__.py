@@ -5,12 +5,12 @@ link: one message for all streams of a step (docs/adr/015). So do calls, to proc
 (docs/adr/018); where there is no link, Serve carries them.
 """
 
-from replicas.links.calls import CLOSING, FAILED, FULL, Calls, Handler, LinkCall
-from replicas.links.events import EventSender, events_of, pack_event, said_events, whole_bytes
-from replicas.links.inlet import Inlet, open_inlet
-from replicas.links.link import Link, Links
-from replicas.links.mailbox import Mailbox
-from replicas.links.wire import LinkLost, Pace
+from samovar.replicas.links.calls import CLOSING, FAILED, FULL, Calls, Handler, LinkCall
+from samovar.replicas.links.events import EventSender, events_of, pack_event, said_events, whole_bytes
+from samovar.replicas.links.inlet import Inlet, open_inlet
+from samovar.replicas.links.link import Link, Links
+from samovar.replicas.links.mailbox import Mailbox
+from samovar.replicas.links.wire import LinkLost, Pace
 
 __all__ = [
     "CLOSING",

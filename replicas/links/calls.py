@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from replicas.links.mailbox import Mailbox
+from samovar.replicas.links.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 

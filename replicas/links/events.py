@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 import msgpack
-
-from replicas.links.link import Link
-from replicas.links.wire import LinkLost
-from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, TokenLogprob
+from samovar.replicas.links.link import Link
+from samovar.replicas.links.wire import LinkLost
+from samovar.replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, TokenLogprob
 
 _OTHERS = {"refused": Refused, "failed": Failed}
 

@@ -12,7 +12,7 @@ import hmac
 import secrets
 from typing import Literal
 
-from replicas.links.wire import LinkLost
+from samovar.replicas.links.wire import LinkLost
 
 PROOF_WAIT_S = 5.0
 """A connection whose other end has not proved itself by then is closed, at both ends."""

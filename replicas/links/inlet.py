@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from configs.cluster import LinkSettings
-from replicas.links.calls import Calls, LinkCall
-from replicas.links.handshake import PROOF_WAIT_S, Handshake
-from replicas.links.mailbox import Mailbox
-from replicas.links.wire import CALL, SECRET_BYTES, LinkLost, Pace, Parser, notice_loss, packed
-from replicas.messages import ReplyTo
+from samovar.configs.cluster import LinkSettings
+from samovar.replicas.links.calls import Calls, LinkCall
+from samovar.replicas.links.handshake import PROOF_WAIT_S, Handshake
+from samovar.replicas.links.mailbox import Mailbox
+from samovar.replicas.links.wire import CALL, SECRET_BYTES, LinkLost, Pace, Parser, notice_loss, packed
+from samovar.replicas.messages import ReplyTo
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
-from configs.cluster import LinkSettings
-from replicas.links.handshake import PROOF_WAIT_S, Handshake
-from replicas.links.wire import CALL, LEAVE, Batch, LinkLost, Parser, notice_loss, packed
-from replicas.messages import ReplyTo
+from samovar.configs.cluster import LinkSettings
+from samovar.replicas.links.handshake import PROOF_WAIT_S, Handshake
+from samovar.replicas.links.wire import CALL, LEAVE, Batch, LinkLost, Parser, notice_loss, packed
+from samovar.replicas.messages import ReplyTo
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Imports nothing that loads a model: the ingress and the commands need this, and would wait for it.
 """
 
-from replicas.model.device import (
+from samovar.replicas.model.device import (
     ChosenDtype,
     GemmSeconds,
     choose_device,
@@ -14,11 +14,11 @@ from replicas.model.device import (
     torch_version,
     why_no_gpu,
 )
-from replicas.model.device_errors import is_device_lost, is_memory_short
-from replicas.model.spec import SERVED_ROPE_TYPES, ModelSpec, check_heads, inspect_model, refuse_early
-from replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
-from replicas.model.tokenizer import leave_torch_out, load_tokenizer
-from replicas.model.weights import read_weights
+from samovar.replicas.model.device_errors import is_device_lost, is_memory_short
+from samovar.replicas.model.spec import SERVED_ROPE_TYPES, ModelSpec, check_heads, inspect_model, refuse_early
+from samovar.replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
+from samovar.replicas.model.tokenizer import leave_torch_out, load_tokenizer
+from samovar.replicas.model.weights import read_weights
 
 __all__ = [
     "SERVED_ROPE_TYPES",

@@ -14,11 +14,11 @@ import threading
 from pathlib import Path
 from typing import Literal
 
-from configs.json_text import parse_json
-from replicas.messages import ModelRefused
+from samovar.configs.json_text import parse_json
+from samovar.replicas.messages import ModelRefused
 
 Task = Literal["config", "convert", "turn"]
-ENTRY = "import sys; from replicas.model.apart import main; main(*sys.argv[1:])"
+ENTRY = "import sys; from samovar.replicas.model.apart import main; main(*sys.argv[1:])"
 """Not `-m`: this package imports this module, so that it would be there twice, and Python warns of that."""
 END_S = 60.0
 HOME = Path(__file__).resolve().parents[2]
@@ -60,12 +60,12 @@ def run_apart(task: Task, *args: str) -> str:
 
 def _do(task: str, args: list[str]) -> str:
     if task != "convert":
-        from replicas.model.spec import config_text, turn_text
-        from replicas.model.tokenizer import leave_torch_out
+        from samovar.replicas.model.spec import config_text, turn_text
+        from samovar.replicas.model.tokenizer import leave_torch_out
 
         leave_torch_out()
         return config_text(Path(args[0])) if task == "config" else turn_text(Path(args[0]), args[1])
-    from replicas.model.gguf import convert_gguf
+    from samovar.replicas.model.gguf import convert_gguf
 
     source, target, progress = args
     convert_gguf(Path(source), Path(target), progress=progress == "progress")

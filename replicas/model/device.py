@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-
-from configs.settings import EngineSettings, ModelSettings
-from replicas.messages import ModelRefused
+from samovar.configs.settings import EngineSettings, ModelSettings
+from samovar.replicas.messages import ModelRefused
 
 if TYPE_CHECKING:
     import torch

@@ -39,10 +39,9 @@ from huggingface_hub.utils.tqdm import (
     disable_progress_bars,
     enable_progress_bars,
 )
-
-from configs.model_reference import HubModel
-from configs.sections import GIB, MIB
-from replicas.messages import ModelRefused
+from samovar.configs.model_reference import HubModel
+from samovar.configs.sections import GIB, MIB
+from samovar.replicas.messages import ModelRefused
 
 _log = logging.getLogger(__name__)
 

@@ -19,22 +19,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-
-from configs.atomic_file import atomic_write
-from configs.json_text import parse_json
-from configs.model_reference import snapshot_of
-from replicas.messages import ModelRefused
-from replicas.model.apart import run_apart, runs_apart
-from replicas.model.families import (
+from samovar.configs.atomic_file import atomic_write
+from samovar.configs.json_text import parse_json
+from samovar.configs.model_reference import snapshot_of
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model.apart import run_apart, runs_apart
+from samovar.replicas.model.families import (
     FAMILIES,
     SERVED_LAYERS,
     SERVED_TYPES,
     UNSERVED_QUANTIZATION,
     UNSERVED_TYPES,
 )
-from replicas.model.generation import generation_defaults
-from replicas.model.tokenizer import load_tokenizer
-from replicas.model.weights import WeightsFile, read_weights, weights_digest
+from samovar.replicas.model.generation import generation_defaults
+from samovar.replicas.model.tokenizer import load_tokenizer
+from samovar.replicas.model.weights import WeightsFile, read_weights, weights_digest
 
 __all__ = ["PROVENANCE_FILE", "SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
 
@@ -446,7 +445,7 @@ def _with_end_of_turn(path: Path, stated: tuple[int, ...], keep: Path | None) ->
 
 def turn_text(path: Path, stated: str) -> str:
     """Return as JSON how a model's chat template ends a turn; `stated`: known ids, with commas."""
-    from replicas.templates import end_of_turn  # jinja2, and a tokenizer: most starts have it kept
+    from samovar.replicas.templates import end_of_turn  # jinja2, and a tokenizer: most starts have it kept
 
     known = [int(one) for one in stated.split(",") if one]
     tokenizer = load_tokenizer(path)

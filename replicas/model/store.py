@@ -21,12 +21,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from configs.json_text import parse_json
-from configs.model_reference import DEFAULT_NAME, GGUF_SUFFIX, HubModel, hub_model, is_default, snapshot_of
-from configs.settings import ModelSettings
-from replicas.messages import ModelRefused
-from replicas.model.apart import run_apart, runs_apart
-from replicas.model.spec import PROVENANCE_FILE
+from samovar.configs.json_text import parse_json
+from samovar.configs.model_reference import (
+    DEFAULT_NAME,
+    GGUF_SUFFIX,
+    HubModel,
+    hub_model,
+    is_default,
+    snapshot_of,
+)
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model.apart import run_apart, runs_apart
+from samovar.replicas.model.spec import PROVENANCE_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +62,7 @@ def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Pa
     show = sys.stderr.isatty() if progress is None else progress
     hub = hub_model(settings.path)
     if hub is not None:
-        from replicas.model.hub import fetch  # takes half a second, and most starts need it not
+        from samovar.replicas.model.hub import fetch  # takes half a second, and most starts need it not
 
         return fetch(hub, bytes_max=settings.download_bytes_max, progress=progress is not False)
     if settings.path is None or is_default(settings.path):
@@ -69,7 +76,7 @@ def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Pa
 
 def describe_hub_model(model: HubModel) -> tuple[Path, int]:
     """See `hub.describe`, which is imported here: that takes half a second."""
-    from replicas.model.hub import describe
+    from samovar.replicas.model.hub import describe
 
     return describe(model)
 
@@ -215,7 +222,7 @@ def convert_gguf(source: Path, target: Path, *, progress: bool) -> None:
     if runs_apart():
         run_apart("convert", str(source.absolute()), str(target.absolute()), "progress" if progress else "")
         return
-    from replicas.model.gguf import convert_gguf
+    from samovar.replicas.model.gguf import convert_gguf
 
     convert_gguf(source, target, progress=progress)
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.json_text import parse_json
-from replicas.messages import ModelRefused
+from samovar.configs.json_text import parse_json
+from samovar.replicas.messages import ModelRefused
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

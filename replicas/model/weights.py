@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.atomic_file import atomic_write
-from configs.json_text import parse_json
-from replicas.messages import ModelRefused
+from samovar.configs.atomic_file import atomic_write
+from samovar.configs.json_text import parse_json
+from samovar.replicas.messages import ModelRefused
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,13 @@
 """A step compiled for this CPU: linear layers and paged attention in C++, exact by construction."""
 
-from replicas.native.build import (
+from samovar.replicas.native.build import (
     INT8_FLAGS,
     PAIR_FLAGS,
     build_library,
     pair_variant_here,
     variant_here,
 )
-from replicas.native.native_step import (
+from samovar.replicas.native.native_step import (
     BITS_VERSION,
     PAIR_BITS_VERSION,
     NativeForward,

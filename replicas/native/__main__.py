@@ -1,11 +1,10 @@
-"""`python -m replicas.native`: compiles the native step and checksums, so that no start waits for them."""
+"""`python -m samovar.replicas.native`: compiles the native step and checksums, so that no start waits for them."""
 
 import torch
-
-from cache_tiers.blocks import SumsSetup, compile_sums
-from configs.settings import Settings
-from replicas.native.build import NUMBERS, PAIR_FLAGS, build_library, pair_variant_here, variant_here
-from replicas.native.native_step import NotNative
+from samovar.cache_tiers.blocks import SumsSetup, compile_sums
+from samovar.configs.settings import Settings
+from samovar.replicas.native.build import NUMBERS, PAIR_FLAGS, build_library, pair_variant_here, variant_here
+from samovar.replicas.native.native_step import NotNative
 
 
 def main() -> None:

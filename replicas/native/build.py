@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from configs.compiled import LibrarySource, NotCompiled, compiled_library
-from replicas.native.native_step import NotNative
+from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library
+from samovar.replicas.native.native_step import NotNative
 
 SOURCES = ("step.cpp", "attention.h", "weights.h", "crew.h", "exponential.h", "kernels.h")
 NUMBERS = {torch.bfloat16: "bf16", torch.float32: "float"}

@@ -10,10 +10,9 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int6
 from pathlib import Path
 
 import torch
-
-from configs.compiled import NotCompiled, load_library
-from replicas.forward import PlainModel, StepInputs
-from replicas.kv import KvPool
+from samovar.configs.compiled import NotCompiled, load_library
+from samovar.replicas.forward import PlainModel, StepInputs
+from samovar.replicas.kv import KvPool
 
 BITS_VERSION = 1
 """Part of the namespace of exact KV: another number for sources that compute other bits."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.blocks import ROOT, LoadSource, block_key
-from cache_tiers.messages import LookupResult, PartialBlock
+from samovar.cache_tiers.blocks import ROOT, LoadSource, block_key
+from samovar.cache_tiers.messages import LookupResult, PartialBlock
 
 
 @dataclass(frozen=True, slots=True)

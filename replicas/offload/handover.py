@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 
 import numpy as np
-
-from cache_tiers.blocks import ROOT, TAG_BYTES, block_key
-from cache_tiers.messages import Lookup, LookupResult
-from cache_tiers.pricing import PrefillMeter
-from replicas.kv import PagePool, PrefixEntry
-from replicas.offload.block_runs import held_keys
-from replicas.offload.store import StoreContext, StoredChain, TurnStore
-from replicas.offload.tier_client import CompletionQueue, TierLink, begin
+from samovar.cache_tiers.blocks import ROOT, TAG_BYTES, block_key
+from samovar.cache_tiers.messages import Lookup, LookupResult
+from samovar.cache_tiers.pricing import PrefillMeter
+from samovar.replicas.kv import PagePool, PrefixEntry
+from samovar.replicas.offload.block_runs import held_keys
+from samovar.replicas.offload.store import StoreContext, StoredChain, TurnStore
+from samovar.replicas.offload.tier_client import CompletionQueue, TierLink, begin
 
 logger = logging.getLogger(__name__)
 

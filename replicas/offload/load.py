@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     BadRecord,
     BlockShape,
     Bytes,
@@ -25,11 +25,11 @@ from cache_tiers.blocks import (
     good_blocks,
     header_bytes,
 )
-from cache_tiers.messages import Fetch, Fetched, FetchFailed
-from replicas.kv import CopyEvent
-from replicas.offload.moves import PageMoves
-from replicas.offload.tier_client import CompletionQueue, begin
-from replicas.scheduling import Restore, RestorePiece
+from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed
+from samovar.replicas.kv import CopyEvent
+from samovar.replicas.offload.moves import PageMoves
+from samovar.replicas.offload.tier_client import CompletionQueue, begin
+from samovar.replicas.scheduling import Restore, RestorePiece
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from cache_tiers.blocks import BlockShape, LoadSource, record_bytes
-from cache_tiers.media import Breaker
-from cache_tiers.messages import Lookup, LookupResult
-from cache_tiers.pricing import LookupWait, PrefillPrice, TierPrice, plan_wait
-from configs.sections import TierSettings
-from replicas.messages import GenerateRequest
-from replicas.offload.block_runs import LoadCut, load_cuts
-from replicas.offload.tier_client import CompletionQueue, begin
-from replicas.scheduling import OffloadState, Sequence, StepRoom
+from samovar.cache_tiers.blocks import BlockShape, LoadSource, record_bytes
+from samovar.cache_tiers.media import Breaker
+from samovar.cache_tiers.messages import Lookup, LookupResult
+from samovar.cache_tiers.pricing import LookupWait, PrefillPrice, TierPrice, plan_wait
+from samovar.configs.sections import TierSettings
+from samovar.replicas.messages import GenerateRequest
+from samovar.replicas.offload.block_runs import LoadCut, load_cuts
+from samovar.replicas.offload.tier_client import CompletionQueue, begin
+from samovar.replicas.scheduling import OffloadState, Sequence, StepRoom
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence as Listing
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from cache_tiers.blocks import Bytes
-from replicas.kv import CopyEvent, PageIo, PagePool, Ticket, Told
-from replicas.offload.tier_client import CompletionQueue, begin
-from replicas.scheduling import RestorePiece
+from samovar.cache_tiers.blocks import Bytes
+from samovar.replicas.kv import CopyEvent, PageIo, PagePool, Ticket, Told
+from samovar.replicas.offload.tier_client import CompletionQueue, begin
+from samovar.replicas.scheduling import RestorePiece
 
 logger = logging.getLogger(__name__)
 

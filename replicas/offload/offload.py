@@ -18,22 +18,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cache_tiers.blocks import BlockShape, Bytes, record_bytes
-from cache_tiers.messages import Fetch, FetchFailed
-from cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, plan_load
-from configs.sections import TierSettings
-from replicas.kv import CopyEvent
-from replicas.messages import GenerateRequest
-from replicas.offload.block_runs import LoadCut, StoreRun
-from replicas.offload.handover import Handover
-from replicas.offload.load import Expected, LoadedBlocks, PieceLoad, PieceLoads, Suspect
-from replicas.offload.lookups import TierLookups, cuts_of
-from replicas.offload.moves import PageMoves
-from replicas.offload.reports import TierReporter, TurnReporter
-from replicas.offload.store import TurnStore, chain_of, largest_extent_bytes
-from replicas.offload.swap import SwappedBlocks, SwapSpace, check_swapped, swap_record
-from replicas.offload.tier_client import CompletionQueue, TierLink, begin
-from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
+from samovar.cache_tiers.blocks import BlockShape, Bytes, record_bytes
+from samovar.cache_tiers.messages import Fetch, FetchFailed
+from samovar.cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, plan_load
+from samovar.configs.sections import TierSettings
+from samovar.replicas.kv import CopyEvent
+from samovar.replicas.messages import GenerateRequest
+from samovar.replicas.offload.block_runs import LoadCut, StoreRun
+from samovar.replicas.offload.handover import Handover
+from samovar.replicas.offload.load import Expected, LoadedBlocks, PieceLoad, PieceLoads, Suspect
+from samovar.replicas.offload.lookups import TierLookups, cuts_of
+from samovar.replicas.offload.moves import PageMoves
+from samovar.replicas.offload.reports import TierReporter, TurnReporter
+from samovar.replicas.offload.store import TurnStore, chain_of, largest_extent_bytes
+from samovar.replicas.offload.swap import SwappedBlocks, SwapSpace, check_swapped, swap_record
+from samovar.replicas.offload.tier_client import CompletionQueue, TierLink, begin
+from samovar.replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
 logger = logging.getLogger(__name__)
 

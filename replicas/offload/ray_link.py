@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cache_tiers.actors import rpc
-from cache_tiers.blocks import Clear, ExtentHeader, TierName
-from cache_tiers.forecast import Forecast
-from cache_tiers.messages import (
+from samovar.cache_tiers.actors import rpc
+from samovar.cache_tiers.blocks import Clear, ExtentHeader, TierName
+from samovar.cache_tiers.forecast import Forecast
+from samovar.cache_tiers.messages import (
     BadReport,
     Cleared,
     Fetch,
@@ -29,9 +29,9 @@ from cache_tiers.messages import (
     StoreRequest,
     TurnEnded,
 )
-from cache_tiers.pricing import TierPrice
-from cache_tiers.transport import PeerError, PeerLate
-from configs.sections import TierSettings
+from samovar.cache_tiers.pricing import TierPrice
+from samovar.cache_tiers.transport import PeerError, PeerLate
+from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 

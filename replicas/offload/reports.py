@@ -11,13 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from cache_tiers.blocks import PEER, TIERS, Clear, marks_of
-from cache_tiers.forecast import Forecast, Stop
-from cache_tiers.messages import BadReport, Fetch, LoadReport, TurnEnded
-from replicas.kv import PagePool
-from replicas.messages import GenerateRequest
-from replicas.offload.tier_client import CompletionQueue, TierLink, begin
-from replicas.scheduling import Restore, RestorePiece, Sequence
+from samovar.cache_tiers.blocks import PEER, TIERS, Clear, marks_of
+from samovar.cache_tiers.forecast import Forecast, Stop
+from samovar.cache_tiers.messages import BadReport, Fetch, LoadReport, TurnEnded
+from samovar.replicas.kv import PagePool
+from samovar.replicas.messages import GenerateRequest
+from samovar.replicas.offload.tier_client import CompletionQueue, TierLink, begin
+from samovar.replicas.scheduling import Restore, RestorePiece, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence as Listing
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from cache_tiers.actors import StagingBuffer
-from cache_tiers.blocks import (
+from samovar.cache_tiers.actors import StagingBuffer
+from samovar.cache_tiers.blocks import (
     ROOT,
     TAG_BYTES,
     BlockShape,
@@ -30,13 +30,13 @@ from cache_tiers.blocks import (
     record_bytes,
     seal,
 )
-from cache_tiers.messages import LookupResult, StoreRequest
-from cache_tiers.pricing import Doubt, PrefillMeter, PrefillPrice, TierPrice, in_digits, worth_storing
-from configs.sections import TierSettings
-from replicas.kv import CopyEvent, PageIo, PagePool, PrefixEntry
-from replicas.offload.block_runs import StoreRun, held_keys, store_runs
-from replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, begin
-from replicas.scheduling import BlockFates, OffloadState, Sequence
+from samovar.cache_tiers.messages import LookupResult, StoreRequest
+from samovar.cache_tiers.pricing import Doubt, PrefillMeter, PrefillPrice, TierPrice, in_digits, worth_storing
+from samovar.configs.sections import TierSettings
+from samovar.replicas.kv import CopyEvent, PageIo, PagePool, PrefixEntry
+from samovar.replicas.offload.block_runs import StoreRun, held_keys, store_runs
+from samovar.replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, begin
+from samovar.replicas.scheduling import BlockFates, OffloadState, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     ROOT,
     TAG_BYTES,
     TOP_TIER,
@@ -20,12 +20,12 @@ from cache_tiers.blocks import (
     Placement,
     record_bytes,
 )
-from cache_tiers.pricing import TierMeter, TierPrice
-from replicas.kv import CopyEvent, PageIo
-from replicas.offload.block_runs import StoreRun
-from replicas.offload.load import Expected, LoadedBlocks, unpack
-from replicas.offload.store import Origin, sealed_record
-from replicas.scheduling import Sequence
+from samovar.cache_tiers.pricing import TierMeter, TierPrice
+from samovar.replicas.kv import CopyEvent, PageIo
+from samovar.replicas.offload.block_runs import StoreRun
+from samovar.replicas.offload.load import Expected, LoadedBlocks, unpack
+from samovar.replicas.offload.store import Origin, sealed_record
+from samovar.replicas.scheduling import Sequence
 
 _NOWHERE = Placement(first=TOP_TIER, write_behind=(), lowest=TOP_TIER)
 

@@ -14,10 +14,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cache_tiers.actors import StagingBuffer
-from cache_tiers.blocks import Clear, ExtentHeader, TierName
-from cache_tiers.forecast import Forecast
-from cache_tiers.messages import (
+from samovar.cache_tiers.actors import StagingBuffer
+from samovar.cache_tiers.blocks import Clear, ExtentHeader, TierName
+from samovar.cache_tiers.forecast import Forecast
+from samovar.cache_tiers.messages import (
     BadReport,
     Cleared,
     Fetch,
@@ -32,7 +32,7 @@ from cache_tiers.messages import (
     StoreRequest,
     TurnEnded,
 )
-from cache_tiers.pricing import TierPrice
+from samovar.cache_tiers.pricing import TierPrice
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
 """One replica on several GPUs: ranks that each hold a part of the model and of every block, led by rank 0."""
 
-from replicas.ranks.channel import RankLost
-from replicas.ranks.group import Launch, LeadingRunner, RankGroup, RankProcess
-from replicas.ranks.meeting import ChannelPlan
-from replicas.ranks.processes import RankSubprocess
-from replicas.ranks.worker import RankStart, serve_rank, start_of
+from samovar.replicas.ranks.channel import RankLost
+from samovar.replicas.ranks.group import Launch, LeadingRunner, RankGroup, RankProcess
+from samovar.replicas.ranks.meeting import ChannelPlan
+from samovar.replicas.ranks.processes import RankSubprocess
+from samovar.replicas.ranks.worker import RankStart, serve_rank, start_of
 
 __all__ = [
     "ChannelPlan",

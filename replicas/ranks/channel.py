@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from replicas.ranks.ring import RingMessage, RingReader, RingShape, RingWriter, Words
+from samovar.replicas.ranks.ring import RingMessage, RingReader, RingShape, RingWriter, Words
 
 _DRAIN = 4096
 

@@ -13,19 +13,18 @@ from typing import Protocol
 
 import numpy as np
 import torch
-
-from replicas.forward import AttentionBackend, ChosenAttention, Runner, Same, Score, StepInputs
-from replicas.kv import KvGeometry, KvPool, PageIo
-from replicas.model import ModelSpec
-from replicas.ranks.channel import RankLost
-from replicas.ranks.meeting import Listener
-from replicas.ranks.orders import Order, words_of
-from replicas.ranks.page_io import SharedPageIo
-from replicas.ranks.peers import Peers
-from replicas.ranks.ring import Words
-from replicas.ranks.weights import load_part
-from replicas.ranks.worker import SOCKET, STORE, RankStart, agreed_attention, part_of
-from replicas.scheduling import Chunk
+from samovar.replicas.forward import AttentionBackend, ChosenAttention, Runner, Same, Score, StepInputs
+from samovar.replicas.kv import KvGeometry, KvPool, PageIo
+from samovar.replicas.model import ModelSpec
+from samovar.replicas.ranks.channel import RankLost
+from samovar.replicas.ranks.meeting import Listener
+from samovar.replicas.ranks.orders import Order, words_of
+from samovar.replicas.ranks.page_io import SharedPageIo
+from samovar.replicas.ranks.peers import Peers
+from samovar.replicas.ranks.ring import Words
+from samovar.replicas.ranks.weights import load_part
+from samovar.replicas.ranks.worker import SOCKET, STORE, RankStart, agreed_attention, part_of
+from samovar.replicas.scheduling import Chunk
 
 
 class RankProcess(Protocol):

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicas.ranks.channel import Obeyed, Orders, RankLost
-from replicas.ranks.ring import Memory, RingReader, RingShape, RingWriter
+from samovar.replicas.ranks.channel import Obeyed, Orders, RankLost
+from samovar.replicas.ranks.ring import Memory, RingReader, RingShape, RingWriter
 
 RING_SLOTS = 4
 """Steps wait for each other at every layer, so a rank is never further behind than a step or two."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
-
-from replicas.ranks.ring import Words
+from samovar.replicas.ranks.ring import Words
 
 
 class Order(IntEnum):

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-
-from cache_tiers.blocks import Bytes
-from replicas.kv import DONE, CopyEvent, KvGeometry, PageIo, Ticket
-from replicas.ranks.channel import Orders
-from replicas.ranks.orders import Order, words_of
+from samovar.cache_tiers.blocks import Bytes
+from samovar.replicas.kv import DONE, CopyEvent, KvGeometry, PageIo, Ticket
+from samovar.replicas.ranks.channel import Orders
+from samovar.replicas.ranks.orders import Order, words_of
 
 
 def copy_runs(

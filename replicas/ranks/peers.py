@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from replicas.ranks.split import ROWWISE, RankSplit
+from samovar.replicas.ranks.split import ROWWISE, RankSplit
 
 
 class Peers:

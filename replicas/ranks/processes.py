@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 
-from replicas.ranks.worker import RankStart
+from samovar.replicas.ranks.worker import RankStart
 
-ENTRY = "import sys; from replicas.ranks import serve_rank, start_of; serve_rank(start_of(sys.argv[1]))"
+ENTRY = (
+    "import sys; from samovar.replicas.ranks import serve_rank, start_of; serve_rank(start_of(sys.argv[1]))"
+)
 """Not `-m`: this package imports this module, so that it would be there twice, and Python warns of that."""
 _END_S = 10.0
 """A rank ends by itself when rank 0 closes the channels; after this it is killed."""

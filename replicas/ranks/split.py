@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from replicas.messages import ModelRefused
-from replicas.model import ModelSpec, check_heads
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import ModelSpec, check_heads
 
 COLWISE, ROWWISE, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

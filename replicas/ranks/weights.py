@@ -6,11 +6,10 @@ from functools import partial
 
 import torch
 from safetensors import safe_open
-
-from replicas.forward import load_model
-from replicas.model import ModelSpec, read_weights
-from replicas.ranks.peers import Peers, sum_rowwise
-from replicas.ranks.split import RankSplit, narrow
+from samovar.replicas.forward import load_model
+from samovar.replicas.model import ModelSpec, read_weights
+from samovar.replicas.ranks.peers import Peers, sum_rowwise
+from samovar.replicas.ranks.split import RankSplit, narrow
 
 
 def load_part(spec: ModelSpec, dtype: torch.dtype, device: torch.device, peers: Peers) -> torch.nn.Module:

@@ -15,19 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import TypeAdapter
-
-from configs.settings import EngineSettings
-from replicas.engine import same_slots
-from replicas.forward import AttentionBackend, ChosenAttention, GatherSdpa, Runner, choose_attention
-from replicas.kv import KvGeometry, KvPool, PageIo, free_memory_bytes, page_io
-from replicas.model import choose_device, inspect_model
-from replicas.ranks.channel import ReplicaGone
-from replicas.ranks.meeting import ChannelPlan, connect
-from replicas.ranks.orders import Order
-from replicas.ranks.page_io import copy_runs
-from replicas.ranks.peers import Peers
-from replicas.ranks.ring import RingMessage
-from replicas.ranks.weights import load_part
+from samovar.configs.settings import EngineSettings
+from samovar.replicas.engine import same_slots
+from samovar.replicas.forward import AttentionBackend, ChosenAttention, GatherSdpa, Runner, choose_attention
+from samovar.replicas.kv import KvGeometry, KvPool, PageIo, free_memory_bytes, page_io
+from samovar.replicas.model import choose_device, inspect_model
+from samovar.replicas.ranks.channel import ReplicaGone
+from samovar.replicas.ranks.meeting import ChannelPlan, connect
+from samovar.replicas.ranks.orders import Order
+from samovar.replicas.ranks.page_io import copy_runs
+from samovar.replicas.ranks.peers import Peers
+from samovar.replicas.ranks.ring import RingMessage
+from samovar.replicas.ranks.weights import load_part
 
 logger = logging.getLogger(__name__)
 

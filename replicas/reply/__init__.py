@@ -1,7 +1,7 @@
 """An answer's text as a message: what is thought, what is said, and which tools are called."""
 
-from replicas.reply.calls import TOOL_NAME, Piece, finite
-from replicas.reply.formats import (
+from samovar.replicas.reply.calls import TOOL_NAME, Piece, finite
+from samovar.replicas.reply.formats import (
     FORMATS,
     CallFrame,
     ReplyFormat,
@@ -9,7 +9,7 @@ from replicas.reply.formats import (
     format_named,
     sniffed_format,
 )
-from replicas.reply.reader import (
+from samovar.replicas.reply.reader import (
     Call,
     Reply,
     ReplyReader,

@@ -15,9 +15,9 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from configs.json_text import parse_json
-from replicas.reply.formats import DEEPSEEK, ReplyFormat
-from replicas.reply.json_scan import GemmaScan, JsonScan, begun
+from samovar.configs.json_text import parse_json
+from samovar.replicas.reply.formats import DEEPSEEK, ReplyFormat
+from samovar.replicas.reply.json_scan import GemmaScan, JsonScan, begun
 
 TOOL_NAME = r"[A-Za-z0-9_.:/-]{1,128}"
 """What a tool may be called: in a request, and so that a call can come back."""

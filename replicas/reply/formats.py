@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from configs.json_text import parse_json
-from replicas.reply.patterns import timed
+from samovar.configs.json_text import parse_json
+from samovar.replicas.reply.patterns import timed
 
 if TYPE_CHECKING:  # else imported where it is used: messages.py is read by commands that must start at once
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate

@@ -12,10 +12,10 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from configs.json_text import parse_json
-from replicas.reply.calls import CallText, NoCall, Piece, Steps, call_of
-from replicas.reply.formats import CALLS, THOUGHTS, ReplyFormat
-from replicas.reply.patterns import without_tags
+from samovar.configs.json_text import parse_json
+from samovar.replicas.reply.calls import CallText, NoCall, Piece, Steps, call_of
+from samovar.replicas.reply.formats import CALLS, THOUGHTS, ReplyFormat
+from samovar.replicas.reply.patterns import without_tags
 
 BLANK_CHARS_MAX = 256
 """White space in one run that is held back; more of it is text."""

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from replicas.messages import SamplingParams
-from replicas.sampling.transfer import fetch, upload
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.sampling.transfer import fetch, upload
 
 TEMPERATURE_MIN = 1e-5
 """Below this, dividing logits overflows float32; sampling is then effectively greedy."""

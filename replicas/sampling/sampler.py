@@ -13,12 +13,11 @@ from collections.abc import Sequence as Listing
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
-from replicas.messages import Grammar, Refused
-from replicas.model import is_device_lost, is_memory_short
-from replicas.sampling.draws import TEMPERATURE_MIN, Draw, Sampled, draw_tokens, greedy_of
-from replicas.scheduling import Sequence
+from samovar.replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
+from samovar.replicas.messages import Grammar, Refused
+from samovar.replicas.model import is_device_lost, is_memory_short
+from samovar.replicas.sampling.draws import TEMPERATURE_MIN, Draw, Sampled, draw_tokens, greedy_of
+from samovar.replicas.scheduling import Sequence
 
 CPU_NUMBERS = 1 << 18
 """Logits that are drawn from at a time on a CPU, 1 MiB: larger tensors get new pages from the system each

@@ -1,12 +1,12 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
-from replicas.scheduling.drafts import Drafter, DraftLimits
-from replicas.scheduling.fates import BlockFates, Fate
-from replicas.scheduling.preemption import DropNewest, PreemptionPolicy, SwapPrices, preemption_policy
-from replicas.scheduling.restore import OWN, Restore, RestorePiece
-from replicas.scheduling.scheduler import Scheduler
-from replicas.scheduling.sequence import OffloadState, Sequence, bare_sequence
-from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, StepTimes
+from samovar.replicas.scheduling.drafts import Drafter, DraftLimits
+from samovar.replicas.scheduling.fates import BlockFates, Fate
+from samovar.replicas.scheduling.preemption import DropNewest, PreemptionPolicy, SwapPrices, preemption_policy
+from samovar.replicas.scheduling.restore import OWN, Restore, RestorePiece
+from samovar.replicas.scheduling.scheduler import Scheduler
+from samovar.replicas.scheduling.sequence import OffloadState, Sequence, bare_sequence
+from samovar.replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, StepTimes
 
 __all__ = [
     "OWN",

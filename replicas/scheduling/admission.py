@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
-from replicas.scheduling.order import Priorities, PromptOrder, giving_way
-from replicas.scheduling.queues import Queues
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import StepPlan, StepRoom
+from samovar.replicas.scheduling.order import Priorities, PromptOrder, giving_way
+from samovar.replicas.scheduling.queues import Queues
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import StepPlan, StepRoom
 
 JOINED_TOKENS = 256
 """How much a prompt must have in common with a running one, beyond what is published, to wait for it."""

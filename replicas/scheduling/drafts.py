@@ -12,7 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from typing import NamedTuple, Protocol
 
-from cache_tiers.pricing import PrefillPrice
+from samovar.cache_tiers.pricing import PrefillPrice
 
 SUFFIXES = (2, 4, 8, 16)
 """Numbers of last tokens that are looked for; more only where fewer were found."""

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cache_tiers.blocks import TAG_BYTES
-from cache_tiers.directory import BlockMemory
-from replicas.kv import session_owner
+from samovar.cache_tiers.blocks import TAG_BYTES
+from samovar.cache_tiers.directory import BlockMemory
+from samovar.replicas.kv import session_owner
 
 STORED: Final = frozenset({"taken", "held"})
 """What became of blocks that the tiers took; all else is why they did not."""

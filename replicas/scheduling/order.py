@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 from itertools import islice
 
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import Chunk
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import Chunk
 
 SHARED_STEPS = 128
 """Each such step of a tenant's better priorities is shared with its worse ones."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from replicas.kv import PagePool, PrefixEntry
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import StepPlan
+from samovar.replicas.kv import PagePool, PrefixEntry
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import StepPlan
 
 
 class PageTables:

@@ -11,8 +11,8 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from cache_tiers.pricing import BURST_EXTENTS, Doubt, PrefillPrice, TierPrice, swap_or_drop
-from replicas.scheduling.sequence import Sequence
+from samovar.cache_tiers.pricing import BURST_EXTENTS, Doubt, PrefillPrice, TierPrice, swap_or_drop
+from samovar.replicas.scheduling.sequence import Sequence
 
 BUCKETS = 24
 """Of lengths: [1, 2), [2, 4), ... tokens."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listing
 
-from replicas.scheduling.order import gives
-from replicas.scheduling.page_tables import PageTables
-from replicas.scheduling.preemption import Preemption, PreemptionPolicy
-from replicas.scheduling.sequence import Restorer, Sequence
-from replicas.scheduling.step import StepPlan
-from replicas.scheduling.tenants import TenantShares
-from replicas.turns import FairQueue
+from samovar.replicas.scheduling.order import gives
+from samovar.replicas.scheduling.page_tables import PageTables
+from samovar.replicas.scheduling.preemption import Preemption, PreemptionPolicy
+from samovar.replicas.scheduling.sequence import Restorer, Sequence
+from samovar.replicas.scheduling.step import StepPlan
+from samovar.replicas.scheduling.tenants import TenantShares
+from samovar.replicas.turns import FairQueue
 
 
 class Queues:

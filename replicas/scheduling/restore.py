@@ -10,8 +10,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cache_tiers.messages import Fetch
-from replicas.messages import Decision
+from samovar.cache_tiers.messages import Fetch
+from samovar.replicas.messages import Decision
 
 PieceState = Literal["waiting", "moving", "placed", "failed", "overtaken"]
 """`moving`: its bytes are being copied into their pages, which no step uses until they are `placed`."""

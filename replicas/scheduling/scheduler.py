@@ -20,17 +20,17 @@ from collections.abc import Sequence as Listing
 from dataclasses import replace
 from typing import Any, Literal
 
-from cache_tiers.blocks import TAG_BYTES
-from replicas.kv import PagePool, session_owner
-from replicas.scheduling.admission import Admission, StepTurns
-from replicas.scheduling.drafts import Drafter
-from replicas.scheduling.order import Priorities, PromptOrder, foremost
-from replicas.scheduling.page_tables import PageTables
-from replicas.scheduling.preemption import PreemptionPolicy
-from replicas.scheduling.queues import Queues
-from replicas.scheduling.sequence import Restorer, Sequence
-from replicas.scheduling.step import Chunk, StepBudget, StepPlan, halved
-from replicas.scheduling.tenants import DecodeRests, PrefillTurns
+from samovar.cache_tiers.blocks import TAG_BYTES
+from samovar.replicas.kv import PagePool, session_owner
+from samovar.replicas.scheduling.admission import Admission, StepTurns
+from samovar.replicas.scheduling.drafts import Drafter
+from samovar.replicas.scheduling.order import Priorities, PromptOrder, foremost
+from samovar.replicas.scheduling.page_tables import PageTables
+from samovar.replicas.scheduling.preemption import PreemptionPolicy
+from samovar.replicas.scheduling.queues import Queues
+from samovar.replicas.scheduling.sequence import Restorer, Sequence
+from samovar.replicas.scheduling.step import Chunk, StepBudget, StepPlan, halved
+from samovar.replicas.scheduling.tenants import DecodeRests, PrefillTurns
 
 
 class Scheduler:

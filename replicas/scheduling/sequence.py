@@ -13,14 +13,14 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key
-from cache_tiers.messages import LookupResult
-from replicas.grammar import GrammarState
-from replicas.kv import ROOT_ENTRY
-from replicas.messages import SamplingParams
-from replicas.scheduling.drafts import Guesses
-from replicas.scheduling.fates import Fate
-from replicas.scheduling.restore import Restore
+from samovar.cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key
+from samovar.cache_tiers.messages import LookupResult
+from samovar.replicas.grammar import GrammarState
+from samovar.replicas.kv import ROOT_ENTRY
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.scheduling.drafts import Guesses
+from samovar.replicas.scheduling.fates import Fate
+from samovar.replicas.scheduling.restore import Restore
 
 
 @dataclass(slots=True, eq=False)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from cache_tiers.pricing import PrefillMeter, PrefillPrice, pairs_of
-from replicas.scheduling.sequence import Sequence
+from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, pairs_of
+from samovar.replicas.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Listing
 
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import Chunk
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import Chunk
 
 
 class PrefillTurns:

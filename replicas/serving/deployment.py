@@ -24,16 +24,15 @@ from typing import TYPE_CHECKING
 
 import ray
 from ray import serve
-
-from cache_tiers.blocks import Clear
-from cache_tiers.forecast import HintEvent
-from cache_tiers.messages import NodeStats
-from cache_tiers.pricing import PrefillPrice
-from configs.imports import collector_paused
-from configs.settings import EngineSettings, Settings
-from configs.telemetry import Tracer, open_tracer, set_up_logs
-from replicas.links import Inlet, open_inlet
-from replicas.messages import (
+from samovar.cache_tiers.blocks import Clear
+from samovar.cache_tiers.forecast import HintEvent
+from samovar.cache_tiers.messages import NodeStats
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.configs.imports import collector_paused
+from samovar.configs.settings import EngineSettings, Settings
+from samovar.configs.telemetry import Tracer, open_tracer, set_up_logs
+from samovar.replicas.links import Inlet, open_inlet
+from samovar.replicas.messages import (
     Admitted,
     EngineStats,
     Event,
@@ -46,18 +45,18 @@ from replicas.messages import (
     ReplicaInfo,
     TierSign,
 )
-from replicas.serving.ingress_loads import IngressLoads
-from replicas.serving.served import Places, call_handler
-from replicas.turns import TenantThreads
+from samovar.replicas.serving.ingress_loads import IngressLoads
+from samovar.replicas.serving.served import Places, call_handler
+from samovar.replicas.turns import TenantThreads
 
 if TYPE_CHECKING:
-    from replicas.answers import AnswerLog, AnswerLogs, SweepTimer
-    from replicas.engine import Engine, EventStream
-    from replicas.links import EventSender
-    from replicas.scheduling import Sequence
-    from replicas.serving.tracing import AnswerSpans
-    from replicas.start.build import BuiltEngine
-    from replicas.start.start_notes import StartNotes
+    from samovar.replicas.answers import AnswerLog, AnswerLogs, SweepTimer
+    from samovar.replicas.engine import Engine, EventStream
+    from samovar.replicas.links import EventSender
+    from samovar.replicas.scheduling import Sequence
+    from samovar.replicas.serving.tracing import AnswerSpans
+    from samovar.replicas.start.build import BuiltEngine
+    from samovar.replicas.start.start_notes import StartNotes
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +164,7 @@ SETTLE_POLL_S = 0.02
 class Replica:
     """The Serve deployment of one engine.
 
-    `model_dir`: a directory that `replicas.model.spec.inspect_model` accepts; None: the one in
+    `model_dir`: a directory that `samovar.replicas.model.spec.inspect_model` accepts; None: the one in
     `settings.model`.
 
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
@@ -175,14 +174,14 @@ class Replica:
 
     def __init__(self, settings: Settings, model_dir: str | None) -> None:
         with collector_paused():
-            from replicas.answers import AnswerLogs as Kept
-            from replicas.answers import SweepTimer as Sweeps
-            from replicas.engine import EngineThread
-            from replicas.links import Links
-            from replicas.model import ensure_model
-            from replicas.serving.tracing import TracedLink
-            from replicas.start.start_notes import StartNotes as Notes
-            from replicas.start.tier_access import open_tiers
+            from samovar.replicas.answers import AnswerLogs as Kept
+            from samovar.replicas.answers import SweepTimer as Sweeps
+            from samovar.replicas.engine import EngineThread
+            from samovar.replicas.links import Links
+            from samovar.replicas.model import ensure_model
+            from samovar.replicas.serving.tracing import TracedLink
+            from samovar.replicas.start.start_notes import StartNotes as Notes
+            from samovar.replicas.start.tier_access import open_tiers
 
         set_up_logs(settings.telemetry)
         self._tracer = open_tracer(settings.telemetry, "replica")
@@ -218,9 +217,9 @@ class Replica:
 
     def build(self, settings: Settings, model_dir: Path, replica_id: str, notes: StartNotes) -> BuiltEngine:
         """Build the engine. Another engine behind the same deployment is a subclass that builds it."""
-        from replicas.start.build import Start
-        from replicas.start.machine_prices import MachinePrices, keep_prices, measurements_dir
-        from replicas.start.ray_ranks import launch_rank
+        from samovar.replicas.start.build import Start
+        from samovar.replicas.start.machine_prices import MachinePrices, keep_prices, measurements_dir
+        from samovar.replicas.start.ray_ranks import launch_rank
 
         tiers, keep = self._tiers, measurements_dir(settings)
         built = Start(
@@ -234,7 +233,7 @@ class Replica:
 
         Requests come over links (`serving/served.py`); this is for those that no link takes.
         """
-        from replicas.engine import EventStream
+        from samovar.replicas.engine import EventStream
 
         await self._places.take()
         try:
@@ -361,7 +360,7 @@ class Replica:
     def _spans(self, request: GenerateRequest) -> AnswerSpans | None:
         if self._tracer is None or not request.trace:
             return None
-        from replicas.serving.tracing import AnswerSpans
+        from samovar.replicas.serving.tracing import AnswerSpans
 
         return AnswerSpans(self._tracer, request.trace, self._info.replica_id, time.monotonic)
 

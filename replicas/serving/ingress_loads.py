@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cache_tiers.pricing import PrefillPrice
-from replicas.messages import GenerateRequest
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.replicas.messages import GenerateRequest
 
 INGRESSES_MAX = 64
 """Ingresses in a report, those with most open first."""

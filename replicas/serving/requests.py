@@ -10,9 +10,8 @@ from typing import Any
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
-
-from replicas.links import LinkLost, pack_event, said_events
-from replicas.messages import GenerateRequest
+from samovar.replicas.links import LinkLost, pack_event, said_events
+from samovar.replicas.messages import GenerateRequest
 
 TOKEN_CODE = "I"
 """Token ids go as four bytes each, the lowest first: a list of them takes 20 times as long to validate."""

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, closing
 
-from replicas.links import FULL, EventSender, Handler, LinkCall, LinkLost, Links
-from replicas.messages import GenerateRequest
-from replicas.serving.requests import BadRequestBytes, request_form, unpack_request
+from samovar.replicas.links import FULL, EventSender, Handler, LinkCall, LinkLost, Links
+from samovar.replicas.messages import GenerateRequest
+from samovar.replicas.serving.requests import BadRequestBytes, request_form, unpack_request
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cache_tiers.messages import (
+from samovar.cache_tiers.messages import (
     Fetch,
     Fetched,
     FetchFailed,
@@ -14,9 +14,9 @@ from cache_tiers.messages import (
     StoreReply,
     StoreRequest,
 )
-from configs.telemetry import Tracer, Value
-from replicas.messages import Admitted, Event, Failed, Refused
-from replicas.offload import TierLink
+from samovar.configs.telemetry import Tracer, Value
+from samovar.replicas.messages import Admitted, Event, Failed, Refused
+from samovar.replicas.offload import TierLink
 
 
 class TracedLink:

@@ -15,16 +15,23 @@ from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
-
-from cache_tiers.blocks import TIERS, SumsSetup, TierName, compile_sums, namespace_digest
-from cache_tiers.forecast import fast_clock
-from cache_tiers.messages import LookupResult
-from cache_tiers.policy import make_policy
-from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
-from configs.settings import EngineSettings, Settings
-from replicas.checkpoint import Vocabulary, load_vocabulary
-from replicas.engine import Auditor, Engine, EngineLimits, Intake, OpenRequests, OutputProcessor, TokenText
-from replicas.forward import (
+from samovar.cache_tiers.blocks import TIERS, SumsSetup, TierName, compile_sums, namespace_digest
+from samovar.cache_tiers.forecast import fast_clock
+from samovar.cache_tiers.messages import LookupResult
+from samovar.cache_tiers.policy import make_policy
+from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
+from samovar.configs.settings import EngineSettings, Settings
+from samovar.replicas.checkpoint import Vocabulary, load_vocabulary
+from samovar.replicas.engine import (
+    Auditor,
+    Engine,
+    EngineLimits,
+    Intake,
+    OpenRequests,
+    OutputProcessor,
+    TokenText,
+)
+from samovar.replicas.forward import (
     ChosenAttention,
     CudaCapture,
     Runner,
@@ -32,8 +39,8 @@ from replicas.forward import (
     load_model,
     step_words_max,
 )
-from replicas.grammar import GrammarCompiler
-from replicas.kv import (
+from samovar.replicas.grammar import GrammarCompiler
+from samovar.replicas.kv import (
     KvGeometry,
     KvPool,
     PageIo,
@@ -45,9 +52,9 @@ from replicas.kv import (
     plan_pages,
     register_object_store,
 )
-from replicas.measurement_cache import MeasurementCache
-from replicas.messages import ModelRefused, ReplicaInfo
-from replicas.model import (
+from samovar.replicas.measurement_cache import MeasurementCache
+from samovar.replicas.messages import ModelRefused, ReplicaInfo
+from samovar.replicas.model import (
     ChosenDtype,
     GemmSeconds,
     ModelSpec,
@@ -58,7 +65,7 @@ from replicas.model import (
     is_device_lost,
     measure_gemm,
 )
-from replicas.offload import (
+from samovar.replicas.offload import (
     CompletionQueue,
     Handover,
     Offload,
@@ -73,9 +80,9 @@ from replicas.offload import (
     TurnStore,
     provenance_of,
 )
-from replicas.ranks import ChannelPlan, Launch, LeadingRunner, RankGroup, RankStart, RankSubprocess
-from replicas.sampling import Sampler
-from replicas.scheduling import (
+from samovar.replicas.ranks import ChannelPlan, Launch, LeadingRunner, RankGroup, RankStart, RankSubprocess
+from samovar.replicas.sampling import Sampler
+from samovar.replicas.scheduling import (
     Drafter,
     DraftLimits,
     DropNewest,
@@ -86,7 +93,7 @@ from replicas.scheduling import (
     StepBudget,
     preemption_policy,
 )
-from replicas.start.measure import (
+from samovar.replicas.start.measure import (
     SAMPLE_BYTES,
     Roads,
     hold_step_memory,
@@ -94,8 +101,8 @@ from replicas.start.measure import (
     measure_prefill,
     sample_tokens_max,
 )
-from replicas.start.step_choice import ChosenStep, StepChoice, expects_native, return_freed_memory
-from replicas.start.tier_access import by_tag
+from samovar.replicas.start.step_choice import ChosenStep, StepChoice, expects_native, return_freed_memory
+from samovar.replicas.start.tier_access import by_tag
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
-
-from cache_tiers.pricing import PrefillPrice
-from configs.atomic_file import atomic_write
-from configs.settings import Settings
-from replicas.messages import ReplicaInfo
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.configs.atomic_file import atomic_write
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import ReplicaInfo
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,16 @@ from statistics import median
 
 import numpy as np
 import torch
-
-from cache_tiers.blocks import KEY_BYTES, TIERS, BlockShape, ExtentHeader, TierName, record_bytes
-from cache_tiers.messages import Fetch, SampleRequest
-from cache_tiers.pricing import Sample, TierPrice, moving_seconds
-from configs.sections import MIB
-from configs.settings import EngineSettings
-from replicas.forward import Runner
-from replicas.kv import TRASH_PAGE, KvPool, PageIo
-from replicas.messages import ModelRefused
-from replicas.model import is_memory_short
-from replicas.offload import (
+from samovar.cache_tiers.blocks import KEY_BYTES, TIERS, BlockShape, ExtentHeader, TierName, record_bytes
+from samovar.cache_tiers.messages import Fetch, SampleRequest
+from samovar.cache_tiers.pricing import Sample, TierPrice, moving_seconds
+from samovar.configs.sections import MIB
+from samovar.configs.settings import EngineSettings
+from samovar.replicas.forward import Runner
+from samovar.replicas.kv import TRASH_PAGE, KvPool, PageIo
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import is_memory_short
+from samovar.replicas.offload import (
     Expected,
     LoadedBlocks,
     StoreRun,
@@ -28,7 +27,7 @@ from replicas.offload import (
     load_extent,
     swap_record,
 )
-from replicas.scheduling import Chunk, bare_sequence
+from samovar.replicas.scheduling import Chunk, bare_sequence
 
 # (new tokens, tokens in context): enough to separate the three parts of the price where step time grows with
 # the tokens in the step.

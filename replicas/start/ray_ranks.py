@@ -11,8 +11,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from replicas.ranks import RankStart
+from samovar.replicas.ranks import RankStart
 
 
 class RankServer:
@@ -20,7 +19,7 @@ class RankServer:
 
     def serve(self, start: str) -> None:
         """Be a rank until rank 0 has gone. `start`: `RankStart` as JSON."""
-        from replicas.ranks import serve_rank, start_of
+        from samovar.replicas.ranks import serve_rank, start_of
 
         serve_rank(start_of(start))
 

@@ -15,12 +15,11 @@ from typing import Protocol
 
 import torch
 from pydantic import TypeAdapter
-
-from configs.json_text import parse_json
-from configs.settings import EngineSettings
-from replicas.checkpoint import PlainRecipe, recipe_of
-from replicas.engine import TOLERANCES, Probe, ProbeResult
-from replicas.forward import (
+from samovar.configs.json_text import parse_json
+from samovar.configs.settings import EngineSettings
+from samovar.replicas.checkpoint import PlainRecipe, recipe_of
+from samovar.replicas.engine import TOLERANCES, Probe, ProbeResult
+from samovar.replicas.forward import (
     PLAIN_TYPES,
     AttentionBackend,
     GatherSdpa,
@@ -31,11 +30,11 @@ from replicas.forward import (
     PlainModel,
     plain_model,
 )
-from replicas.kv import KvGeometry, free_memory_bytes
-from replicas.measurement_cache import MeasurementCache
-from replicas.messages import ModelRefused
-from replicas.model import ModelSpec
-from replicas.native import (
+from samovar.replicas.kv import KvGeometry, free_memory_bytes
+from samovar.replicas.measurement_cache import MeasurementCache
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import ModelSpec
+from samovar.replicas.native import (
     BITS_VERSION,
     INT8_FLAGS,
     PAIR_BITS_VERSION,

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TypeVar
 
-from cache_tiers.actors import StagingBuffer, open_outbox
-from cache_tiers.blocks import SumsSetup, tenant_tag
-from configs.sections import TierSettings
-from configs.settings import AuthSettings, Settings
-from replicas.offload import TierAccess, WorkerPools
+from samovar.cache_tiers.actors import StagingBuffer, open_outbox
+from samovar.cache_tiers.blocks import SumsSetup, tenant_tag
+from samovar.configs.sections import TierSettings
+from samovar.configs.settings import AuthSettings, Settings
+from samovar.replicas.offload import TierAccess, WorkerPools
 
 Value = TypeVar("Value")
 
@@ -32,9 +32,8 @@ def shared_tiers(settings: Settings) -> TierSettings:
 def open_tiers(settings: Settings) -> TierAccess:
     """Connect to this node's tier actor, creating it if there is none yet."""
     import ray  # here, as an engine without tiers runs where Ray is not installed
-
-    from cache_tiers.actors import tier_actor
-    from replicas.offload import ray_link
+    from samovar.cache_tiers.actors import tier_actor
+    from samovar.replicas.offload import ray_link
 
     tiers = shared_tiers(settings)
     shares = by_tag(settings.auth, tiers.tenant_shares)

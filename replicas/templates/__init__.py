@@ -1,8 +1,8 @@
 """What a model's chat template writes: rendered within limits, and how it ends a turn."""
 
-from replicas.templates.limits import TemplateLimit
-from replicas.templates.rendering import TEMPLATE_FAULTS, Template, refused_model, rendered
-from replicas.templates.turn_ends import end_of_turn
+from samovar.replicas.templates.limits import TemplateLimit
+from samovar.replicas.templates.rendering import TEMPLATE_FAULTS, Template, refused_model, rendered
+from samovar.replicas.templates.turn_ends import end_of_turn
 
 __all__ = [
     "TEMPLATE_FAULTS",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
-
-from replicas.messages import ModelRefused
-from replicas.templates.limits import TemplateLimit, within_limits
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.templates.limits import TemplateLimit, within_limits
 
 Json = dict[str, Any]
 

@@ -3,7 +3,7 @@
 Nothing here brings torch: ingresses use it, too.
 """
 
-from replicas.turns.fair_queue import FairQueue
-from replicas.turns.tenant_threads import PlacesTaken, TenantThreads
+from samovar.replicas.turns.fair_queue import FairQueue
+from samovar.replicas.turns.tenant_threads import PlacesTaken, TenantThreads
 
 __all__ = ["FairQueue", "PlacesTaken", "TenantThreads"]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from replicas.turns.fair_queue import FairQueue
+from samovar.replicas.turns.fair_queue import FairQueue
 
 Result = TypeVar("Result")
 

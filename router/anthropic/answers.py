@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pydantic_core import from_json
-
-from replicas.messages import Delta, FinishReason
-from replicas.reply import Call, Piece, Reply, finite
-from router.anthropic.errors import error_json
-from router.anthropic.request import ParsedMessages
-from router.openai import (
+from samovar.replicas.messages import Delta, FinishReason
+from samovar.replicas.reply import Call, Piece, Reply, finite
+from samovar.router.anthropic.errors import error_json
+from samovar.router.anthropic.request import ParsedMessages
+from samovar.router.openai import (
     PING,
     AnswerHead,
     ApiError,

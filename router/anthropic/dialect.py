@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from router.anthropic.answers import MessagesShape
-from router.anthropic.request import FIELDS, MessagesParser, ParsedMessages
-from router.openai import AnswerHead, ApiError, Dialect, Json, ParsedRequest, rename
+from samovar.router.anthropic.answers import MessagesShape
+from samovar.router.anthropic.request import FIELDS, MessagesParser, ParsedMessages
+from samovar.router.openai import AnswerHead, ApiError, Dialect, Json, ParsedRequest, rename
 
 
 class MessagesDialect(Dialect):

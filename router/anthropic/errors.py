@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from router.openai import ApiError, ContextLengthExceeded, Json
+from samovar.router.openai import ApiError, ContextLengthExceeded, Json
 
 KINDS = {
     400: "invalid_request_error",

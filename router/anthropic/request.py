@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from configs.settings import LimitsSettings
-from router.anthropic.body import (
+from samovar.configs.settings import LimitsSettings
+from samovar.router.anthropic.body import (
     AnthropicMessage,
     AnthropicTool,
     BlockSource,
@@ -21,7 +21,7 @@ from router.anthropic.body import (
     MessagesBody,
     bounded_messages_body,
 )
-from router.openai import (
+from samovar.router.openai import (
     ApiError,
     CacheMark,
     InvalidValue,

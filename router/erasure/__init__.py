@@ -1,6 +1,6 @@
 """Deletions: every place is asked, whatever the others answer, and what is left is gone on with."""
 
-from router.erasure.erasures import Cleared, Erase, Erasure, ErasureKind, Erasures, Left
-from router.erasure.unfinished import UnfinishedFile
+from samovar.router.erasure.erasures import Cleared, Erase, Erasure, ErasureKind, Erasures, Left
+from samovar.router.erasure.unfinished import UnfinishedFile
 
 __all__ = ["Cleared", "Erase", "Erasure", "ErasureKind", "Erasures", "Left", "UnfinishedFile"]

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from router.erasure.unfinished import UnfinishedFile
-from router.openai import ApiError, Unavailable
+from samovar.router.erasure.unfinished import UnfinishedFile
+from samovar.router.openai import ApiError, Unavailable
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from configs.atomic_file import sync_dir
-from configs.json_text import parse_json
+from samovar.configs.atomic_file import sync_dir
+from samovar.configs.json_text import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from configs.telemetry import Value
-from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source, sources
-from router.generation.stages import Context
-from router.openai import (
+from samovar.configs.telemetry import Value
+from samovar.replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source, sources
+from samovar.router.generation.stages import Context
+from samovar.router.openai import (
     ApiError,
     Choice,
     InvalidValue,
@@ -23,8 +23,8 @@ from router.openai import (
     TooManyRequests,
     Usage,
 )
-from router.prompt import PrefixLeft, Prompt
-from router.routing import ReplicaFailed, ReplicaLost
+from samovar.router.prompt import PrefixLeft, Prompt
+from samovar.router.routing import ReplicaFailed, ReplicaLost
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,19 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal
 
-from configs.settings import RouterSettings
-from replicas.messages import Admitted, Delta, Event, Failed, GenerateRequest, Refused, Resume, SamplingParams
-from router.routing import ReplicaClient, ReplicaFailed, ReplicaLost
-from router.waits import BoundedWaits
+from samovar.configs.settings import RouterSettings
+from samovar.replicas.messages import (
+    Admitted,
+    Delta,
+    Event,
+    Failed,
+    GenerateRequest,
+    Refused,
+    Resume,
+    SamplingParams,
+)
+from samovar.router.routing import ReplicaClient, ReplicaFailed, ReplicaLost
+from samovar.router.waits import BoundedWaits
 
 logger = logging.getLogger(__name__)
 

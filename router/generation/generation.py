@@ -15,25 +15,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
-
-from configs.telemetry import Span
-from replicas.messages import Delta
-from router.auth import RequestLease, tenant_of
-from router.generation.answer import Answer, answer_headers
-from router.generation.failover import EventPump, Outcome, Stream, resuming
-from router.generation.opening import Identity, Prompted, RequestOpener, need_of
-from router.generation.recorder import ServedTurn
-from router.generation.response_sender import ResponseSender, cancel_on_disconnect
-from router.generation.resumption import (
+from samovar.configs.telemetry import Span
+from samovar.replicas.messages import Delta
+from samovar.router.auth import RequestLease, tenant_of
+from samovar.router.generation.answer import Answer, answer_headers
+from samovar.router.generation.failover import EventPump, Outcome, Stream, resuming
+from samovar.router.generation.opening import Identity, Prompted, RequestOpener, need_of
+from samovar.router.generation.recorder import ServedTurn
+from samovar.router.generation.response_sender import ResponseSender, cancel_on_disconnect
+from samovar.router.generation.resumption import (
     REPLAYED_HEADER,
     EventIds,
 )
-from router.generation.services import IngressServices
-from router.generation.stages import AnsweredTurn, tell
-from router.metrics import RequestTimer
-from router.openai import (
+from samovar.router.generation.services import IngressServices
+from samovar.router.generation.stages import AnsweredTurn, tell
+from samovar.router.metrics import RequestTimer
+from samovar.router.openai import (
     PING_BEHIND_IDS,
     AnswerShape,
     ApiError,
@@ -49,11 +46,13 @@ from router.openai import (
     json_bytes,
     read_body,
 )
-from router.routing import (
+from samovar.router.routing import (
     ReplicaFailed,
     ReplicaLost,
     TurnEnd,
 )
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

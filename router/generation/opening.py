@@ -12,19 +12,17 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from starlette.datastructures import Headers
-
-from cache_tiers.blocks import Placement, tenant_tag
-from configs.telemetry import Span
-from replicas.messages import GenerateRequest, TurnContext
-from router.auth import Need, RequestLease, tenant_salt
-from router.generation.answer import Answer
-from router.generation.failover import seeded
-from router.generation.resumption import AnswerName, NamedAnswer, NamedAnswers
-from router.generation.services import IngressServices
-from router.generation.stages import AskedTurn, Placing, asking, measure, staged
-from router.ingresses import SessionTurn
-from router.openai import (
+from samovar.cache_tiers.blocks import Placement, tenant_tag
+from samovar.configs.telemetry import Span
+from samovar.replicas.messages import GenerateRequest, TurnContext
+from samovar.router.auth import Need, RequestLease, tenant_salt
+from samovar.router.generation.answer import Answer
+from samovar.router.generation.failover import seeded
+from samovar.router.generation.resumption import AnswerName, NamedAnswer, NamedAnswers
+from samovar.router.generation.services import IngressServices
+from samovar.router.generation.stages import AskedTurn, Placing, asking, measure, staged
+from samovar.router.ingresses import SessionTurn
+from samovar.router.openai import (
     AnswerHead,
     AnswerShape,
     Dialect,
@@ -32,8 +30,9 @@ from router.openai import (
     ParsedChat,
     ParsedCompletion,
 )
-from router.prompt import Owner, Prompt, answer_tokens
-from router.routing import placement, session_key, session_tag, turn_context
+from samovar.router.prompt import Owner, Prompt, answer_tokens
+from samovar.router.routing import placement, session_key, session_tag, turn_context
+from starlette.datastructures import Headers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from replicas.messages import ReplicaInfo
-from router.routing import ReplicaClient
+from samovar.replicas.messages import ReplicaInfo
+from samovar.router.routing import ReplicaClient
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache_tiers.blocks import ROOT, ChainMarks, block_key, kept_blocks, marks_of, namespace_digest
-from cache_tiers.forecast import Stop
-from cache_tiers.recording import LINEAGES_MAX, RecordedTurn, TurnRecorder
-from configs.settings import Settings
-from replicas.messages import TurnContext
-from router.generation.answer import Answer
+from samovar.cache_tiers.blocks import ROOT, ChainMarks, block_key, kept_blocks, marks_of, namespace_digest
+from samovar.cache_tiers.forecast import Stop
+from samovar.cache_tiers.recording import LINEAGES_MAX, RecordedTurn, TurnRecorder
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import TurnContext
+from samovar.router.generation.answer import Answer
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,9 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from samovar.router.openai import ClientClosedRequest
+from samovar.router.waits import BoundedWaits
 from starlette.types import Message, Receive, Send
-
-from router.openai import ClientClosedRequest
-from router.waits import BoundedWaits
 
 logger = logging.getLogger(__name__)
 

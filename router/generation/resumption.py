@@ -16,13 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.datastructures import Headers
-
-from cache_tiers.blocks import tenant_tag
-from configs.json_text import parse_json
-from configs.settings import Settings
-from replicas.messages import KEPT_REF_BYTES, Keep
-from router.openai import (
+from samovar.cache_tiers.blocks import tenant_tag
+from samovar.configs.json_text import parse_json
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import KEPT_REF_BYTES, Keep
+from samovar.router.openai import (
     AnswerShape,
     ApiError,
     Dialect,
@@ -32,8 +30,9 @@ from router.openai import (
     Unavailable,
     Usage,
 )
-from router.prompt import Prompt
-from router.routing import ReplicaClient
+from samovar.router.prompt import Prompt
+from samovar.router.routing import ReplicaClient
+from starlette.datastructures import Headers
 
 KEY_HEADER, EVENT_HEADER = "idempotency-key", "last-event-id"
 REPLAYED_HEADER = "idempotent-replayed"

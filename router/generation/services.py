@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
-from configs.settings import Settings
-from configs.telemetry import Tracer
-from router.auth import ConcurrencyLimit
-from router.erasure import Erasures
-from router.generation.readiness import Readiness
-from router.generation.recorder import IngressRecorder
-from router.generation.stages import PromptStage
-from router.generation.usage import UsageBook
-from router.ingresses import Ingresses, IngressShares, KnownSessions, SessionTurn, SharedResponses
-from router.metrics import Metrics
-from router.openai import ModelNotFound
-from router.prompt import PromptBuilder
-from router.routing import ReplicaClient, SessionDirectory
+from samovar.configs.settings import Settings
+from samovar.configs.telemetry import Tracer
+from samovar.router.auth import ConcurrencyLimit
+from samovar.router.erasure import Erasures
+from samovar.router.generation.readiness import Readiness
+from samovar.router.generation.recorder import IngressRecorder
+from samovar.router.generation.stages import PromptStage
+from samovar.router.generation.usage import UsageBook
+from samovar.router.ingresses import Ingresses, IngressShares, KnownSessions, SessionTurn, SharedResponses
+from samovar.router.metrics import Metrics
+from samovar.router.openai import ModelNotFound
+from samovar.router.prompt import PromptBuilder
+from samovar.router.routing import ReplicaClient, SessionDirectory
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cache_tiers.blocks import Placement
-from replicas.messages import Route
-from router.openai import ChatMessage, Choice, ParsedChat, UnsupportedParameter
+from samovar.cache_tiers.blocks import Placement
+from samovar.replicas.messages import Route
+from samovar.router.openai import ChatMessage, Choice, ParsedChat, UnsupportedParameter
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cache_tiers.pricing import PrefillPrice
-from replicas.messages import FinishReason, Source, sources
-from router.generation.answer import Answer, AnswerReceipt
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.replicas.messages import FinishReason, Source, sources
+from samovar.router.generation.answer import Answer, AnswerReceipt
 
 Finish = FinishReason | Literal["left"]
 PriceOf = Callable[[str], PrefillPrice | None]

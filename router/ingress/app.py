@@ -19,23 +19,18 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
-from cache_tiers.actors import rpc
-from cache_tiers.blocks import TIERS, tenant_tag
-from cache_tiers.sessions import ItemBounds, session_actor
-from configs.imports import collector_paused
-from configs.optional_sections import INGRESSES_MAX
-from configs.settings import Settings
-from configs.telemetry import Tracer, open_tracer, set_up_logs
-from replicas.links import Links, open_inlet
-from replicas.messages import REPLICA_DEPLOYMENT
-from replicas.model import ModelSpec, ensure_model, inspect_model, leave_torch_out, load_tokenizer
-from router.anthropic import MessagesDialect, MessagesParser, messages_error, models_page
-from router.auth import (
+from samovar.cache_tiers.actors import rpc
+from samovar.cache_tiers.blocks import TIERS, tenant_tag
+from samovar.cache_tiers.sessions import ItemBounds, session_actor
+from samovar.configs.imports import collector_paused
+from samovar.configs.optional_sections import INGRESSES_MAX
+from samovar.configs.settings import Settings
+from samovar.configs.telemetry import Tracer, open_tracer, set_up_logs
+from samovar.replicas.links import Links, open_inlet
+from samovar.replicas.messages import REPLICA_DEPLOYMENT
+from samovar.replicas.model import ModelSpec, ensure_model, inspect_model, leave_torch_out, load_tokenizer
+from samovar.router.anthropic import MessagesDialect, MessagesParser, messages_error, models_page
+from samovar.router.auth import (
     ADMIN,
     GREETING_PATH,
     PAGE_PATH,
@@ -46,15 +41,15 @@ from router.auth import (
     server_secret,
     tenant_salt,
 )
-from router.erasure import Erasures, UnfinishedFile
-from router.generation import (
+from samovar.router.erasure import Erasures, UnfinishedFile
+from samovar.router.generation import (
     GenerationEndpoint,
     IngressServices,
     PromptStage,
     Readiness,
     open_recorder,
 )
-from router.ingress.middleware import (
+from samovar.router.ingress.middleware import (
     HINT_ROUTE,
     PAGE_ROUTE,
     RESPONSE_ROUTE,
@@ -62,9 +57,9 @@ from router.ingress.middleware import (
     AuthMiddleware,
     LocalHosts,
 )
-from router.ingress.operations import OPENAPI_ROUTE, methods_of, openapi_document
-from router.ingress.operator_routes import CacheRoutes, SessionRoutes
-from router.ingress.places import (
+from samovar.router.ingress.operations import OPENAPI_ROUTE, methods_of, openapi_document
+from samovar.router.ingress.operator_routes import CacheRoutes, SessionRoutes
+from samovar.router.ingress.places import (
     add_places,
     forget_entries_here,
     forget_here,
@@ -72,9 +67,9 @@ from router.ingress.places import (
     forget_sessions,
     unfinished_dir,
 )
-from router.ingress.routes import CorsOrigins, ResponseRoutes, TokenizerRoutes
-from router.ingress.taker import RequestTaker
-from router.ingresses import (
+from samovar.router.ingress.routes import CorsOrigins, ResponseRoutes, TokenizerRoutes
+from samovar.router.ingress.taker import RequestTaker
+from samovar.router.ingresses import (
     Ingresses,
     IngressShares,
     KnownSessions,
@@ -83,9 +78,9 @@ from router.ingresses import (
     merged,
     ray_ingresses,
 )
-from router.metrics import CONTENT_TYPE, Metrics
-from router.observe.live import LiveHub, LiveRoutes, PageFiles
-from router.openai import (
+from samovar.router.metrics import CONTENT_TYPE, Metrics
+from samovar.router.observe.live import LiveHub, LiveRoutes, PageFiles
+from samovar.router.openai import (
     ApiError,
     ChatDialect,
     CompletionDialect,
@@ -95,10 +90,14 @@ from router.openai import (
     json_bytes,
     retry_after_header,
 )
-from router.prompt import PromptBuilder
-from router.proxy import are_proxies_guarded
-from router.responses import ResponsesDialect, ResponsesParser
-from router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_clients
+from samovar.router.prompt import PromptBuilder
+from samovar.router.proxy import are_proxies_guarded
+from samovar.router.responses import ResponsesDialect, ResponsesParser
+from samovar.router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_clients
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 DISTRIBUTION = "samovar"
 KEPT_FILE = "replies.sqlite"
@@ -162,11 +161,11 @@ def build_service(
     metrics, stages = Metrics(), list[PromptStage]()
     has_entries: dict[str, Any] = {}
     if settings.knowledge.enabled:
-        from router.context.documents import (  # who has it off does not pay for its imports
+        from samovar.router.context.documents import (  # who has it off does not pay for its imports
             Front,
             open_documents,
         )
-        from router.ingress.knowledge_routes import ServedText, open_knowledge
+        from samovar.router.ingress.knowledge_routes import ServedText, open_knowledge
 
         knowledge = open_knowledge(settings, prompts, context_tokens_max)
         text = ServedText(prompts, context_tokens_max)
@@ -175,7 +174,7 @@ def build_service(
         stages += [documents, knowledge]  # documents stand in front, alike for all who name them
         has_entries = {"has_entries": knowledge.has}
     if settings.compaction.enabled:
-        from router.context.compaction import (  # who has it off does not pay for its imports
+        from samovar.router.context.compaction import (  # who has it off does not pay for its imports
             Served,
             open_compaction,
         )
@@ -311,8 +310,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
             Route(PAGE_ROUTE, page.one),
         ]
     if settings.knowledge.enabled:
-        from router.context.documents import document_routes
-        from router.ingress.knowledge_routes import knowledge_routes
+        from samovar.router.context.documents import document_routes
+        from samovar.router.ingress.knowledge_routes import knowledge_routes
 
         routes += knowledge_routes(service)
         clears = service.clears

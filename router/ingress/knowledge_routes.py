@@ -10,14 +10,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
-from configs.settings import Settings
-from replicas.turns import TenantThreads
-from router.auth import tenant_of
-from router.context.knowledge import (
+from samovar.configs.settings import Settings
+from samovar.replicas.turns import TenantThreads
+from samovar.router.auth import tenant_of
+from samovar.router.context.knowledge import (
     KINDS,
     Candidate,
     Change,
@@ -40,11 +36,11 @@ from router.context.knowledge import (
     origin_of,
     questions_of,
 )
-from router.context.learning import Gate, LoopMemory, asked, feedback_routes
-from router.erasure import Cleared, Erasure
-from router.generation import IngressServices
-from router.ingress.middleware import KNOWLEDGE_ROUTE
-from router.openai import (
+from samovar.router.context.learning import Gate, LoopMemory, asked, feedback_routes
+from samovar.router.erasure import Cleared, Erasure
+from samovar.router.generation import IngressServices
+from samovar.router.ingress.middleware import KNOWLEDGE_ROUTE
+from samovar.router.openai import (
     ApiError,
     InvalidValue,
     ParsedChat,
@@ -56,7 +52,10 @@ from router.openai import (
     validated,
     whole_number,
 )
-from router.prompt import PromptBuilder
+from samovar.router.prompt import PromptBuilder
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 KNOWLEDGE = "/v1/knowledge"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000

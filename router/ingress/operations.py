@@ -11,19 +11,24 @@ from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
+from samovar.configs.settings import LimitsSettings
+from samovar.router.anthropic import bounded_messages_body
+from samovar.router.auth import GREETING_PATH
+from samovar.router.ingress.middleware import (
+    HINT_ROUTE,
+    KNOWLEDGE_ROUTE,
+    PAGE_ROUTE,
+    RESPONSE_ROUTE,
+    SESSIONS_ROUTE,
+)
+from samovar.router.ingress.operator_routes import PAGE_DEFAULT, PAGE_MAX, ClearBody, HintBody
+from samovar.router.ingress.routes import ITEMS_DEFAULT, ITEMS_MAX
+from samovar.router.metrics import CONTENT_TYPE
+from samovar.router.openai import DetokenizeBody, bounded_chat, bounded_completion, bounded_tokenize
+from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
+from samovar.router.reference import Operation, QueryParameter, answers, build_document
+from samovar.router.responses import bounded_responses_body
 from starlette.routing import BaseRoute, Route
-
-from configs.settings import LimitsSettings
-from router.anthropic import bounded_messages_body
-from router.auth import GREETING_PATH
-from router.ingress.middleware import HINT_ROUTE, KNOWLEDGE_ROUTE, PAGE_ROUTE, RESPONSE_ROUTE, SESSIONS_ROUTE
-from router.ingress.operator_routes import PAGE_DEFAULT, PAGE_MAX, ClearBody, HintBody
-from router.ingress.routes import ITEMS_DEFAULT, ITEMS_MAX
-from router.metrics import CONTENT_TYPE
-from router.openai import DetokenizeBody, bounded_chat, bounded_completion, bounded_tokenize
-from router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
-from router.reference import Operation, QueryParameter, answers, build_document
-from router.responses import bounded_responses_body
 
 OPENAPI_ROUTE = "/openapi.json"
 
@@ -71,12 +76,12 @@ def _kb_body(room: str, name: str, limits: LimitsSettings) -> type[BaseModel]:
     return model
 
 
-def _body(name: str, room: str = "router.context.knowledge") -> Any:
+def _body(name: str, room: str = "samovar.router.context.knowledge") -> Any:
     return partial(_kb_body, room, name)
 
 
 def _loop_body(name: str) -> Any:
-    return _body(name, "router.context.learning")
+    return _body(name, "samovar.router.context.learning")
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -249,7 +254,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", DOCUMENTS): _document(
         summary="Take in a document",
         description="It is read, chunked and prefilled behind the answer: GET it to see how far it is.",
-        body=_body("DocumentBody", "router.context.documents"),
+        body=_body("DocumentBody", "samovar.router.context.documents"),
         answer=None,
         statuses=_TAKEN,
     ),
@@ -260,7 +265,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", PREFILL_ROUTE): _document(
         summary="Compute and store a document's KV again",
-        body=_body("PrefillBody", "router.context.documents"),
+        body=_body("PrefillBody", "samovar.router.context.documents"),
         answer=None,
         statuses=_TAKEN,
     ),

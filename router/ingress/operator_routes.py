@@ -15,19 +15,16 @@ from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-
-from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TIERS, root_tokens, session_of, tenant_tag
-from cache_tiers.forecast import HintEvent
-from cache_tiers.sessions import Move, SessionRow, SessionState, SessionView
-from configs.settings import TenantName
-from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
-from router.erasure import Cleared
-from router.generation import IngressServices
-from router.ingress.places import of_sessions
-from router.observe.diagnosis import settings_told
-from router.openai import (
+from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TIERS, root_tokens, session_of, tenant_tag
+from samovar.cache_tiers.forecast import HintEvent
+from samovar.cache_tiers.sessions import Move, SessionRow, SessionState, SessionView
+from samovar.configs.settings import TenantName
+from samovar.router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
+from samovar.router.erasure import Cleared
+from samovar.router.generation import IngressServices
+from samovar.router.ingress.places import of_sessions
+from samovar.router.observe.diagnosis import settings_told
+from samovar.router.openai import (
     MissingField,
     SessionNotFound,
     check_structure,
@@ -35,13 +32,15 @@ from router.openai import (
     read_body,
     whole_number,
 )
-from router.routing import (
+from samovar.router.routing import (
     SESSION_PREFIX,
     DirectoryLost,
     check_id,
     session_name,
     tags_of_id,
 )
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 logger = logging.getLogger(__name__)
 

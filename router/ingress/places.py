@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from cache_tiers.blocks import Clear, tenant_tag
-from cache_tiers.sessions import SessionsCleared
-from configs.settings import Settings
-from router.erasure import Cleared, Erasure, Erasures, Left
-from router.generation import IngressServices, PromptStage
-from router.openai import ApiError
-from router.routing import DirectoryLost
+from samovar.cache_tiers.blocks import Clear, tenant_tag
+from samovar.cache_tiers.sessions import SessionsCleared
+from samovar.configs.settings import Settings
+from samovar.router.erasure import Cleared, Erasure, Erasures, Left
+from samovar.router.generation import IngressServices, PromptStage
+from samovar.router.openai import ApiError
+from samovar.router.routing import DirectoryLost
 
 REPLIES = "replies"
 

@@ -10,17 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from router.anthropic import MessagesParser
-from router.auth import ADMIN, Caller, tenant_of
-from router.erasure import Erasure
-from router.generation import IngressServices
-from router.openai import (
+from samovar.router.anthropic import MessagesParser
+from samovar.router.auth import ADMIN, Caller, tenant_of
+from samovar.router.erasure import Erasure
+from samovar.router.generation import IngressServices
+from samovar.router.openai import (
     InvalidValue,
     ParsedTokenize,
     RequestParser,
@@ -31,8 +25,13 @@ from router.openai import (
     shown,
     whole_number,
 )
-from router.prompt import chars_of
-from router.responses import ResponseNotFound, StoredResponse, input_items
+from samovar.router.prompt import chars_of
+from samovar.router.responses import ResponseNotFound, StoredResponse, input_items
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 ITEMS_DEFAULT, ITEMS_MAX = 20, 100
 """Items of a page, as of OpenAI's API."""

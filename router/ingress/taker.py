@@ -6,10 +6,9 @@ import asyncio
 import logging
 from typing import Any
 
+from samovar.replicas.links import Inlet, Link, LinkCall, LinkLost, Links
+from samovar.router.proxy import ADDRESS, CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
 from starlette.types import ASGIApp, Message
-
-from replicas.links import Inlet, Link, LinkCall, LinkLost, Links
-from router.proxy import ADDRESS, CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
 
 logger = logging.getLogger(__name__)
 

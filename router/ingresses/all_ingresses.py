@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from configs.settings import Settings
+from samovar.configs.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cache_tiers.blocks import Placement
-from cache_tiers.sessions import Item, SessionRow
-from configs.optional_sections import IngressSettings
-from router.openai import ParsedChat
-from router.prompt import Owner, SharedReplies
-from router.routing import DirectoryLost, SessionDirectory
+from samovar.cache_tiers.blocks import Placement
+from samovar.cache_tiers.sessions import Item, SessionRow
+from samovar.configs.optional_sections import IngressSettings
+from samovar.router.openai import ParsedChat
+from samovar.router.prompt import Owner, SharedReplies
+from samovar.router.routing import DirectoryLost, SessionDirectory
 
 BYTES_MAX = 1 << 20
 """A call that carries more takes up no further turn."""

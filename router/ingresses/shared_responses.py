@@ -14,12 +14,11 @@ from hashlib import sha256
 from typing import Any
 
 import msgpack
-
-from cache_tiers.sessions import Item
-from configs.optional_sections import IngressSettings
-from router.openai import Unavailable
-from router.responses import ResponseStore, StoredResponse
-from router.routing import DirectoryLost, SessionDirectory
+from samovar.cache_tiers.sessions import Item
+from samovar.configs.optional_sections import IngressSettings
+from samovar.router.openai import Unavailable
+from samovar.router.responses import ResponseStore, StoredResponse
+from samovar.router.routing import DirectoryLost, SessionDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from cache_tiers.sessions import MANY, Use
-from router.auth import CODE, ConcurrencyLimit
-from router.openai import TooManyRequests
-from router.routing import DirectoryLost
+from samovar.cache_tiers.sessions import MANY, Use
+from samovar.router.auth import CODE, ConcurrencyLimit
+from samovar.router.openai import TooManyRequests
+from samovar.router.routing import DirectoryLost
 
 logger = logging.getLogger(__name__)
 

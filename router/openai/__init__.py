@@ -1,6 +1,6 @@
 """OpenAI's API shapes: request parsing, answers and errors."""
 
-from router.openai.answers import (
+from samovar.router.openai.answers import (
     PING,
     PING_BEHIND_IDS,
     AnswerHead,
@@ -13,7 +13,7 @@ from router.openai.answers import (
     finish_of,
     json_bytes,
 )
-from router.openai.body import (
+from samovar.router.openai.body import (
     check_structure,
     cursor,
     declared_bytes,
@@ -21,7 +21,7 @@ from router.openai.body import (
     read_body,
     whole_number,
 )
-from router.openai.dialect import (
+from samovar.router.openai.dialect import (
     ChatDialect,
     CompletionDialect,
     Dialect,
@@ -30,7 +30,7 @@ from router.openai.dialect import (
     rename,
     with_passed,
 )
-from router.openai.errors import (
+from samovar.router.openai.errors import (
     ApiError,
     AuthenticationFailed,
     BadHttp,
@@ -57,7 +57,7 @@ from router.openai.errors import (
     shown,
     validated,
 )
-from router.openai.messages import (
+from samovar.router.openai.messages import (
     ChatMessage,
     SystemFront,
     Tool,
@@ -68,7 +68,7 @@ from router.openai.messages import (
     readable_arguments,
     split_front,
 )
-from router.openai.parse import (
+from samovar.router.openai.parse import (
     AnswerExtras,
     CacheWish,
     CompactionWish,
@@ -79,7 +79,7 @@ from router.openai.parse import (
     ParsedTokenize,
     RequestParser,
 )
-from router.openai.schema import (
+from samovar.router.openai.schema import (
     CacheMark,
     DetokenizeBody,
     Part,

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from replicas.messages import Delta, FinishReason, TokenLogprob
-from replicas.reply import Call, Piece, Reply, ReplyReader, ReplyReading, read_reply
-from router.openai.errors import ApiError
-from router.openai.messages import ChatMessage, ToolCall
-from router.openai.parse import AnswerExtras
+from samovar.replicas.messages import Delta, FinishReason, TokenLogprob
+from samovar.replicas.reply import Call, Piece, Reply, ReplyReader, ReplyReading, read_reply
+from samovar.router.openai.errors import ApiError
+from samovar.router.openai.messages import ChatMessage, ToolCall
+from samovar.router.openai.parse import AnswerExtras
 
 Json = dict[str, Any]
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from starlette.datastructures import Headers
-from starlette.types import Receive
-
-from configs.settings import LimitsSettings
-from router.openai.errors import (
+from samovar.configs.settings import LimitsSettings
+from samovar.router.openai.errors import (
     ApiError,
     BodyTooLarge,
     ClientClosedRequest,
@@ -19,6 +16,8 @@ from router.openai.errors import (
     UnsupportedMediaType,
     shown,
 )
+from starlette.datastructures import Headers
+from starlette.types import Receive
 
 # Generous allowance for one message (keys, words and a dozen parts), and for the rest of the body.
 STRINGS_PER_MESSAGE = 64

@@ -6,11 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 
 from pydantic import BaseModel
-
-from router.openai.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape, Json
-from router.openai.errors import ApiError, InvalidValue
-from router.openai.parse import ParsedChat, ParsedCompletion, ParsedRequest, RequestParser
-from router.openai.schema import NOT_PASSED, ChatBody
+from samovar.router.openai.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape, Json
+from samovar.router.openai.errors import ApiError, InvalidValue
+from samovar.router.openai.parse import ParsedChat, ParsedCompletion, ParsedRequest, RequestParser
+from samovar.router.openai.schema import NOT_PASSED, ChatBody
 
 
 class Dialect(ABC):

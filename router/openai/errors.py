@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
-
-from configs.json_text import parse_json
-from router.openai.fields import INSTEAD, UNBUILT_ERROR
+from samovar.configs.json_text import parse_json
+from samovar.router.openai.fields import INSTEAD, UNBUILT_ERROR
 
 ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
 

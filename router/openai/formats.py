@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from configs.json_text import parse_json
-from replicas.grammar import loosened
-from replicas.messages import Grammar, GrammarKind
-from router.openai.errors import InvalidValue, MissingField, UnsupportedParameter, shown
-from router.openai.messages import ToolOffer
-from router.openai.schema import ChatBody, CompletionBody, StructuredOutputs
+from samovar.configs.json_text import parse_json
+from samovar.replicas.grammar import loosened
+from samovar.replicas.messages import Grammar, GrammarKind
+from samovar.router.openai.errors import InvalidValue, MissingField, UnsupportedParameter, shown
+from samovar.router.openai.messages import ToolOffer
+from samovar.router.openai.schema import ChatBody, CompletionBody, StructuredOutputs
 
 Schema = dict[str, Any] | str
 

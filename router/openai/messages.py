@@ -10,9 +10,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal
 
-from configs.json_text import parse_json
-from router.openai.errors import InvalidValue, MissingField, UnsupportedParameter, shown
-from router.openai.schema import AssistantCall, Message, NamedTool, OfferedTool
+from samovar.configs.json_text import parse_json
+from samovar.router.openai.errors import InvalidValue, MissingField, UnsupportedParameter, shown
+from samovar.router.openai.schema import AssistantCall, Message, NamedTool, OfferedTool
 
 Role = Literal["system", "user", "assistant", "tool"]
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
-
-from configs.sections import ProfileName
-from configs.settings import LimitsSettings
-from replicas.messages import SamplingParams
-from router.openai.body import check_structure
-from router.openai.errors import (
+from samovar.configs.sections import ProfileName
+from samovar.configs.settings import LimitsSettings
+from samovar.replicas.messages import SamplingParams
+from samovar.router.openai.body import check_structure
+from samovar.router.openai.errors import (
     EXPECTED,
     ContextLengthExceeded,
     InvalidJson,
@@ -27,9 +26,9 @@ from router.openai.errors import (
     shown,
     validated,
 )
-from router.openai.formats import grammar_of, not_followed
-from router.openai.messages import ChatMessage, Tool, ToolOffer, messages_of, offer_of
-from router.openai.schema import (
+from samovar.router.openai.formats import grammar_of, not_followed
+from samovar.router.openai.messages import ChatMessage, Tool, ToolOffer, messages_of, offer_of
+from samovar.router.openai.schema import (
     CacheOptions,
     ChatBody,
     CompactionOptions,

@@ -24,11 +24,10 @@ from pydantic import (
     create_model,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
-
-from configs.sections import PRIORITY_MAX, ProfileName
-from configs.settings import LimitsSettings
-from replicas.reply import TOOL_NAME
-from router.openai.fields import UNBUILT, UNBUILT_ERROR
+from samovar.configs.sections import PRIORITY_MAX, ProfileName
+from samovar.configs.settings import LimitsSettings
+from samovar.replicas.reply import TOOL_NAME
+from samovar.router.openai.fields import UNBUILT, UNBUILT_ERROR
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 COUNT_MAX = 2**31 - 1  # more tokens than any model generates

@@ -13,17 +13,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.json_text import parse_json
-from replicas.grammar import (
+from samovar.configs.json_text import parse_json
+from samovar.replicas.grammar import (
     WRITTEN_CHARS_MAX,
     GrammarCompiler,
     GrammarRefused,
     SchemaRefused,
     embedded_json,
 )
-from replicas.messages import Grammar
-from replicas.reply import CallFrame, ReplyFormat
-from router.openai import InvalidValue, Tool, ToolOffer, UnsupportedParameter
+from samovar.replicas.messages import Grammar
+from samovar.replicas.reply import CallFrame, ReplyFormat
+from samovar.router.openai import InvalidValue, Tool, ToolOffer, UnsupportedParameter
 
 BRACKETED = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 """What tokens look like that mark parts of an answer; others are text."""

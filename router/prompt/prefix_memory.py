@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
-
-from router.openai import ChatMessage
-from router.prompt.prompt_parts import DIGEST_BYTES, TOOLS, PromptPart, TokenIds
-from router.prompt.reply_memory import Owner
+from samovar.router.openai import ChatMessage
+from samovar.router.prompt.prompt_parts import DIGEST_BYTES, TOOLS, PromptPart, TokenIds
+from samovar.router.prompt.reply_memory import Owner
 
 STEP_TOKENS = 16
 """Distance of the prefixes that are compared: the smallest block, so no smaller difference loses a block."""

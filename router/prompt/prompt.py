@@ -20,13 +20,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
-
-from configs.settings import Settings
-from replicas.grammar import GrammarCompiler, GrammarRefused
-from replicas.messages import Grammar
-from replicas.reply import ReplyReading
-from replicas.templates import TEMPLATE_FAULTS, TemplateLimit, refused_model, rendered
-from router.openai import (
+from samovar.configs.settings import Settings
+from samovar.replicas.grammar import GrammarCompiler, GrammarRefused
+from samovar.replicas.messages import Grammar
+from samovar.replicas.reply import ReplyReading
+from samovar.replicas.templates import TEMPLATE_FAULTS, TemplateLimit, refused_model, rendered
+from samovar.router.openai import (
     ApiError,
     ChatMessage,
     ContextLengthExceeded,
@@ -37,8 +36,8 @@ from router.openai import (
     UnsupportedParameter,
     led,
 )
-from router.prompt.answer_form import BRACKETED, AnswerForm
-from router.prompt.prefix_memory import (
+from samovar.router.prompt.answer_form import BRACKETED, AnswerForm
+from samovar.router.prompt.prefix_memory import (
     KEY_BYTES,
     PrefixLeft,
     PrefixMemory,
@@ -47,13 +46,19 @@ from router.prompt.prefix_memory import (
     ids_of,
     reasoning_lost,
 )
-from router.prompt.prompt_parts import TokenSizes, digest_of_texts, parts_of
-from router.prompt.reply_memory import Owner, ReplyMemory, key_of
-from router.prompt.same_prefix import JsonSpellings, as_before, in_order, tool_digest, without_volatile
-from router.prompt.shared_replies import SharedReplies, turns_of
-from router.prompt.tokenizer_threads import Result, TokenizerThreads
-from router.prompt.tool_template import inspect_template
-from router.prompt.vocabulary import ServedVocabulary
+from samovar.router.prompt.prompt_parts import TokenSizes, digest_of_texts, parts_of
+from samovar.router.prompt.reply_memory import Owner, ReplyMemory, key_of
+from samovar.router.prompt.same_prefix import (
+    JsonSpellings,
+    as_before,
+    in_order,
+    tool_digest,
+    without_volatile,
+)
+from samovar.router.prompt.shared_replies import SharedReplies, turns_of
+from samovar.router.prompt.tokenizer_threads import Result, TokenizerThreads
+from samovar.router.prompt.tool_template import inspect_template
+from samovar.router.prompt.vocabulary import ServedVocabulary
 
 logger = logging.getLogger(__name__)
 

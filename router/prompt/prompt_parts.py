@@ -13,8 +13,7 @@ from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
-
-from router.openai import ChatMessage
+from samovar.router.openai import ChatMessage
 
 TokenIds = npt.NDArray[np.uint32]
 

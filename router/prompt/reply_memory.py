@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from configs.json_text import parse_json
-from router.openai import ChatMessage
+from samovar.configs.json_text import parse_json
+from samovar.router.openai import ChatMessage
 
 # Python's cost of an entry besides its ids: key, digests, owner, dict slots. Measured with tracemalloc.
 ENTRY_OVERHEAD_BYTES = 1250

@@ -16,11 +16,11 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
-from configs.json_text import parse_json
-from configs.sections import PrefixSettings
-from router.openai import ChatMessage, ParsedChat, Tool, ToolCall, split_front
-from router.prompt.prompt_parts import DIGEST_BYTES
-from router.prompt.reply_memory import Owner
+from samovar.configs.json_text import parse_json
+from samovar.configs.sections import PrefixSettings
+from samovar.router.openai import ChatMessage, ParsedChat, Tool, ToolCall, split_front
+from samovar.router.prompt.prompt_parts import DIGEST_BYTES
+from samovar.router.prompt.reply_memory import Owner
 
 SETS = frozenset({"required", "enum", "type"})
 """Keys of a JSON Schema whose lists are sets."""

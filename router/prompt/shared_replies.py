@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgpack
-
-from router.openai import ParsedChat
-from router.prompt.reply_memory import Owner, RememberedReply, ReplyMemory, key_of
+from samovar.router.openai import ParsedChat
+from samovar.router.prompt.reply_memory import Owner, RememberedReply, ReplyMemory, key_of
 
 NAME_BYTES = 16
 DIGEST_BYTES = hashlib.sha256().digest_size

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from configs.settings import LimitsSettings
-from replicas.turns import PlacesTaken, TenantThreads
-from router.openai import TooManyRequests
+from samovar.configs.settings import LimitsSettings
+from samovar.replicas.turns import PlacesTaken, TenantThreads
+from samovar.router.openai import TooManyRequests
 
 Result = TypeVar("Result")
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from typing import Any
 
-from configs.json_text import parse_json
-from configs.settings import ModelSettings
-from replicas.reply import ReplyFormat, declared_format, format_named, sniffed_format
-from replicas.templates import TEMPLATE_FAULTS, Template, TemplateLimit, refused_model, rendered
-from router.openai import ChatMessage, ParsedChat, ToolCall, ToolOffer, UnsupportedParameter
+from samovar.configs.json_text import parse_json
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.reply import ReplyFormat, declared_format, format_named, sniffed_format
+from samovar.replicas.templates import TEMPLATE_FAULTS, Template, TemplateLimit, refused_model, rendered
+from samovar.router.openai import ChatMessage, ParsedChat, ToolCall, ToolOffer, UnsupportedParameter
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from router.openai import InvalidValue
+from samovar.router.openai import InvalidValue
 
 CONFIG_FLAGS = (
     "add_bos_token",

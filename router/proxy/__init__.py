@@ -4,20 +4,20 @@ Requests go to an ingress over a link, without a Serve call (docs/adr/018); Serv
 `ingress_router` imports Ray: import the module.
 """
 
-from router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_error
-from router.proxy.carrier import EarlyBody, RequestCarrier
-from router.proxy.environment import (
+from samovar.router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_error
+from samovar.router.proxy.carrier import EarlyBody, RequestCarrier
+from samovar.router.proxy.environment import (
     CALLBACK,
     CALLBACK_VARIABLE,
     are_proxies_guarded,
     inlet_from_environment,
     links_environment,
 )
-from router.proxy.known_ingresses import ADDRESS, KNOWN, KnownIngresses, ListedIngress
-from router.proxy.proxy_guard import proxy_environment
-from router.proxy.retry_buffer import RetryBuffer
-from router.proxy.serve_proxy import ServeProxy
-from router.proxy.wire import CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
+from samovar.router.proxy.known_ingresses import ADDRESS, KNOWN, KnownIngresses, ListedIngress
+from samovar.router.proxy.proxy_guard import proxy_environment
+from samovar.router.proxy.retry_buffer import RetryBuffer
+from samovar.router.proxy.serve_proxy import ServeProxy
+from samovar.router.proxy.wire import CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
 
 __all__ = [
     "ADDRESS",

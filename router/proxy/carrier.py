@@ -11,11 +11,10 @@ import logging
 import uuid
 from collections import deque
 
+from samovar.replicas.links import FAILED, Inlet, Link, LinkLost, Links, Mailbox
+from samovar.router.proxy.known_ingresses import KnownIngresses, ListedIngress
+from samovar.router.proxy.wire import CUT, READ_BYTES, WHOLE, packed_request, read_head
 from starlette.types import Message, Receive, Scope, Send
-
-from replicas.links import FAILED, Inlet, Link, LinkLost, Links, Mailbox
-from router.proxy.known_ingresses import KnownIngresses, ListedIngress
-from router.proxy.wire import CUT, READ_BYTES, WHOLE, packed_request, read_head
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from configs.cluster import LinkSettings
-from configs.settings import Settings
-from replicas.links import Inlet, open_inlet
+from samovar.configs.cluster import LinkSettings
+from samovar.configs.settings import Settings
+from samovar.replicas.links import Inlet, open_inlet
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-CALLBACK = "router.proxy.proxy_guard.install"
+CALLBACK = "samovar.router.proxy.proxy_guard.install"
 PREFIX = "SAMOVAR_PROXY_LINKS_"
 WAIT_MS = f"{PREFIX}WAIT_MS"
 

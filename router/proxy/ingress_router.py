@@ -15,9 +15,8 @@ import logging
 import random
 
 from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
-
-from router.proxy import known_ingresses
-from router.routing import Rendezvous
+from samovar.router.proxy import known_ingresses
+from samovar.router.routing import Rendezvous
 
 logger = logging.getLogger("ray.serve")
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from replicas.messages import ReplyTo
-from router.routing import Rendezvous
+from samovar.replicas.messages import ReplyTo
+from samovar.router.routing import Rendezvous
 
 ADDRESS = "samovar_calls"
 """Where an ingress takes calls, in what it tells Serve of itself."""

@@ -17,15 +17,11 @@ import time
 from collections.abc import Callable, Mapping
 
 import uvicorn.config
-from starlette.datastructures import Headers
-from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from configs.optional_sections import IngressSettings, TelemetrySettings
-from configs.settings import LimitsSettings, Settings
-from configs.telemetry import NO_SPAN, Span, Tracer, open_tracer
-from router.auth import OPEN_PATH
-from router.openai import (
+from samovar.configs.optional_sections import IngressSettings, TelemetrySettings
+from samovar.configs.settings import LimitsSettings, Settings
+from samovar.configs.telemetry import NO_SPAN, Span, Tracer, open_tracer
+from samovar.router.auth import OPEN_PATH
+from samovar.router.openai import (
     ApiError,
     BadHttp,
     BodyTooLarge,
@@ -39,13 +35,21 @@ from router.openai import (
     Unavailable,
     declared_bytes,
 )
-from router.openai import answers as sse
-from router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_error
-from router.proxy.carrier import EarlyBody, RequestCarrier
-from router.proxy.environment import CALLBACK, CALLBACK_VARIABLE, inlet_from_environment, links_environment
-from router.proxy.http_guard import ConnectionLimits, guarded_protocol
-from router.proxy.retry_buffer import RetryBuffer
-from router.proxy.serve_proxy import ServeProxy
+from samovar.router.openai import answers as sse
+from samovar.router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_error
+from samovar.router.proxy.carrier import EarlyBody, RequestCarrier
+from samovar.router.proxy.environment import (
+    CALLBACK,
+    CALLBACK_VARIABLE,
+    inlet_from_environment,
+    links_environment,
+)
+from samovar.router.proxy.http_guard import ConnectionLimits, guarded_protocol
+from samovar.router.proxy.retry_buffer import RetryBuffer
+from samovar.router.proxy.serve_proxy import ServeProxy
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
 

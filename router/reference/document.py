@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter
-
-from configs.settings import LimitsSettings
-from router.reference.answers import ErrorJson, MessagesErrorJson
+from samovar.configs.settings import LimitsSettings
+from samovar.router.reference.answers import ErrorJson, MessagesErrorJson
 
 Json = dict[str, Any]
 Body = Callable[[LimitsSettings], type[BaseModel]]

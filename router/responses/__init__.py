@@ -1,11 +1,11 @@
 """OpenAI's Responses API: its requests as chat requests, answers and events, and the responses it stores."""
 
-from router.responses.answers import ResponsesShape
-from router.responses.body import bounded_responses_body
-from router.responses.dialect import ResponsesDialect
-from router.responses.items import input_items
-from router.responses.request import ParsedResponse, ResponseNotFound, ResponsesParser
-from router.responses.store import ResponseStore, StoredResponse
+from samovar.router.responses.answers import ResponsesShape
+from samovar.router.responses.body import bounded_responses_body
+from samovar.router.responses.dialect import ResponsesDialect
+from samovar.router.responses.items import input_items
+from samovar.router.responses.request import ParsedResponse, ResponseNotFound, ResponsesParser
+from samovar.router.responses.store import ResponseStore, StoredResponse
 
 __all__ = [
     "ParsedResponse",

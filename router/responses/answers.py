@@ -9,9 +9,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from replicas.messages import Delta, FinishReason
-from replicas.reply import Call, Piece
-from router.openai import (
+from samovar.replicas.messages import Delta, FinishReason
+from samovar.replicas.reply import Call, Piece
+from samovar.router.openai import (
     AnswerHead,
     ApiError,
     ChatShape,
@@ -21,8 +21,8 @@ from router.openai import (
     Usage,
     json_bytes,
 )
-from router.responses.custom_tools import InputReader, input_of, input_so_far
-from router.responses.request import ParsedResponse, encrypted
+from samovar.router.responses.custom_tools import InputReader, input_of, input_so_far
+from samovar.router.responses.request import ParsedResponse, encrypted
 
 Keep = Callable[[Json, Json], None]
 """Takes a finished response and its answer as a message of a chat request."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, create_model
-
-from configs.settings import LimitsSettings
-from router.openai import Skipped, StrictModel, Word, passed_fields, unbuilt_fields
+from samovar.configs.settings import LimitsSettings
+from samovar.router.openai import Skipped, StrictModel, Word, passed_fields, unbuilt_fields
 
 
 class ItemPart(StrictModel):

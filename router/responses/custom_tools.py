@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from configs.json_text import parse_json
+from samovar.configs.json_text import parse_json
 
 INPUT = "input"
 """The parameter of the function that a model is offered for such a tool."""

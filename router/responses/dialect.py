@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
-from router.openai import AnswerHead, ApiError, Dialect, Json, ParsedRequest, json_bytes, rename
-from router.responses.answers import ResponsesShape
-from router.responses.request import FIELDS, ParsedResponse, ResponseNotFound, ResponsesParser
-from router.responses.store import StoredResponse
+from samovar.router.openai import AnswerHead, ApiError, Dialect, Json, ParsedRequest, json_bytes, rename
+from samovar.router.responses.answers import ResponsesShape
+from samovar.router.responses.request import FIELDS, ParsedResponse, ResponseNotFound, ResponsesParser
+from samovar.router.responses.store import StoredResponse
 
 FETCHES_MAX = 64
 """Responses that one request may have fetched, by their ids or by those of their items."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from configs.json_text import parse_json
-from router.responses.store import StoredResponse
+from samovar.configs.json_text import parse_json
+from samovar.router.responses.store import StoredResponse
 
 Json = dict[str, Any]
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from configs.json_text import parse_json
-from configs.settings import LimitsSettings
-from router.openai import (
+from samovar.configs.json_text import parse_json
+from samovar.configs.settings import LimitsSettings
+from samovar.router.openai import (
     ApiError,
     InvalidValue,
     Json,
@@ -32,15 +32,15 @@ from router.openai import (
     validated,
     with_passed,
 )
-from router.responses.body import (
+from samovar.router.responses.body import (
     InputItem,
     ItemPart,
     ResponsesBody,
     ResponsesTool,
     bounded_responses_body,
 )
-from router.responses.custom_tools import PARAMETERS
-from router.responses.store import ResponseStore
+from samovar.router.responses.custom_tools import PARAMETERS
+from samovar.router.responses.store import ResponseStore
 
 FIELDS = {
     "messages": "input",

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from configs.json_text import parse_json
+from samovar.configs.json_text import parse_json
 
 # Python's cost of an entry besides its texts: key, tag, object, dict slots.
 ENTRY_OVERHEAD_BYTES = 700

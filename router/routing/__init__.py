@@ -3,8 +3,8 @@
 `ray_clients` and `request_router` import Ray, so they are not re-exported here: import the modules.
 """
 
-from router.routing.replica_client import ClearCounts, ReplicaClient, ReplicaFailed, ReplicaLost
-from router.routing.score import (
+from samovar.router.routing.replica_client import ClearCounts, ReplicaClient, ReplicaFailed, ReplicaLost
+from samovar.router.routing.score import (
     LoadPrice,
     Outcome,
     Rendezvous,
@@ -13,7 +13,7 @@ from router.routing.score import (
     Way,
     rank,
 )
-from router.routing.session import (
+from samovar.router.routing.session import (
     SESSION_PREFIX,
     check_id,
     placement,
@@ -23,7 +23,7 @@ from router.routing.session import (
     tags_of_id,
     turn_context,
 )
-from router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
+from samovar.router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
 
 __all__ = [
     "SESSION_PREFIX",

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from replicas.messages import LoggedAnswer
+from samovar.replicas.messages import LoggedAnswer
 
 logger = logging.getLogger(__name__)
 

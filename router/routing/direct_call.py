@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from configs.cluster import LinkSettings
-from replicas.links import CLOSING, FAILED, FULL, Inlet, Link, LinkLost, Links, events_of, said_events
-from replicas.messages import Event, GenerateRequest
-from replicas.serving.requests import pack_request, request_form
-from router.routing import load_tracker, roster
-from router.routing.score import Ranking
+from samovar.configs.cluster import LinkSettings
+from samovar.replicas.links import CLOSING, FAILED, FULL, Inlet, Link, LinkLost, Links, events_of, said_events
+from samovar.replicas.messages import Event, GenerateRequest
+from samovar.replicas.serving.requests import pack_request, request_form
+from samovar.router.routing import load_tracker, roster
+from samovar.router.routing.score import Ranking
 
 logger = logging.getLogger(__name__)
 

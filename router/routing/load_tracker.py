@@ -22,11 +22,11 @@ from itertools import islice
 from time import monotonic
 from typing import get_args
 
-from cache_tiers.blocks import PEER, TIERS
-from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice, TierMeter
-from replicas.messages import Receipt
-from replicas.serving.ingress_loads import IngressLoad, others_load
-from router.routing.score import (
+from samovar.cache_tiers.blocks import PEER, TIERS
+from samovar.cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice, TierMeter
+from samovar.replicas.messages import Receipt
+from samovar.replicas.serving.ingress_loads import IngressLoad, others_load
+from samovar.router.routing.score import (
     NOWHERE,
     Elsewhere,
     LoadPrice,

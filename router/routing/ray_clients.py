@@ -16,16 +16,25 @@ from typing import Any, TypeVar
 from ray import get_runtime_context
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
-
-from cache_tiers.actors import rpc
-from cache_tiers.blocks import Clear
-from cache_tiers.forecast import HintEvent
-from cache_tiers.messages import Cleared, NodeGlance, NodeStats
-from cache_tiers.sessions import Item, Kind, Move, Recalled, SessionRow, SessionsCleared, Sync, Synced, Use
-from cache_tiers.transport import PeerError
-from configs.telemetry import Tracer
-from replicas.links import FAILED, Inlet, LinkLost, Links
-from replicas.messages import (
+from samovar.cache_tiers.actors import rpc
+from samovar.cache_tiers.blocks import Clear
+from samovar.cache_tiers.forecast import HintEvent
+from samovar.cache_tiers.messages import Cleared, NodeGlance, NodeStats
+from samovar.cache_tiers.sessions import (
+    Item,
+    Kind,
+    Move,
+    Recalled,
+    SessionRow,
+    SessionsCleared,
+    Sync,
+    Synced,
+    Use,
+)
+from samovar.cache_tiers.transport import PeerError
+from samovar.configs.telemetry import Tracer
+from samovar.replicas.links import FAILED, Inlet, LinkLost, Links
+from samovar.replicas.messages import (
     Admitted,
     EngineStats,
     Event,
@@ -37,17 +46,17 @@ from replicas.messages import (
     ReplicaInfo,
     TierSign,
 )
-from router.routing import load_tracker, roster
-from router.routing.answer_search import AnswerSearch
-from router.routing.direct_call import CallRefused, DirectCall, DirectCalls
-from router.routing.replica_client import (
+from samovar.router.routing import load_tracker, roster
+from samovar.router.routing.answer_search import AnswerSearch
+from samovar.router.routing.direct_call import CallRefused, DirectCall, DirectCalls
+from samovar.router.routing.replica_client import (
     ClearCounts,
     ReplicaFailed,
     ReplicaLost,
     choices_ended,
     clear_counts,
 )
-from router.routing.session_directory import DirectoryLost
+from samovar.router.routing.session_directory import DirectoryLost
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cache_tiers.forecast import HintEvent
-from cache_tiers.messages import Cleared, NodeStats
-from replicas.messages import (
+from samovar.cache_tiers.forecast import HintEvent
+from samovar.cache_tiers.messages import Cleared, NodeStats
+from samovar.replicas.messages import (
     Delta,
     EngineStats,
     Event,

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
-
-from cache_tiers.pricing import PrefillPrice
-from replicas.messages import GenerateRequest, ReplyTo
-from router.routing import load_tracker, roster, score
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.replicas.messages import GenerateRequest, ReplyTo
+from samovar.router.routing import load_tracker, roster, score
 
 logger = logging.getLogger("ray.serve")
 
@@ -32,7 +31,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
     def initialize_state(
         self, affinity_penalty_s: float = 0.05, load_bound_factor: float = 1.25, has_tiers: bool = True
     ) -> None:
-        """Set the options, see `configs.settings.RouterSettings`.
+        """Set the options, see `samovar.configs.settings.RouterSettings`.
 
         `has_tiers`: whether blocks can be loaded on replicas other than home.
         """

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from replicas.messages import GenerateRequest, ReplyTo
-from router.routing import score
-from router.routing.load_tracker import ReplicaLoadTracker
+from samovar.replicas.messages import GenerateRequest, ReplyTo
+from samovar.router.routing import score
+from samovar.router.routing.load_tracker import ReplicaLoadTracker
 
 Replica = TypeVar("Replica")
 
@@ -41,7 +41,7 @@ class FittingReplicas(Generic[Replica]):
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """See `configs.settings.RouterSettings`. `has_tiers`: other replicas than home can load blocks."""
+    """See `samovar.configs.settings.RouterSettings`. `has_tiers`: other replicas than home can load blocks."""
 
     affinity_penalty_s: float = 0.05
     load_bound_factor: float = 1.25

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import get_args
 
-from cache_tiers.blocks import TAG_BYTES, TIERS, TOP_TIER, Placement, TierName, session_of
-from cache_tiers.forecast import Role
-from configs.json_text import parse_json
-from configs.sections import (
+from samovar.cache_tiers.blocks import TAG_BYTES, TIERS, TOP_TIER, Placement, TierName, session_of
+from samovar.cache_tiers.forecast import Role
+from samovar.configs.json_text import parse_json
+from samovar.configs.sections import (
     BODY_IDS,
     METADATA,
     SESSION_IDS,
@@ -25,8 +25,8 @@ from configs.sections import (
     ProfileSettings,
     TierSettings,
 )
-from replicas.messages import TurnContext
-from router.openai import (
+from samovar.replicas.messages import TurnContext
+from samovar.router.openai import (
     CacheWish,
     ChatMessage,
     InvalidValue,

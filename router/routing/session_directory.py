@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cache_tiers.blocks import Clear, lineage_tag, session_of
-from cache_tiers.forecast import HintEvent
-from cache_tiers.messages import Cleared, NodeGlance
-from cache_tiers.pricing import PrefillPrice
-from cache_tiers.sessions import (
+from samovar.cache_tiers.blocks import Clear, lineage_tag, session_of
+from samovar.cache_tiers.forecast import HintEvent
+from samovar.cache_tiers.messages import Cleared, NodeGlance
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.cache_tiers.sessions import (
     Item,
     Kind,
     Move,
@@ -31,10 +31,10 @@ from cache_tiers.sessions import (
     Synced,
     Use,
 )
-from configs.settings import RouterSettings
-from replicas.messages import Route
-from router.routing.load_tracker import ReplicaLoadTracker
-from router.routing.score import Outcome
+from samovar.configs.settings import RouterSettings
+from samovar.replicas.messages import Route
+from samovar.router.routing.load_tracker import ReplicaLoadTracker
+from samovar.router.routing.score import Outcome
 
 logger = logging.getLogger(__name__)
 

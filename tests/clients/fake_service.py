@@ -10,7 +10,8 @@ import asyncio
 from collections import deque
 from dataclasses import replace
 
-from replicas.messages import Admitted, Delta, GenerateRequest, Receipt, TokenLogprob
+from samovar.replicas.messages import Admitted, Delta, GenerateRequest, Receipt, TokenLogprob
+
 from tests.support.router.fake_replica import INFO, Script
 from tests.support.router.router_harness import House
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from cache_tiers.blocks.extent import Bytes
-from cache_tiers.transport.link import ArenaLease, Export, NixlLink
+from samovar.cache_tiers.blocks.extent import Bytes
+from samovar.cache_tiers.transport.link import ArenaLease, Export, NixlLink
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTLE_S = 30.0

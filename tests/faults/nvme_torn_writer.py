@@ -15,8 +15,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cache_tiers.media.nvme import NvmeTier
-from cache_tiers.media.tier import Deadline
+from samovar.cache_tiers.media.nvme import NvmeTier
+from samovar.cache_tiers.media.tier import Deadline
+
 from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     SHAPE,

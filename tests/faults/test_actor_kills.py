@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
+from samovar.cache_tiers.actors.staging import StagingBuffer, open_outbox
+from samovar.cache_tiers.actors.tier import actor_name, tier_actor
+from samovar.cache_tiers.blocks import record as codec
+from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
+from samovar.cache_tiers.blocks.layer_sums import SumsSetup
+from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss
+from samovar.cache_tiers.media.memory import ObjectStoreTier
+from samovar.cache_tiers.media.tier import Deadline
+from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, StoreRequest
+from samovar.cache_tiers.node.build import build_tiers
+from samovar.configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
+from samovar.configs.settings import Settings
 
-from cache_tiers.actors.staging import StagingBuffer, open_outbox
-from cache_tiers.actors.tier import actor_name, tier_actor
-from cache_tiers.blocks import record as codec
-from cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
-from cache_tiers.blocks.layer_sums import SumsSetup
-from cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss
-from cache_tiers.media.memory import ObjectStoreTier
-from cache_tiers.media.tier import Deadline
-from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, StoreRequest
-from cache_tiers.node.build import build_tiers
-from configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
-from configs.settings import Settings
 from tests.support.nodes.node_harness import SESSION, TENANT, Sample, sample
 from tests.support.ray_start import start_ray
 

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from samovar.cache_tiers.blocks.extent import TAG_BYTES, Bytes, Clear, ExtentHeader, Placement
+from samovar.cache_tiers.blocks.record import decode_header, header_bytes
+from samovar.cache_tiers.blocks.tiers import TierName
+from samovar.cache_tiers.media.faults import FaultyTier
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.tier import Tier
+from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, LookupResult
+from samovar.cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
+from samovar.configs.sections import FaultSettings, TierSettings
+from samovar.replicas.offload.load import Expected, PieceLoad
+from samovar.replicas.offload.moves import PageMoves
+from samovar.replicas.offload.offload import Offload
+from samovar.replicas.offload.tier_client import TierLink
+from samovar.replicas.scheduling.preemption import Preemption
+from samovar.replicas.scheduling.step import StepPlan
 
-from cache_tiers.blocks.extent import TAG_BYTES, Bytes, Clear, ExtentHeader, Placement
-from cache_tiers.blocks.record import decode_header, header_bytes
-from cache_tiers.blocks.tiers import TierName
-from cache_tiers.media.faults import FaultyTier
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.tier import Tier
-from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, LookupResult
-from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
-from configs.sections import FaultSettings, TierSettings
-from replicas.offload.load import Expected, PieceLoad
-from replicas.offload.moves import PageMoves
-from replicas.offload.offload import Offload
-from replicas.offload.tier_client import TierLink
-from replicas.scheduling.preemption import Preemption
-from replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.engines.engines import Answer, prompt_of
@@ -513,7 +513,7 @@ def test_f24_fires_when_the_last_sampled_slot_is_stored(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The early store, planted: one slot more than was computed gives another KV, or the law is blind."""
-    import replicas.offload.store as turn_store
+    import samovar.replicas.offload.store as turn_store
 
     def early(sequence, block_tokens):  # type: ignore[no-untyped-def]
         sequence.computed += 1

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from samovar.router.auth import tenant_salt
 
-from router.auth import tenant_salt
 from tests.support.engines.engines import Answer, prompt_of
 from tests.support.engines.tier_engines import Tiered, tiered
 
@@ -110,7 +110,7 @@ def test_g3_a_namespace_is_all_that_tells_them_apart(
     other = tmp_path / tiny_llama.name
     shutil.copytree(tiny_llama, other)
     other_weights(other)
-    monkeypatch.setattr("replicas.start.build.model_namespace", lambda *_: bytes(32))
+    monkeypatch.setattr("samovar.replicas.start.build.model_namespace", lambda *_: bytes(32))
     told(tiny_llama, tmp_path / "kv")
     answer = told(other, tmp_path / "kv")
     assert loaded(answer) > 90

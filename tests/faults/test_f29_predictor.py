@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from cache_tiers.forecast import learner as predictor_file
-from cache_tiers.forecast.learner import (
+from samovar.cache_tiers.forecast import learner as predictor_file
+from samovar.cache_tiers.forecast.learner import (
     FILE_BYTES_MAX,
     VERSION,
     BadState,
@@ -22,12 +21,13 @@ from cache_tiers.forecast.learner import (
     restore,
     save,
 )
-from cache_tiers.forecast.predictor import Predictor, State
-from cache_tiers.forecast.survival import COLD, resume_probability, resume_within
-from cache_tiers.forecast.turns import Turn
-from cache_tiers.media.files import Syscalls
-from configs.atomic_file import atomic_write
-from configs.sections import PredictorSettings
+from samovar.cache_tiers.forecast.predictor import Predictor, State
+from samovar.cache_tiers.forecast.survival import COLD, resume_probability, resume_within
+from samovar.cache_tiers.forecast.turns import Turn
+from samovar.cache_tiers.media.files import Syscalls
+from samovar.configs.atomic_file import atomic_write
+from samovar.configs.sections import PredictorSettings
+
 from tests.support.nodes.power_model import RecordingCalls, cut_power
 from tests.support.turn_streams import Rule, stream
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from samovar.cache_tiers.blocks.extent import Placement
+from samovar.cache_tiers.forecast import learner as predictor_file
+from samovar.cache_tiers.forecast.learner import FAILURES_MAX
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.survival import COLD, Curves
+from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.messages import Lookup, LookupResult
+from samovar.cache_tiers.node import resumption as node_returns
+from samovar.configs.sections import PredictorSettings, PrefetchSettings, TierSettings
 
-from cache_tiers.blocks.extent import Placement
-from cache_tiers.forecast import learner as predictor_file
-from cache_tiers.forecast.learner import FAILURES_MAX
-from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import COLD, Curves
-from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import Lookup, LookupResult
-from cache_tiers.node import resumption as node_returns
-from configs.sections import PredictorSettings, PrefetchSettings, TierSettings
 from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import Tiered, tiered

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.blocks import tenant_tag
+from samovar.cache_tiers.messages import Cleared as NodeCleared
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.messages import Forgotten
+from samovar.router.context.compaction import Summary
+from samovar.router.context.knowledge import KnowledgeError
+from samovar.router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, UnfinishedFile
+from samovar.router.ingress.places import unfinished_dir
+from samovar.router.ingresses import IngressesCleared
+from samovar.router.openai import ApiError, Unavailable
 
-from cache_tiers.blocks import tenant_tag
-from cache_tiers.messages import Cleared as NodeCleared
-from configs.settings import ModelSettings
-from replicas.messages import Forgotten
-from router.context.compaction import Summary
-from router.context.knowledge import KnowledgeError
-from router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, UnfinishedFile
-from router.ingress.places import unfinished_dir
-from router.ingresses import IngressesCleared
-from router.openai import ApiError, Unavailable
 from tests.faults.test_nvme_full import small_disk
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.router_harness import House, chat, error_of, keeper, make_settings, spoken, until

@@ -13,13 +13,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from samovar.cache_tiers.blocks import record as codec
+from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Placement
+from samovar.cache_tiers.blocks.keys import ROOT
+from samovar.cache_tiers.blocks.record import BadRecord
+from samovar.cache_tiers.transport import nixl_agent
+from samovar.cache_tiers.transport.link import (
+    CHUNK_BYTES,
+    ArenaLease,
+    Export,
+    LinkDown,
+    LinkLate,
+    NixlLink,
+    PeerGone,
+)
 
-from cache_tiers.blocks import record as codec
-from cache_tiers.blocks.extent import BlockShape, Bytes, Placement
-from cache_tiers.blocks.keys import ROOT
-from cache_tiers.blocks.record import BadRecord
-from cache_tiers.transport import nixl_agent
-from cache_tiers.transport.link import CHUNK_BYTES, ArenaLease, Export, LinkDown, LinkLate, NixlLink, PeerGone
 from tests.faults.link_peer import Peer, pattern
 from tests.support.inside import arena_of, peers_of
 
@@ -299,7 +307,7 @@ def test_a_peer_survives_the_death_of_one_who_pulls(peers: Callable[..., Peer]) 
     export = peer.export(1, 16 * MIB)
     script = (
         "import sys, time\n"
-        "from cache_tiers.transport.link import Export, NixlLink\n"
+        "from samovar.cache_tiers.transport.link import Export, NixlLink\n"
         "link = NixlLink('q:' + sys.argv[1], arena_bytes=16 << 20, lease_s=9, clock=time.monotonic)\n"
         "into = link.lease(16 << 20, expires=False)\n"
         "address, metadata = int(sys.stdin.readline()), bytes.fromhex(sys.stdin.readline())\n"
@@ -431,7 +439,7 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 MAKE = (
-    "import time; from cache_tiers.transport.link import NixlLink, LinkDown\n"
+    "import time; from samovar.cache_tiers.transport.link import NixlLink, LinkDown\n"
     "link = NixlLink('here:1', arena_bytes=1 << 20, lease_s=1, clock=time.monotonic)\n"
 )
 

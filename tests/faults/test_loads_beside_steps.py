@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.blocks.extent import TAG_BYTES, Bytes, Placement
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed
+from samovar.cache_tiers.pricing.meters import PrefillPrice
+from samovar.configs.sections import KIB, TierSettings
+from samovar.replicas.kv.block_io import PageIo, Ticket
+from samovar.replicas.kv.copy_device import CopyEvent
+from samovar.replicas.offload.tier_client import TierLink, WorkerPools
+from samovar.replicas.scheduling.preemption import Preemption
+from samovar.replicas.scheduling.step import StepPlan
 
-from cache_tiers.blocks.extent import TAG_BYTES, Bytes, Placement
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import Fetch, Fetched, FetchFailed
-from cache_tiers.pricing.meters import PrefillPrice
-from configs.sections import KIB, TierSettings
-from replicas.kv.block_io import PageIo, Ticket
-from replicas.kv.copy_device import CopyEvent
-from replicas.offload.tier_client import TierLink, WorkerPools
-from replicas.scheduling.preemption import Preemption
-from replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, tiered

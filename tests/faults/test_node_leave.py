@@ -14,13 +14,20 @@ import ray
 from ray._private.state import state as gcs_state
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from samovar.cache_tiers.actors.tier import actor_name, tier_actor
+from samovar.cache_tiers.blocks.extent import Placement
+from samovar.cache_tiers.messages import Lookup, LookupResult
+from samovar.cache_tiers.node.drain import inhabited
+from samovar.configs.sections import (
+    MIB,
+    CpuTierSettings,
+    NodeSettings,
+    NvmeTierSettings,
+    PeerSettings,
+    TierSettings,
+)
+from samovar.replicas.offload.ray_link import RayLink
 
-from cache_tiers.actors.tier import actor_name, tier_actor
-from cache_tiers.blocks.extent import Placement
-from cache_tiers.messages import Lookup, LookupResult
-from cache_tiers.node.drain import inhabited
-from configs.sections import MIB, CpuTierSettings, NodeSettings, NvmeTierSettings, PeerSettings, TierSettings
-from replicas.offload.ray_link import RayLink
 from tests.support.nodes.node_harness import TENANT, Sample
 from tests.support.services.metadata_server import MetadataServer
 from tests.support.services.service import until

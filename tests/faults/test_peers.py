@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from samovar.cache_tiers.blocks.extent import Bytes, Clear
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.messages import BadReport, ExtentRequest, Fetched, FetchFailed
+from samovar.cache_tiers.transport.link import LinkDown, LinkError, LinkLate, PeerGone
+from samovar.cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
+from samovar.configs.sections import PeerSettings, TierSettings
 
-from cache_tiers.blocks.extent import Bytes, Clear
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import BadReport, ExtentRequest, Fetched, FetchFailed
-from cache_tiers.transport.link import LinkDown, LinkError, LinkLate, PeerGone
-from cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
-from configs.sections import PeerSettings, TierSettings
 from tests.support.inside import link_of, records_in
 from tests.support.nodes.node_faults import FAILING, MemoryTier, faulty
 from tests.support.nodes.node_harness import MIB, SESSION, TENANT, sample
@@ -104,10 +104,10 @@ def test_f18_what_is_not_the_extent_asked_for_is_refused(what: str) -> None:
 
 def test_the_check_of_the_record_is_what_keeps_bad_bytes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: without it the flipped bit is served, and the tests above would see it."""
-    from cache_tiers.blocks.record import decode_header
+    from samovar.cache_tiers.blocks.record import decode_header
 
     monkeypatch.setattr(
-        "cache_tiers.node.peer_transfers.verified", lambda data, address, nbytes: decode_header(data)
+        "samovar.cache_tiers.node.peer_transfers.verified", lambda data, address, nbytes: decode_header(data)
     )
     _, a, b = pair()
     wanted = sample(1)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from pydantic import SecretStr
-
-from cache_tiers.blocks.extent import Address
-from cache_tiers.blocks.record import (
+from samovar.cache_tiers.blocks.extent import Address
+from samovar.cache_tiers.blocks.record import (
     BadRecord,
     Record,
     TierError,
@@ -22,10 +21,11 @@ from cache_tiers.blocks.record import (
     decode_header,
     good_blocks,
 )
-from cache_tiers.media.s3 import S3Tier
-from cache_tiers.media.s3_keys import S3Keys
-from cache_tiers.media.tier import Deadline
-from configs.sections import S3TierSettings
+from samovar.cache_tiers.media.s3 import S3Tier
+from samovar.cache_tiers.media.s3_keys import S3Keys
+from samovar.cache_tiers.media.tier import Deadline
+from samovar.configs.sections import S3TierSettings
+
 from tests.support.nodes.s3_extents import NAMESPACE, SHAPE, TENANT, sealed
 from tests.support.services.rclone import plain_client, s3_server
 
@@ -197,7 +197,7 @@ def test_quarantine(make: MakeTier, client: S3Client, settings: S3TierSettings) 
 def test_quarantine_is_bounded(
     make: MakeTier, client: S3Client, settings: S3TierSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache_tiers.media.s3.QUARANTINE_MAX", 2)
+    monkeypatch.setattr("samovar.cache_tiers.media.s3.QUARANTINE_MAX", 2)
     tier = make()
     for seed in range(4):
         header, record = sealed(seed)

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 import ray
+from samovar.cluster.launch.keep_gcs import find
 
-from cluster.launch.keep_gcs import find
 from tests.support.services.service import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def start_head(folder: Path, port: int) -> None:
 
 def start_keeper(folder: Path, port: int) -> subprocess.Popen[bytes]:
     log = (folder / "keep_gcs.log").open("wb")
-    words = [sys.executable, "-m", "cluster.launch.keep_gcs", f"--port={port}"]
+    words = [sys.executable, "-m", "samovar.cluster.launch.keep_gcs", f"--port={port}"]
     keeper = subprocess.Popen(words, cwd=ROOT, stderr=log, stdin=subprocess.DEVNULL)
     until("it watches", lambda: "watching GCS" in (folder / "keep_gcs.log").read_text(), 60.0)
     return keeper

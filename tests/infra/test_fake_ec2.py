@@ -27,7 +27,7 @@ BOOT_S = 20.0
 WHO = "import boto3; print([b['Name'] for b in boto3.client('s3').list_buckets()['Buckets']])"
 NOTICE = f"""
 import json, time
-from cache_tiers.actors.cluster_watch import SpotMetadata
+from samovar.cache_tiers.actors.cluster_watch import SpotMetadata
 notice = SpotMetadata("http://{ADDRESS}", 2.0).notice(time.time())
 print(json.dumps(notice and [notice.action, notice.left_s]))
 """

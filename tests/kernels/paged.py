@@ -7,13 +7,12 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
 import torch
-
-from replicas.forward.attention import AttentionForm
-from replicas.forward.attention_triton import TileShape, TritonPaged
-from replicas.forward.inputs import StepInputs, StepPacker
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.scheduling.sequence import bare_sequence
-from replicas.scheduling.step import Chunk
+from samovar.replicas.forward.attention import AttentionForm
+from samovar.replicas.forward.attention_triton import TileShape, TritonPaged
+from samovar.replicas.forward.inputs import StepInputs, StepPacker
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.scheduling.sequence import bare_sequence
+from samovar.replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
 SMALL = (TileShape(16, 32, 4, 2, 1), TileShape(32, 32, 4, 2, 1))

@@ -12,23 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from samovar.cache_tiers.blocks.extent import BlockShape
+from samovar.cache_tiers.blocks.layer_sums import layer_sums
+from samovar.configs.sections import MIB
+from samovar.replicas.engine.audit import bare_sequence
+from samovar.replicas.forward.attention import GatherSdpa
+from samovar.replicas.forward.attention_choice import choose_attention
+from samovar.replicas.forward.attention_triton import TritonPaged
+from samovar.replicas.forward.runner import Runner, load_model
+from samovar.replicas.kv.block_io import page_io
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool, quantise
+from samovar.replicas.model.families import SERVED_TYPES
+from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.sampling.draws import Sampled
+from samovar.replicas.sampling.sampler import NotNumbers, Sampler
+from samovar.replicas.scheduling.step import Chunk
 from transformers import AutoModelForCausalLM
 
-from cache_tiers.blocks.extent import BlockShape
-from cache_tiers.blocks.layer_sums import layer_sums
-from configs.sections import MIB
-from replicas.engine.audit import bare_sequence
-from replicas.forward.attention import GatherSdpa
-from replicas.forward.attention_choice import choose_attention
-from replicas.forward.attention_triton import TritonPaged
-from replicas.forward.runner import Runner, load_model
-from replicas.kv.block_io import page_io
-from replicas.kv.kv_pool import KvGeometry, KvPool, quantise
-from replicas.model.families import SERVED_TYPES
-from replicas.model.spec import inspect_model
-from replicas.sampling.draws import Sampled
-from replicas.sampling.sampler import NotNumbers, Sampler
-from replicas.scheduling.step import Chunk
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.sampled_batches import EOS, KINDS, batch_of
 from tests.support.engines.tiny_models import make_tiny_model
@@ -131,7 +131,7 @@ def test_g6_pages_leave_and_come_back_the_same_from_two_threads_at_once() -> Non
 @pytest.mark.parametrize("layer_bytes", [64, 4096, 12288 + 8, 65536])
 def test_g5_checksums_of_pages_are_the_records_own(layer_bytes: int) -> None:
     """Also behind 2^31 bytes of a pool."""
-    from replicas.kv.page_sums import page_sums
+    from samovar.replicas.kv.page_sums import page_sums
 
     shape, rng = BlockShape(32, layer_bytes, 16), np.random.default_rng(9)
     count = 5 + 2**31 // shape.block_bytes if layer_bytes == 65536 else 64

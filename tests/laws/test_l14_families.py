@@ -11,11 +11,11 @@ from typing import cast
 
 import pytest
 import torch
+from samovar.replicas.forward import experts
+from samovar.replicas.forward.plain import PLAIN_TYPES
+from samovar.replicas.model.families import FAMILIES, SERVED_TYPES
 from transformers import AutoModelForCausalLM
 
-from replicas.forward import experts
-from replicas.forward.plain import PLAIN_TYPES
-from replicas.model.families import FAMILIES, SERVED_TYPES
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.forward_bench import Bench
 from tests.support.engines.other_cpu import is_played

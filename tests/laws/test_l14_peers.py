@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.blocks.extent import Bytes, Placement
+from samovar.cache_tiers.blocks.record import decode_header
+from samovar.cache_tiers.blocks.tiers import TierName
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.s3 import S3Tier
+from samovar.cache_tiers.media.tier import Tier
+from samovar.cache_tiers.transport.link import LinkLate
+from samovar.cache_tiers.transport.peers import LazyLink, PeerLate
+from samovar.replicas.messages import GenerateRequest, Route
 
-from cache_tiers.blocks.extent import Bytes, Placement
-from cache_tiers.blocks.record import decode_header
-from cache_tiers.blocks.tiers import TierName
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.s3 import S3Tier
-from cache_tiers.media.tier import Tier
-from cache_tiers.transport.link import LinkLate
-from cache_tiers.transport.peers import LazyLink, PeerLate
-from replicas.messages import GenerateRequest, Route
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, receipt_of, same, tiered
 from tests.support.inside import join_scans, link_of, records_in
@@ -141,10 +141,10 @@ def test_l14_fires_when_a_peer_gives_other_bytes_and_nobody_checks(
     Equality is shown against what came whole: the same chunks, so the same bits on every CPU.
     """
     monkeypatch.setattr(
-        "replicas.offload.load.good_blocks", lambda header, payload, first: header.blocks - first
+        "samovar.replicas.offload.load.good_blocks", lambda header, payload, first: header.blocks - first
     )
     monkeypatch.setattr(
-        "cache_tiers.node.peer_transfers.verified", lambda data, address, nbytes: decode_header(data)
+        "samovar.cache_tiers.node.peer_transfers.verified", lambda data, address, nbytes: decode_header(data)
     )
 
     def pulled(spoil: Callable[[Bytes], None] | None) -> Prefilled:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.blocks.extent import Address, Bytes, Placement
+from samovar.cache_tiers.blocks.record import Record
+from samovar.cache_tiers.blocks.tiers import TierName
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.nvme import NvmeTier
+from samovar.cache_tiers.media.s3 import S3Tier
+from samovar.cache_tiers.media.tier import Tier
+from samovar.cache_tiers.pricing.meters import PrefillPrice
 
-from cache_tiers.blocks.extent import Address, Bytes, Placement
-from cache_tiers.blocks.record import Record
-from cache_tiers.blocks.tiers import TierName
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.nvme import NvmeTier
-from cache_tiers.media.s3 import S3Tier
-from cache_tiers.media.tier import Tier
-from cache_tiers.pricing.meters import PrefillPrice
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, nvme, receipt_of, same, tiered
 from tests.support.inside import records_in
@@ -215,7 +215,7 @@ def test_l14_fires_when_a_loaded_block_is_not_what_was_stored(
     Equality is shown against a load of the good record: the same chunks, so the same bits on every CPU.
     """
     monkeypatch.setattr(
-        "replicas.offload.load.good_blocks", lambda header, payload, first: header.blocks - first
+        "samovar.replicas.offload.load.good_blocks", lambda header, payload, first: header.blocks - first
     )
 
     def loaded(spoil: Callable[[Bytes], None] | None) -> Prefilled:

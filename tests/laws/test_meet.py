@@ -13,16 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from samovar.cache_tiers.blocks.extent import Placement
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed
+from samovar.cache_tiers.pricing.meters import PrefillPrice
+from samovar.configs.sections import TierSettings
+from samovar.replicas.offload.tier_client import TierLink
+from samovar.replicas.scheduling.preemption import Preemption
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import StepPlan
 
-from cache_tiers.blocks.extent import Placement
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import Fetch, Fetched, FetchFailed
-from cache_tiers.pricing.meters import PrefillPrice
-from configs.sections import TierSettings
-from replicas.offload.tier_client import TierLink
-from replicas.scheduling.preemption import Preemption
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import StepPlan
 from tests.support.engines.tier_engines import (
     MIB,
     InlineExecutor,

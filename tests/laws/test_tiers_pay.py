@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
+from samovar.cache_tiers.blocks.tiers import LoadSource
+from samovar.cache_tiers.policy.policies import make_policy
+from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
+from samovar.cluster.plan.simulator.fleet import Fleet
+from samovar.cluster.plan.simulator.node import PIECE_BLOCKS
+from samovar.cluster.plan.simulator.sim import Sim
+from samovar.cluster.plan.simulator.tier import SimLink
+from samovar.cluster.plan.traces.trace import TraceTurn
+from samovar.configs.sections import PolicySettings, TierSettings
 
-from cache_tiers.blocks.tiers import LoadSource
-from cache_tiers.policy.policies import make_policy
-from cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
-from cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
-from cluster.plan.simulator.fleet import Fleet
-from cluster.plan.simulator.node import PIECE_BLOCKS
-from cluster.plan.simulator.sim import Sim
-from cluster.plan.simulator.tier import SimLink
-from cluster.plan.traces.trace import TraceTurn
-from configs.sections import PolicySettings, TierSettings
 from tests.support.traffic import turn
 
 BLOCK = 32

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, make_policy
+from samovar.cache_tiers.pricing.meters import PrefillPrice
+from samovar.cluster.plan.simulator.fleet import Fleet, Prices
+from samovar.cluster.plan.simulator.sim import Sim, SimTally
+from samovar.cluster.plan.traces.trace import TraceTurn
+from samovar.configs.sections import GIB, KIB, PolicyName, PolicySettings, PredictorSettings, PrefetchSettings
 
 from bench._single_tier import hits_with
-from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.policy.policies import LeastRecentlyUsed, make_policy
-from cache_tiers.pricing.meters import PrefillPrice
-from cluster.plan.simulator.fleet import Fleet, Prices
-from cluster.plan.simulator.sim import Sim, SimTally
-from cluster.plan.traces.trace import TraceTurn
-from configs.sections import GIB, KIB, PolicyName, PolicySettings, PredictorSettings, PrefetchSettings
 from tests.support.constants import tuned
 from tests.support.traffic import BLOCK, made, turn
 

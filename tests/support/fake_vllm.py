@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from cache_tiers.blocks import Bytes
-from cache_tiers.socket.client import SocketLink
-from cache_tiers.vllm.chain import extra_digest
-from cache_tiers.vllm.identity import namespace_of
-from cache_tiers.vllm.messages import ConnectorOptions, PageLayout
-from cache_tiers.vllm.scheduler import SchedulerHalf
-from cache_tiers.vllm.worker import WorkerHalf
+from samovar.cache_tiers.blocks import Bytes
+from samovar.cache_tiers.socket.client import SocketLink
+from samovar.cache_tiers.vllm.chain import extra_digest
+from samovar.cache_tiers.vllm.identity import namespace_of
+from samovar.cache_tiers.vllm.messages import ConnectorOptions, PageLayout
+from samovar.cache_tiers.vllm.scheduler import SchedulerHalf
+from samovar.cache_tiers.vllm.worker import WorkerHalf
 
 LAYERS, LAYER_BYTES, BLOCK_TOKENS = 3, 512, 4
 LAYOUT = PageLayout(tuple(f"layer {number} float32 (4, 32)" for number in range(LAYERS)), LAYER_BYTES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cache_tiers.messages import NodeStats, PrefetchStats, ResumptionStats, TierStats
-from replicas.messages import EngineStats
-from router.metrics import Metrics, RequestTimer
+from samovar.cache_tiers.messages import NodeStats, PrefetchStats, ResumptionStats, TierStats
+from samovar.replicas.messages import EngineStats
+from samovar.router.metrics import Metrics, RequestTimer
 
 REPLICA = EngineStats(
     replica_id="replica-1",

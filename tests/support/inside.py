@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cache_tiers.node.state import NodeState
+    from samovar.cache_tiers.node.state import NodeState
 
 
 def state_of(of: Any) -> NodeState:

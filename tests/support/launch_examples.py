@@ -11,11 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cluster.launch.cluster_file import ClusterFile
-from cluster.launch.render import header, render
-from cluster.launch.terraform import CloudOutputs, parse_outputs
-from configs.loader import load
-from configs.settings import Settings
+from samovar.cluster.launch.cluster_file import ClusterFile
+from samovar.cluster.launch.render import header, render
+from samovar.cluster.launch.terraform import CloudOutputs, parse_outputs
+from samovar.configs.loader import load
+from samovar.configs.settings import Settings
 
 FOLDER = Path(str(resources.files("cluster"))) / "launch"
 OUTPUTS_FILE = FOLDER / "terraform-outputs.json"

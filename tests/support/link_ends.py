@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from replicas.links.handshake import NUMBER_BYTES, PROOF_BYTES, Handshake
+from samovar.replicas.links.handshake import NUMBER_BYTES, PROOF_BYTES, Handshake
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> None:

@@ -10,9 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import typer
-
-from cluster.cli.main import app
-from configs.loader import ConfigError, load
+from samovar.cluster.cli.main import app
+from samovar.configs.loader import ConfigError, load
 
 ROOT = Path(__file__).resolve().parents[2]
 SEPARATORS = {"|", "||", "&&", ";", "(", ")", "&"}

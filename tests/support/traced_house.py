@@ -13,18 +13,18 @@ from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from samovar.cache_tiers.actors.tier import TierActor
+from samovar.configs.optional_sections import TelemetrySettings
+from samovar.configs.settings import Settings
+from samovar.configs.telemetry import Tracer
+from samovar.replicas.links import Links
+from samovar.replicas.messages import Event, GenerateRequest
+from samovar.replicas.offload import TierLink
+from samovar.replicas.serving.deployment import Replica, places
+from samovar.replicas.serving.ingress_loads import IngressLoads
+from samovar.replicas.serving.tracing import TracedLink
+from samovar.replicas.turns import TenantThreads
 
-from cache_tiers.actors.tier import TierActor
-from configs.optional_sections import TelemetrySettings
-from configs.settings import Settings
-from configs.telemetry import Tracer
-from replicas.links import Links
-from replicas.messages import Event, GenerateRequest
-from replicas.offload import TierLink
-from replicas.serving.deployment import Replica, places
-from replicas.serving.ingress_loads import IngressLoads
-from replicas.serving.tracing import TracedLink
-from replicas.turns import TenantThreads
 from tests.support.engines.tier_engines import Tiered, tiered
 from tests.support.router.router_harness import House
 

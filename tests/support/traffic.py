@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from samovar.cluster.plan.traces.trace import TraceTurn
+
 from bench._trace_generator import GeneratorOptions, Shape, generate
-from cluster.plan.traces.trace import TraceTurn
 
 BLOCK = 512
 

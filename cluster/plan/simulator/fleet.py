@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks import CPU, NVME, PEER, S3, LoadSource, TierName
-from cache_tiers.pricing import PrefillPrice, TierPrice
-from configs.sections import GIB, KIB, PolicySettings, PrefetchSettings
-from router.routing import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
+from samovar.cache_tiers.blocks import CPU, NVME, PEER, S3, LoadSource, TierName
+from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
+from samovar.configs.sections import GIB, KIB, PolicySettings, PrefetchSettings
+from samovar.router.routing import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
 
 GB = 10**9
 PREFILL = PrefillPrice(0.01, 1 / 20_000, 8.2e-10)

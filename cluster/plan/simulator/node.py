@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from cache_tiers.blocks import CPU, NVME, PEER, S3, TIERS, LoadSource
-from cache_tiers.forecast import SessionKey
-from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy
-from cache_tiers.pricing import Doubt, LoadPiece, TierMeter, worth_storing
-from cluster.plan.simulator.fleet import Fleet
-from cluster.plan.simulator.prefetch import SimPrefetch
-from cluster.plan.simulator.tier import Block, SimLink, SimTier
-from configs.sections import TierSettings
+from samovar.cache_tiers.blocks import CPU, NVME, PEER, S3, TIERS, LoadSource
+from samovar.cache_tiers.forecast import SessionKey
+from samovar.cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy
+from samovar.cache_tiers.pricing import Doubt, LoadPiece, TierMeter, worth_storing
+from samovar.cluster.plan.simulator.fleet import Fleet
+from samovar.cluster.plan.simulator.prefetch import SimPrefetch
+from samovar.cluster.plan.simulator.tier import Block, SimLink, SimTier
+from samovar.configs.sections import TierSettings
 
 PIECE_BLOCKS = 8
 """Up to this many consecutive blocks of one tier are loaded as one piece, like a turn's extent."""

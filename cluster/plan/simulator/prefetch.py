@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cache_tiers.blocks import TOP_TIER, LoadSource
-from cache_tiers.forecast import Hint, SessionKey, hinted
-from cache_tiers.policy import IdleSessions, Known, Prefetcher
-from cluster.plan.simulator.tier import SimLink, SimTier
+from samovar.cache_tiers.blocks import TOP_TIER, LoadSource
+from samovar.cache_tiers.forecast import Hint, SessionKey, hinted
+from samovar.cache_tiers.policy import IdleSessions, Known, Prefetcher
+from samovar.cluster.plan.simulator.tier import SimLink, SimTier
 
 
 class Node(Protocol):

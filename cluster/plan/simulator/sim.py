@@ -18,17 +18,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-
-from cache_tiers.blocks import S3, LoadSource
-from cache_tiers.forecast import Forecast, Forecaster, SessionKey, forecast
-from cache_tiers.policy import IdleSessions, ResidencyPolicy
-from cache_tiers.pricing import Doubt, LoadPlan, plan_load
-from cluster.plan.simulator.fleet import Fleet, SimRouter
-from cluster.plan.simulator.node import RERANK_FACTORS, SESSIONS_MAX, SimNode, new_doubt, saver
-from cluster.plan.simulator.tier import SimTier
-from cluster.plan.traces.replay import Growth, TraceOpenings
-from cluster.plan.traces.trace import TraceTurn
-from router.routing import ReplicaView
+from samovar.cache_tiers.blocks import S3, LoadSource
+from samovar.cache_tiers.forecast import Forecast, Forecaster, SessionKey, forecast
+from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy
+from samovar.cache_tiers.pricing import Doubt, LoadPlan, plan_load
+from samovar.cluster.plan.simulator.fleet import Fleet, SimRouter
+from samovar.cluster.plan.simulator.node import RERANK_FACTORS, SESSIONS_MAX, SimNode, new_doubt, saver
+from samovar.cluster.plan.simulator.tier import SimTier
+from samovar.cluster.plan.traces.replay import Growth, TraceOpenings
+from samovar.cluster.plan.traces.trace import TraceTurn
+from samovar.router.routing import ReplicaView
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
-from cache_tiers.blocks import LoadSource
-from cache_tiers.forecast import SessionKey
-from cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue, used_rate
-from cache_tiers.pricing import TierMeter, TierPrice
-from configs.sections import PolicySettings
+from samovar.cache_tiers.blocks import LoadSource
+from samovar.cache_tiers.forecast import SessionKey
+from samovar.cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue, used_rate
+from samovar.cache_tiers.pricing import TierMeter, TierPrice
+from samovar.configs.sections import PolicySettings
 
 OWNERS_MAX = 4
 """Sessions remembered for a shared block: the latest ones. Its rate of use stands for the rest."""

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import IO, Any, cast
 
-from configs.json_text import parse_json
+from samovar.configs.json_text import parse_json
 
 LINE_BYTES_MAX = 4 << 20
 LINES_MAX = 100_000_000

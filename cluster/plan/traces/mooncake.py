@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.plan.traces.files import csv_rows, in_time_order, json_rows
-from cluster.plan.traces.trace import NO_STOP, ReadTally, SessionChains, Trace, TraceTurn
+from samovar.cluster.plan.traces.files import csv_rows, in_time_order, json_rows
+from samovar.cluster.plan.traces.trace import NO_STOP, ReadTally, SessionChains, Trace, TraceTurn
 
 BLOCK_TOKENS = 512
 SLACK_S = 60.0

@@ -12,11 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
-
-from cache_tiers.recording import SERVICE_S_MAX, RecordedRow, RecordingError, read_header, read_row
-from cluster.plan.traces.files import Row, TraceError, csv_rows, in_time_order, json_rows, lines, parse_object
-from cluster.plan.traces.mooncake import TURN_COLUMNS, mooncake, mooncake_turns
-from cluster.plan.traces.trace import (
+from samovar.cache_tiers.recording import SERVICE_S_MAX, RecordedRow, RecordingError, read_header, read_row
+from samovar.cluster.plan.traces.files import (
+    Row,
+    TraceError,
+    csv_rows,
+    in_time_order,
+    json_rows,
+    lines,
+    parse_object,
+)
+from samovar.cluster.plan.traces.mooncake import TURN_COLUMNS, mooncake, mooncake_turns
+from samovar.cluster.plan.traces.trace import (
     NO_STOP,
     ReadTally,
     SessionChains,
@@ -25,8 +32,8 @@ from cluster.plan.traces.trace import (
     TraceTurn,
     whole_blocks,
 )
-from cluster.plan.traces.weka import COLUMNS as WEKA_COLUMNS
-from cluster.plan.traces.weka import weka
+from samovar.cluster.plan.traces.weka import COLUMNS as WEKA_COLUMNS
+from samovar.cluster.plan.traces.weka import weka
 
 _JITTER_S = 60.0  # rows may be reordered on the way to the file
 

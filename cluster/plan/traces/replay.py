@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-
-from cache_tiers.blocks import KEY_BYTES, marks_of
-from cache_tiers.forecast import Forecast, Forecaster, LineageChains, Opening, SessionKey, forecast
-from cluster.plan.traces.trace import TraceTurn, common_blocks
+from samovar.cache_tiers.blocks import KEY_BYTES, marks_of
+from samovar.cache_tiers.forecast import Forecast, Forecaster, LineageChains, Opening, SessionKey, forecast
+from samovar.cluster.plan.traces.trace import TraceTurn, common_blocks
 
 
 @dataclass(frozen=True, slots=True)

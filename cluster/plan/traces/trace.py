@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cache_tiers.forecast import Role, Stop, Turn
+from samovar.cache_tiers.forecast import Role, Stop, Turn
 
 TraceKind = Literal["mooncake", "mooncake-turns", "weka", "qwen-bailian", "burstgpt", "samovar", "generated"]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from pathlib import Path
 
-from cache_tiers.forecast import Role, Stop
-from cluster.plan.traces.files import Row, csv_rows
-from cluster.plan.traces.trace import ReadTally, SessionChains, Trace, TraceTurn, whole_blocks
+from samovar.cache_tiers.forecast import Role, Stop
+from samovar.cluster.plan.traces.files import Row, csv_rows
+from samovar.cluster.plan.traces.trace import ReadTally, SessionChains, Trace, TraceTurn, whole_blocks
 
 BLOCK_TOKENS = 64
 COLUMNS = frozenset(

@@ -3,15 +3,21 @@
 Nothing imports it while `compaction.enabled` is false.
 """
 
-from router.context.compaction.compactor import Compactor
-from router.context.compaction.compose import Summary, composed, fenced_summary, usable_summary
-from router.context.compaction.errands import Errands, Served
-from router.context.compaction.fitter import Fitted, Fitter, Wish
-from router.context.compaction.idle import IdleQueue, IdleWork
-from router.context.compaction.memory import CutMemory, chain
-from router.context.compaction.opening import open_compaction
-from router.context.compaction.pieces import FoundPiece, OldPiece, PieceIndex, fenced_pieces, pieces_of
-from router.context.compaction.planner import (
+from samovar.router.context.compaction.compactor import Compactor
+from samovar.router.context.compaction.compose import Summary, composed, fenced_summary, usable_summary
+from samovar.router.context.compaction.errands import Errands, Served
+from samovar.router.context.compaction.fitter import Fitted, Fitter, Wish
+from samovar.router.context.compaction.idle import IdleQueue, IdleWork
+from samovar.router.context.compaction.memory import CutMemory, chain
+from samovar.router.context.compaction.opening import open_compaction
+from samovar.router.context.compaction.pieces import (
+    FoundPiece,
+    OldPiece,
+    PieceIndex,
+    fenced_pieces,
+    pieces_of,
+)
+from samovar.router.context.compaction.planner import (
     NEVER,
     WHOLE,
     Cut,
@@ -21,8 +27,8 @@ from router.context.compaction.planner import (
     cut_of,
     next_cut,
 )
-from router.context.compaction.summaries import SummaryStore
-from router.context.compaction.tokens import MessageTokens
+from samovar.router.context.compaction.summaries import SummaryStore
+from samovar.router.context.compaction.tokens import MessageTokens
 
 __all__ = [
     "NEVER",

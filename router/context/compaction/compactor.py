@@ -10,16 +10,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from configs.optional_sections import CompactionSettings
-from router.context.compaction.compose import ASK, Summary, composed, fenced_summary, usable_summary
-from router.context.compaction.errands import Errands
-from router.context.compaction.fitter import SUMMARY_SHARE, Fitted, Fitter, Wish
-from router.context.compaction.idle import IdleQueue, IdleWork, JobOutcome
-from router.context.compaction.planner import NEVER, Cut, Talk, leading_system, next_cut
-from router.context.knowledge import KnowledgeError
-from router.generation import AnsweredTurn, AskedTurn, Context, PromptStage
-from router.openai import ChatMessage, InvalidValue, ParsedChat, Unavailable
-from router.prompt import PromptBuilder, chars_of
+from samovar.configs.optional_sections import CompactionSettings
+from samovar.router.context.compaction.compose import ASK, Summary, composed, fenced_summary, usable_summary
+from samovar.router.context.compaction.errands import Errands
+from samovar.router.context.compaction.fitter import SUMMARY_SHARE, Fitted, Fitter, Wish
+from samovar.router.context.compaction.idle import IdleQueue, IdleWork, JobOutcome
+from samovar.router.context.compaction.planner import NEVER, Cut, Talk, leading_system, next_cut
+from samovar.router.context.knowledge import KnowledgeError
+from samovar.router.generation import AnsweredTurn, AskedTurn, Context, PromptStage
+from samovar.router.openai import ChatMessage, InvalidValue, ParsedChat, Unavailable
+from samovar.router.prompt import PromptBuilder, chars_of
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, tenant_tag
-from cache_tiers.pricing import UNKNOWN_PREFILL
-from configs.optional_sections import CompactionSettings
-from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
-from router.generation import AskedTurn
-from router.openai import Choice, ParsedChat
-from router.prompt import Owner, Prompt, PromptBuilder
-from router.routing import DirectoryLost, ReplicaClient, ReplicaFailed, SessionDirectory, TurnEnd
+from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, tenant_tag
+from samovar.cache_tiers.pricing import UNKNOWN_PREFILL
+from samovar.configs.optional_sections import CompactionSettings
+from samovar.replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
+from samovar.router.generation import AskedTurn
+from samovar.router.openai import Choice, ParsedChat
+from samovar.router.prompt import Owner, Prompt, PromptBuilder
+from samovar.router.routing import DirectoryLost, ReplicaClient, ReplicaFailed, SessionDirectory, TurnEnd
 
 SUMMARY_LINEAGE = b"summary".ljust(TAG_BYTES - SESSION_BYTES, b"\0")
 """The lineage of all summaries of a session: erased with it, and not the one that forecasts are made of."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from configs.optional_sections import CompactionMode, CompactionSettings
-from router.context.compaction.compose import Summary, composed, fenced_summary
-from router.context.compaction.memory import CutMemory, Owner, chain
-from router.context.compaction.pieces import (
+from samovar.configs.optional_sections import CompactionMode, CompactionSettings
+from samovar.router.context.compaction.compose import Summary, composed, fenced_summary
+from samovar.router.context.compaction.memory import CutMemory, Owner, chain
+from samovar.router.context.compaction.pieces import (
     BEGIN,
     END,
     FoundPiece,
@@ -19,11 +19,11 @@ from router.context.compaction.pieces import (
     piece_text,
     pieces_of,
 )
-from router.context.compaction.planner import WHOLE, Cut, Talk, WindowPlan, cut_of, leading_system
-from router.context.compaction.summaries import SummaryStore
-from router.context.compaction.tokens import MessageTokens
-from router.context.knowledge import Budget, Embedder, KnowledgeError
-from router.openai import ParsedChat
+from samovar.router.context.compaction.planner import WHOLE, Cut, Talk, WindowPlan, cut_of, leading_system
+from samovar.router.context.compaction.summaries import SummaryStore
+from samovar.router.context.compaction.tokens import MessageTokens
+from samovar.router.context.knowledge import Budget, Embedder, KnowledgeError
+from samovar.router.openai import ParsedChat
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from replicas.turns import FairQueue
-from router.context.compaction.memory import Owner
+from samovar.replicas.turns import FairQueue
+from samovar.router.context.compaction.memory import Owner
 
 logger = logging.getLogger(__name__)
 

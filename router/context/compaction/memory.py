@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from router.context.compaction.pieces import FoundPiece, PieceIndex
-from router.context.compaction.planner import Cut
-from router.openai import ChatMessage
+from samovar.router.context.compaction.pieces import FoundPiece, PieceIndex
+from samovar.router.context.compaction.planner import Cut
+from samovar.router.openai import ChatMessage
 
 NOTE_BYTES = 200
 """About what the memory of one cut or question takes, besides its texts."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from configs.settings import Settings
-from router.context.compaction.compactor import Compactor
-from router.context.compaction.errands import Errands, Served
-from router.context.compaction.fitter import Fitter
-from router.context.compaction.memory import CutMemory
-from router.context.compaction.summaries import FILE_NAME, SummaryStore
-from router.context.compaction.tokens import MessageTokens
-from router.context.knowledge import open_embedder
-from router.metrics import Metrics
-from router.prompt import PromptBuilder
-from router.routing import ReplicaClient, SessionDirectory
+from samovar.configs.settings import Settings
+from samovar.router.context.compaction.compactor import Compactor
+from samovar.router.context.compaction.errands import Errands, Served
+from samovar.router.context.compaction.fitter import Fitter
+from samovar.router.context.compaction.memory import CutMemory
+from samovar.router.context.compaction.summaries import FILE_NAME, SummaryStore
+from samovar.router.context.compaction.tokens import MessageTokens
+from samovar.router.context.knowledge import open_embedder
+from samovar.router.metrics import Metrics
+from samovar.router.prompt import PromptBuilder
+from samovar.router.routing import ReplicaClient, SessionDirectory
 
 
 def open_compaction(

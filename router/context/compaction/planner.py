@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
-from router.openai import ChatMessage
+from samovar.router.openai import ChatMessage
 
 NEVER = 2**62
 """`since` of a cut beside whose questions nothing is put."""

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from configs.json_text import parse_json
-from router.context.compaction.compose import Summary
-from router.context.compaction.memory import Owner
-from router.context.knowledge import SqliteFile
+from samovar.configs.json_text import parse_json
+from samovar.router.context.compaction.compose import Summary
+from samovar.router.context.compaction.memory import Owner
+from samovar.router.context.knowledge import SqliteFile
 
 FILE_NAME = "compaction.sqlite"
 SCHEMA = """

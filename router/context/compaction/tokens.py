@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from router.openai import ApiError, ChatMessage, ParsedChat
-from router.prompt import PromptBuilder
+from samovar.router.openai import ApiError, ChatMessage, ParsedChat
+from samovar.router.prompt import PromptBuilder
 
 COUNTED_MAX = 200_000
 """Messages whose tokens are remembered."""

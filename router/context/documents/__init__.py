@@ -3,10 +3,10 @@
 Nothing imports it while `knowledge.enabled` is false.
 """
 
-from router.context.documents.body import DocumentBody, PrefillBody
-from router.context.documents.document import Document, DocumentFailed, Quota
-from router.context.documents.pdf import read_pdf
-from router.context.documents.placement import (
+from samovar.router.context.documents.body import DocumentBody, PrefillBody
+from samovar.router.context.documents.document import Document, DocumentFailed, Quota
+from samovar.router.context.documents.pdf import read_pdf
+from samovar.router.context.documents.placement import (
     PlacedDocuments,
     Whole,
     end_of_documents,
@@ -14,11 +14,11 @@ from router.context.documents.placement import (
     in_order,
     place_documents,
 )
-from router.context.documents.prefill import Front, Prefill, PrefillBusy, document_session, pinned
-from router.context.documents.routes import document_routes, open_documents
-from router.context.documents.shelf import DocumentShelf
-from router.context.documents.store import DocumentStore
-from router.context.documents.text import chunks_of, text_of
+from samovar.router.context.documents.prefill import Front, Prefill, PrefillBusy, document_session, pinned
+from samovar.router.context.documents.routes import document_routes, open_documents
+from samovar.router.context.documents.shelf import DocumentShelf
+from samovar.router.context.documents.store import DocumentStore
+from samovar.router.context.documents.text import chunks_of, text_of
 
 __all__ = [
     "Document",

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
-
-from router.context.documents.document import Format, Wanted
-from router.context.documents.text import TITLE_CHARS_MAX
-from router.context.knowledge import clean
-from router.openai import InvalidValue, MissingField, StrictModel
+from samovar.router.context.documents.document import Format, Wanted
+from samovar.router.context.documents.text import TITLE_CHARS_MAX
+from samovar.router.context.knowledge import clean
+from samovar.router.openai import InvalidValue, MissingField, StrictModel
 
 PIECE_CHARS = 4 * 65536
 """Decoded at once: other threads run in between, which the decoder itself does not let them."""

@@ -9,9 +9,9 @@ import math
 import sys
 from pathlib import Path
 
-from configs.json_text import parse_json
-from configs.optional_sections import DocumentsSettings
-from router.context.documents.document import DocumentFailed
+from samovar.configs.json_text import parse_json
+from samovar.configs.optional_sections import DocumentsSettings
+from samovar.router.context.documents.document import DocumentFailed
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
-from cache_tiers.blocks import PLACED, TAG_BYTES, Placement, lineage_tag, session_of, tenant_tag
-from configs.optional_sections import DocumentsSettings
-from configs.sections import TierSettings
-from configs.settings import Settings
-from replicas.messages import (
+from samovar.cache_tiers.blocks import PLACED, TAG_BYTES, Placement, lineage_tag, session_of, tenant_tag
+from samovar.configs.optional_sections import DocumentsSettings
+from samovar.configs.sections import TierSettings
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import (
     Admitted,
     Failed,
     GenerateRequest,
@@ -33,12 +33,12 @@ from replicas.messages import (
     SamplingParams,
     TurnContext,
 )
-from router.auth import tenant_salt
-from router.context.documents.document import DocumentFailed, Prefilled, Wanted
-from router.context.documents.placement import Whole, end_of_documents, place_documents
-from router.openai import ApiError, ChatMessage, ParsedChat
-from router.prompt import PromptBuilder
-from router.routing import DirectoryLost, ReplicaClient, SessionDirectory
+from samovar.router.auth import tenant_salt
+from samovar.router.context.documents.document import DocumentFailed, Prefilled, Wanted
+from samovar.router.context.documents.placement import Whole, end_of_documents, place_documents
+from samovar.router.openai import ApiError, ChatMessage, ParsedChat
+from samovar.router.prompt import PromptBuilder
+from samovar.router.routing import DirectoryLost, ReplicaClient, SessionDirectory
 
 logger = logging.getLogger(__name__)
 

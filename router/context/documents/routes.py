@@ -9,24 +9,23 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from samovar.configs.settings import Settings
+from samovar.router.auth import ConcurrencyLimit, tenant_of
+from samovar.router.context.documents.body import DocumentBody, PrefillBody, source_of, title_of
+from samovar.router.context.documents.document import ForgetBlocks, ForgetEntries
+from samovar.router.context.documents.prefill import Front, Prefill
+from samovar.router.context.documents.shelf import DocumentShelf
+from samovar.router.context.documents.store import FILE_NAME, SCHEMAS, DocumentStore
+from samovar.router.context.knowledge import KnowledgeBase, PromptText
+from samovar.router.erasure import Cleared, Erasure
+from samovar.router.generation import IngressServices
+from samovar.router.openai import check_structure, cursor, read_body, validated, whole_number
+from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
+from samovar.router.prompt import PromptBuilder
+from samovar.router.routing import ReplicaClient, SessionDirectory
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-
-from configs.settings import Settings
-from router.auth import ConcurrencyLimit, tenant_of
-from router.context.documents.body import DocumentBody, PrefillBody, source_of, title_of
-from router.context.documents.document import ForgetBlocks, ForgetEntries
-from router.context.documents.prefill import Front, Prefill
-from router.context.documents.shelf import DocumentShelf
-from router.context.documents.store import FILE_NAME, SCHEMAS, DocumentStore
-from router.context.knowledge import KnowledgeBase, PromptText
-from router.erasure import Cleared, Erasure
-from router.generation import IngressServices
-from router.openai import check_structure, cursor, read_body, validated, whole_number
-from router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
-from router.prompt import PromptBuilder
-from router.routing import ReplicaClient, SessionDirectory
 
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from configs.optional_sections import DocumentsSettings
-from router.context.documents.document import (
+from samovar.configs.optional_sections import DocumentsSettings
+from samovar.router.context.documents.document import (
     Document,
     DocumentFailed,
     ForgetBlocks,
@@ -30,8 +30,8 @@ from router.context.documents.document import (
     Wanted,
     new_document_id,
 )
-from router.context.documents.pdf import read_pdf
-from router.context.documents.placement import (
+from samovar.router.context.documents.pdf import read_pdf
+from samovar.router.context.documents.placement import (
     PlacedDocuments,
     Whole,
     end_of_documents,
@@ -40,11 +40,11 @@ from router.context.documents.placement import (
     place_documents,
     text_of_documents,
 )
-from router.context.documents.prefill import Prefill, PrefillBusy, document_session
-from router.context.documents.store import UNKNOWN, DocumentStore
-from router.context.documents.text import chunks_of, text_of
-from router.context.documents.turns import DocumentTurns
-from router.context.knowledge import (
+from samovar.router.context.documents.prefill import Prefill, PrefillBusy, document_session
+from samovar.router.context.documents.store import UNKNOWN, DocumentStore
+from samovar.router.context.documents.text import chunks_of, text_of
+from samovar.router.context.documents.turns import DocumentTurns
+from samovar.router.context.knowledge import (
     Change,
     Content,
     EntryNotFound,
@@ -56,8 +56,8 @@ from router.context.knowledge import (
     QuotaExceeded,
     StoreBusy,
 )
-from router.generation import AskedTurn, PromptStage
-from router.openai import (
+from samovar.router.generation import AskedTurn, PromptStage
+from samovar.router.openai import (
     ApiError,
     InvalidValue,
     TooManyRequests,
@@ -65,7 +65,7 @@ from router.openai import (
     no_such_cursor,
     shown,
 )
-from router.routing import ReplicaFailed, ReplicaLost
+from samovar.router.routing import ReplicaFailed, ReplicaLost
 
 Result = TypeVar("Result")
 CHUNKS: tuple[Kind, ...] = ("document_chunk",)

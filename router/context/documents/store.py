@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from configs.json_text import parse_json
-from router.context.documents.document import Document, Quota
-from router.context.knowledge import EntryNotFound, QuotaExceeded, Rows, Tables
+from samovar.configs.json_text import parse_json
+from samovar.router.context.documents.document import Document, Quota
+from samovar.router.context.knowledge import EntryNotFound, QuotaExceeded, Rows, Tables
 
 FILE_NAME = "documents.sqlite"
 SCHEMA = """

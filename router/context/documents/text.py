@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from router.context.documents.document import DocumentFailed
-from router.context.knowledge import clean
+from samovar.router.context.documents.document import DocumentFailed
+from samovar.router.context.knowledge import clean
 
 TITLE_CHARS_MAX = 200
 HEADING = re.compile(r"#{1,6}[ \t]+(\S.*)")

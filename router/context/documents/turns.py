@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replicas.turns import FairQueue
+from samovar.replicas.turns import FairQueue
 
 TURN_S = 1.0
 """What a turn of a tenant is worth."""

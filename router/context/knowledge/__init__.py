@@ -3,7 +3,7 @@
 Nothing imports it while `knowledge.enabled` is false.
 """
 
-from router.context.knowledge.body import (
+from samovar.router.context.knowledge.body import (
     EntryBody,
     ImportBody,
     QuestionBody,
@@ -17,8 +17,8 @@ from router.context.knowledge.body import (
     origin_of,
     questions_of,
 )
-from router.context.knowledge.embedder import Embedder, StaticEmbedder, open_embedder
-from router.context.knowledge.entries import (
+from samovar.router.context.knowledge.embedder import Embedder, StaticEmbedder, open_embedder
+from samovar.router.context.knowledge.entries import (
     KINDS,
     Authorship,
     Change,
@@ -47,9 +47,17 @@ from router.context.knowledge.entries import (
     diff,
     names_in,
 )
-from router.context.knowledge.harness import Check, Comparison, Found, Question, Verdict, broken, verdicts
-from router.context.knowledge.knowledge import RANKINGS, Approval, KnowledgeBase, TurnMemory
-from router.context.knowledge.placement import (
+from samovar.router.context.knowledge.harness import (
+    Check,
+    Comparison,
+    Found,
+    Question,
+    Verdict,
+    broken,
+    verdicts,
+)
+from samovar.router.context.knowledge.knowledge import RANKINGS, Approval, KnowledgeBase, TurnMemory
+from samovar.router.context.knowledge.placement import (
     Fence,
     KnowledgeTurn,
     PlacedContext,
@@ -59,8 +67,8 @@ from router.context.knowledge.placement import (
     place,
     turn_keys,
 )
-from router.context.knowledge.postgres import open_store
-from router.context.knowledge.retrieval import (
+from samovar.router.context.knowledge.postgres import open_store
+from samovar.router.context.knowledge.retrieval import (
     STEM_CHARS,
     WORD,
     Budget,
@@ -72,8 +80,8 @@ from router.context.knowledge.retrieval import (
     tells,
     words_of,
 )
-from router.context.knowledge.sqlite_file import SqliteFile
-from router.context.knowledge.sqlite_store import SqliteStore, store_file, store_folder
+from samovar.router.context.knowledge.sqlite_file import SqliteFile
+from samovar.router.context.knowledge.sqlite_store import SqliteStore, store_file, store_folder
 
 __all__ = [
     "KINDS",

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
-
-from configs.json_text import parse_json
-from configs.optional_sections import KnowledgeSettings
-from router.context.knowledge.entries import Change, Content, Kind, Provenance, clean
-from router.context.knowledge.harness import Check, Question, Subject
-from router.openai import ApiError, InvalidValue, StrictModel, error_of, shown
+from samovar.configs.json_text import parse_json
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.router.context.knowledge.entries import Change, Content, Kind, Provenance, clean
+from samovar.router.context.knowledge.harness import Check, Question, Subject
+from samovar.router.openai import ApiError, InvalidValue, StrictModel, error_of, shown
 
 TITLE_CHARS_MAX = 200
 TOPIC_CHARS_MAX = 64

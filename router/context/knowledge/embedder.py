@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-
-from configs.extras import require
-from router.context.knowledge.entries import Vector
+from samovar.configs.extras import require
+from samovar.router.context.knowledge.entries import Vector
 
 PACKAGE = "wordllama"
 WEIGHTS = "weights/l2_supercat_256.safetensors"

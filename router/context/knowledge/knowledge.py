@@ -13,10 +13,10 @@ from functools import partial
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
-from configs.optional_sections import KnowledgeSettings
-from replicas.turns import PlacesTaken, TenantThreads
-from router.context.knowledge.embedder import Embedder
-from router.context.knowledge.entries import (
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.replicas.turns import PlacesTaken, TenantThreads
+from samovar.router.context.knowledge.embedder import Embedder
+from samovar.router.context.knowledge.entries import (
     KINDS,
     Change,
     EntryNotFound,
@@ -37,7 +37,7 @@ from router.context.knowledge.entries import (
     clean,
     names_in,
 )
-from router.context.knowledge.placement import (
+from samovar.router.context.knowledge.placement import (
     KnowledgeTurn,
     PlacedContext,
     PromptText,
@@ -49,9 +49,17 @@ from router.context.knowledge.placement import (
     place,
     turn_keys,
 )
-from router.context.knowledge.retrieval import Budget, Candidate, fuse, rerank, select, tells, words_of
-from router.generation import AnsweredTurn, AskedTurn, PromptStage
-from router.openai import (
+from samovar.router.context.knowledge.retrieval import (
+    Budget,
+    Candidate,
+    fuse,
+    rerank,
+    select,
+    tells,
+    words_of,
+)
+from samovar.router.generation import AnsweredTurn, AskedTurn, PromptStage
+from samovar.router.openai import (
     ApiError,
     ChatMessage,
     InvalidValue,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.context.knowledge.entries import KINDS, STABLE_KINDS, EntryRef, EntryVersion
+from samovar.router.context.knowledge.entries import KINDS, STABLE_KINDS, EntryRef, EntryVersion
 
 RRF_RANKS = 60
 """The constant of reciprocal rank fusion (Cormack et al., 2009)."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from router.context.knowledge.entries import KnowledgeError, Rows, StoreBusy
+from samovar.router.context.knowledge.entries import KnowledgeError, Rows, StoreBusy
 
 logger = logging.getLogger(__name__)
 

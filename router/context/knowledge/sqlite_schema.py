@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from configs.json_text import parse_json
-from router.context.knowledge.entries import (
+from samovar.configs.json_text import parse_json
+from samovar.router.context.knowledge.entries import (
     Change,
     Content,
     EntryRef,

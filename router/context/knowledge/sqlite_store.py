@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-
-from configs.optional_sections import KnowledgeSettings
-from router.context.knowledge.entries import (
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.router.context.knowledge.entries import (
     Authorship,
     Change,
     EntryNotFound,
@@ -40,9 +39,9 @@ from router.context.knowledge.entries import (
     names_in,
     new_entry_id,
 )
-from router.context.knowledge.records import StoredRecords
-from router.context.knowledge.sqlite_file import IN_MEMORY, SqliteFile, SqliteTables
-from router.context.knowledge.sqlite_schema import (
+from samovar.router.context.knowledge.records import StoredRecords
+from samovar.router.context.knowledge.sqlite_file import IN_MEMORY, SqliteFile, SqliteTables
+from samovar.router.context.knowledge.sqlite_schema import (
     COLUMNS,
     OLD_ENTRIES,
     OLD_PARTS,

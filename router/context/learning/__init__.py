@@ -4,8 +4,14 @@ Nothing enters the knowledge base without a person's word, or a policy that the 
 Nothing imports it while `knowledge.enabled` is false.
 """
 
-from router.context.learning.bodies import ConfirmBody, FeedbackBody, LoopVerdict, QuestionsBody, RejectBody
-from router.context.learning.candidates import (
+from samovar.router.context.learning.bodies import (
+    ConfirmBody,
+    FeedbackBody,
+    LoopVerdict,
+    QuestionsBody,
+    RejectBody,
+)
+from samovar.router.context.learning.candidates import (
     CandidateEntry,
     Evidence,
     NotedTurn,
@@ -13,10 +19,10 @@ from router.context.learning.candidates import (
     TurnCall,
     says_the_same,
 )
-from router.context.learning.feedback_routes import FEEDBACK, feedback_routes
-from router.context.learning.gate import Gate, asked
-from router.context.learning.learning import LearningLoop, LoopMemory
-from router.context.learning.policy import AUTHOR, CaptureCounts, capture_refusals
+from samovar.router.context.learning.feedback_routes import FEEDBACK, feedback_routes
+from samovar.router.context.learning.gate import Gate, asked
+from samovar.router.context.learning.learning import LearningLoop, LoopMemory
+from samovar.router.context.learning.policy import AUTHOR, CaptureCounts, capture_refusals
 
 __all__ = [
     "AUTHOR",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
-
-from router.context.knowledge import Kind, QuestionBody
-from router.openai import StrictModel
+from samovar.router.context.knowledge import Kind, QuestionBody
+from samovar.router.openai import StrictModel
 
 WHY_CHARS_MAX = 1000
 TITLE_CHARS_MAX = 200

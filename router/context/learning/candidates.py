@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from configs.json_text import parse_json
-from router.context.knowledge import Check, Content, EntryRef, Kind, as_data, broken, words_of
+from samovar.configs.json_text import parse_json
+from samovar.router.context.knowledge import Check, Content, EntryRef, Kind, as_data, broken, words_of
 
 State = Literal["open", "confirmed", "captured", "rejected"]
 

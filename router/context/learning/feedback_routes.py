@@ -7,17 +7,30 @@ from functools import partial
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel
+from samovar.router.auth import tenant_of
+from samovar.router.context.knowledge import KnowledgeBase
+from samovar.router.context.learning.bodies import (
+    ConfirmBody,
+    FeedbackBody,
+    LoopVerdict,
+    QuestionsBody,
+    RejectBody,
+)
+from samovar.router.context.learning.candidates import State
+from samovar.router.context.learning.learning import LearningLoop
+from samovar.router.generation import IngressServices
+from samovar.router.openai import (
+    InvalidValue,
+    check_structure,
+    cursor,
+    read_body,
+    shown,
+    validated,
+    whole_number,
+)
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-
-from router.auth import tenant_of
-from router.context.knowledge import KnowledgeBase
-from router.context.learning.bodies import ConfirmBody, FeedbackBody, LoopVerdict, QuestionsBody, RejectBody
-from router.context.learning.candidates import State
-from router.context.learning.learning import LearningLoop
-from router.generation import IngressServices
-from router.openai import InvalidValue, check_structure, cursor, read_body, shown, validated, whole_number
 
 FEEDBACK = "/v1/feedback"
 CANDIDATES = "/v1/knowledge/candidates"

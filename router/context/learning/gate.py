@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from router.context.knowledge import (
+from samovar.router.context.knowledge import (
     Approval,
     Comparison,
     Found,
@@ -16,7 +16,7 @@ from router.context.knowledge import (
     fenced,
     verdicts,
 )
-from router.openai import ApiError, InvalidValue, TooManyRequests, shown
+from samovar.router.openai import ApiError, InvalidValue, TooManyRequests, shown
 
 BROKEN_SHOWN = 3
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from configs.json_text import parse_json
-from configs.optional_sections import KnowledgeSettings, LoopSettings
-from router.context.knowledge import (
+from samovar.configs.json_text import parse_json
+from samovar.configs.optional_sections import KnowledgeSettings, LoopSettings
+from samovar.router.context.knowledge import (
     Approval,
     Change,
     EntryBody,
@@ -31,8 +31,8 @@ from router.context.knowledge import (
     origin_of,
     questions_of,
 )
-from router.context.learning.bodies import ConfirmBody, FeedbackBody, QuestionsBody
-from router.context.learning.candidates import (
+from samovar.router.context.learning.bodies import ConfirmBody, FeedbackBody, QuestionsBody
+from samovar.router.context.learning.candidates import (
     CandidateEntry,
     Evidence,
     NotedTurn,
@@ -44,9 +44,9 @@ from router.context.learning.candidates import (
     question_key,
     says_the_same,
 )
-from router.context.learning.gate import Gate
-from router.context.learning.policy import AUTHOR, CaptureCounts, capture_refusals
-from router.openai import ApiError, ChatMessage, InvalidValue, no_such_cursor, shown
+from samovar.router.context.learning.gate import Gate
+from samovar.router.context.learning.policy import AUTHOR, CaptureCounts, capture_refusals
+from samovar.router.openai import ApiError, ChatMessage, InvalidValue, no_such_cursor, shown
 
 TURN_PREFIX, FEEDBACK_PREFIX, CANDIDATE_PREFIX = "turn_", "fb_", "cand_"
 QUESTIONS = "questions"

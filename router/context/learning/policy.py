@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.optional_sections import LoopSettings
-from router.context.learning.candidates import CandidateEntry
+from samovar.configs.optional_sections import LoopSettings
+from samovar.router.context.learning.candidates import CandidateEntry
 
 AUTHOR = "auto-capture"
 """`who` of versions that no person has confirmed."""

@@ -1,9 +1,9 @@
 """What is wrong with a running service, which setting would help, and what it can hold. Pure."""
 
-from router.observe.diagnosis.conditions import BY_NAME, CONDITIONS, Condition
-from router.observe.diagnosis.diagnose import diagnose
-from router.observe.diagnosis.record import Diagnosis, Finding, SettingChange, in_bytes, in_seconds
-from router.observe.diagnosis.sizing import (
+from samovar.router.observe.diagnosis.conditions import BY_NAME, CONDITIONS, Condition
+from samovar.router.observe.diagnosis.diagnose import diagnose
+from samovar.router.observe.diagnosis.record import Diagnosis, Finding, SettingChange, in_bytes, in_seconds
+from samovar.router.observe.diagnosis.sizing import (
     LiveContext,
     LiveSizing,
     LiveTier,
@@ -13,7 +13,7 @@ from router.observe.diagnosis.sizing import (
     size_live,
     wins_in_words,
 )
-from router.observe.diagnosis.snapshot import (
+from samovar.router.observe.diagnosis.snapshot import (
     IngressCounts,
     NoSnapshot,
     Snapshot,

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from configs.fields import SettingField, setting_fields
-from router.observe.diagnosis.conditions import CONDITIONS
-from router.observe.diagnosis.memory import idle_sessions, kv_memory, no_offload
-from router.observe.diagnosis.recompute import (
+from samovar.configs.fields import SettingField, setting_fields
+from samovar.router.observe.diagnosis.conditions import CONDITIONS
+from samovar.router.observe.diagnosis.memory import idle_sessions, kv_memory, no_offload
+from samovar.router.observe.diagnosis.recompute import (
     evicted,
     never_stored,
     other_namespace,
@@ -17,15 +17,15 @@ from router.observe.diagnosis.recompute import (
     storage_slow,
     timeouts,
 )
-from router.observe.diagnosis.record import Diagnosis, Finding, SettingChange, shown
-from router.observe.diagnosis.service import (
+from samovar.router.observe.diagnosis.record import Diagnosis, Finding, SettingChange, shown
+from samovar.router.observe.diagnosis.service import (
     breaker_open,
     disk_full,
     predictor_off,
     prefill_bound,
     router_spills,
 )
-from router.observe.diagnosis.snapshot import Snapshot, Window
+from samovar.router.observe.diagnosis.snapshot import Snapshot, Window
 
 JUDGES: dict[str, Callable[[Window], Finding]] = {
     judge.__name__: judge

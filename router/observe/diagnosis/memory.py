@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from cache_tiers.pricing import PrefillPrice
-from replicas.messages import EngineStats
-from router.observe.diagnosis.record import Finding, SettingChange, in_bytes, in_seconds
-from router.observe.diagnosis.snapshot import Window, ratio
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.replicas.messages import EngineStats
+from samovar.router.observe.diagnosis.record import Finding, SettingChange, in_bytes, in_seconds
+from samovar.router.observe.diagnosis.snapshot import Window, ratio
 
 ACTIVE_SHARE = 0.85
 PREEMPTED_SHARE = 0.1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache_tiers.messages import TierStats
-from cache_tiers.pricing import break_even_tokens
-from router.observe.diagnosis.conditions import BY_NAME
-from router.observe.diagnosis.record import Finding, SettingChange, in_bytes, in_seconds
-from router.observe.diagnosis.snapshot import Window, most, ratio
+from samovar.cache_tiers.messages import TierStats
+from samovar.cache_tiers.pricing import break_even_tokens
+from samovar.router.observe.diagnosis.conditions import BY_NAME
+from samovar.router.observe.diagnosis.record import Finding, SettingChange, in_bytes, in_seconds
+from samovar.router.observe.diagnosis.snapshot import Window, most, ratio
 
 EVENTS_MIN = 3
 TURN_SHARE = 0.1

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cache_tiers.blocks import NVME, S3
-from cache_tiers.pricing import pairs_of
-from router.observe.diagnosis.record import Finding, SettingChange, in_bytes, in_seconds
-from router.observe.diagnosis.snapshot import Window, ratio
+from samovar.cache_tiers.blocks import NVME, S3
+from samovar.cache_tiers.pricing import pairs_of
+from samovar.router.observe.diagnosis.record import Finding, SettingChange, in_bytes, in_seconds
+from samovar.router.observe.diagnosis.snapshot import Window, ratio
 
 EVENTS_MIN = 3
 PREFILL_SHARE = 0.7

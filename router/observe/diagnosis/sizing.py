@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.pricing import PrefillPrice, TierPrice, break_even_tokens, in_digits
-from router.observe.diagnosis.memory import decode_tokens_per_s
-from router.observe.diagnosis.snapshot import Snapshot, Window
+from samovar.cache_tiers.pricing import PrefillPrice, TierPrice, break_even_tokens, in_digits
+from samovar.router.observe.diagnosis.memory import decode_tokens_per_s
+from samovar.router.observe.diagnosis.snapshot import Snapshot, Window
 
 
 @dataclass(frozen=True, slots=True)

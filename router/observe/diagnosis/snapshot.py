@@ -15,11 +15,10 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
-
-from cache_tiers.messages import NodeStats, TierStats
-from cache_tiers.pricing import PrefillPrice
-from configs.settings import Settings
-from replicas.messages import EngineStats, ReplicaInfo
+from samovar.cache_tiers.messages import NodeStats, TierStats
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import EngineStats, ReplicaInfo
 
 SETTINGS = (
     "cluster.autoscaling.enabled",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from router.observe.diagnosis import (
+from samovar.router.observe.diagnosis import (
     BY_NAME,
     Diagnosis,
     Finding,
@@ -18,7 +18,7 @@ from router.observe.diagnosis import (
     diagnose,
     size_live,
 )
-from router.observe.live.merge_patch import Json
+from samovar.router.observe.live.merge_patch import Json
 
 CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """The lengths at which memory is sized: as far as the model's context goes, which is sized as well."""

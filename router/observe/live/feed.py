@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from configs.optional_sections import LiveSettings
-from router.observe.live.merge_patch import Json, diff
-from router.openai import TooManyRequests
+from samovar.configs.optional_sections import LiveSettings
+from samovar.router.observe.live.merge_patch import Json, diff
+from samovar.router.openai import TooManyRequests
 
 CODE = "too_many_streams"
 

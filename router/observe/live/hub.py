@@ -11,17 +11,17 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cache_tiers.blocks import tenant_tag
-from cache_tiers.messages import NodeGlance
-from replicas.messages import ReplicaGlance
-from router.auth import LOCAL_TENANT, Caller
-from router.generation import EndedTurn, IngressServices, summed
-from router.observe.diagnosis import Snapshot, ingress_counts, settings_told
-from router.observe.live.advice import advice_of
-from router.observe.live.feed import Audience, Feed, Feeds, LookPace, Outbox
-from router.observe.live.merge_patch import Json
-from router.observe.live.state import FORECAST_AT_S, Seen, Shown, owner_of, rows_of, state_of, turn_of
-from router.routing import DirectoryLost
+from samovar.cache_tiers.blocks import tenant_tag
+from samovar.cache_tiers.messages import NodeGlance
+from samovar.replicas.messages import ReplicaGlance
+from samovar.router.auth import LOCAL_TENANT, Caller
+from samovar.router.generation import EndedTurn, IngressServices, summed
+from samovar.router.observe.diagnosis import Snapshot, ingress_counts, settings_told
+from samovar.router.observe.live.advice import advice_of
+from samovar.router.observe.live.feed import Audience, Feed, Feeds, LookPace, Outbox
+from samovar.router.observe.live.merge_patch import Json
+from samovar.router.observe.live.state import FORECAST_AT_S, Seen, Shown, owner_of, rows_of, state_of, turn_of
+from samovar.router.routing import DirectoryLost
 
 logger = logging.getLogger(__name__)
 

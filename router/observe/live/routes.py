@@ -6,18 +6,23 @@ import asyncio
 import logging
 from contextlib import closing
 
+from samovar.cache_tiers.blocks import TIERS, tenant_tag
+from samovar.router.auth import ADMIN, Caller
+from samovar.router.generation import (
+    IngressServices,
+    ResponseSender,
+    TenantUsage,
+    cancel_on_disconnect,
+    summed,
+)
+from samovar.router.observe.live.hub import LiveHub
+from samovar.router.observe.live.merge_patch import Json
+from samovar.router.observe.live.state import totals_of
+from samovar.router.openai import Unavailable
+from samovar.router.routing import DirectoryLost
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
-
-from cache_tiers.blocks import TIERS, tenant_tag
-from router.auth import ADMIN, Caller
-from router.generation import IngressServices, ResponseSender, TenantUsage, cancel_on_disconnect, summed
-from router.observe.live.hub import LiveHub
-from router.observe.live.merge_patch import Json
-from router.observe.live.state import totals_of
-from router.openai import Unavailable
-from router.routing import DirectoryLost
 
 logger = logging.getLogger(__name__)
 

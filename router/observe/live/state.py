@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks import PEER, SESSION_BYTES, TIERS, session_of
-from cache_tiers.forecast import CALIBRATION_S
-from cache_tiers.messages import LineageGlance, NodeGlance, NodeStats
-from cache_tiers.sessions import SessionRow, SessionView
-from configs.optional_sections import LiveSettings
-from replicas.messages import EngineStats, ReplicaGlance, ReplicaInfo
-from router.generation import EndedTurn, TenantUsage
-from router.observe.live.feed import Audience, encoded
-from router.observe.live.merge_patch import Json
-from router.routing import Outcome, session_name
+from samovar.cache_tiers.blocks import PEER, SESSION_BYTES, TIERS, session_of
+from samovar.cache_tiers.forecast import CALIBRATION_S
+from samovar.cache_tiers.messages import LineageGlance, NodeGlance, NodeStats
+from samovar.cache_tiers.sessions import SessionRow, SessionView
+from samovar.configs.optional_sections import LiveSettings
+from samovar.replicas.messages import EngineStats, ReplicaGlance, ReplicaInfo
+from samovar.router.generation import EndedTurn, TenantUsage
+from samovar.router.observe.live.feed import Audience, encoded
+from samovar.router.observe.live.merge_patch import Json
+from samovar.router.routing import Outcome, session_name
 
 FORECAST_AT_S = (8.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0, 14400.0, 86400.0)
 """Idle times at which survival curves are shown."""

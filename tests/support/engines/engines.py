@@ -9,16 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from samovar.cache_tiers.pricing.meters import UNKNOWN_PREFILL, PrefillPrice
+from samovar.configs.cluster import ClusterSettings
+from samovar.configs.sections import TierSettings
+from samovar.configs.settings import EngineSettings, LimitsSettings, ModelSettings, Settings
+from samovar.replicas.engine.engine import Engine
+from samovar.replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
+from samovar.replicas.offload.tier_client import TierAccess
+from samovar.replicas.ranks import Launch, RankSubprocess
+from samovar.replicas.start.build import BuiltEngine, Start
 
-from cache_tiers.pricing.meters import UNKNOWN_PREFILL, PrefillPrice
-from configs.cluster import ClusterSettings
-from configs.sections import TierSettings
-from configs.settings import EngineSettings, LimitsSettings, ModelSettings, Settings
-from replicas.engine.engine import Engine
-from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
-from replicas.offload.tier_client import TierAccess
-from replicas.ranks import Launch, RankSubprocess
-from replicas.start.build import BuiltEngine, Start
 from tests.support.engines import exactness
 from tests.support.engines.other_cpu import is_played
 

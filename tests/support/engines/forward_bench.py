@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from samovar.replicas.engine.audit import bare_sequence
+from samovar.replicas.forward.attention import GatherSdpa
+from samovar.replicas.forward.forward import MakeForward
+from samovar.replicas.forward.lean import LeanForward, LeanModel
+from samovar.replicas.forward.plain import plain_model
+from samovar.replicas.forward.runner import Runner, load_model
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.native.native_step import NativeStep
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import Chunk
 
-from replicas.engine.audit import bare_sequence
-from replicas.forward.attention import GatherSdpa
-from replicas.forward.forward import MakeForward
-from replicas.forward.lean import LeanForward, LeanModel
-from replicas.forward.plain import plain_model
-from replicas.forward.runner import Runner, load_model
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.model.spec import inspect_model
-from replicas.native.native_step import NativeStep
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import Chunk
 from tests.support.engines.exactness import assert_same_kv, assert_same_logits, probe
 from tests.support.engines.native_steps import native_step
 

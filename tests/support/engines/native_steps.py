@@ -9,14 +9,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
-
-from configs.compiled import find_compiler
-from configs.settings import Settings
-from replicas import native
-from replicas.forward.inputs import StepPacker
-from replicas.forward.plain import PlainModel
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.native.build import (
+from samovar.configs.compiled import find_compiler
+from samovar.configs.settings import Settings
+from samovar.replicas import native
+from samovar.replicas.forward.inputs import StepPacker
+from samovar.replicas.forward.plain import PlainModel
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.native.build import (
     AVX2,
     AVX512,
     FLAGS,
@@ -28,9 +27,9 @@ from replicas.native.build import (
     pair_variant_here,
     variant_here,
 )
-from replicas.native.native_step import NativeStep, NotNative
-from replicas.scheduling.sequence import bare_sequence
-from replicas.scheduling.step import Chunk
+from samovar.replicas.native.native_step import NativeStep, NotNative
+from samovar.replicas.scheduling.sequence import bare_sequence
+from samovar.replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
 Computed = tuple[torch.Tensor, torch.Tensor]

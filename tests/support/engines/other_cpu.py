@@ -32,8 +32,10 @@ def is_played() -> bool:
 
 def play(dtypes: frozenset[torch.dtype]) -> None:
     """From now on, `F.linear` of these dtypes adds in two halves at every other multiple of four rows."""
-    from replicas.forward import lean
-    from replicas.start import step_choice  # here: it imports transformers, which who plays nothing need not
+    from samovar.replicas.forward import lean
+    from samovar.replicas.start import (
+        step_choice,  # here: it imports transformers, which who plays nothing need not
+    )
 
     for kind in (step_choice.NATIVE_BF16, step_choice.NATIVE):  # they do without F.linear
         step_choice.FORMS.pop(kind, None)

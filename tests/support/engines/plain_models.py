@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-
-from replicas.forward.plain import PlainLayer, PlainModel
+from samovar.replicas.forward.plain import PlainLayer, PlainModel
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from replicas.forward.runner import load_model
-from replicas.ranks import weights
-from replicas.ranks.group import Launch
-from replicas.ranks.processes import RankSubprocess
-from replicas.ranks.worker import Rank, RankStart
-from replicas.start.build import BuiltEngine
+from samovar.replicas.forward.runner import load_model
+from samovar.replicas.ranks import weights
+from samovar.replicas.ranks.group import Launch
+from samovar.replicas.ranks.processes import RankSubprocess
+from samovar.replicas.ranks.worker import Rank, RankStart
+from samovar.replicas.start.build import BuiltEngine
+
 from tests.support.engines.engines import small_engine
 
 _loading = threading.Lock()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-
-from replicas.sampling.draws import TEMPERATURE_MIN, Sampled
-from replicas.sampling.sampler import uniform
-from replicas.scheduling.sequence import Sequence
+from samovar.replicas.sampling.draws import TEMPERATURE_MIN, Sampled
+from samovar.replicas.sampling.sampler import uniform
+from samovar.replicas.scheduling.sequence import Sequence
 
 
 def sample_row(row: torch.Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...] = ()) -> Sampled:

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from replicas.messages import SamplingParams
-from replicas.sampling.draws import PREFIX
-from replicas.scheduling.sequence import Sequence
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.sampling.draws import PREFIX
+from samovar.replicas.scheduling.sequence import Sequence
 
 EOS = (2, 7)
 LARGE, SMALL = 3 * PREFIX - 71, 257

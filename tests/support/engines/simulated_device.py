@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from cache_tiers.blocks.extent import Bytes
-from replicas.kv.copy_device import CopyEvent, Told
+from samovar.cache_tiers.blocks.extent import Bytes
+from samovar.replicas.kv.copy_device import CopyEvent, Told
 
 GARBAGE = 0xA5
 STEPS = 4

@@ -20,22 +20,22 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from samovar.cache_tiers.actors.staging import StagingBuffer
+from samovar.cache_tiers.blocks.extent import Placement
+from samovar.cache_tiers.blocks.tiers import TIERS, TierName
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.nvme import NvmeTier
+from samovar.cache_tiers.media.tier import Tier
+from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
+from samovar.cache_tiers.transport import LazyLink, PeerCalls
+from samovar.configs.sections import TierSettings
+from samovar.replicas.kv.block_io import PageIo
+from samovar.replicas.kv.kv_pool import KvPool
+from samovar.replicas.messages import GenerateRequest, Receipt, SamplingParams
+from samovar.replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
+from samovar.replicas.start.build import BuiltEngine
 
-from cache_tiers.actors.staging import StagingBuffer
-from cache_tiers.blocks.extent import Placement
-from cache_tiers.blocks.tiers import TIERS, TierName
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.nvme import NvmeTier
-from cache_tiers.media.tier import Tier
-from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
-from cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
-from cache_tiers.transport import LazyLink, PeerCalls
-from configs.sections import TierSettings
-from replicas.kv.block_io import PageIo
-from replicas.kv.kv_pool import KvPool
-from replicas.messages import GenerateRequest, Receipt, SamplingParams
-from replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
-from replicas.start.build import BuiltEngine
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_kv, assert_same_logprobs
@@ -262,7 +262,7 @@ def tiered(
         devices.append(SimulatedDevice(pool.page_bytes.numpy(), copies))
         return PageIo(devices[-1], pool.geometry, staging_bytes=3 * pool.geometry.block_bytes)
 
-    with nullcontext() if copies is None else mock.patch("replicas.start.build.page_io", simulated):
+    with nullcontext() if copies is None else mock.patch("samovar.replicas.start.build.page_io", simulated):
         built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
     built.engine.scheduler.budget.pace.ran = lambda *_, **__: None  # type: ignore[method-assign]

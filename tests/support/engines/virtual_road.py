@@ -13,8 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from cache_tiers.blocks.extent import Bytes
-from replicas.kv.copy_device import CopyEvent, HostDevice, Told
+from samovar.cache_tiers.blocks.extent import Bytes
+from samovar.replicas.kv.copy_device import CopyEvent, HostDevice, Told
+
 from tests.support.clock import Clock
 
 

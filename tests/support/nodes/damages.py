@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-
-from cache_tiers.blocks.extent import BlockShape, Bytes
-from cache_tiers.blocks.layer_sums import PIECE_BYTES, PIECE_WORDS
-from cache_tiers.blocks.record import decode_header, header_bytes
+from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
+from samovar.cache_tiers.blocks.layer_sums import PIECE_BYTES, PIECE_WORDS
+from samovar.cache_tiers.blocks.record import decode_header, header_bytes
 
 
 def damages(payload: Bytes, shape: BlockShape, seed: int = 1) -> Iterator[tuple[str, Bytes]]:

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement
+from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from samovar.cache_tiers.blocks.record import header_bytes
+from samovar.cache_tiers.blocks.tiers import TierName
+from samovar.cache_tiers.directory.clears import Clears
+from samovar.cache_tiers.directory.directory import Directory
+from samovar.cache_tiers.directory.transfers import Transfer
+from samovar.cache_tiers.directory.types import Eviction, Held, ReservationRefused
+from samovar.cache_tiers.media.tier import Scanned
+from samovar.cache_tiers.messages import Lookup
+from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy
 
-from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement
-from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
-from cache_tiers.blocks.record import header_bytes
-from cache_tiers.blocks.tiers import TierName
-from cache_tiers.directory.clears import Clears
-from cache_tiers.directory.directory import Directory
-from cache_tiers.directory.transfers import Transfer
-from cache_tiers.directory.types import Eviction, Held, ReservationRefused
-from cache_tiers.media.tier import Scanned
-from cache_tiers.messages import Lookup
-from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy
 from tests.support.clock import Clock
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=4)

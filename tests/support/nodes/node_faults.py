@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks.extent import Address, Bytes, Clear
-from cache_tiers.blocks.record import Record, TierError, decode_header
-from cache_tiers.blocks.tiers import TierName
-from cache_tiers.media.faults import FaultyTier
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.tier import Deadline, Scanned, Tier
-from configs.sections import FaultSettings
+from samovar.cache_tiers.blocks.extent import Address, Bytes, Clear
+from samovar.cache_tiers.blocks.record import Record, TierError, decode_header
+from samovar.cache_tiers.blocks.tiers import TierName
+from samovar.cache_tiers.media.faults import FaultyTier
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier
+from samovar.configs.sections import FaultSettings
 
 FAILING = FaultSettings(error_rate=1.0)
 FULL = FaultSettings(full_rate=1.0)

@@ -9,21 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from samovar.cache_tiers.actors.staging import StagingBuffer
+from samovar.cache_tiers.blocks import record as codec
+from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement
+from samovar.cache_tiers.blocks.keys import ROOT, block_key
+from samovar.cache_tiers.blocks.record import Record
+from samovar.cache_tiers.blocks.tiers import TierName
+from samovar.cache_tiers.directory.transfers import no_fault
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.nvme import NvmeTier
+from samovar.cache_tiers.media.tier import Tier
+from samovar.cache_tiers.messages import (
+    BlockRange,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Lookup,
+    LookupResult,
+    StoreRequest,
+)
+from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
+from samovar.cache_tiers.node.store import CallFor
+from samovar.configs.sections import TierSettings
 
-from cache_tiers.actors.staging import StagingBuffer
-from cache_tiers.blocks import record as codec
-from cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement
-from cache_tiers.blocks.keys import ROOT, block_key
-from cache_tiers.blocks.record import Record
-from cache_tiers.blocks.tiers import TierName
-from cache_tiers.directory.transfers import no_fault
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.nvme import NvmeTier
-from cache_tiers.media.tier import Tier
-from cache_tiers.messages import BlockRange, Fetch, Fetched, FetchFailed, Lookup, LookupResult, StoreRequest
-from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
-from cache_tiers.node.store import CallFor
-from configs.sections import TierSettings
 from tests.support.clock import Clock
 from tests.support.inside import state_of
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from cache_tiers.blocks.extent import Address, BlockShape, Bytes, ExtentHeader, Placement
-from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
-from cache_tiers.blocks.record import (
+from samovar.cache_tiers.blocks.extent import Address, BlockShape, Bytes, ExtentHeader, Placement
+from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from samovar.cache_tiers.blocks.record import (
     BadRecord,
     Record,
     TierError,
@@ -25,9 +24,9 @@ from cache_tiers.blocks.record import (
     header_bytes,
     seal,
 )
-from cache_tiers.media.files import Syscalls
-from cache_tiers.media.nvme import NvmeTier
-from cache_tiers.media.tier import Deadline
+from samovar.cache_tiers.media.files import Syscalls
+from samovar.cache_tiers.media.nvme import NvmeTier
+from samovar.cache_tiers.media.tier import Deadline
 
 SHAPE = BlockShape(layers=3, layer_bytes=500, block_tokens=16)  # no multiple of a page anywhere
 MIB = 1024 * 1024

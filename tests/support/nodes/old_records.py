@@ -6,9 +6,8 @@ import struct
 
 import numpy as np
 import xxhash
-
-from cache_tiers.blocks.extent import Bytes
-from cache_tiers.blocks.record import decode_header, header_bytes
+from samovar.cache_tiers.blocks.extent import Bytes
+from samovar.cache_tiers.blocks.record import decode_header, header_bytes
 
 
 def forge(record: Bytes, at: int, new: bytes) -> Bytes:

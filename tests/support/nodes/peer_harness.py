@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-
-from cache_tiers.actors.staging import StagingBuffer
-from cache_tiers.blocks.extent import Bytes
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.tier import Tier
-from cache_tiers.messages import (
+from samovar.cache_tiers.actors.staging import StagingBuffer
+from samovar.cache_tiers.blocks.extent import Bytes
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.tier import Tier
+from samovar.cache_tiers.messages import (
     BlockRange,
     ExtentRequest,
     Fetch,
@@ -24,11 +23,12 @@ from cache_tiers.messages import (
     PushRequest,
     StoreRequest,
 )
-from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
-from cache_tiers.transport.arena import Arena
-from cache_tiers.transport.link import ArenaLease, Export, LinkError, PeerGone
-from cache_tiers.transport.peers import LazyLink, PeerError
-from configs.sections import TierSettings
+from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
+from samovar.cache_tiers.transport.arena import Arena
+from samovar.cache_tiers.transport.link import ArenaLease, Export, LinkError, PeerGone
+from samovar.cache_tiers.transport.peers import LazyLink, PeerError
+from samovar.configs.sections import TierSettings
+
 from tests.support.clock import Clock
 from tests.support.inside import state_of
 from tests.support.nodes.node_harness import MIB, Sample, records_of

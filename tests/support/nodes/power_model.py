@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cache_tiers.media.files import Syscalls
+from samovar.cache_tiers.media.files import Syscalls
 
 
 @dataclass

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-
-from cache_tiers.blocks.extent import BlockShape, ExtentHeader, Placement
-from cache_tiers.blocks.keys import ROOT
-from cache_tiers.blocks.record import Record, header_bytes, seal
+from samovar.cache_tiers.blocks.extent import BlockShape, ExtentHeader, Placement
+from samovar.cache_tiers.blocks.keys import ROOT
+from samovar.cache_tiers.blocks.record import Record, header_bytes, seal
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=16)
 NAMESPACE = hashlib.sha256(b"namespace").digest()

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
-from replicas.links import Inlet, Links
-from replicas.messages import Event, GenerateRequest, ReplyTo
-from router.routing import load_tracker, roster
-from router.routing.load_tracker import ReplicaLoadTracker
-from router.routing.ray_clients import RayReplicaClient
-from router.routing.roster import ListedReplica, RankOptions, Roster
+from samovar.replicas.links import Inlet, Links
+from samovar.replicas.messages import Event, GenerateRequest, ReplyTo
+from samovar.router.routing import load_tracker, roster
+from samovar.router.routing.load_tracker import ReplicaLoadTracker
+from samovar.router.routing.ray_clients import RayReplicaClient
+from samovar.router.routing.roster import ListedReplica, RankOptions, Roster
+
 from tests.support.inside import info_of, settings_of
 from tests.support.router.linked_replicas import LINKS, LOOPBACK
 from tests.support.router.tiny_replicas import TinyReplica

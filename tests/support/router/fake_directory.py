@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cache_tiers.blocks.extent import Clear
-from cache_tiers.forecast.turns import HintEvent
-from cache_tiers.messages import Cleared, NodeGlance
-from cache_tiers.sessions import Item, Kind, Use
-from cache_tiers.sessions.actor import SessionActor
-from cache_tiers.sessions.session_table import Move, Recalled, SessionRow, SessionsCleared, Sync, Synced
-from router.routing.session_directory import DirectoryLost
+from samovar.cache_tiers.blocks.extent import Clear
+from samovar.cache_tiers.forecast.turns import HintEvent
+from samovar.cache_tiers.messages import Cleared, NodeGlance
+from samovar.cache_tiers.sessions import Item, Kind, Use
+from samovar.cache_tiers.sessions.actor import SessionActor
+from samovar.cache_tiers.sessions.session_table import (
+    Move,
+    Recalled,
+    SessionRow,
+    SessionsCleared,
+    Sync,
+    Synced,
+)
+from samovar.router.routing.session_directory import DirectoryLost
 
 
 class StillActor(SessionActor):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from cache_tiers.messages import NodeStats
-from replicas.messages import (
+from samovar.cache_tiers.messages import NodeStats
+from samovar.replicas.messages import (
     Admitted,
     Delta,
     EngineStats,
@@ -23,7 +23,7 @@ from replicas.messages import (
     ReplicaGlance,
     ReplicaInfo,
 )
-from router.routing.replica_client import ClearCounts, choices_ended, clear_counts
+from samovar.router.routing.replica_client import ClearCounts, choices_ended, clear_counts
 
 Step = Event | Exception | asyncio.Event | float
 Script = list[Step]

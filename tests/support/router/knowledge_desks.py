@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import SecretStr
+from samovar.configs.optional_sections import KnowledgeSettings, PostgresSettings
+from samovar.router.context.knowledge import Change, Content, EntryRef, Limits, Provenance, SqliteStore
+from samovar.router.context.knowledge.postgres.store import PostgresStore
 
-from configs.optional_sections import KnowledgeSettings, PostgresSettings
-from router.context.knowledge import Change, Content, EntryRef, Limits, Provenance, SqliteStore
-from router.context.knowledge.postgres.store import PostgresStore
 from tests.support.constants import tuned
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Desk:
     """A store. `code`: an expression that opens it in another process, which imports `IMPORTS`."""
 
     IMPORTS = (
-        "from pathlib import Path\nfrom router.context.knowledge import *\n"
+        "from pathlib import Path\nfrom samovar.router.context.knowledge import *\n"
         "from tests.support.router.knowledge_desks import postgres\n"
     )
     code: str

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from samovar.configs.cluster import LinkSettings
+from samovar.configs.settings import LimitsSettings
+from samovar.replicas.links import Inlet
+from samovar.replicas.messages import ReplyTo
+from samovar.router.ingress.taker import RequestTaker
+from samovar.router.proxy import ADDRESS, KNOWN, KnownIngresses, ListedIngress, RequestCarrier, RetryBuffer
+from samovar.router.proxy.proxy_guard import ProxyGuard
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from configs.cluster import LinkSettings
-from configs.settings import LimitsSettings
-from replicas.links import Inlet
-from replicas.messages import ReplyTo
-from router.ingress.taker import RequestTaker
-from router.proxy import ADDRESS, KNOWN, KnownIngresses, ListedIngress, RequestCarrier, RetryBuffer
-from router.proxy.proxy_guard import ProxyGuard
 from tests.support.router.router_harness import House
 
 LINKS = LinkSettings()

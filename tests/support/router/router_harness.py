@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
+from samovar.configs.cluster import ClusterSettings
+from samovar.configs.optional_sections import CompactionSettings, KnowledgeSettings
+from samovar.configs.sections import TierSettings
+from samovar.configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
+from samovar.configs.telemetry import Tracer
+from samovar.replicas.messages import FinishReason, GenerateRequest
+from samovar.router.generation import IngressServices, PromptStage
+from samovar.router.ingress.app import build_api, build_service
+from samovar.router.ingress.places import add_places
+from samovar.router.ingresses import Ingresses
+from samovar.router.prompt.prompt import PromptBuilder
+from samovar.router.routing.load_tracker import ReplicaLoadTracker
+from samovar.router.routing.session_directory import DirectoryLink, SessionDirectory
 
-from configs.cluster import ClusterSettings
-from configs.optional_sections import CompactionSettings, KnowledgeSettings
-from configs.sections import TierSettings
-from configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
-from configs.telemetry import Tracer
-from replicas.messages import FinishReason, GenerateRequest
-from router.generation import IngressServices, PromptStage
-from router.ingress.app import build_api, build_service
-from router.ingress.places import add_places
-from router.ingresses import Ingresses
-from router.prompt.prompt import PromptBuilder
-from router.routing.load_tracker import ReplicaLoadTracker
-from router.routing.session_directory import DirectoryLink, SessionDirectory
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 from tests.support.router.fake_replica import INFO, FakeReplicas, Script, say
 
 if TYPE_CHECKING:
-    from router.context.compaction import Compactor
+    from samovar.router.context.compaction import Compactor
 
 MODEL = "tiny"
 NODE = "node-1"
@@ -214,7 +214,9 @@ def bearer(key: str) -> dict[str, str]:
 
 def keeper(of: House) -> Compactor:
     """Return what compacts the conversations of a front door."""
-    from router.context.compaction import Compactor  # an extra: other users of this file have it blocked
+    from samovar.router.context.compaction import (
+        Compactor,  # an extra: other users of this file have it blocked
+    )
 
     found = of.service.stage("compaction")
     assert isinstance(found, Compactor)

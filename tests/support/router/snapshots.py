@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cache_tiers.messages import NodeStats, ResumptionStats, TierStats
-from cache_tiers.pricing import TierPrice
-from configs.sections import GIB, MIB
-from configs.settings import Settings
-from replicas.messages import EngineStats, ReplicaInfo
-from router.observe.diagnosis import IngressCounts, Snapshot, settings_told
+from samovar.cache_tiers.messages import NodeStats, ResumptionStats, TierStats
+from samovar.cache_tiers.pricing import TierPrice
+from samovar.configs.sections import GIB, MIB
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import EngineStats, ReplicaInfo
+from samovar.router.observe.diagnosis import IngressCounts, Snapshot, settings_told
+
 from tests.support.router.fake_replica import INFO
 
 PREFILL = (0.01, 1e-3, 1e-8)

@@ -13,20 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from configs.optional_sections import AnswerSettings
-from configs.settings import Settings
-from replicas.answers import AnswerLogs, SweepTimer
-from replicas.engine import EngineThread
-from replicas.links import Inlet, Links
-from replicas.messages import Delta, Event, GenerateRequest, LoggedAnswer, ReplyTo
-from replicas.serving.deployment import Replica, _call_later, places
-from replicas.serving.ingress_loads import IngressLoads
-from replicas.serving.requests import pack_request
-from replicas.turns import TenantThreads
-from router.routing import ReplicaLost
-from router.routing.answer_search import AnswerSearch
-from router.routing.direct_call import DirectCall
-from router.routing.replica_client import choices_ended
+from samovar.configs.optional_sections import AnswerSettings
+from samovar.configs.settings import Settings
+from samovar.replicas.answers import AnswerLogs, SweepTimer
+from samovar.replicas.engine import EngineThread
+from samovar.replicas.links import Inlet, Links
+from samovar.replicas.messages import Delta, Event, GenerateRequest, LoggedAnswer, ReplyTo
+from samovar.replicas.serving.deployment import Replica, _call_later, places
+from samovar.replicas.serving.ingress_loads import IngressLoads
+from samovar.replicas.serving.requests import pack_request
+from samovar.replicas.turns import TenantThreads
+from samovar.router.routing import ReplicaLost
+from samovar.router.routing.answer_search import AnswerSearch
+from samovar.router.routing.direct_call import DirectCall
+from samovar.router.routing.replica_client import choices_ended
+
 from tests.support.clock import Clock
 from tests.support.engines.engines import small_engine
 from tests.support.inside import info_of, kept_by, streams_of

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import boto3
 from botocore.config import Config
-
-from cluster.serve.s3_demo import S3Demo
-from configs.sections import S3TierSettings
+from samovar.cluster.serve.s3_demo import S3Demo
+from samovar.configs.sections import S3TierSettings
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

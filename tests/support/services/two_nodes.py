@@ -16,12 +16,11 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from cache_tiers.actors.staging import StagingBuffer, open_outbox
-from cache_tiers.actors.tier import tier_actor
-from cache_tiers.blocks import record as codec
-from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, Placement
-from cache_tiers.messages import (
+from samovar.cache_tiers.actors.staging import StagingBuffer, open_outbox
+from samovar.cache_tiers.actors.tier import tier_actor
+from samovar.cache_tiers.blocks import record as codec
+from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, Placement
+from samovar.cache_tiers.messages import (
     BlockRange,
     Fetch,
     Fetched,
@@ -31,7 +30,8 @@ from cache_tiers.messages import (
     NodeStats,
     StoreRequest,
 )
-from configs.sections import MIB, TierSettings
+from samovar.configs.sections import MIB, TierSettings
+
 from tests.support.inside import link_of
 from tests.support.nodes.node_harness import TENANT, Sample, sample
 

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cache_tiers import recording
-from cache_tiers.recording import (
+from samovar.cache_tiers import recording
+from samovar.cache_tiers.recording import (
     Numbers,
     RecordedTurn,
     RecordingError,
@@ -25,8 +24,8 @@ from cache_tiers.recording import (
     read_row,
     runs,
 )
-from cluster.plan.traces.files import TraceError
-from cluster.plan.traces.readers import open_trace
+from samovar.cluster.plan.traces.files import TraceError
+from samovar.cluster.plan.traces.readers import open_trace
 
 MIB = 1 << 20
 
@@ -118,7 +117,7 @@ def test_nothing_that_people_wrote_is_in_it(tmp_path: Path) -> None:
 
 def test_the_file_ends_at_its_limit_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "trace.jsonl"
-    with caplog.at_level(logging.WARNING, "cache_tiers.recording"):
+    with caplog.at_level(logging.WARNING, "samovar.cache_tiers.recording"):
         recorder = record(path, [turn(f"s{i}", i, keys(f"k{i}")) for i in range(100)], 2000)
     assert path.stat().st_size <= 2000
     assert recorder.stopped == "bytes_max"
@@ -192,7 +191,7 @@ def test_a_full_disk_ends_it_with_whole_lines(
             whole.close()
 
     monkeypatch.setattr(recorder, "_file", Full())
-    with caplog.at_level(logging.WARNING, "cache_tiers.recording"):
+    with caplog.at_level(logging.WARNING, "samovar.cache_tiers.recording"):
         recorder.turn(turn("a", 0, keys("x")))
         recorder.turn(turn("a", 1, keys("x")))
         recorder.close()

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
-from cache_tiers.messages import SessionHeld
-from cache_tiers.sessions.session_table import NODES_MAX, SessionRow, SessionsCleared, SessionTable
+from samovar.cache_tiers.messages import SessionHeld
+from samovar.cache_tiers.sessions.session_table import NODES_MAX, SessionRow, SessionsCleared, SessionTable
 
 TENANTS = [bytes([1]) * 16, bytes([2]) * 16]
 SESSIONS = [bytes([n]) * 16 for n in range(3, 7)]

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-
-from cache_tiers.media.files import Syscalls
-from configs.atomic_file import atomic_write
+from samovar.cache_tiers.media.files import Syscalls
+from samovar.configs.atomic_file import atomic_write
 
 
 class Counted(Syscalls):

@@ -7,9 +7,8 @@ import stat
 from pathlib import Path
 
 import pytest
-
-from configs import compiled
-from configs.compiled import LibrarySource, NotCompiled, compiled_library, find_compiler, load_library
+from samovar.configs import compiled
+from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library, find_compiler, load_library
 
 
 class Compilers:
@@ -200,7 +199,7 @@ def test_what_takes_a_librarys_place_after_the_check_is_not_loaded(
 
     library.touch()
     checked = library.stat()
-    monkeypatch.setattr("configs.compiled.ctypes.CDLL", swapped)
+    monkeypatch.setattr("samovar.configs.compiled.ctypes.CDLL", swapped)
     load_library(library)
     assert loaded == [(checked.st_dev, checked.st_ino)]
     with pytest.raises(NotCompiled, match="cannot be opened"):

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 from packaging.utils import canonicalize_name
+from samovar.cache_tiers.media import NvmeTier
+from samovar.cache_tiers.node.build import build_tiers
+from samovar.cluster.cli.main import app
+from samovar.cluster.plan.plan import PlanAsk, check
+from samovar.cluster.plan.runs import PlanRefused
+from samovar.cluster.serve.app import s3_demo
+from samovar.cluster.serve.preflight import StartFailed, check_extras, first_look
+from samovar.configs.extras import EXTRAS
+from samovar.configs.loader import load
+from samovar.configs.settings import Settings
 from typer.testing import CliRunner
 
-from cache_tiers.media import NvmeTier
-from cache_tiers.node.build import build_tiers
-from cluster.cli.main import app
-from cluster.plan.plan import PlanAsk, check
-from cluster.plan.runs import PlanRefused
-from cluster.serve.app import s3_demo
-from cluster.serve.preflight import StartFailed, check_extras, first_look
-from configs.extras import EXTRAS
-from configs.loader import load
-from configs.settings import Settings
 from tests.house import PACKAGES, ROOT, imports, sources, tree_of
 from tests.support.launch_examples import RACK_FLAGS
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from samovar.configs.imports import FOLDERS_MAX, collector_paused
 
-from configs.imports import FOLDERS_MAX, collector_paused
 from tests.house import ROOT
 
 
@@ -35,7 +35,7 @@ def test_the_collector_is_paused_inside_and_as_before_afterwards() -> None:
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from configs.imports import keep_bytecode
+from samovar.configs.imports import keep_bytecode
 where = keep_bytecode(Path(sys.argv[1]), os.environ)
 import sample
 sys.stdout.write(f"{where} {sample.VALUE} {sample.__cached__} {os.environ.get('PYTHONDONTWRITEBYTECODE')}")

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.blocks import TAG_BYTES
-from configs.optional_sections import AnswerSettings
-from replicas.answers import AnswerLog, AnswerLogs, SweepTimer
-from replicas.answers.answer_log import PIECE_BYTES
-from replicas.links import said_events
-from replicas.messages import (
+from samovar.cache_tiers.blocks import TAG_BYTES
+from samovar.configs.optional_sections import AnswerSettings
+from samovar.replicas.answers import AnswerLog, AnswerLogs, SweepTimer
+from samovar.replicas.answers.answer_log import PIECE_BYTES
+from samovar.replicas.links import said_events
+from samovar.replicas.messages import (
     Admitted,
     Delta,
     Event,
@@ -26,6 +25,7 @@ from replicas.messages import (
     SamplingParams,
     TokenLogprob,
 )
+
 from tests.support.amounts import examples
 from tests.support.clock import Clock
 from tests.support.constants import tuned

@@ -8,19 +8,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.blocks.extent import TAG_BYTES, Clear
+from samovar.cache_tiers.messages import Cleared
+from samovar.configs.optional_sections import AnswerSettings
+from samovar.configs.sections import GrammarSettings
+from samovar.configs.settings import Settings
+from samovar.replicas.answers import AnswerLogs
+from samovar.replicas.grammar import GrammarCompiler
+from samovar.replicas.messages import (
+    Failed,
+    Forgotten,
+    GenerateRequest,
+    Grammar,
+    Refused,
+    ReplyTo,
+    SamplingParams,
+)
+from samovar.replicas.sampling import Sampler
+from samovar.replicas.serving.deployment import Replica
+from samovar.replicas.serving.served import Places
+from samovar.replicas.turns import TenantThreads
 
-from cache_tiers.blocks.extent import TAG_BYTES, Clear
-from cache_tiers.messages import Cleared
-from configs.optional_sections import AnswerSettings
-from configs.sections import GrammarSettings
-from configs.settings import Settings
-from replicas.answers import AnswerLogs
-from replicas.grammar import GrammarCompiler
-from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, ReplyTo, SamplingParams
-from replicas.sampling import Sampler
-from replicas.serving.deployment import Replica
-from replicas.serving.served import Places
-from replicas.turns import TenantThreads
 from tests.support.clock import Clock
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samovar.configs.cluster import LinkSettings
+from samovar.replicas.links import Inlet, Link, LinkLost, Links
+from samovar.replicas.links.handshake import NUMBER_BYTES, PROOF_BYTES, Handshake, proof_of
+from samovar.replicas.links.wire import packed
+from samovar.replicas.messages import ReplyTo
 
-from configs.cluster import LinkSettings
-from replicas.links import Inlet, Link, LinkLost, Links
-from replicas.links.handshake import NUMBER_BYTES, PROOF_BYTES, Handshake, proof_of
-from replicas.links.wire import packed
-from replicas.messages import ReplyTo
 from tests.support.inside import connecting_by, links_of, unreached_by
 from tests.support.link_ends import admit
 from tests.support.router.router_harness import until
@@ -204,7 +204,7 @@ async def test_a_link_that_is_not_proven_sends_nothing_whoever_has_it() -> None:
 async def test_a_listener_that_proves_nothing_in_time_is_cut_and_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("replicas.links.link.PROOF_WAIT_S", 0.05)
+    monkeypatch.setattr("samovar.replicas.links.link.PROOF_WAIT_S", 0.05)
     squatter = Squatter(lambda *_: None)
     to, links = await squatter.listen(), Links(SETTINGS, 60.0)
     assert await links.reach(to) is None
@@ -244,7 +244,7 @@ async def test_a_busy_listener_is_not_waited_for_longer_than_a_connection_and_re
 async def test_a_connection_that_does_not_prove_itself_in_time_is_closed(
     said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicas.links.inlet.PROOF_WAIT_S", 0.05)
+    monkeypatch.setattr("samovar.replicas.links.inlet.PROOF_WAIT_S", 0.05)
     inlet = Inlet("127.0.0.1", SETTINGS, 0.0)
     to = await inlet.address()
     reader, writer = await asyncio.open_connection(to.host, to.port)
@@ -258,7 +258,7 @@ async def test_a_connection_that_does_not_prove_itself_in_time_is_closed(
 
 
 async def test_a_connection_that_has_proved_itself_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.links.inlet.PROOF_WAIT_S", 0.05)
+    monkeypatch.setattr("samovar.replicas.links.inlet.PROOF_WAIT_S", 0.05)
     inlet = Inlet("127.0.0.1", SETTINGS, 0.0)
     link = await Links(SETTINGS, 60.0).reach(await inlet.address())
     assert link is not None

@@ -10,9 +10,8 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from cache_tiers.blocks import Placement
-from replicas.messages import (
+from samovar.cache_tiers.blocks import Placement
+from samovar.replicas.messages import (
     Admitted,
     Delta,
     GenerateRequest,
@@ -25,10 +24,11 @@ from replicas.messages import (
     SamplingParams,
     TurnContext,
 )
-from replicas.reply import ReplyReading
-from replicas.reply.formats import format_named
-from replicas.serving.requests import BadRequestBytes, pack_request, request_form, unpack_request
-from replicas.serving.served import Places
+from samovar.replicas.reply import ReplyReading
+from samovar.replicas.reply.formats import format_named
+from samovar.replicas.serving.requests import BadRequestBytes, pack_request, request_form, unpack_request
+from samovar.replicas.serving.served import Places
+
 from tests.support.router.router_harness import until
 
 KEEP = Keep(

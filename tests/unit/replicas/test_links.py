@@ -13,12 +13,22 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samovar.configs.cluster import LinkSettings
+from samovar.replicas.links import (
+    EventSender,
+    Inlet,
+    Link,
+    LinkLost,
+    Links,
+    Mailbox,
+    Pace,
+    events_of,
+    pack_event,
+)
+from samovar.replicas.links.handshake import NUMBER_BYTES
+from samovar.replicas.links.wire import Parser, packed
+from samovar.replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, ReplyTo, TokenLogprob
 
-from configs.cluster import LinkSettings
-from replicas.links import EventSender, Inlet, Link, LinkLost, Links, Mailbox, Pace, events_of, pack_event
-from replicas.links.handshake import NUMBER_BYTES
-from replicas.links.wire import Parser, packed
-from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, ReplyTo, TokenLogprob
 from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.inside import boxes_of, bytes_in, connecting_by, links_of, unreached_by

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import TypeAdapter
+from samovar.cache_tiers.pricing import TierPrice, fit_prefill
+from samovar.configs.sections import TierSettings
+from samovar.configs.settings import EngineSettings, ModelSettings, Settings
+from samovar.replicas import measurement_cache
+from samovar.replicas.engine import Probe, ProbeResult
+from samovar.replicas.forward import GatherSdpa
+from samovar.replicas.measurement_cache import MeasurementCache
+from samovar.replicas.start.build import BuiltEngine, Start
 
-from cache_tiers.pricing import TierPrice, fit_prefill
-from configs.sections import TierSettings
-from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas import measurement_cache
-from replicas.engine import Probe, ProbeResult
-from replicas.forward import GatherSdpa
-from replicas.measurement_cache import MeasurementCache
-from replicas.start.build import BuiltEngine, Start
 from tests.support.clock import Clock
 
 NUMBER = TypeAdapter(float)
@@ -190,7 +190,7 @@ def test_another_attention_backend_is_measured_anew(
         taken.append(tokens_max)
         return [(16, 0, 1.0 + len(taken)), (64, 0, 4.0)]
 
-    monkeypatch.setattr("replicas.start.build.measure_prefill", noting)
+    monkeypatch.setattr("samovar.replicas.start.build.measure_prefill", noting)
     first = start(tiny_llama, tmp_path, exact=False)
     assert start(tiny_llama, tmp_path, exact=False).engine.meter.price == first.engine.meter.price
     assert len(taken) == 1

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from samovar.cache_tiers.actors.staging import StagingBuffer
+from samovar.cache_tiers.blocks.extent import Address, Bytes
+from samovar.cache_tiers.blocks.tiers import TierName
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.tier import Deadline, Tier
+from samovar.cache_tiers.pricing.meters import TierPrice
+from samovar.configs.sections import MIB, TierSettings
+from samovar.replicas.kv.block_io import PageIo, Ticket
+from samovar.replicas.kv.copy_device import CopyEvent, HostDevice
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.offload.tier_client import TierAccess, WorkerPools
+from samovar.replicas.start.measure import Roads
 
-from cache_tiers.actors.staging import StagingBuffer
-from cache_tiers.blocks.extent import Address, Bytes
-from cache_tiers.blocks.tiers import TierName
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.tier import Deadline, Tier
-from cache_tiers.pricing.meters import TierPrice
-from configs.sections import MIB, TierSettings
-from replicas.kv.block_io import PageIo, Ticket
-from replicas.kv.copy_device import CopyEvent, HostDevice
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.offload.tier_client import TierAccess, WorkerPools
-from replicas.start.measure import Roads
 from tests.support.clock import Clock
 from tests.support.engines.tier_engines import InlineExecutor, make_node, nvme
 from tests.support.inside import guards_of

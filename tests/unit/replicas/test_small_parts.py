@@ -7,11 +7,10 @@ import hashlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
-from replicas.engine.thread import merge_deltas
-from replicas.kv.kv_pool import PoolTooSmall, free_memory_bytes, plan_pages
-from replicas.messages import Admitted, Delta
+from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from samovar.replicas.engine.thread import merge_deltas
+from samovar.replicas.kv.kv_pool import PoolTooSmall, free_memory_bytes, plan_pages
+from samovar.replicas.messages import Admitted, Delta
 
 NAMESPACE = namespace_digest(b"model")
 

@@ -9,18 +9,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from samovar.configs.settings import EngineSettings
+from samovar.replicas.checkpoint import PlainRecipe
+from samovar.replicas.engine.audit import Probe, ProbeResult
+from samovar.replicas.forward.runner import load_model
+from samovar.replicas.kv.kv_pool import KvGeometry
+from samovar.replicas.measurement_cache import MeasurementCache
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.native import NotNative
+from samovar.replicas.native.build import AVX512_BF16
+from samovar.replicas.start.step_choice import ChosenStep, StepChoice, expects_native
 
-from configs.settings import EngineSettings
-from replicas.checkpoint import PlainRecipe
-from replicas.engine.audit import Probe, ProbeResult
-from replicas.forward.runner import load_model
-from replicas.kv.kv_pool import KvGeometry
-from replicas.measurement_cache import MeasurementCache
-from replicas.messages import ModelRefused
-from replicas.model.spec import inspect_model
-from replicas.native import NotNative
-from replicas.native.build import AVX512_BF16
-from replicas.start.step_choice import ChosenStep, StepChoice, expects_native
 from tests.support.engines.engines import small_engine
 from tests.support.engines.tiny_models import make_tiny_model
 
@@ -222,8 +222,8 @@ def test_whether_the_native_step_is_to_be_expected_is_known_before_the_model_is_
             raise NotNative("planted")
         return tmp_path
 
-    monkeypatch.setattr("replicas.start.step_choice.build_library", build_library)
-    monkeypatch.setattr("replicas.start.step_choice.pair_variant_here", lambda: AVX512_BF16)
+    monkeypatch.setattr("samovar.replicas.start.step_choice.build_library", build_library)
+    monkeypatch.setattr("samovar.replicas.start.step_choice.pair_variant_here", lambda: AVX512_BF16)
     settings, spec = EngineSettings.model_validate(engine), Mock(model_type=model_type, rope="{}")
     assert expects_native(settings, spec, CPU, tmp_path) == expected
     for factor in (1.0, 0.5):

@@ -19,7 +19,7 @@ class Blocked(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Blocked())
 
-import replicas.start.build, replicas.engine, replicas.offload
+import samovar.replicas.start.build, samovar.replicas.engine, samovar.replicas.offload
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import receipt_of, tiered
 

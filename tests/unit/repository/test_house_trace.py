@@ -10,7 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
-from configs.model_reference import hub_model
+from samovar.configs.model_reference import hub_model
+
 from tests.house_trace import BOUNDS, ROADS, Size, imports_of, passed, size, too_long
 
 ROOT = Path(__file__).resolve().parents[3]

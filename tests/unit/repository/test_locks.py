@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from configs.extras import EXTRAS
-from replicas.model import store as model_store
+from samovar.configs.extras import EXTRAS
+from samovar.replicas.model import store as model_store
 
 ROOT = Path(__file__).resolve().parents[3]
 ONLY_TORCH = ("torch", "triton", "cuda-", "nvidia-")

@@ -27,7 +27,7 @@ OTHERWISE = {
 }
 RUN = """
 import json, os, pathlib, subprocess, sys, time
-from cluster.serve.s3_demo import S3Demo
+from samovar.cluster.serve.s3_demo import S3Demo
 
 WAITS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 LEAVES = (

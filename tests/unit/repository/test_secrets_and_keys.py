@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from samovar.cache_tiers.node.build import count_start
+from samovar.cache_tiers.node.state import PendingDeletes
+from samovar.cluster.cli.main import app
+from samovar.configs.fields import merged, public_tree, secret_tree
+from samovar.configs.loader import ConfigError, load
+from samovar.configs.settings import AuthSettings, Settings
+from samovar.router.auth import Authenticator, Caller
+from samovar.router.openai.errors import AuthenticationFailed
 from typer.testing import CliRunner
-
-from cache_tiers.node.build import count_start
-from cache_tiers.node.state import PendingDeletes
-from cluster.cli.main import app
-from configs.fields import merged, public_tree, secret_tree
-from configs.loader import ConfigError, load
-from configs.settings import AuthSettings, Settings
-from router.auth import Authenticator, Caller
-from router.openai.errors import AuthenticationFailed
 
 OLD, NEW, OTHER = "old-key-of-sixteen", "new-key-of-sixteen", "other-key-of-sixteen"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from samovar.configs.extras import EXTRAS
 
-from configs.extras import EXTRAS
 from tests.house import PACKAGES, ROOT
 from tests.support.wheel import build_wheel, copy_of_checkout
 

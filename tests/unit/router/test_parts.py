@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
+from samovar.configs.settings import AuthSettings, LimitsSettings
+from samovar.replicas.messages import (
+    Admitted,
+    Delta,
+    Event,
+    GenerateRequest,
+    Refused,
+    SamplingParams,
+    TierSign,
+)
+from samovar.router.auth import ConcurrencyLimit, server_secret, tenant_salt
+from samovar.router.generation.failover import EventPump
+from samovar.router.openai.errors import InvalidValue, TooManyRequests, shown
+from samovar.router.openai.messages import ChatMessage
+from samovar.router.openai.parse import BodyIds, ParsedChat, ParsedCompletion
+from samovar.router.routing.ray_clients import RayReplicaClient
+from samovar.router.routing.replica_client import ReplicaFailed, ReplicaLost
+from samovar.router.routing.session import session_key
 
-from configs.settings import AuthSettings, LimitsSettings
-from replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, SamplingParams, TierSign
-from router.auth import ConcurrencyLimit, server_secret, tenant_salt
-from router.generation.failover import EventPump
-from router.openai.errors import InvalidValue, TooManyRequests, shown
-from router.openai.messages import ChatMessage
-from router.openai.parse import BodyIds, ParsedChat, ParsedCompletion
-from router.routing.ray_clients import RayReplicaClient
-from router.routing.replica_client import ReplicaFailed, ReplicaLost
-from router.routing.session import session_key
 from tests.support.router.fake_replica import INFO
 
 SECRET = b"secret"
@@ -270,7 +278,7 @@ async def test_ray_client_tells_of_nodes_by_what_any_replica_of_theirs_heard() -
 
 @pytest.mark.guarantee("F33")
 def test_comparing_keys_looks_at_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from router import auth
+    from samovar.router import auth
 
     compared = []
     real = auth.secrets.compare_digest

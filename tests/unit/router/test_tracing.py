@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
+from samovar.configs.optional_sections import TelemetrySettings
+from samovar.configs.telemetry import NO_SPAN, Tracer, open_tracer, set_up_logs
+from samovar.configs.telemetry.logs import JsonFormatter
+from samovar.replicas.messages import Admitted, Delta
+from samovar.router.routing import load_tracker
+from samovar.router.routing.ray_clients import RayReplicaClient
 
-from configs.optional_sections import TelemetrySettings
-from configs.telemetry import NO_SPAN, Tracer, open_tracer, set_up_logs
-from configs.telemetry.logs import JsonFormatter
-from replicas.messages import Admitted, Delta
-from router.routing import load_tracker
-from router.routing.ray_clients import RayReplicaClient
 from tests.house import ROOT
 from tests.support.constants import tuned
 from tests.support.router.router_harness import House, chat, spoken
@@ -280,8 +280,8 @@ async def test_off_answers_are_the_same_and_nothing_is_traced(tiny_llama: Path, 
 
 def test_off_no_process_imports_opentelemetry_for_it() -> None:
     code = (
-        "import sys, configs.telemetry as telemetry\n"
-        "from configs.optional_sections import TelemetrySettings\n"
+        "import sys, samovar.configs.telemetry as telemetry\n"
+        "from samovar.configs.optional_sections import TelemetrySettings\n"
         "assert telemetry.open_tracer(TelemetrySettings(), 'x') is None\n"
         "assert telemetry.NO_SPAN.trace == ''\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"

@@ -8,8 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-
-from router.waits import BoundedWaits
+from samovar.router.waits import BoundedWaits
 
 LONG_S = 60.0
 SHORT_S = 0.01

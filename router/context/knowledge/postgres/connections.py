@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import conninfo
 from psycopg.abc import Params, PQGen
-
-from configs.optional_sections import PostgresSettings
-from router.context.knowledge.entries import KnowledgeError, StoreBusy
+from samovar.configs.optional_sections import PostgresSettings
+from samovar.router.context.knowledge.entries import KnowledgeError, StoreBusy
 
 Result = TypeVar("Result")
 

@@ -12,11 +12,10 @@ from typing import Literal, LiteralString
 
 import psycopg
 from psycopg import sql
-
-from configs.optional_sections import PostgresSettings
-from router.context.knowledge.entries import KnowledgeError
-from router.context.knowledge.postgres.connections import Connection, Connections
-from router.context.knowledge.postgres.schema import (
+from samovar.configs.optional_sections import PostgresSettings
+from samovar.router.context.knowledge.entries import KnowledgeError
+from samovar.router.context.knowledge.postgres.connections import Connection, Connections
+from samovar.router.context.knowledge.postgres.schema import (
     MIGRATIONS,
     OF_DOCUMENTS,
     SETTING_EVERYONE,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.context.knowledge.entries import EntryVersion, Vector, names_in
-from router.context.knowledge.postgres.connections import Connection
-from router.context.knowledge.postgres.words import Tokenizer, columns_of, postings_of
+from samovar.router.context.knowledge.entries import EntryVersion, Vector, names_in
+from samovar.router.context.knowledge.postgres.connections import Connection
+from samovar.router.context.knowledge.postgres.words import Tokenizer, columns_of, postings_of
 
 
 def index(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.extras import require
-from configs.optional_sections import KnowledgeSettings
-from router.context.knowledge.entries import KnowledgeStore
-from router.context.knowledge.sqlite_store import SqliteStore, store_file
+from samovar.configs.extras import require
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.router.context.knowledge.entries import KnowledgeStore
+from samovar.router.context.knowledge.sqlite_store import SqliteStore, store_file
 
 
 def open_store(
@@ -20,7 +20,7 @@ def open_store(
     """
     if settings.postgres.url is not None:
         require("psycopg", "knowledge.postgres.url")
-        from router.context.knowledge.postgres.store import (
+        from samovar.router.context.knowledge.postgres.store import (
             PostgresStore,  # who has a file does not load the client
         )
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-
-from configs.optional_sections import KnowledgeSettings
-from router.context.knowledge.entries import (
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.router.context.knowledge.entries import (
     Authorship,
     Change,
     EntryNotFound,
@@ -34,16 +33,16 @@ from router.context.knowledge.entries import (
     VersionConflict,
     new_entry_id,
 )
-from router.context.knowledge.postgres.connections import Connection
-from router.context.knowledge.postgres.database import Database
-from router.context.knowledge.postgres.index import as_text, index, unindex
-from router.context.knowledge.postgres.schema import VECTORS
-from router.context.knowledge.postgres.tables import PostgresTables, take_turns
-from router.context.knowledge.postgres.transfer import backup, copy_newest, restore
-from router.context.knowledge.postgres.words import Tokenizer, best
-from router.context.knowledge.records import StoredRecords
-from router.context.knowledge.sqlite_file import IN_MEMORY
-from router.context.knowledge.sqlite_schema import (
+from samovar.router.context.knowledge.postgres.connections import Connection
+from samovar.router.context.knowledge.postgres.database import Database
+from samovar.router.context.knowledge.postgres.index import as_text, index, unindex
+from samovar.router.context.knowledge.postgres.schema import VECTORS
+from samovar.router.context.knowledge.postgres.tables import PostgresTables, take_turns
+from samovar.router.context.knowledge.postgres.transfer import backup, copy_newest, restore
+from samovar.router.context.knowledge.postgres.words import Tokenizer, best
+from samovar.router.context.knowledge.records import StoredRecords
+from samovar.router.context.knowledge.sqlite_file import IN_MEMORY
+from samovar.router.context.knowledge.sqlite_schema import (
     COLUMNS,
     OLD_ENTRIES,
     OLD_PARTS,
@@ -52,7 +51,7 @@ from router.context.knowledge.sqlite_schema import (
     version_bytes,
     version_of,
 )
-from router.context.knowledge.sqlite_store import PRUNE_EVERY, PRUNE_SHARE, SqliteStore
+from samovar.router.context.knowledge.sqlite_store import PRUNE_EVERY, PRUNE_SHARE, SqliteStore
 
 STATE_MAX = 10**9
 """States of a tenant that is new begin below it, at random: no number of before its erasure comes again."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from router.context.knowledge.entries import Rows
-from router.context.knowledge.postgres.connections import Connection
-from router.context.knowledge.postgres.database import Database
+from samovar.router.context.knowledge.entries import Rows
+from samovar.router.context.knowledge.postgres.connections import Connection
+from samovar.router.context.knowledge.postgres.database import Database
 
 
 class _Statements:

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from router.context.knowledge.entries import KnowledgeError
-from router.context.knowledge.postgres.connections import Connection
-from router.context.knowledge.postgres.database import Database
-from router.context.knowledge.postgres.index import as_text, index
-from router.context.knowledge.postgres.schema import TABLES, VECTORS
-from router.context.knowledge.postgres.words import Tokenizer
-from router.context.knowledge.sqlite_file import SqliteFile
-from router.context.knowledge.sqlite_schema import COLUMNS, SCHEMAS, make_words, put_words, version_of
+from samovar.router.context.knowledge.entries import KnowledgeError
+from samovar.router.context.knowledge.postgres.connections import Connection
+from samovar.router.context.knowledge.postgres.database import Database
+from samovar.router.context.knowledge.postgres.index import as_text, index
+from samovar.router.context.knowledge.postgres.schema import TABLES, VECTORS
+from samovar.router.context.knowledge.postgres.words import Tokenizer
+from samovar.router.context.knowledge.sqlite_file import SqliteFile
+from samovar.router.context.knowledge.sqlite_schema import COLUMNS, SCHEMAS, make_words, put_words, version_of
 
 BUSY_S = 5.0
 LONG_S = 24 * 3600.0

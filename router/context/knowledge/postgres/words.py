@@ -12,9 +12,9 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from router.context.knowledge.entries import Content, EntryRef, Kind
-from router.context.knowledge.postgres.connections import Connection
-from router.context.knowledge.sqlite_schema import TOKENIZER, WEIGHTS
+from samovar.router.context.knowledge.entries import Content, EntryRef, Kind
+from samovar.router.context.knowledge.postgres.connections import Connection
+from samovar.router.context.knowledge.sqlite_schema import TOKENIZER, WEIGHTS
 
 TERM_CHARS_MAX = 64
 """Longer words are indexed by their digest: a key of an index has at most 2,700 bytes."""

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
-
-from cache_tiers.actors import rpc, tier
-from cache_tiers.actors.peer_calls import PeerActors
-from cache_tiers.messages import Fetched, Lookup
-from cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
-from configs.sections import TierSettings
+from samovar.cache_tiers.actors import rpc, tier
+from samovar.cache_tiers.actors.peer_calls import PeerActors
+from samovar.cache_tiers.messages import Fetched, Lookup
+from samovar.cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
+from samovar.configs.sections import TierSettings
 
 REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
 

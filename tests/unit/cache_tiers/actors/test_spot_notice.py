@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
-
-from cache_tiers.actors.cluster_watch import (
+from samovar.cache_tiers.actors.cluster_watch import (
     NOTICE_S,
     NoticeUnclear,
     SpotMetadata,
     SpotNotice,
     SpotWatch,
 )
-from configs.sections import NodeSettings
+from samovar.configs.sections import NodeSettings
+
 from tests.support.constants import tuned
 from tests.support.inside import thread_of
 from tests.support.services.metadata_server import MetadataServer
@@ -171,7 +171,7 @@ def test_whatever_the_service_does_the_watch_lives_on(
     server.fault = fault
     drains = Drains()
     watch = SpotWatch(settings(server), drains)
-    with caplog.at_level(logging.INFO, "cache_tiers.actors.cluster_watch"):
+    with caplog.at_level(logging.INFO, "samovar.cache_tiers.actors.cluster_watch"):
         watch.start()
         until("it is asked, again and again", lambda: server.asked > 2)
         assert thread_of(watch).is_alive()

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.blocks import layer_sums
-from cache_tiers.blocks.compiled_sums import SOURCE, THREAD_BYTES_MIN, CompiledSums
-from cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
-from cache_tiers.blocks.layer_sums import (
+from samovar.cache_tiers.blocks import layer_sums
+from samovar.cache_tiers.blocks.compiled_sums import SOURCE, THREAD_BYTES_MIN, CompiledSums
+from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
+from samovar.cache_tiers.blocks.layer_sums import (
     PIECE_BYTES,
     Sums,
     SumsSetup,
@@ -22,8 +21,9 @@ from cache_tiers.blocks.layer_sums import (
     compile_sums,
     plain_sums,
 )
-from configs.compiled import LibrarySource, NotCompiled, compiled_library
-from configs.settings import Settings
+from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library
+from samovar.configs.settings import Settings
+
 from tests.support.nodes.damages import damages
 
 M64 = 2**64 - 1

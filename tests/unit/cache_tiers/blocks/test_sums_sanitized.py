@@ -7,9 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from cache_tiers.blocks.compiled_sums import SOURCE
-from configs.compiled import NotCompiled, find_compiler
+from samovar.cache_tiers.blocks.compiled_sums import SOURCE
+from samovar.configs.compiled import NotCompiled, find_compiler
 
 
 @pytest.mark.slow

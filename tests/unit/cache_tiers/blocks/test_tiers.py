@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from cache_tiers.blocks.extent import Placement
-from cache_tiers.blocks.tiers import SHARED_TIER, TIERS, TOP_TIER
+from samovar.cache_tiers.blocks.extent import Placement
+from samovar.cache_tiers.blocks.tiers import SHARED_TIER, TIERS, TOP_TIER
 
 
 def test_names_are_the_strings_of_settings_metrics_and_the_api_in_order_of_cost() -> None:

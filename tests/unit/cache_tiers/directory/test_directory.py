@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.blocks.extent import Clear, Placement
+from samovar.cache_tiers.blocks.keys import namespace_digest
+from samovar.cache_tiers.blocks.tiers import TierName
+from samovar.cache_tiers.directory.extents import SESSIONS_MAX, HeldExtent
+from samovar.cache_tiers.directory.index import ROW_SCAN_MAX, TAILS_MAX
+from samovar.cache_tiers.directory.types import Held, ReservationRefused
+from samovar.cache_tiers.forecast.survival import Floats
+from samovar.cache_tiers.messages import Lookup
+from samovar.cache_tiers.policy.eviction_queue import LazyHeap
+from samovar.cache_tiers.policy.policies import Candidates, LeastRecentlyUsed
 
-from cache_tiers.blocks.extent import Clear, Placement
-from cache_tiers.blocks.keys import namespace_digest
-from cache_tiers.blocks.tiers import TierName
-from cache_tiers.directory.extents import SESSIONS_MAX, HeldExtent
-from cache_tiers.directory.index import ROW_SCAN_MAX, TAILS_MAX
-from cache_tiers.directory.types import Held, ReservationRefused
-from cache_tiers.forecast.survival import Floats
-from cache_tiers.messages import Lookup
-from cache_tiers.policy.eviction_queue import LazyHeap
-from cache_tiers.policy.policies import Candidates, LeastRecentlyUsed
 from tests.support.nodes.directory_world import (
     ALICE,
     ALL,

@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samovar.cache_tiers.blocks.tiers import TIERS, TierName
+from samovar.cache_tiers.directory.accounting import Ledger
+from samovar.cache_tiers.directory.extents import HeldExtent
+from samovar.cache_tiers.directory.transfers import (
+    NEXT,
+    Source,
+    StaleTransfer,
+    State,
+    Transfer,
+    TransferTable,
+)
 
-from cache_tiers.blocks.tiers import TIERS, TierName
-from cache_tiers.directory.accounting import Ledger
-from cache_tiers.directory.extents import HeldExtent
-from cache_tiers.directory.transfers import NEXT, Source, StaleTransfer, State, Transfer, TransferTable
 from tests.support.nodes.directory_world import World, header
 
 NBYTES = 100

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
+from samovar.cache_tiers.forecast.learner import decode, encode
+from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, Lineages
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.survival import LAST_S, Curves, resume_within
+from samovar.cache_tiers.forecast.turns import Opening, Stop, Turn
+from samovar.configs.sections import PredictorSettings
 
-from cache_tiers.forecast.kaplan_meier import TypeKm
-from cache_tiers.forecast.learner import decode, encode
-from cache_tiers.forecast.lineages import LEFT_SHARE, Lineages
-from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import LAST_S, Curves, resume_within
-from cache_tiers.forecast.turns import Opening, Stop, Turn
-from configs.sections import PredictorSettings
 from tests.support.constants import tuned
 
 SETTINGS = PredictorSettings()

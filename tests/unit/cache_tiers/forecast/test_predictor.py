@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
+from samovar.cache_tiers.forecast.predictor import Outcome, Predictor, ReplayTurns, Rows
+from samovar.cache_tiers.forecast.survival import (
+    COLD,
+    EDGES,
+    Curves,
+    Floats,
+    resume_probability,
+    resume_within,
+)
+from samovar.cache_tiers.forecast.turns import Hint, Turn
+from samovar.configs.sections import PredictorSettings
 
 from bench._forecast_scores import auc, ece
-from cache_tiers.forecast.kaplan_meier import TypeKm
-from cache_tiers.forecast.predictor import Outcome, Predictor, ReplayTurns, Rows
-from cache_tiers.forecast.survival import COLD, EDGES, Curves, Floats, resume_probability, resume_within
-from cache_tiers.forecast.turns import Hint, Turn
-from configs.sections import PredictorSettings
 from tests.support.constants import tuned
 from tests.support.inside import turns_of
 from tests.support.turn_streams import Rule, stream

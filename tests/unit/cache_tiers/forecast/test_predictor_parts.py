@@ -7,13 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from cache_tiers.forecast.features import CLIP, FEATURES, SaneClock, SessionHistory, Standardiser, Vector
-from cache_tiers.forecast.hazard_net import HazardModel, log_odds
-from cache_tiers.forecast.kaplan_meier import KINDS, SHRINKAGE, TAIL_RETURNS_MIN, KaplanMeier, kind_of
-from cache_tiers.forecast.predictor import Outcome, ReplayTurns
-from cache_tiers.forecast.survival import BINS, COLD, EDGES, EDGES_S, LAST_S, curve_of
-from cache_tiers.forecast.turns import Turn
+from samovar.cache_tiers.forecast.features import (
+    CLIP,
+    FEATURES,
+    SaneClock,
+    SessionHistory,
+    Standardiser,
+    Vector,
+)
+from samovar.cache_tiers.forecast.hazard_net import HazardModel, log_odds
+from samovar.cache_tiers.forecast.kaplan_meier import KINDS, SHRINKAGE, TAIL_RETURNS_MIN, KaplanMeier, kind_of
+from samovar.cache_tiers.forecast.predictor import Outcome, ReplayTurns
+from samovar.cache_tiers.forecast.survival import BINS, COLD, EDGES, EDGES_S, LAST_S, curve_of
+from samovar.cache_tiers.forecast.turns import Turn
 
 TURN = Turn("s", 0.0, 1.0, 1000, 50)
 OFFSET = log_odds(-np.expm1(np.diff(COLD.astype(np.float64))))

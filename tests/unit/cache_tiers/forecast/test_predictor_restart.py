@@ -7,15 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from bench import _turn_tables as turn_tables
-from bench import predictor as bench
-from bench._forecast_scores import auc, brier
-from cache_tiers.forecast import learner as predictor_file
-from cache_tiers.forecast.features import FEATURES, LINEAGE_FEATURES
-from cache_tiers.forecast.hazard_net import HIDDEN, KNOTS_S
-from cache_tiers.forecast.kaplan_meier import KINDS, KINDS_WITHOUT_ASIDE, kinds_with_aside
-from cache_tiers.forecast.learner import (
+from samovar.cache_tiers.forecast import learner as predictor_file
+from samovar.cache_tiers.forecast.features import FEATURES, LINEAGE_FEATURES
+from samovar.cache_tiers.forecast.hazard_net import HIDDEN, KNOTS_S
+from samovar.cache_tiers.forecast.kaplan_meier import KINDS, KINDS_WITHOUT_ASIDE, kinds_with_aside
+from samovar.cache_tiers.forecast.learner import (
     FILE_BYTES_MAX,
     VERSION,
     VERSION_WITHOUT_LINEAGES,
@@ -28,10 +24,14 @@ from cache_tiers.forecast.learner import (
     restore,
     save,
 )
-from cache_tiers.forecast.predictor import LINEAGE_ARRAYS, TURNS_ARRAYS, Predictor, ReplayTurns, State
-from cache_tiers.forecast.survival import EDGES, Curves, resume_probability
-from cache_tiers.forecast.turns import Turn
-from configs.sections import PredictorSettings
+from samovar.cache_tiers.forecast.predictor import LINEAGE_ARRAYS, TURNS_ARRAYS, Predictor, ReplayTurns, State
+from samovar.cache_tiers.forecast.survival import EDGES, Curves, resume_probability
+from samovar.cache_tiers.forecast.turns import Turn
+from samovar.configs.sections import PredictorSettings
+
+from bench import _turn_tables as turn_tables
+from bench import predictor as bench
+from bench._forecast_scores import auc, brier
 from tests.support.constants import tuned
 from tests.support.inside import turns_of
 from tests.support.turn_streams import Rule, stream

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.forecast.ratios import RATIO_MAX, RATIO_MIN, WINDOW, ReturnRatios
-from cache_tiers.forecast.survival import BINS, EDGES_S, curve_of, times
+from samovar.cache_tiers.forecast.ratios import RATIO_MAX, RATIO_MIN, WINDOW, ReturnRatios
+from samovar.cache_tiers.forecast.survival import BINS, EDGES_S, curve_of, times
 
 HAZARDS = np.full(BINS, 0.05)
 CURVE = curve_of(HAZARDS)

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
-
-from cache_tiers.blocks.extent import Address, Bytes, Clear
-from cache_tiers.blocks.record import Record, TierError, TierFull, TierMiss
-from cache_tiers.media.faults import FaultyTier
-from cache_tiers.media.tier import Deadline, Scanned, Tier
-from configs.sections import FaultSettings
+from samovar.cache_tiers.blocks.extent import Address, Bytes, Clear
+from samovar.cache_tiers.blocks.record import Record, TierError, TierFull, TierMiss
+from samovar.cache_tiers.media.faults import FaultyTier
+from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier
+from samovar.configs.sections import FaultSettings
 
 ADDRESS = Address(bytes(16), bytes(32), bytes(32))
 STORED = np.arange(256, dtype=np.uint8)

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-from cache_tiers.blocks.extent import Address
-from cache_tiers.blocks.record import TierError, TierFull
-from cache_tiers.media.s3 import PENDING_MAX, S3Ledger
-from cache_tiers.media.s3_keys import S3Keys
+from samovar.cache_tiers.blocks.extent import Address
+from samovar.cache_tiers.blocks.record import TierError, TierFull
+from samovar.cache_tiers.media.s3 import PENDING_MAX, S3Ledger
+from samovar.cache_tiers.media.s3_keys import S3Keys
 
 
 def address(number: int) -> Address:

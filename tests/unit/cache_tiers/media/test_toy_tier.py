@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pydantic import ValidationError
-
-from cache_tiers.blocks import (
+from samovar.cache_tiers.blocks import (
     TIERS,
     Address,
     BadRecord,
@@ -28,17 +27,18 @@ from cache_tiers.blocks import (
     TierMiss,
     TierName,
 )
-from cache_tiers.blocks.record import decode_header
-from cache_tiers.media.faults import FaultyTier
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.tier import Deadline, Scanned, Tier
-from cache_tiers.node import NodeMedia
-from cache_tiers.node.build import PENDING_FILE, build_tiers
-from configs.json_text import parse_json
-from configs.sections import FaultSettings, TierSettings
-from replicas.messages import sources
-from router.generation import TenantUsage, summed
-from router.generation.answer import joined
+from samovar.cache_tiers.blocks.record import decode_header
+from samovar.cache_tiers.media.faults import FaultyTier
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier
+from samovar.cache_tiers.node import NodeMedia
+from samovar.cache_tiers.node.build import PENDING_FILE, build_tiers
+from samovar.configs.json_text import parse_json
+from samovar.configs.sections import FaultSettings, TierSettings
+from samovar.replicas.messages import sources
+from samovar.router.generation import TenantUsage, summed
+from samovar.router.generation.answer import joined
+
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import receipt_of, same, tiered
 from tests.support.nodes.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, sample
@@ -263,7 +263,11 @@ def test_l14_a_returning_turn_is_the_same_from_it(
 ) -> None:
     """Also where replica and ingress are of settings without it: the tier actor outlives them."""
     if not is_known:
-        for counter in ("replicas.engine.receipts", "router.generation.answer", "router.generation.usage"):
+        for counter in (
+            "samovar.replicas.engine.receipts",
+            "samovar.router.generation.answer",
+            "samovar.router.generation.usage",
+        ):
             monkeypatch.setattr(f"{counter}.sources", lambda: ("compute", "gpu", "peer"))
     settings = settings_of(tmp_path)
     made = media_of(tmp_path, settings).tiers["archive"]

@@ -12,12 +12,12 @@ from functools import partial
 from typing import TypeVar
 
 import pytest
+from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss
+from samovar.cache_tiers.media.guard import Breaker, CallExecutor, GuardedTier, TierDown, TierLate
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.tier import Deadline
+from samovar.cache_tiers.pricing.meters import TierMeter, TierPrice
 
-from cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss
-from cache_tiers.media.guard import Breaker, CallExecutor, GuardedTier, TierDown, TierLate
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.tier import Deadline
-from cache_tiers.pricing.meters import TierMeter, TierPrice
 from tests.support.clock import Clock
 from tests.support.nodes.node_harness import sample
 
@@ -166,7 +166,7 @@ def wait_for_threads_to_end() -> None:
 
 
 def test_idle_threads_end_and_lose_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_tiers.media.guard.IDLE_S", 0.001)
+    monkeypatch.setattr("samovar.cache_tiers.media.guard.IDLE_S", 0.001)
     executor, switch_s = CallExecutor(8, "calls-test"), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # orders of steps that a loaded machine has
     try:
@@ -273,8 +273,8 @@ def test_closed(executor: CallExecutor) -> None:
 HANGS = """
 import threading
 import time
-from cache_tiers.media.guard import CallExecutor
-from cache_tiers.media.tier import Deadline
+from samovar.cache_tiers.media.guard import CallExecutor
+from samovar.cache_tiers.media.tier import Deadline
 begun = threading.Event()
 CallExecutor(1, "hangs").submit(lambda: (begun.set(), threading.Event().wait()), Deadline(10))
 assert begun.wait(10)

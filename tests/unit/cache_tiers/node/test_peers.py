@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.blocks.extent import Clear, Placement
-from cache_tiers.blocks.keys import KEY_BYTES
-from cache_tiers.directory.clears import Clears
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import (
+from samovar.cache_tiers.blocks.extent import Clear, Placement
+from samovar.cache_tiers.blocks.keys import KEY_BYTES
+from samovar.cache_tiers.directory.clears import Clears
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.messages import (
     BlockRange,
     Fetched,
     FetchFailed,
@@ -23,11 +22,12 @@ from cache_tiers.messages import (
     LookupResult,
     PartialBlock,
 )
-from cache_tiers.node.drain import DrainNotice, takers
-from cache_tiers.node.peers import covers, merged
-from cache_tiers.transport.link import LinkDown
-from cache_tiers.transport.peers import LazyLink, PeerLost
-from configs.sections import PeerSettings, S3TierSettings, TierSettings
+from samovar.cache_tiers.node.drain import DrainNotice, takers
+from samovar.cache_tiers.node.peers import covers, merged
+from samovar.cache_tiers.transport.link import LinkDown
+from samovar.cache_tiers.transport.peers import LazyLink, PeerLost
+from samovar.configs.sections import PeerSettings, S3TierSettings, TierSettings
+
 from tests.support.clock import Clock
 from tests.support.inside import join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket

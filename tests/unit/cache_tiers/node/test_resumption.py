@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from samovar.cache_tiers.blocks.extent import Address, Clear, Placement, session_of
+from samovar.cache_tiers.blocks.keys import ChainMarks, marks_of
+from samovar.cache_tiers.blocks.tiers import TierName
+from samovar.cache_tiers.directory.types import ExtentInfo
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, Forecast, curve_of
+from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
+from samovar.cache_tiers.node.resumption import runs_of
+from samovar.configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
 
-from cache_tiers.blocks.extent import Address, Clear, Placement, session_of
-from cache_tiers.blocks.keys import ChainMarks, marks_of
-from cache_tiers.blocks.tiers import TierName
-from cache_tiers.directory.types import ExtentInfo
-from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, Forecast, curve_of
-from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
-from cache_tiers.node.resumption import runs_of
-from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
 from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.inside import idle_in, learner_of, state_of

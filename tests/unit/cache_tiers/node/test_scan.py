@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_tiers.node.scan import AGAIN_S, NODES_MAX, RescanCoalescer
+from samovar.cache_tiers.node.scan import AGAIN_S, NODES_MAX, RescanCoalescer
 
 
 class World:

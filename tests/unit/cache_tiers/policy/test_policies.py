@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.forecast.survival import (
+from samovar.cache_tiers.forecast.survival import (
     COLD,
     EDGES_S,
     Forecast,
@@ -18,9 +17,9 @@ from cache_tiers.forecast.survival import (
     resume_probability,
     resume_within,
 )
-from cache_tiers.policy.eviction_queue import RATE_S, Residence, ValueQueue, faded_rate, used_rate
-from cache_tiers.policy.idle_sessions import NO_SESSION, TURN_S_MAX, IdleSessions
-from cache_tiers.policy.policies import (
+from samovar.cache_tiers.policy.eviction_queue import RATE_S, Residence, ValueQueue, faded_rate, used_rate
+from samovar.cache_tiers.policy.idle_sessions import NO_SESSION, TURN_S_MAX, IdleSessions
+from samovar.cache_tiers.policy.policies import (
     Candidates,
     LeastRecentlyUsed,
     LikelyReturn,
@@ -30,7 +29,7 @@ from cache_tiers.policy.policies import (
     TimeToLive,
     make_policy,
 )
-from configs.sections import PolicySettings
+from samovar.configs.sections import PolicySettings
 
 NOW_S = 1000.0
 HORIZON_S = 60.0

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.blocks.extent import Placement
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.pricing.load_plan import LoadPiece, plan_load
-from cache_tiers.pricing.meters import (
+from samovar.cache_tiers.blocks.extent import Placement
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.pricing.load_plan import LoadPiece, plan_load
+from samovar.cache_tiers.pricing.meters import (
     PrefillMeter,
     PrefillPrice,
     TierPrice,
@@ -25,9 +24,10 @@ from cache_tiers.pricing.meters import (
     swap_or_drop,
     worth_storing,
 )
-from replicas.forward.runner import Runner
-from replicas.start.measure import SAMPLES, measure_prefill
-from router.routing.request_router import _prefill as told_price
+from samovar.replicas.forward.runner import Runner
+from samovar.replicas.start.measure import SAMPLES, measure_prefill
+from samovar.router.routing.request_router import _prefill as told_price
+
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered
@@ -89,8 +89,8 @@ def on(
             clock.now_s += device(sum(chunk.count for chunk in chunks), chunks[0].start)
             return super().run(chunks, copies, score)
 
-    monkeypatch.setattr("replicas.start.build.Runner", OnDevice)
-    monkeypatch.setattr("replicas.start.build.measure_prefill", partial(measure_prefill, clock=clock))
+    monkeypatch.setattr("samovar.replicas.start.build.Runner", OnDevice)
+    monkeypatch.setattr("samovar.replicas.start.build.measure_prefill", partial(measure_prefill, clock=clock))
     engine = tiered(
         model,
         folder,

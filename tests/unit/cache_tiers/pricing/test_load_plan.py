@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.blocks.tiers import TIERS, TierName
-from cache_tiers.pricing.load_plan import MEET_COST_SHARE, LoadPiece, LoadPlan, plan_load
-from cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from samovar.cache_tiers.blocks.tiers import TIERS, TierName
+from samovar.cache_tiers.pricing.load_plan import MEET_COST_SHARE, LoadPiece, LoadPlan, plan_load
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 CPU = PrefillPrice(0.04, 1.1e-3, 4.5e-7)
 H200 = PrefillPrice(2e-3, 1e-5, 1e-10)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from cache_tiers.blocks.tiers import LoadSource
-from cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
-from cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from samovar.cache_tiers.blocks.tiers import LoadSource
+from samovar.cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 CPU = PrefillPrice(0.04, 3.54e-3, 0.0)
 S3: dict[LoadSource, TierPrice] = {"s3": TierPrice(0.1, 1e8)}

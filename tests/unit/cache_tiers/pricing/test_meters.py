@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.pricing.meters import (
+from samovar.cache_tiers.pricing.meters import (
     BYTE_S_MAX,
     BYTE_S_MIN,
     SECONDS_MAX,
@@ -23,6 +22,7 @@ from cache_tiers.pricing.meters import (
     swap_or_drop,
     worth_storing,
 )
+
 from tests.support.clock import Clock
 
 CPU = PrefillPrice(0.04, 1.1e-3, 4.5e-7)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from cache_tiers.sessions import Use
-from cache_tiers.sessions.ingress_deaths import IngressDeaths
-from cache_tiers.sessions.session_table import Sync
+from samovar.cache_tiers.sessions import Use
+from samovar.cache_tiers.sessions.ingress_deaths import IngressDeaths
+from samovar.cache_tiers.sessions.session_table import Sync
+
 from tests.support.router.fake_directory import StillActor
 
 TENANT = bytes(16)

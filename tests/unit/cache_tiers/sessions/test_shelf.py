@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
-from cache_tiers.sessions import Item, ItemBounds, ItemStore, Kind, NotErased
-from cache_tiers.sessions.item_file import ItemFile
-from cache_tiers.sessions.shelf import ITEM_OVERHEAD_BYTES, Shelf
+from samovar.cache_tiers.sessions import Item, ItemBounds, ItemStore, Kind, NotErased
+from samovar.cache_tiers.sessions.item_file import ItemFile
+from samovar.cache_tiers.sessions.shelf import ITEM_OVERHEAD_BYTES, Shelf
 
 A, B = bytes([1]) * 16, bytes([2]) * 16
 S, T = bytes([3]) * 16, bytes([4]) * 16

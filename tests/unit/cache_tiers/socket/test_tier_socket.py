@@ -14,16 +14,16 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from samovar.cache_tiers.blocks import Clear, decode_header, good_blocks, header_bytes, marks_of
+from samovar.cache_tiers.media import MemoryFile, SharedTier, shared
+from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, TurnEnded
+from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
+from samovar.cache_tiers.socket.client import Loaded, SocketLink
+from samovar.cache_tiers.socket.messages import Hello, Offer
+from samovar.cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, TierSocket, call_brought
+from samovar.cache_tiers.socket.wire import FRAME_BYTES_MAX, LENGTH, PROTOCOL, SocketError, receive, send
+from samovar.configs.sections import TierSettings
 
-from cache_tiers.blocks import Clear, decode_header, good_blocks, header_bytes, marks_of
-from cache_tiers.media import MemoryFile, SharedTier, shared
-from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, TurnEnded
-from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
-from cache_tiers.socket.client import Loaded, SocketLink
-from cache_tiers.socket.messages import Hello, Offer
-from cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, TierSocket, call_brought
-from cache_tiers.socket.wire import FRAME_BYTES_MAX, LENGTH, PROTOCOL, SocketError, receive, send
-from configs.sections import TierSettings
 from tests.support.nodes.node_harness import MIB, Sample, sample
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.socket.process import TierProcess
+from samovar.configs.loader import load
 
-from cache_tiers.socket.process import TierProcess
-from configs.loader import load
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm, prompt
 
 MIB = 1024 * 1024

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 from prompt_toolkit.history import InMemoryHistory
 from rich.console import Console
-
-from cluster.cli import chat as chat_module
-from cluster.cli.chat import Chat
-from cluster.cli.chat_client import ChatClient
-from cluster.cli.conversation import (
+from samovar.cluster.cli import chat as chat_module
+from samovar.cluster.cli.chat import Chat
+from samovar.cluster.cli.chat_client import ChatClient
+from samovar.cluster.cli.conversation import (
     RETRY_TEMPERATURE,
     TOY_PENALTY,
     ChatError,
@@ -30,7 +29,7 @@ from cluster.cli.conversation import (
     Sampling,
     printable,
 )
-from configs.model_reference import DEFAULT_NAME
+from samovar.configs.model_reference import DEFAULT_NAME
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -15,19 +15,25 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
+from samovar.cluster.cli import main as cli
+from samovar.cluster.cli import options
+from samovar.cluster.cli.config import GROUPS, group_of
+from samovar.cluster.cli.running import DEFAULT_URL, server_url
+from samovar.cluster.serve import preflight
+from samovar.cluster.serve.startup_table import (
+    load_rows,
+    next_steps,
+    smaller_than_pools,
+    startup_table,
+    tier_rows,
+)
+from samovar.configs.fields import setting_fields
+from samovar.configs.loader import ConfigError, preset_names
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import ModelRefused, ReplicaInfo
 from typer.testing import CliRunner
 
-from cache_tiers.pricing import PrefillPrice, TierPrice
-from cluster.cli import main as cli
-from cluster.cli import options
-from cluster.cli.config import GROUPS, group_of
-from cluster.cli.running import DEFAULT_URL, server_url
-from cluster.serve import preflight
-from cluster.serve.startup_table import load_rows, next_steps, smaller_than_pools, startup_table, tier_rows
-from configs.fields import setting_fields
-from configs.loader import ConfigError, preset_names
-from configs.settings import Settings
-from replicas.messages import ModelRefused, ReplicaInfo
 from tests.support.router.fake_replica import INFO
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -44,14 +50,14 @@ def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CliRunner:
 
 def fake_app(monkeypatch: pytest.MonkeyPatch, serve_forever: object) -> None:
     monkeypatch.setattr(preflight, "check_port", lambda host, port: None)
-    module = types.ModuleType("cluster.serve.app")
+    module = types.ModuleType("samovar.cluster.serve.app")
     module.serve_forever = serve_forever  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cluster.serve.app", module)
+    monkeypatch.setitem(sys.modules, "samovar.cluster.serve.app", module)
 
 
 def test_help_and_config_import_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from cluster.cli.main import app\n"
+        "import sys; from typer.testing import CliRunner; from samovar.cluster.cli.main import app\n"
         "for args in (['--help'], ['config'], ['config', '--keys'], ['serve', '--help']):\n"
         "    assert CliRunner().invoke(app, args).exit_code == 0, args\n"
         "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"

@@ -13,16 +13,16 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
+from samovar.cache_tiers.pricing import TierPrice
+from samovar.cluster.cli import diagnose as commands
+from samovar.cluster.cli import main as cli
+from samovar.cluster.cli.status import StatusFailed
+from samovar.cluster.doctor import doctor
+from samovar.cluster.doctor.check import MachineCheck
+from samovar.cluster.doctor.view import diagnosis_view
+from samovar.router.observe.diagnosis import BY_NAME, Snapshot, diagnose, snapshot_of
 from typer.testing import CliRunner, Result
 
-from cache_tiers.pricing import TierPrice
-from cluster.cli import diagnose as commands
-from cluster.cli import main as cli
-from cluster.cli.status import StatusFailed
-from cluster.doctor import doctor
-from cluster.doctor.check import MachineCheck
-from cluster.doctor.view import diagnosis_view
-from router.observe.diagnosis import BY_NAME, Snapshot, diagnose, snapshot_of
 from tests.support.router.router_harness import House
 from tests.support.router.snapshots import HEALTHY, NODE, PLANTED, REPLICA
 

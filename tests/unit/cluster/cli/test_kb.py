@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from samovar.cluster.cli.main import app
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
 from tests.support.router.router_harness import MODEL, House, make_settings, spoken
 from tests.support.services.postgres_server import PostgresServer
 
@@ -116,7 +116,7 @@ async def test_a_log_of_many_versions_is_whole(run: Run) -> None:
     for _ in range(4):
         await run("revert", entry, "--version", "1")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cluster.cli.kb.PAGE", 2)
+        patch.setattr("samovar.cluster.cli.kb.PAGE", 2)
         lines = (await run("log", entry)).splitlines()
     assert [line.split()[0] for line in lines] == ["v5", "v4", "v3", "v2", "v1"]
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from samovar.cluster.cli import main as cli
 from typer.testing import CliRunner, Result
 
-from cluster.cli import main as cli
 from tests.support.model_shapes import MHA_7B, QWEN_32B
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -171,9 +171,9 @@ def test_no_sweep_means_a_table_alone(trace: Path) -> None:
 
 def test_help_imports_neither_torch_nor_the_simulator_nor_matplotlib() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from cluster.cli.main import app\n"
+        "import sys; from typer.testing import CliRunner; from samovar.cluster.cli.main import app\n"
         "assert CliRunner().invoke(app, ['plan', '--help']).exit_code == 0\n"
-        "heavy = ('torch', 'ray', 'matplotlib', 'numpy', 'cluster.plan.simulator.sim')\n"
+        "heavy = ('torch', 'ray', 'matplotlib', 'numpy', 'samovar.cluster.plan.simulator.sim')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

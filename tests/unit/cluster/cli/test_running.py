@@ -10,8 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from cluster.cli.running import DEFAULT_URL, RunningServers, full_url, server_url
+from samovar.cluster.cli.running import DEFAULT_URL, RunningServers, full_url, server_url
 
 
 def left_by(folder: Path, pid: int, started_s: float, url: str = "http://127.0.0.1:9") -> Path:

@@ -14,13 +14,11 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
-
-from cache_tiers.messages import NodeStats, PeerStats, TierStats
-from cache_tiers.pricing.meters import TierPrice
-from cluster.cli import main as cli
-from cluster.cli import status
-from cluster.cli.status import (
+from samovar.cache_tiers.messages import NodeStats, PeerStats, TierStats
+from samovar.cache_tiers.pricing.meters import TierPrice
+from samovar.cluster.cli import main as cli
+from samovar.cluster.cli import status
+from samovar.cluster.cli.status import (
     PEER_HEAD,
     REPLICA_HEAD,
     SHORT_HEAD,
@@ -38,8 +36,10 @@ from cluster.cli.status import (
     tier_rows,
     troubles,
 )
-from cluster.serve.rollout import flush_line
-from replicas.messages import EngineStats
+from samovar.cluster.serve.rollout import flush_line
+from samovar.replicas.messages import EngineStats
+from typer.testing import CliRunner
+
 from tests.support.router.router_harness import ADMIN_KEY, KEY, House, make_settings
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -275,7 +275,7 @@ def test_the_command_refuses_in_words() -> None:
 
 def test_status_imports_nothing_heavy() -> None:
     code = (
-        "import sys, cluster.cli.status\n"
+        "import sys, samovar.cluster.cli.status\n"
         "print([name for name in ('torch', 'ray', 'transformers', 'boto3') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

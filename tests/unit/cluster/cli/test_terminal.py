@@ -10,8 +10,7 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-
-from cluster.cli.terminal import MarkdownView, PlainView, unseen_keys, whole_blocks
+from samovar.cluster.cli.terminal import MarkdownView, PlainView, unseen_keys, whole_blocks
 
 ANSWER = """# Title
 

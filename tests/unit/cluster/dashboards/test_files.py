@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from samovar.cluster.dashboards.alerts import ALERTS
+from samovar.cluster.dashboards.files import FOLDER, OPERATIONS, dashboard, texts, with_tables
+from samovar.cluster.dashboards.panels import ROWS
+from samovar.configs.fields import setting_fields
+from samovar.router.metrics import FORMER_NAMES, Metrics
 
-from cluster.dashboards.alerts import ALERTS
-from cluster.dashboards.files import FOLDER, OPERATIONS, dashboard, texts, with_tables
-from cluster.dashboards.panels import ROWS
-from configs.fields import setting_fields
-from router.metrics import FORMER_NAMES, Metrics
 from tests.support.full_metrics import filled_metrics
 
 SAMPLES = {name: labels for one in Metrics().declared() for name, labels in one.samples.items()}
@@ -105,7 +105,7 @@ def test_the_declared_metrics_are_those_that_are_exported() -> None:
 
 
 def test_what_is_committed_is_what_is_generated() -> None:
-    again = "run `python -m cluster.dashboards`"
+    again = "run `python -m samovar.cluster.dashboards`"
     for name, text in texts().items():
         assert (FOLDER / name).read_text(encoding="utf-8") == text, again
     page = OPERATIONS.read_text(encoding="utf-8")

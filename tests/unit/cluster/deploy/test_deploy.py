@@ -12,12 +12,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from rich.console import Console
-from typer.testing import CliRunner
-
-from cluster.cli.main import app
-from cluster.deploy import deploy as deploying
-from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
-from cluster.deploy.deploy import (
+from samovar.cluster.cli.main import app
+from samovar.cluster.deploy import deploy as deploying
+from samovar.cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
+from samovar.cluster.deploy.deploy import (
     Deployed,
     ServeApi,
     ServeRest,
@@ -29,15 +27,16 @@ from cluster.deploy.deploy import (
     serve_config,
     url_of,
 )
-from cluster.serve import rollout
-from cluster.serve.environment import ray_environment
-from cluster.serve.graph import FRONT_APP, MODEL_APP_PREFIX
-from cluster.serve.preflight import StartFailed
-from cluster.serve.ray_cluster import asks_for_token, refuse_open_cluster
-from cluster.serve.rollout import Patience, exchange, steps
-from configs.fields import merged, public_tree, secret_tree
-from configs.settings import EngineSettings, Settings
-from router.proxy import are_proxies_guarded, proxy_environment
+from samovar.cluster.serve import rollout
+from samovar.cluster.serve.environment import ray_environment
+from samovar.cluster.serve.graph import FRONT_APP, MODEL_APP_PREFIX
+from samovar.cluster.serve.preflight import StartFailed
+from samovar.cluster.serve.ray_cluster import asks_for_token, refuse_open_cluster
+from samovar.cluster.serve.rollout import Patience, exchange, steps
+from samovar.configs.fields import merged, public_tree, secret_tree
+from samovar.configs.settings import EngineSettings, Settings
+from samovar.router.proxy import are_proxies_guarded, proxy_environment
+from typer.testing import CliRunner
 
 KEY, SECRET = "a-key-of-team-one", "a-secret-of-the-server"
 SECRETS = {"auth": {"api_keys": {"team": KEY}, "server_secret": SECRET}}

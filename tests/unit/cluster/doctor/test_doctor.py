@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cache_tiers.pricing import PrefillPrice, TierPrice
-from cluster.doctor import doctor, media, safety
-from cluster.doctor.check import CheckState, MachineCheck, Result, run_check
-from configs.sections import GIB, MIB
-from configs.settings import Settings
-from replicas.model.device import why_no_gpu
-from replicas.start.machine_prices import FILE, MachinePrices, keep_prices, kept_prices
+from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
+from samovar.cluster.doctor import doctor, media, safety
+from samovar.cluster.doctor.check import CheckState, MachineCheck, Result, run_check
+from samovar.configs.sections import GIB, MIB
+from samovar.configs.settings import Settings
+from samovar.replicas.model.device import why_no_gpu
+from samovar.replicas.start.machine_prices import FILE, MachinePrices, keep_prices, kept_prices
 
 PRICES = MachinePrices("a/model", "cpu", "bfloat16", 50_000, PrefillPrice(0.01, 1e-3, 1e-8, 512))
 FAST, SLOW = TierPrice(1e-4, 3e9), TierPrice(1e-2, 10e6)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from samovar.cluster.doctor.runbook import PAGE, check_table, rendered, runbook
+from samovar.configs.fields import setting_fields
+from samovar.router.observe.diagnosis import diagnose
+from samovar.router.observe.diagnosis.snapshot import SETTINGS
 
-from cluster.doctor.runbook import PAGE, check_table, rendered, runbook
-from configs.fields import setting_fields
-from router.observe.diagnosis import diagnose
-from router.observe.diagnosis.snapshot import SETTINGS
 from tests.support.router.snapshots import PLANTED
 
 
 def test_the_page_is_that_of_the_commands() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == rendered(page), "run `python -m cluster.doctor.runbook`"
+    assert page == rendered(page), "run `python -m samovar.cluster.doctor.runbook`"
     assert runbook() in page
     assert check_table() in page
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from cluster.launch import keep_gcs
-from cluster.launch.keep_gcs import (
+from samovar.cluster.launch import keep_gcs
+from samovar.cluster.launch.keep_gcs import (
     DELAY_S_MAX,
     RESTARTS_MAX,
     WINDOW_S,
@@ -29,6 +28,7 @@ from cluster.launch.keep_gcs import (
     keep,
     main,
 )
+
 from tests.support.services.service import until
 
 GCS = ("/x/gcs/gcs_server", "--gcs_server_port=6379", "--session-name=session_1")
@@ -179,7 +179,7 @@ def test_one_that_always_dies_is_given_up(
     gone.kill()
     gone.wait()
     failing = Program(gone.pid, (sys.executable, "-c", "raise SystemExit(7)"), dict(os.environ), "/")
-    with caplog.at_level(logging.WARNING, "cluster.launch.keep_gcs"):
+    with caplog.at_level(logging.WARNING, "samovar.cluster.launch.keep_gcs"):
         assert not keep(failing, raylet.pid, Restarts())
     assert caplog.text.count("GCS is back") == RESTARTS_MAX
     assert "status 7" in caplog.text
@@ -189,7 +189,7 @@ def test_one_that_always_dies_is_given_up(
 def test_with_all_in_memory_it_says_so_and_ends(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.start("gcs_server", "--gcs_server_port=61381", "--session-name=mem")
     world.start("raylet", "--session-name=mem", "--head")
-    with caplog.at_level(logging.WARNING, "cluster.launch.keep_gcs"):
+    with caplog.at_level(logging.WARNING, "samovar.cluster.launch.keep_gcs"):
         assert main(["--port", "61381"]) == 0
     assert "launch.gcs.storage=rocksdb" in caplog.text
 

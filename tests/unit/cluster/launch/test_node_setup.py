@@ -12,18 +12,17 @@ import pytest
 import yaml
 from botocore.exceptions import ClientError, NoCredentialsError
 from moto import mock_aws
-
-from cluster.launch import node_setup
-from cluster.launch.aws import AwsRefused, keep_in_cloud, leave_targets, live_instances
-from cluster.launch.node_setup import (
+from samovar.cluster.launch import node_setup
+from samovar.cluster.launch.aws import AwsRefused, keep_in_cloud, leave_targets, live_instances
+from samovar.cluster.launch.node_setup import (
     NodeSetupFailed,
     join_targets,
     own_address,
     setup_from_file,
     setup_from_ssm,
 )
-from cluster.launch.settings import RenderFailed
-from cluster.serve.secrets import write_private
+from samovar.cluster.launch.settings import RenderFailed
+from samovar.cluster.serve.secrets import write_private
 
 REGION = "us-east-1"
 PREFIX = "/samovar/test"

@@ -14,8 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-
-from cluster.launch.home import nvme_script
+from samovar.cluster.launch.home import nvme_script
 
 SCRIPT = str(resources.files("cluster") / "scripts" / "kv-nvme.sh")
 STORE = r"Amazon\x20EC2\x20NVMe\x20Instance\x20Storage"

@@ -13,14 +13,12 @@ import psutil
 import pytest
 import typer
 import yaml
-from typer.testing import CliRunner
-
-from cluster.cli.main import register
-from cluster.launch import up as up_module
-from cluster.launch.home import ClusterHome, cluster_home
-from cluster.launch.settings import RenderFailed
-from cluster.launch.terraform import CloudOutputs
-from cluster.launch.up import (
+from samovar.cluster.cli.main import register
+from samovar.cluster.launch import up as up_module
+from samovar.cluster.launch.home import ClusterHome, cluster_home
+from samovar.cluster.launch.settings import RenderFailed
+from samovar.cluster.launch.terraform import CloudOutputs
+from samovar.cluster.launch.up import (
     CommandFailed,
     Launch,
     UpFailed,
@@ -33,7 +31,9 @@ from cluster.launch.up import (
     up,
     without_secrets,
 )
-from configs.settings import Settings
+from samovar.configs.settings import Settings
+from typer.testing import CliRunner
+
 from tests.support.launch_examples import KEYS, OUTPUTS_FILE, aws, outputs, rack
 
 PRETTY = "--log-style=pretty --log-color=false"

@@ -13,14 +13,14 @@ import pytest
 import yaml
 from click.testing import Result
 from ray.serve.schema import ServeDeploySchema
+from samovar.cluster.cli.main import app
+from samovar.cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
+from samovar.cluster.launch.commands import node_environment
+from samovar.configs.cluster import ClusterSettings
+from samovar.configs.fields import merged
+from samovar.configs.settings import Settings
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
-from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
-from cluster.launch.commands import node_environment
-from configs.cluster import ClusterSettings
-from configs.fields import merged
-from configs.settings import Settings
 from tests.support.launch_examples import DIGEST
 from tests.unit.cluster.manifests.rayservice_schema import RAY_SERVICE
 
@@ -78,8 +78,8 @@ def test_the_operator_and_ray_serve_accept_it(render: Render, flags: tuple[str, 
     tree = tree_of(render(*flags))
     serve = ServeDeploySchema.model_validate(yaml.safe_load(tree["spec"]["serveConfigV2"]))
     assert [one.import_path for one in serve.applications] == [
-        "cluster.deploy.builders:model_app",
-        "cluster.deploy.builders:front_app",
+        "samovar.cluster.deploy.builders:model_app",
+        "samovar.cluster.deploy.builders:front_app",
     ]
     assert (serve.http_options.host, serve.http_options.port) == ("0.0.0.0", 8000)
     assert tree["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cluster.plan.model_kv import read_shape, shape_of
-from cluster.plan.sizing import (
+from samovar.cluster.plan.model_kv import read_shape, shape_of
+from samovar.cluster.plan.sizing import (
     KV_FORMATS,
     SizingOptions,
     TierSpeed,
@@ -24,7 +23,8 @@ from cluster.plan.sizing import (
     read_model,
     size_model,
 )
-from replicas.messages import ModelRefused
+from samovar.replicas.messages import ModelRefused
+
 from tests.support.model_shapes import MHA_7B, QWEN_32B
 
 DEEPSEEK: dict[str, Any] = {

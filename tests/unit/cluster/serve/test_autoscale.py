@@ -11,8 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-
-from cluster.serve.autoscale import (
+from samovar.cluster.serve.autoscale import (
     DOWN_SHARE,
     STEP_S_MAX,
     Demand,
@@ -22,11 +21,11 @@ from cluster.serve.autoscale import (
     replicas_needed,
     wanted_replicas,
 )
-from cluster.serve.graph import build_front_app, build_model_app
-from configs.cluster import AutoscalingSettings, ClusterSettings
-from configs.settings import Settings
-from replicas.serving.deployment import FIELDS, PREFIX, ReplicaLoad
-from router.generation.readiness import Readiness
+from samovar.cluster.serve.graph import build_front_app, build_model_app
+from samovar.configs.cluster import AutoscalingSettings, ClusterSettings
+from samovar.configs.settings import Settings
+from samovar.replicas.serving.deployment import FIELDS, PREFIX, ReplicaLoad
+from samovar.router.generation.readiness import Readiness
 
 IDLE = ReplicaLoad(0, 0, 8, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 LIMITS = AutoscalingSettings(

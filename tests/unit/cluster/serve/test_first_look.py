@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cluster.serve.preflight import StartFailed, first_look
-from configs.settings import Settings
-from replicas.messages import ModelRefused
+from samovar.cluster.serve.preflight import StartFailed, first_look
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import ModelRefused
 
 ROOT = Path(__file__).resolve().parents[4]
 HEAVY = ("torch", "ray", "transformers", "boto3", "fastapi")
@@ -113,7 +112,7 @@ def test_a_disk_tier_that_another_server_holds_is_told_and_nothing_else_changes(
 ) -> None:
     lock = tmp_path / "kv" / "lock"
     hold = (
-        "import sys; from cache_tiers.media.files import take_lock\n"
+        "import sys; from samovar.cache_tiers.media.files import take_lock\n"
         f"take_lock({str(lock)!r}); print('held', flush=True); sys.stdin.read()"
     )
     lock.parent.mkdir()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from cluster.serve import graph, preflight
-from cluster.serve.preflight import StartFailed, check_gpus
-from configs.cluster import AutoscalingSettings, ClusterSettings
-from configs.settings import EngineSettings, Settings
-from replicas.messages import ModelRefused
+from samovar.cluster.serve import graph, preflight
+from samovar.cluster.serve.preflight import StartFailed, check_gpus
+from samovar.configs.cluster import AutoscalingSettings, ClusterSettings
+from samovar.configs.settings import EngineSettings, Settings
+from samovar.replicas.messages import ModelRefused
 
 
 def settings_of(ranks: int, device: str = "cuda", **cluster: Any) -> Settings:

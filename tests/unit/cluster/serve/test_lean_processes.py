@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import apart, inspect_model
+from samovar.replicas.model.apart import ENTRY
+from samovar.router.ingress.app import open_prompts
+from samovar.router.openai import RequestParser
 
-from configs.settings import Settings
-from replicas.messages import ModelRefused
-from replicas.model import apart, inspect_model
-from replicas.model.apart import ENTRY
-from router.ingress.app import open_prompts
-from router.openai import RequestParser
 from tests.house import ROOT
 from tests.support.engines.tiny_models import make_tiny_model
 
@@ -39,10 +39,10 @@ sys.meta_path.insert(0, Blocked())
 
 DRIVER = """
 import ray.cloudpickle
-import cluster.cli.main, cluster.serve.app, cluster.deploy.deploy
-from cluster.serve import environment, graph, preflight
-from configs.settings import Settings
-from replicas.model import check_heads, ensure_model, inspect_model
+import samovar.cluster.cli.main, samovar.cluster.serve.app, samovar.cluster.deploy.deploy
+from samovar.cluster.serve import environment, graph, preflight
+from samovar.configs.settings import Settings
+from samovar.replicas.model import check_heads, ensure_model, inspect_model
 
 settings = Settings.model_validate_json(sys.argv[2])
 preflight.first_look(settings)
@@ -59,11 +59,11 @@ print(spec.fingerprint.hex())
 
 INGRESS = """
 import asyncio
-from configs.settings import Settings
-from replicas.messages import Grammar
-from replicas.model import leave_torch_out
-from router.ingress.app import Ingress, open_prompts
-from router.openai import RequestParser
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import Grammar
+from samovar.replicas.model import leave_torch_out
+from samovar.router.ingress.app import Ingress, open_prompts
+from samovar.router.openai import RequestParser
 
 settings = Settings.model_validate_json(sys.argv[2])
 leave_torch_out()
@@ -81,10 +81,10 @@ prompts.close()
 """
 
 OTHERS = """
-import router.proxy.proxy_guard, router.routing.request_router  # Serve's proxy
-import cluster.serve.autoscale, replicas.serving.deployment  # Serve's controller
-import cache_tiers.actors, cache_tiers.actors.tier, cache_tiers.sessions.actor  # of a node, of the cluster
-import cache_tiers.node, cache_tiers.transport, replicas.messages
+import samovar.router.proxy.proxy_guard, samovar.router.routing.request_router  # Serve's proxy
+import samovar.cluster.serve.autoscale, samovar.replicas.serving.deployment  # Serve's controller
+import samovar.cache_tiers.actors, samovar.cache_tiers.actors.tier, samovar.cache_tiers.sessions.actor  # of a node, of the cluster
+import samovar.cache_tiers.node, samovar.cache_tiers.transport, samovar.replicas.messages
 """
 
 CHAT = {
@@ -142,9 +142,9 @@ def test_what_is_asked_apart_is_refused_as_it_is_here(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
     (tmp_path / "bad.gguf").write_bytes(b"no GGUF")
     code = """
-from configs.settings import ModelSettings
-from replicas.messages import ModelRefused
-from replicas.model import ensure_model, inspect_model
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import ensure_model, inspect_model
 told = []
 for refused in (
     lambda: inspect_model(Path(sys.argv[2])),
@@ -171,7 +171,7 @@ def test_a_helper_process_ends_with_the_one_that_asked(tiny_llama: Path) -> None
 
 def test_a_helper_process_prints_nothing_of_its_own(tiny_llama: Path) -> None:
     """No warning that a module is there twice, and no thread that Python finds in a buffer when it ends."""
-    code = "import sys\nfrom replicas.model.apart import run_apart\nprint(run_apart('config', sys.argv[1]))"
+    code = "import sys\nfrom samovar.replicas.model.apart import run_apart\nprint(run_apart('config', sys.argv[1]))"
     command = [sys.executable, "-c", code, str(tiny_llama)]
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cluster.serve.environment import (
+from samovar.cluster.serve.environment import (
     BESIDE_BYTES,
     MEMORY_SHARE,
     TIER_SHARE,
@@ -14,10 +13,10 @@ from cluster.serve.environment import (
     StoreTooSmall,
     plan_store,
 )
-from cluster.serve.preflight import StartFailed, with_object_store
-from configs.cluster import ClusterSettings
-from configs.sections import CpuTierSettings, TierSettings
-from configs.settings import EngineSettings, Settings
+from samovar.cluster.serve.preflight import StartFailed, with_object_store
+from samovar.configs.cluster import ClusterSettings
+from samovar.configs.sections import CpuTierSettings, TierSettings
+from samovar.configs.settings import EngineSettings, Settings
 
 MIB = 1024**2
 GIB = 1024**3

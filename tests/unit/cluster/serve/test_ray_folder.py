@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 from ray._private.utils import validate_socket_filepath
-
-from cluster.serve import ray_cluster as ray_folder
-from cluster.serve.preflight import StartFailed
-from cluster.serve.ray_cluster import SOCKET_BELOW, SOCKET_BYTES_MAX, RayFolder, base_folder, remove_dead
+from samovar.cluster.serve import ray_cluster as ray_folder
+from samovar.cluster.serve.preflight import StartFailed
+from samovar.cluster.serve.ray_cluster import (
+    SOCKET_BELOW,
+    SOCKET_BYTES_MAX,
+    RayFolder,
+    base_folder,
+    remove_dead,
+)
 
 
 def folders(base: Path) -> set[str]:

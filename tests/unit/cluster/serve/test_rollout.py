@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
-
-from cluster.serve import app, rollout
-from cluster.serve.app import Service, StartFailed
-from cluster.serve.graph import FRONT_APP, build_front_app, build_model_app, model_app_name, run_targets
-from cluster.serve.rollout import (
+from samovar.cluster.serve import app, rollout
+from samovar.cluster.serve.app import Service, StartFailed
+from samovar.cluster.serve.graph import (
+    FRONT_APP,
+    build_front_app,
+    build_model_app,
+    model_app_name,
+    run_targets,
+)
+from samovar.cluster.serve.rollout import (
     FIXED,
     Apps,
     LocalServe,
@@ -27,9 +32,9 @@ from cluster.serve.rollout import (
     s3_demo_of,
     unhealthy_here,
 )
-from configs.loader import ConfigError, Problem
-from configs.settings import Settings
-from replicas.messages import ModelRefused
+from samovar.configs.loader import ConfigError, Problem
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import ModelRefused
 
 FINGERPRINT = b"f" * 32
 

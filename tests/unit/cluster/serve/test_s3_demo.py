@@ -13,13 +13,13 @@ import psutil
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from samovar.cache_tiers.media.s3 import S3Tier
+from samovar.cache_tiers.media.tier import Deadline
+from samovar.cluster.serve import s3_demo
+from samovar.cluster.serve.s3_demo import S3Demo
+from samovar.configs.extras import ExtraMissing
+from samovar.configs.settings import Settings
 
-from cache_tiers.media.s3 import S3Tier
-from cache_tiers.media.tier import Deadline
-from cluster.serve import s3_demo
-from cluster.serve.s3_demo import S3Demo
-from configs.extras import ExtraMissing
-from configs.settings import Settings
 from tests.support.nodes.s3_extents import sealed
 from tests.support.services.rclone import plain_client
 
@@ -97,7 +97,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
 def test_it_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys\nfrom cluster.serve.s3_demo import S3Demo\n"
+        "import pathlib, sys\nfrom samovar.cluster.serve.s3_demo import S3Demo\n"
         "demo = S3Demo(pathlib.Path(sys.argv[1])).start()\nprint(demo.pid, flush=True)\nsys.stdin.read()\n"
     )
     with subprocess.Popen(

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
-
-from cluster.serve import secrets as secret
-from cluster.serve.preflight import StartFailed, with_server_secret
-from cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret
-from configs.settings import AuthSettings, ModelSettings, Settings
-from router.auth import tenant_salt
+from samovar.cluster.serve import secrets as secret
+from samovar.cluster.serve.preflight import StartFailed, with_server_secret
+from samovar.cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret
+from samovar.configs.settings import AuthSettings, ModelSettings, Settings
+from samovar.router.auth import tenant_salt
 
 TEXT = "5a" * 32
 

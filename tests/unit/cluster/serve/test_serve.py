@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
-
-from cache_tiers.actors import tier as tier_actors
-from cluster.serve import app, s3_demo
-from cluster.serve import rollout as flush
-from cluster.serve.app import EXIT_INTERRUPTED, EXIT_START_FAILED, Signals, StartFailed, serve_forever
-from cluster.serve.graph import FRONT_APP
-from cluster.serve.ray_cluster import RayFolder
-from configs.sections import S3TierSettings, TierSettings
-from configs.settings import ModelSettings, ServerSettings, Settings
+from samovar.cache_tiers.actors import tier as tier_actors
+from samovar.cluster.serve import app, s3_demo
+from samovar.cluster.serve import rollout as flush
+from samovar.cluster.serve.app import EXIT_INTERRUPTED, EXIT_START_FAILED, Signals, StartFailed, serve_forever
+from samovar.cluster.serve.graph import FRONT_APP
+from samovar.cluster.serve.ray_cluster import RayFolder
+from samovar.configs.sections import S3TierSettings, TierSettings
+from samovar.configs.settings import ModelSettings, ServerSettings, Settings
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 from pydantic import TypeAdapter
+from samovar.replicas.checkpoint import PlainRecipe, recipe_of
+from samovar.replicas.forward.plain import PLAIN_TYPES, PlainLayer, PlainModel, plain_model
+from samovar.replicas.forward.runner import load_model
+from samovar.replicas.model.spec import inspect_model
 
-from replicas.checkpoint import PlainRecipe, recipe_of
-from replicas.forward.plain import PLAIN_TYPES, PlainLayer, PlainModel, plain_model
-from replicas.forward.runner import load_model
-from replicas.model.spec import inspect_model
 from tests.house import ROOT
 from tests.support.engines.tiny_models import Family, make_tiny_model
 
@@ -105,9 +105,9 @@ START = """
 import sys
 from pathlib import Path
 from tests.support.engines.engines import Driver
-from configs.sections import TierSettings
-from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas.start.build import Start
+from samovar.configs.sections import TierSettings
+from samovar.configs.settings import EngineSettings, ModelSettings, Settings
+from samovar.replicas.start.build import Start
 
 model, keep = map(Path, sys.argv[1:])
 settings = Settings(

@@ -9,15 +9,14 @@ from typing import cast
 
 import pytest
 import torch
-
-from replicas.engine.audit import RMS_MAX, Auditor
-from replicas.forward.runner import Runner
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.kv.page_pool import PagePool
-from replicas.messages import SamplingParams
-from replicas.offload.load import Suspect
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import Chunk
+from samovar.replicas.engine.audit import RMS_MAX, Auditor
+from samovar.replicas.forward.runner import Runner
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.kv.page_pool import PagePool
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.offload.load import Suspect
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import Chunk
 
 BLOCK, PROMPT, OWNER = 4, 10, b"o" * 32
 DTYPES = (torch.float32, torch.bfloat16)

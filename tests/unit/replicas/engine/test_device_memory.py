@@ -14,22 +14,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from samovar.configs.settings import EngineSettings, ModelSettings, Settings
+from samovar.replicas.engine.engine import Engine
+from samovar.replicas.forward.attention import GatherSdpa
+from samovar.replicas.forward.attention_choice import ChosenAttention
+from samovar.replicas.forward.runner import Runner, load_model
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model.device_errors import is_device_lost, is_memory_short
+from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.ranks.channel import RankLost
+from samovar.replicas.sampling.draws import draw_tokens
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import CHUNK_TOKENS, Chunk, halved
+from samovar.replicas.start import build
+from samovar.replicas.start.measure import hold_step_memory, run_largest_steps
 
-from configs.settings import EngineSettings, ModelSettings, Settings
-from replicas.engine.engine import Engine
-from replicas.forward.attention import GatherSdpa
-from replicas.forward.attention_choice import ChosenAttention
-from replicas.forward.runner import Runner, load_model
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.messages import ModelRefused
-from replicas.model.device_errors import is_device_lost, is_memory_short
-from replicas.model.spec import inspect_model
-from replicas.ranks.channel import RankLost
-from replicas.sampling.draws import draw_tokens
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import CHUNK_TOKENS, Chunk, halved
-from replicas.start import build
-from replicas.start.measure import hold_step_memory, run_largest_steps
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.unit.replicas.engine.test_audit import Audited
 
@@ -270,7 +270,7 @@ def test_draws_that_do_not_fit_are_done_again_one_by_one(
         freed.append(held[0])
         held[0] = 0
 
-    monkeypatch.setattr("replicas.sampling.sampler.draw_tokens", scarce)
+    monkeypatch.setattr("samovar.replicas.sampling.sampler.draw_tokens", scarce)
     monkeypatch.setattr(engine.runner, "free_memory", free)
     driver = on_device(engine, lambda _: True)
     got = answers_of(driver, **params)
@@ -288,7 +288,7 @@ def test_a_draw_that_never_fits_fails_its_request_alone_and_is_counted(
         return draw_tokens(logits, draws, greedy)
 
     truth = on_device(engine, lambda _: True).run(prompt_of(20, seed=1), temperature=1.0, seed=3)
-    monkeypatch.setattr("replicas.sampling.sampler.draw_tokens", scarce)
+    monkeypatch.setattr("samovar.replicas.sampling.sampler.draw_tokens", scarce)
     driver = on_device(engine, lambda _: True)
     good = driver.submit(prompt_of(20, seed=1), temperature=1.0, seed=3)
     bad = driver.submit(prompt_of(20, seed=2), temperature=1.0, logprobs=1)
@@ -363,7 +363,7 @@ def test_a_lost_device_ends_the_engine_wherever_it_is_noticed(
     elif place == "sampling":
         monkeypatch.setattr(engine.sampler, "sample", lost)
     else:
-        monkeypatch.setattr("replicas.sampling.sampler.draw_tokens", lost)
+        monkeypatch.setattr("samovar.replicas.sampling.sampler.draw_tokens", lost)
     with pytest.raises(torch.AcceleratorError):
         driver.run(prompt_of(20), temperature=1.0)
     for key in engine.requests.open_keys():

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
-from replicas.forward.attention_choice import attention_forms, choose_attention, prefer
-from replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, splits_of, tile_shapes
-from replicas.forward.inputs import StepInputs, StepPacker, StepShape
-from replicas.kv.kv_pool import KvGeometry
-from replicas.scheduling.sequence import bare_sequence
-from replicas.scheduling.step import Chunk
+from samovar.replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
+from samovar.replicas.forward.attention_choice import attention_forms, choose_attention, prefer
+from samovar.replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, splits_of, tile_shapes
+from samovar.replicas.forward.inputs import StepInputs, StepPacker, StepShape
+from samovar.replicas.kv.kv_pool import KvGeometry
+from samovar.replicas.scheduling.sequence import bare_sequence
+from samovar.replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
 DECODE, PREFILL = TileShape(16, 64, 4, 3, 3), TileShape(128, 64, 8, 2, 1)

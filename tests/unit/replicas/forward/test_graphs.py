@@ -10,21 +10,21 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from samovar.configs.settings import EngineSettings
+from samovar.replicas.engine.audit import bare_sequence
+from samovar.replicas.forward import inputs as inputs_module
+from samovar.replicas.forward.attention import AttentionForm
+from samovar.replicas.forward.graphs import buckets_of
+from samovar.replicas.forward.inputs import StepInputs
+from samovar.replicas.forward.runner import Runner, load_model
+from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool, LayerKv
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import Chunk
+from samovar.replicas.start import build
+from samovar.replicas.start.build import BuiltEngine
 
-from configs.settings import EngineSettings
-from replicas.engine.audit import bare_sequence
-from replicas.forward import inputs as inputs_module
-from replicas.forward.attention import AttentionForm
-from replicas.forward.graphs import buckets_of
-from replicas.forward.inputs import StepInputs
-from replicas.forward.runner import Runner, load_model
-from replicas.kv import TRASH_PAGE, KvGeometry, KvPool, LayerKv
-from replicas.messages import ModelRefused
-from replicas.model.spec import inspect_model
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import Chunk
-from replicas.start import build
-from replicas.start.build import BuiltEngine
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 
 CPU = torch.device("cpu")

@@ -10,13 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape, step_words_max
-from replicas.kv.page_pool import TRASH_PAGE
-from replicas.messages import SamplingParams
-from replicas.sampling.draws import greedy_of
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import Chunk
+from samovar.replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape, step_words_max
+from samovar.replicas.kv.page_pool import TRASH_PAGE
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.sampling.draws import greedy_of
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
 BLOCK = 4

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samovar.configs.sections import GrammarSettings
+from samovar.replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
+from samovar.replicas.messages import Grammar, GrammarKind
 
-from configs.sections import GrammarSettings
-from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
-from replicas.messages import Grammar, GrammarKind
 from tests.house import ROOT
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
@@ -338,9 +338,9 @@ def test_a_mask_computed_beside_is_the_same() -> None:
 def test_the_library_is_loaded_for_the_first_grammar() -> None:
     code = """
 import sys
-import replicas.start.build, replicas.offload, router.ingress.app
-from configs.sections import GrammarSettings
-from replicas.grammar import GrammarCompiler
+import samovar.replicas.start.build, samovar.replicas.offload, samovar.router.ingress.app
+from samovar.configs.sections import GrammarSettings
+from samovar.replicas.grammar import GrammarCompiler
 GrammarCompiler(str, 512, (2,), GrammarSettings())
 print([name for name in sys.modules if "llguidance" in name])
 """

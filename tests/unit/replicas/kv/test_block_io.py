@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-from replicas.kv.block_io import PageRun, page_io, page_runs
-from replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.kv.block_io import PageRun, page_io, page_runs
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

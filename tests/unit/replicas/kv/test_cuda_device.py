@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from configs.sections import MIB
-from replicas.kv.block_io import PageIo
-from replicas.kv.cuda_device import CudaDevice
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.ranks.meeting import mapped, shared_memory
+from samovar.configs.sections import MIB
+from samovar.replicas.kv.block_io import PageIo
+from samovar.replicas.kv.cuda_device import CudaDevice
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.ranks.meeting import mapped, shared_memory
 
 GEOMETRY = KvGeometry(layers=2, block_tokens=16, kv_heads=2, head_dim=8, dtype=torch.float32)
 NOW = "the compute stream"

@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-
-from cache_tiers.blocks.extent import BlockShape
-from replicas.forward.attention import AttentionForm, GatherSdpa
-from replicas.forward.inputs import StepPacker
-from replicas.kv.block_io import page_io
-from replicas.kv.kv_pool import CODE_MAX, KvGeometry, KvPool, dequantise, quantise
-from replicas.scheduling.sequence import bare_sequence
-from replicas.scheduling.step import Chunk
+from samovar.cache_tiers.blocks.extent import BlockShape
+from samovar.replicas.forward.attention import AttentionForm, GatherSdpa
+from samovar.replicas.forward.inputs import StepPacker
+from samovar.replicas.kv.block_io import page_io
+from samovar.replicas.kv.kv_pool import CODE_MAX, KvGeometry, KvPool, dequantise, quantise
+from samovar.replicas.scheduling.sequence import bare_sequence
+from samovar.replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
 ONE = KvGeometry(layers=3, block_tokens=4, kv_heads=4, head_dim=8, dtype=torch.float32, is_int8=True)
@@ -218,6 +217,6 @@ def test_a_whole_prompt_attends_to_what_its_chunks_read(exact: bool) -> None:
 
 
 def test_raw_keys_and_values_of_the_steps_own_tokens_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.kv.kv_pool.LayerKv.as_stored", lambda _, vectors: vectors)
+    monkeypatch.setattr("samovar.replicas.kv.kv_pool.LayerKv.as_stored", lambda _, vectors: vectors)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         test_a_whole_prompt_attends_to_what_its_chunks_read(False)

@@ -10,18 +10,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-
-from cache_tiers.blocks.extent import BlockShape, Bytes, Placement
-from cache_tiers.blocks.keys import ROOT
-from configs.settings import EngineSettings
-from replicas.kv.block_io import page_io
-from replicas.kv.copy_device import DONE
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.messages import ModelRefused
-from replicas.model.spec import ModelSpec
-from replicas.offload.block_runs import StoreRun
-from replicas.offload.store import Origin, sealed_record
-from replicas.start.build import kv_geometry, model_namespace
+from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Placement
+from samovar.cache_tiers.blocks.keys import ROOT
+from samovar.configs.settings import EngineSettings
+from samovar.replicas.kv.block_io import page_io
+from samovar.replicas.kv.copy_device import DONE
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model.spec import ModelSpec
+from samovar.replicas.offload.block_runs import StoreRun
+from samovar.replicas.offload.store import Origin, sealed_record
+from samovar.replicas.start.build import kv_geometry, model_namespace
 
 ONE = KvGeometry(layers=3, block_tokens=4, kv_heads=4, head_dim=8, dtype=torch.bfloat16)
 TOKENS, PAGES = 7, [3, 1]

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from configs.sections import MIB
-from replicas.kv.registered import (
+from samovar.configs.sections import MIB
+from samovar.replicas.kv.registered import (
     HostCalls,
     Mapping,
     RecordArena,

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from configs.settings import EngineSettings, ModelSettings
-from replicas.messages import ModelRefused
-from replicas.model.device import FLOAT32_FASTER_MIN, GemmSeconds, choose_device, choose_dtype, measure_gemm
-from replicas.start.build import gemm_seconds
+from samovar.configs.settings import EngineSettings, ModelSettings
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model.device import (
+    FLOAT32_FASTER_MIN,
+    GemmSeconds,
+    choose_device,
+    choose_dtype,
+    measure_gemm,
+)
+from samovar.replicas.start.build import gemm_seconds
 
 
 def test_cudnns_attention_is_off_where_a_gpu_is_used_and_untouched_elsewhere(
@@ -72,7 +77,7 @@ def test_what_was_measured_is_kept_so_that_the_dtype_stays(
 ) -> None:
     """Another dtype is another namespace: a start would not find the blocks of the one before."""
     answers = iter([GemmSeconds(30.0, 1.0), GemmSeconds(1.0, 30.0)])
-    monkeypatch.setattr("replicas.start.build.measure_gemm", lambda: next(answers))
+    monkeypatch.setattr("samovar.replicas.start.build.measure_gemm", lambda: next(answers))
     first, again = (gemm_seconds(tmp_path, 1) for _ in range(2))
     assert first == again == GemmSeconds(30.0, 1.0)
     assert gemm_seconds(tmp_path, 2) != first, "other threads are measured by themselves"

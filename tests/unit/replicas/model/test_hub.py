@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from samovar.cluster.plan.sizing import read_model
+from samovar.configs.model_reference import HubModel, hub_model, is_default, snapshot_of
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import ensure_model, hub, inspect_model, pinned
 
-from cluster.plan.sizing import read_model
-from configs.model_reference import HubModel, hub_model, is_default, snapshot_of
-from configs.settings import ModelSettings
-from replicas.messages import ModelRefused
-from replicas.model import ensure_model, hub, inspect_model, pinned
 from tests.support.services.hub_stub import HubStub, hub_stub, use_hub
 
 NAME = "tea/tiny-llama"
@@ -194,8 +194,8 @@ def test_what_it_downloads_is_told(stub: HubStub, tmp_path: Path) -> None:
     for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGING_FACE_HUB_TOKEN"):
         env.pop(name, None)
     code = (
-        "from pathlib import Path\nfrom configs.settings import ModelSettings\n"
-        "from replicas.model.store import ensure_model\n"
+        "from pathlib import Path\nfrom samovar.configs.settings import ModelSettings\n"
+        "from samovar.replicas.model.store import ensure_model\n"
         f"print(ensure_model(ModelSettings(path=Path({NAME!r}))))"
     )
     done = subprocess.run(
@@ -257,7 +257,7 @@ def test_the_default_models_own_name_is_the_default(tmp_path: Path, monkeypatch:
 def test_a_commit_that_changes_nothing_of_a_large_model_keeps_its_fingerprint(
     stub: HubStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicas.model.weights.WHOLE_DIGEST_BYTES_MAX", 0)
+    monkeypatch.setattr("samovar.replicas.model.weights.WHOLE_DIGEST_BYTES_MAX", 0)
     first = inspect_model(fetch())
     repo = stub.repos[NAME]
     repo.commit(repo.commits[repo.branches["main"]] | {"notes.txt": b"one more file"})

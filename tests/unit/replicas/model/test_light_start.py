@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import inspect_model, load_tokenizer, spec, tokenizer
+from samovar.replicas.model.tokenizer import TEXTS
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2Tokenizer, TokenizersBackend
 
-from replicas.messages import ModelRefused
-from replicas.model import inspect_model, load_tokenizer, spec, tokenizer
-from replicas.model.tokenizer import TEXTS
 from tests.house import ROOT
 from tests.support.engines.tiny_models import Family, make_tiny_model
 
@@ -116,10 +116,10 @@ def test_serve_and_the_ingress_load_no_model_classes(tiny_llama: Path, tmp_path:
     code = f"""
 import sys
 from pathlib import Path
-import replicas.serving.deployment, cluster.serve.autoscale
+import samovar.replicas.serving.deployment, samovar.cluster.serve.autoscale
 assert "torch" not in sys.modules
-import cluster.serve.app, router.ingress.app
-from replicas.model import inspect_model, load_tokenizer
+import samovar.cluster.serve.app, samovar.router.ingress.app
+from samovar.replicas.model import inspect_model, load_tokenizer
 inspect_model(Path({str(tiny_llama)!r}), Path({str(tmp_path)!r}))
 assert "transformers" not in sys.modules
 load_tokenizer(Path({str(tiny_llama)!r}))

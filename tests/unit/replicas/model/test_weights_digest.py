@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-from replicas.model import inspect_model, weights
+from samovar.replicas.model import inspect_model, weights
 
 PART = 64 * 1024
 """Several parts a file."""

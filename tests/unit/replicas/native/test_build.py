@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from configs.settings import ModelSettings, Settings
-from replicas.messages import ModelRefused
-from replicas.native import build
-from replicas.native.build import (
+from samovar.configs.settings import ModelSettings, Settings
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.native import build
+from samovar.replicas.native.build import (
     AVX2,
     AVX512,
     NEON,
@@ -19,8 +18,9 @@ from replicas.native.build import (
     variant_here,
     variant_of,
 )
-from replicas.native.native_step import NotNative
-from replicas.start import step_choice
+from samovar.replicas.native.native_step import NotNative
+from samovar.replicas.start import step_choice
+
 from tests.support.engines import native_steps
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 

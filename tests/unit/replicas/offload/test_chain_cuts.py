@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cache_tiers.blocks.keys import ROOT, block_key
-from cache_tiers.messages import BlockRange, LookupResult, PartialBlock
-from replicas.offload.block_runs import LoadCut, StoreRun, load_cuts, store_runs
+from samovar.cache_tiers.blocks.keys import ROOT, block_key
+from samovar.cache_tiers.messages import BlockRange, LookupResult, PartialBlock
+from samovar.replicas.offload.block_runs import LoadCut, StoreRun, load_cuts, store_runs
 
 BT = 4
 NAMESPACE = bytes(range(32))

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from samovar.cache_tiers.blocks.extent import BlockShape, Placement
+from samovar.cache_tiers.blocks.tiers import LoadSource, TierName
+from samovar.cache_tiers.messages import BlockRange, Lookup, LookupResult
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from samovar.configs.sections import TierSettings
+from samovar.replicas.messages import GenerateRequest, SamplingParams
+from samovar.replicas.offload.lookups import NODE, TierLookups, slow_part, spare_tokens
+from samovar.replicas.offload.tier_client import CompletionQueue
+from samovar.replicas.scheduling.sequence import OffloadState, Sequence
 
-from cache_tiers.blocks.extent import BlockShape, Placement
-from cache_tiers.blocks.tiers import LoadSource, TierName
-from cache_tiers.messages import BlockRange, Lookup, LookupResult
-from cache_tiers.pricing.meters import PrefillPrice, TierPrice
-from configs.sections import TierSettings
-from replicas.messages import GenerateRequest, SamplingParams
-from replicas.offload.lookups import NODE, TierLookups, slow_part, spare_tokens
-from replicas.offload.tier_client import CompletionQueue
-from replicas.scheduling.sequence import OffloadState, Sequence
 from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.engines.tier_engines import InlineExecutor

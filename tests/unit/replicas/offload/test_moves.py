@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samovar.cache_tiers.blocks.extent import Bytes
+from samovar.replicas.kv.block_io import PageIo, Ticket
+from samovar.replicas.kv.copy_device import CopyEvent, Told
+from samovar.replicas.kv.kv_pool import KvGeometry
+from samovar.replicas.kv.page_pool import PagePool
+from samovar.replicas.offload import load, store, swap
+from samovar.replicas.offload.moves import PageMoves
+from samovar.replicas.offload.tier_client import CompletionQueue, WorkerPools, begin
+from samovar.replicas.scheduling import RestorePiece
 
-from cache_tiers.blocks.extent import Bytes
-from replicas.kv.block_io import PageIo, Ticket
-from replicas.kv.copy_device import CopyEvent, Told
-from replicas.kv.kv_pool import KvGeometry
-from replicas.kv.page_pool import PagePool
-from replicas.offload import load, store, swap
-from replicas.offload.moves import PageMoves
-from replicas.offload.tier_client import CompletionQueue, WorkerPools, begin
-from replicas.scheduling import RestorePiece
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.simulated_device import SimulatedDevice, SimulatedEvent
 from tests.support.engines.tier_engines import SCAN_S, InlineExecutor, Tiered, receipt_of, tiered

@@ -14,14 +14,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from samovar.cache_tiers.blocks.extent import Placement
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.configs.sections import TierSettings
+from samovar.replicas.kv.block_io import PageIo
+from samovar.replicas.kv.kv_pool import KvPool
+from samovar.replicas.offload.tier_client import WorkerPools
+from samovar.replicas.scheduling import Restore
 
-from cache_tiers.blocks.extent import Placement
-from cache_tiers.media.memory import HeapTier
-from configs.sections import TierSettings
-from replicas.kv.block_io import PageIo
-from replicas.kv.kv_pool import KvPool
-from replicas.offload.tier_client import WorkerPools
-from replicas.scheduling import Restore
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, receipt_of, tiered
 from tests.support.engines.virtual_road import VirtualDevice, VirtualStream, VirtualTime, VirtualWorkers
@@ -78,7 +78,7 @@ def machine(model: Path, folder: Path, step_s: float) -> Machine:
     fetches, moves = VirtualWorkers(time, THREADS, 0.0), VirtualWorkers(time, THREADS, 0.0)
     inline = [InlineExecutor() for _ in range(5)]
     lanes = WorkerPools(inline[0], fetches, *inline[1:], moves=moves)
-    with mock.patch("replicas.start.build.page_io", virtual):
+    with mock.patch("samovar.replicas.start.build.page_io", virtual):
         engine = tiered(
             model,
             folder,

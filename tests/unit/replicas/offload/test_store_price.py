@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Clear, Placement
-from cache_tiers.blocks.record import record_bytes
-from cache_tiers.media.memory import HeapTier
-from cache_tiers.pricing.doubt import BURST_EXTENTS, Doubt
-from cache_tiers.pricing.meters import PrefillPrice, TierPrice
-from configs.sections import TierSettings
-from replicas.offload.store import largest_extent_bytes
+from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Clear, Placement
+from samovar.cache_tiers.blocks.record import record_bytes
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, Doubt
+from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from samovar.configs.sections import TierSettings
+from samovar.replicas.offload.store import largest_extent_bytes
+
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered
 from tests.support.inside import records_in

@@ -7,16 +7,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from samovar.cache_tiers.blocks.extent import Bytes
+from samovar.cache_tiers.pricing.meters import PrefillPrice
+from samovar.replicas.engine.audit import bare_sequence
+from samovar.replicas.kv.block_io import PageIo, Ticket
+from samovar.replicas.kv.copy_device import CopyEvent, HostDevice
+from samovar.replicas.kv.kv_pool import KvPool
+from samovar.replicas.scheduling.preemption import Preemption
+from samovar.replicas.scheduling.step import StepPlan
+from samovar.replicas.start import measure as measuring
 
-from cache_tiers.blocks.extent import Bytes
-from cache_tiers.pricing.meters import PrefillPrice
-from replicas.engine.audit import bare_sequence
-from replicas.kv.block_io import PageIo, Ticket
-from replicas.kv.copy_device import CopyEvent, HostDevice
-from replicas.kv.kv_pool import KvPool
-from replicas.scheduling.preemption import Preemption
-from replicas.scheduling.step import StepPlan
-from replicas.start import measure as measuring
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import Tiered, prove, tiered
@@ -47,8 +47,10 @@ def on(
     def page_io(pool: KvPool, *_: object) -> PageIo:
         return OnMachine(HostDevice(pool.page_bytes.numpy()), pool.geometry)
 
-    monkeypatch.setattr("replicas.start.build.page_io", page_io)
-    monkeypatch.setattr("replicas.start.build.measure_copy", partial(measuring.measure_copy, clock=clock))
+    monkeypatch.setattr("samovar.replicas.start.build.page_io", page_io)
+    monkeypatch.setattr(
+        "samovar.replicas.start.build.measure_copy", partial(measuring.measure_copy, clock=clock)
+    )
     prefill = PrefillPrice(0.0, prefill_s / 2048, 0.0)
     return tiered(model, folder, prefill=prefill, clock=clock, pool_tokens=4096, measures_anew=True)
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from replicas.ranks.channel import Obeyed, Orders, RankLost, ReplicaGone
-from replicas.ranks.meeting import ChannelPlan, Listener, connect
-from replicas.ranks.orders import words_of
-from replicas.ranks.ring import RingReader, RingShape, RingWriter
+from samovar.replicas.ranks.channel import Obeyed, Orders, RankLost, ReplicaGone
+from samovar.replicas.ranks.meeting import ChannelPlan, Listener, connect
+from samovar.replicas.ranks.orders import words_of
+from samovar.replicas.ranks.ring import RingReader, RingShape, RingWriter
 
 SHAPE = RingShape(slots=2, message_words=4)
 

@@ -13,22 +13,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from samovar.cache_tiers.blocks.extent import Bytes, Placement
+from samovar.cache_tiers.media.memory import HeapTier
+from samovar.configs.sections import TierSettings
+from samovar.replicas.engine.engine import Engine
+from samovar.replicas.engine.thread import STOPPED, EngineThread
+from samovar.replicas.forward.attention import GatherSdpa
+from samovar.replicas.forward.attention_choice import ChosenAttention
+from samovar.replicas.kv.block_io import PageIo
+from samovar.replicas.kv.kv_pool import KvGeometry
+from samovar.replicas.messages import Delta, Event, GenerateRequest, SamplingParams
+from samovar.replicas.ranks import worker
+from samovar.replicas.ranks.channel import RankLost
+from samovar.replicas.ranks.page_io import SharedPageIo
+from samovar.replicas.ranks.processes import RankSubprocess
+from samovar.replicas.ranks.worker import Rank
 
-from cache_tiers.blocks.extent import Bytes, Placement
-from cache_tiers.media.memory import HeapTier
-from configs.sections import TierSettings
-from replicas.engine.engine import Engine
-from replicas.engine.thread import STOPPED, EngineThread
-from replicas.forward.attention import GatherSdpa
-from replicas.forward.attention_choice import ChosenAttention
-from replicas.kv.block_io import PageIo
-from replicas.kv.kv_pool import KvGeometry
-from replicas.messages import Delta, Event, GenerateRequest, SamplingParams
-from replicas.ranks import worker
-from replicas.ranks.channel import RankLost
-from replicas.ranks.page_io import SharedPageIo
-from replicas.ranks.processes import RankSubprocess
-from replicas.ranks.worker import Rank
 from tests.support.engines.engines import Driver, prompt_of
 from tests.support.engines.ranks import Started, ThreadRank, split_engine
 from tests.support.engines.tier_engines import MIB, Tiered, nvme, tiered
@@ -100,8 +100,8 @@ class Deaf(Rank):
         self._peers.add_up = forgetful  # type: ignore[method-assign]
         for module in self._model.modules():
             module._forward_hooks.clear()
-        from replicas.ranks.peers import sum_rowwise
-        from replicas.ranks.split import RankSplit
+        from samovar.replicas.ranks.peers import sum_rowwise
+        from samovar.replicas.ranks.split import RankSplit
 
         plan = self._model.config.base_model_tp_plan  # type: ignore[union-attr]
         sum_rowwise(self._model, RankSplit(1, 2, plan), forgetful)  # type: ignore[arg-type]

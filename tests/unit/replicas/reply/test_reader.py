@@ -7,8 +7,7 @@ import random
 from typing import Any
 
 import pytest
-
-from replicas.reply import (
+from samovar.replicas.reply import (
     FORMATS,
     Call,
     Piece,

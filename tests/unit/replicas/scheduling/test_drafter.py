@@ -6,8 +6,8 @@ import math
 from array import array
 from dataclasses import dataclass, field
 
-from cache_tiers.pricing.meters import PrefillPrice
-from replicas.scheduling.drafts import ROW_DEARNESS, Drafter, DraftLimits, Guesses
+from samovar.cache_tiers.pricing.meters import PrefillPrice
+from samovar.replicas.scheduling.drafts import ROW_DEARNESS, Drafter, DraftLimits, Guesses
 
 PRICE = PrefillPrice(4e-3, 0.3e-3, 0.0)
 LOOP = array("I", [5, 6, 7, 8] * 16)

@@ -7,12 +7,11 @@ from collections.abc import Sequence as Listing
 from typing import cast
 
 import pytest
-
-from cache_tiers.blocks import TAG_BYTES
-from replicas.kv import PagePool
-from replicas.messages import SamplingParams
-from replicas.scheduling import Drafter, Scheduler, Sequence, StepBudget, StepPlan
-from replicas.scheduling.preemption import DropNewest
+from samovar.cache_tiers.blocks import TAG_BYTES
+from samovar.replicas.kv import PagePool
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.scheduling import Drafter, Scheduler, Sequence, StepBudget, StepPlan
+from samovar.replicas.scheduling.preemption import DropNewest
 
 BLOCK = 16
 ALICE, BOB = (bytes([number]) * TAG_BYTES for number in (1, 2))

@@ -7,9 +7,8 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from replicas.scheduling import drafts
-from replicas.scheduling.drafts import Guesses, last_match
+from samovar.replicas.scheduling import drafts
+from samovar.replicas.scheduling.drafts import Guesses, last_match
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from array import array
 
 import pytest
-
-from replicas.kv import PagePool
-from replicas.messages import SamplingParams
-from replicas.scheduling.admission import JOINED_TOKENS
-from replicas.scheduling.preemption import DropNewest
-from replicas.scheduling.scheduler import Scheduler
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import StepBudget
+from samovar.replicas.kv import PagePool
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.scheduling.admission import JOINED_TOKENS
+from samovar.replicas.scheduling.preemption import DropNewest
+from samovar.replicas.scheduling.scheduler import Scheduler
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import StepBudget
 
 BT = 16
 STEP = 128

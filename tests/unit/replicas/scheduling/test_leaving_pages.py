@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Listing
 
-from cache_tiers.blocks.extent import TAG_BYTES
-from replicas.kv.page_pool import PagePool
-from replicas.messages import SamplingParams
-from replicas.scheduling.preemption import SwapNewest
-from replicas.scheduling.scheduler import Scheduler
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import StepBudget
+from samovar.cache_tiers.blocks.extent import TAG_BYTES
+from samovar.replicas.kv.page_pool import PagePool
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.scheduling.preemption import SwapNewest
+from samovar.replicas.scheduling.scheduler import Scheduler
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import StepBudget
 
 BT = 16
 

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.blocks import Placement
-from cache_tiers.messages import BlockRange, LookupResult
-from cache_tiers.pricing import PrefillPrice
-from replicas.kv import PagePool
-from replicas.messages import SamplingParams
-from replicas.scheduling import OffloadState, Restore, RestorePiece, Scheduler, Sequence
-from replicas.scheduling.order import expected_tokens
-from replicas.scheduling.preemption import DropNewest
-from replicas.scheduling.step import CHUNK_TOKENS, StepBudget
+from samovar.cache_tiers.blocks import Placement
+from samovar.cache_tiers.messages import BlockRange, LookupResult
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.replicas.kv import PagePool
+from samovar.replicas.messages import SamplingParams
+from samovar.replicas.scheduling import OffloadState, Restore, RestorePiece, Scheduler, Sequence
+from samovar.replicas.scheduling.order import expected_tokens
+from samovar.replicas.scheduling.preemption import DropNewest
+from samovar.replicas.scheduling.step import CHUNK_TOKENS, StepBudget
 
 BT = 16
 PRICE = PrefillPrice(0.02, 2e-3, 0.0)

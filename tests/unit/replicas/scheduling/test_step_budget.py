@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice, pairs_of
-from replicas.scheduling.step import (
+from samovar.cache_tiers.pricing.meters import PrefillMeter, PrefillPrice, pairs_of
+from samovar.replicas.scheduling.step import (
     CHUNK_TOKENS,
     LIGHT_STEPS,
     RUNNING_MAX,

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samovar.cache_tiers.blocks.extent import TAG_BYTES
+from samovar.replicas.engine.engine import Engine
+from samovar.replicas.engine.requests import EngineLimits, refusal
+from samovar.replicas.kv.page_pool import PagePool
+from samovar.replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
+from samovar.replicas.scheduling.page_tables import PageTables
+from samovar.replicas.scheduling.preemption import DropNewest
+from samovar.replicas.scheduling.scheduler import Scheduler
+from samovar.replicas.scheduling.sequence import Sequence
+from samovar.replicas.scheduling.step import StepBudget, StepPlan
 
-from cache_tiers.blocks.extent import TAG_BYTES
-from replicas.engine.engine import Engine
-from replicas.engine.requests import EngineLimits, refusal
-from replicas.kv.page_pool import PagePool
-from replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
-from replicas.scheduling.page_tables import PageTables
-from replicas.scheduling.preemption import DropNewest
-from replicas.scheduling.scheduler import Scheduler
-from replicas.scheduling.sequence import Sequence
-from replicas.scheduling.step import StepBudget, StepPlan
 from tests.support.engines.engines import prompt_of, small_engine
 
 BLOCK = 16

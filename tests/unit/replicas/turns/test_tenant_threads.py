@@ -9,8 +9,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 
 import pytest
-
-from replicas.turns import FairQueue, PlacesTaken, TenantThreads
+from samovar.replicas.turns import FairQueue, PlacesTaken, TenantThreads
 
 
 class Clock:

@@ -13,11 +13,10 @@ from typing import Any, cast
 import httpx
 import pytest
 import torch
-
-from configs.settings import RouterSettings
-from replicas.engine.engine import Engine
-from replicas.engine.thread import EventStream, merge_deltas
-from replicas.messages import (
+from samovar.configs.settings import RouterSettings
+from samovar.replicas.engine.engine import Engine
+from samovar.replicas.engine.thread import EventStream, merge_deltas
+from samovar.replicas.messages import (
     Admitted,
     Delta,
     Event,
@@ -31,11 +30,20 @@ from replicas.messages import (
     SamplingParams,
     TokenLogprob,
 )
-from router.generation import failover
-from router.generation.answer import Answer
-from router.generation.failover import Outcome, Progress, ReplicaFull, ReplicaSilent, Trials, resuming, seeded
-from router.prompt.prompt import Prompt
-from router.routing.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
+from samovar.router.generation import failover
+from samovar.router.generation.answer import Answer
+from samovar.router.generation.failover import (
+    Outcome,
+    Progress,
+    ReplicaFull,
+    ReplicaSilent,
+    Trials,
+    resuming,
+    seeded,
+)
+from samovar.router.prompt.prompt import Prompt
+from samovar.router.routing.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
+
 from tests.support.engines.engines import prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_logprobs
 from tests.support.router.fake_replica import FakeReplicas, Script, say

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samovar.configs.settings import RouterSettings, ServerSettings, Settings
+from samovar.replicas.messages import Admitted, Delta, SamplingParams, TurnContext
+from samovar.replicas.reply import ReplyReading, format_named
+from samovar.router.generation.answer import Answer
+from samovar.router.generation.recorder import IngressRecorder, ServedTurn, open_recorder
+from samovar.router.openai.messages import ChatMessage
+from samovar.router.openai.parse import CacheWish, ParsedChat, ParsedCompletion
+from samovar.router.prompt.prompt import Prompt
+from samovar.router.routing.session import turn_context
 
-from configs.settings import RouterSettings, ServerSettings, Settings
-from replicas.messages import Admitted, Delta, SamplingParams, TurnContext
-from replicas.reply import ReplyReading, format_named
-from router.generation.answer import Answer
-from router.generation.recorder import IngressRecorder, ServedTurn, open_recorder
-from router.openai.messages import ChatMessage
-from router.openai.parse import CacheWish, ParsedChat, ParsedCompletion
-from router.prompt.prompt import Prompt
-from router.routing.session import turn_context
 from tests.support.constants import tuned
 
 SECRET_IDS = list(range(700_000, 700_064))
@@ -141,7 +141,7 @@ def test_the_file_has_an_end(tmp_path: Path) -> None:
 
 
 def test_too_many_at_once_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.generation.recorder.WAITING_MAX", 0)
+    monkeypatch.setattr("samovar.router.generation.recorder.WAITING_MAX", 0)
     recorder = opened(tmp_path / "trace")
     assert not recorder.over(turn(SECRET_IDS))
     recorder.close()

@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
+from samovar.configs.optional_sections import AnswerSettings
+from samovar.replicas.answers import answer_log
+from samovar.replicas.engine import EventStream
+from samovar.replicas.links import EventSender, pack_event
+from samovar.replicas.messages import Delta
+from samovar.router.generation import AskedTurn, PromptStage
+from samovar.router.openai import ChatMessage
 
-from configs.optional_sections import AnswerSettings
-from replicas.answers import answer_log
-from replicas.engine import EventStream
-from replicas.links import EventSender, pack_event
-from replicas.messages import Delta
-from router.generation import AskedTurn, PromptStage
-from router.openai import ChatMessage
 from tests.support.clock import Clock
 from tests.support.inside import boxes_of, bytes_in, kept_by
 from tests.support.router.linked_replicas import LINKS

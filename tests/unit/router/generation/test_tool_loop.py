@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.messages import TurnEnded
+from samovar.configs.settings import LimitsSettings, Settings
+from samovar.replicas.messages import GenerateRequest, Resume, SamplingParams
+from samovar.replicas.reply import read_reply
+from samovar.router.openai.messages import ChatMessage, ToolCall
+from samovar.router.openai.parse import RequestParser
+from samovar.router.prompt.prompt import Prompt, PromptBuilder
+from samovar.router.prompt.reply_memory import Owner
 
-from cache_tiers.messages import TurnEnded
-from configs.settings import LimitsSettings, Settings
-from replicas.messages import GenerateRequest, Resume, SamplingParams
-from replicas.reply import read_reply
-from router.openai.messages import ChatMessage, ToolCall
-from router.openai.parse import RequestParser
-from router.prompt.prompt import Prompt, PromptBuilder
-from router.prompt.reply_memory import Owner
 from tests.support.engines.engines import Answer
 from tests.support.engines.tier_engines import Tiered, tiered
 from tests.support.engines.tiny_models import EOS_ID

@@ -9,23 +9,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.cache_tiers.sessions import Quotas, Use
+from samovar.cluster.serve.graph import build_front_app
+from samovar.cluster.serve.ingresses import OneIngressPerNode, one_ingress_per_node, one_per_node
+from samovar.configs.settings import LimitsSettings, Settings
+from samovar.replicas.messages import GenerateRequest, Route, SamplingParams
+from samovar.replicas.serving.ingress_loads import IngressLoad, IngressLoads, others_load
+from samovar.router.auth import ConcurrencyLimit, Need
+from samovar.router.ingresses.all_ingresses import ingress_count
+from samovar.router.ingresses.ingress_metrics import merged
+from samovar.router.ingresses.tenant_shares import IngressShares
+from samovar.router.openai import TooManyRequests
+from samovar.router.proxy.known_ingresses import by_session
+from samovar.router.routing import DirectoryLost
+from samovar.router.routing.load_tracker import ReplicaLoadTracker
+from samovar.router.routing.score import Rendezvous
 
-from cache_tiers.pricing import PrefillPrice
-from cache_tiers.sessions import Quotas, Use
-from cluster.serve.graph import build_front_app
-from cluster.serve.ingresses import OneIngressPerNode, one_ingress_per_node, one_per_node
-from configs.settings import LimitsSettings, Settings
-from replicas.messages import GenerateRequest, Route, SamplingParams
-from replicas.serving.ingress_loads import IngressLoad, IngressLoads, others_load
-from router.auth import ConcurrencyLimit, Need
-from router.ingresses.all_ingresses import ingress_count
-from router.ingresses.ingress_metrics import merged
-from router.ingresses.tenant_shares import IngressShares
-from router.openai import TooManyRequests
-from router.proxy.known_ingresses import by_session
-from router.routing import DirectoryLost
-from router.routing.load_tracker import ReplicaLoadTracker
-from router.routing.score import Rendezvous
 from tests.support.inside import thread_of
 from tests.support.services.service import until
 

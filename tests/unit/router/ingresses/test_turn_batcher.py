@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-
-from cache_tiers.sessions import Item
-from cache_tiers.sessions.session_table import SessionRow
-from router.ingresses import known_sessions
-from router.ingresses.known_sessions import TurnBatcher
-from router.routing import DirectoryLost
+from samovar.cache_tiers.sessions import Item
+from samovar.cache_tiers.sessions.session_table import SessionRow
+from samovar.router.ingresses import known_sessions
+from samovar.router.ingresses.known_sessions import TurnBatcher
+from samovar.router.routing import DirectoryLost
 
 NOTHING: tuple[SessionRow, ...] = ()
 

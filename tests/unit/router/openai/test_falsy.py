@@ -6,11 +6,10 @@ import json
 from typing import Any
 
 import pytest
-
-from configs.settings import LimitsSettings
-from router.openai import ApiError
-from router.openai.parse import ParsedRequest, RequestParser
-from router.openai.schema import ChatBody, CompletionBody, StructuredOutputs
+from samovar.configs.settings import LimitsSettings
+from samovar.router.openai import ApiError
+from samovar.router.openai.parse import ParsedRequest, RequestParser
+from samovar.router.openai.schema import ChatBody, CompletionBody, StructuredOutputs
 
 PARSER = RequestParser(
     LimitsSettings(), 2048, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "max_tokens": 64}

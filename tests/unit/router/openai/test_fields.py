@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-
-from configs.settings import LimitsSettings
-from router.anthropic import bounded_messages_body
-from router.anthropic.request import MessagesParser
-from router.openai import (
+from samovar.configs.settings import LimitsSettings
+from samovar.router.anthropic import bounded_messages_body
+from samovar.router.anthropic.request import MessagesParser
+from samovar.router.openai import (
     ApiError,
     ParsedChat,
     ParsedCompletion,
@@ -20,10 +19,10 @@ from router.openai import (
     bounded_chat,
     bounded_completion,
 )
-from router.openai.fields import HARMLESS, UNBUILT
-from router.responses import bounded_responses_body
-from router.responses.request import ResponsesParser
-from router.responses.store import ResponseStore
+from samovar.router.openai.fields import HARMLESS, UNBUILT
+from samovar.router.responses import bounded_responses_body
+from samovar.router.responses.request import ResponsesParser
+from samovar.router.responses.store import ResponseStore
 
 LIMITS = LimitsSettings()
 PARSER = RequestParser(LIMITS, 8192)

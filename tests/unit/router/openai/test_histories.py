@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-
-from configs.settings import LimitsSettings
-from router.anthropic.request import MessagesParser
-from router.openai import ApiError, ParsedChat, RequestParser, left_out, readable_arguments
-from router.responses.request import ResponsesParser
-from router.responses.store import ResponseStore
+from samovar.configs.settings import LimitsSettings
+from samovar.router.anthropic.request import MessagesParser
+from samovar.router.openai import ApiError, ParsedChat, RequestParser, left_out, readable_arguments
+from samovar.router.responses.request import ResponsesParser
+from samovar.router.responses.store import ResponseStore
 
 LIMITS = LimitsSettings()
 PARSER = RequestParser(LIMITS, 8192)

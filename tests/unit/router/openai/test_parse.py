@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from configs.settings import LimitsSettings
-from router.openai.errors import ApiError
-from router.openai.parse import ParsedChat, RequestParser
-from router.openai.schema import ChatBody, CompletionBody
+from samovar.configs.settings import LimitsSettings
+from samovar.router.openai.errors import ApiError
+from samovar.router.openai.parse import ParsedChat, RequestParser
+from samovar.router.openai.schema import ChatBody, CompletionBody
 
 LIMITS = LimitsSettings()
 PARSER = RequestParser(LIMITS, 2048)

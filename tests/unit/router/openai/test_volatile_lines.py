@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from router.openai.messages import ChatMessage, split_front
+from samovar.router.openai.messages import ChatMessage, split_front
 
 BILLING = "x-anthropic-billing-header"
 LINE = f"{BILLING}: cc_version=2.1.37.3a3; cc_entrypoint=cli; cch=a1b2c;"

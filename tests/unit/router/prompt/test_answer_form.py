@@ -8,16 +8,16 @@ from functools import cache
 from typing import Any
 
 import pytest
+from samovar.configs.settings import GrammarSettings
+from samovar.replicas.grammar import GrammarCompiler, GrammarRefused
+from samovar.replicas.messages import Grammar
+from samovar.replicas.reply import FORMATS, Call, Reply, ReplyFormat, ReplyReading, format_named, read_reply
+from samovar.router.openai import ApiError, ToolOffer
+from samovar.router.openai.messages import offer_of
+from samovar.router.openai.schema import NamedTool, OfferedTool
+from samovar.router.prompt.answer_form import BRACKETED, AnswerForm
 from tokenizers import AddedToken
 
-from configs.settings import GrammarSettings
-from replicas.grammar import GrammarCompiler, GrammarRefused
-from replicas.messages import Grammar
-from replicas.reply import FORMATS, Call, Reply, ReplyFormat, ReplyReading, format_named, read_reply
-from router.openai import ApiError, ToolOffer
-from router.openai.messages import offer_of
-from router.openai.schema import NamedTool, OfferedTool
-from router.prompt.answer_form import BRACKETED, AnswerForm
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
 DISHES = ["tea", 'a "b" // #\n\u2028\x7f']

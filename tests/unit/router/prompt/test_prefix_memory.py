@@ -8,8 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
-from router.prompt.prefix_memory import (
+from samovar.router.prompt.prefix_memory import (
     KEY_BYTES,
     PrefixLeft,
     PrefixMemory,
@@ -17,8 +16,8 @@ from router.prompt.prefix_memory import (
     digest_of,
     ids_of,
 )
-from router.prompt.prompt_parts import PromptPart
-from router.prompt.reply_memory import Owner
+from samovar.router.prompt.prompt_parts import PromptPart
+from samovar.router.prompt.reply_memory import Owner
 
 KEY = bytes(range(KEY_BYTES))
 ME = Owner("a", b"1")

@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from configs.settings import LimitsSettings, Settings
-from replicas.messages import SamplingParams
-from router.openai.errors import ApiError
-from router.openai.messages import ChatMessage
-from router.openai.parse import ParsedChat, ParsedCompletion
-from router.prompt.prompt import (
+from samovar.configs.settings import LimitsSettings, Settings
+from samovar.replicas.messages import SamplingParams
+from samovar.router.openai.errors import ApiError
+from samovar.router.openai.messages import ChatMessage
+from samovar.router.openai.parse import ParsedChat, ParsedCompletion
+from samovar.router.prompt.prompt import (
     SHORT_CHARS,
     SHORT_MESSAGES,
     PromptBuilder,
     answer_tokens,
     longest_token_bytes,
 )
-from router.prompt.reply_memory import Owner
+from samovar.router.prompt.reply_memory import Owner
+
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
 TOKENIZER: Any = make_tiny_tokenizer()

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
-from router.prompt.reply_memory import KnownText, Owner, ReplyMemory
+from samovar.router.prompt.reply_memory import KnownText, Owner, ReplyMemory
 
 TENANTS = st.sampled_from(["a", "b"])
 TEXTS = st.text(alphabet="xyé", max_size=4)

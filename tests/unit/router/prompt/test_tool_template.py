@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, get_args
 
 import pytest
+from samovar.configs.sections import PrefixSettings
+from samovar.configs.settings import LimitsSettings, ModelSettings, RouterSettings, Settings
+from samovar.replicas.reply import FORMATS, read_reply
+from samovar.router.openai.errors import ApiError
+from samovar.router.openai.messages import ChatMessage, ToolCall
+from samovar.router.openai.parse import ParsedChat, RequestParser
+from samovar.router.prompt.prompt import Prompt, PromptBuilder
+from samovar.router.prompt.reply_memory import Owner
+from samovar.router.prompt.tool_template import inspect_template
 
-from configs.sections import PrefixSettings
-from configs.settings import LimitsSettings, ModelSettings, RouterSettings, Settings
-from replicas.reply import FORMATS, read_reply
-from router.openai.errors import ApiError
-from router.openai.messages import ChatMessage, ToolCall
-from router.openai.parse import ParsedChat, RequestParser
-from router.prompt.prompt import Prompt, PromptBuilder
-from router.prompt.reply_memory import Owner
-from router.prompt.tool_template import inspect_template
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.chat_templates import DEEPSEEK, LLAMA3, MISTRAL, QWEN3, TEMPLATES, tokenizer_with
 

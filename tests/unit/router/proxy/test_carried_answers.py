@@ -7,16 +7,16 @@ import json
 from typing import Any
 
 import pytest
+from samovar.configs.cluster import LinkSettings
+from samovar.configs.settings import LimitsSettings
+from samovar.replicas.links import open_inlet
+from samovar.replicas.messages import Admitted, Delta, ReplyTo
+from samovar.router.ingress.app import build_api
+from samovar.router.proxy import are_proxies_guarded, inlet_from_environment, links_environment
+from samovar.router.proxy.proxy_guard import ProxyGuard, proxy_environment
+from samovar.router.routing import ReplicaFailed
 from starlette.types import Receive, Scope, Send
 
-from configs.cluster import LinkSettings
-from configs.settings import LimitsSettings
-from replicas.links import open_inlet
-from replicas.messages import Admitted, Delta, ReplyTo
-from router.ingress.app import build_api
-from router.proxy import are_proxies_guarded, inlet_from_environment, links_environment
-from router.proxy.proxy_guard import ProxyGuard, proxy_environment
-from router.routing import ReplicaFailed
 from tests.support.constants import tuned
 from tests.support.inside import boxes_of, bytes_in, carrier_of, links_of
 from tests.support.router.fake_replica import say

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from samovar.configs.cluster import LinkSettings
+from samovar.configs.settings import LimitsSettings
+from samovar.router.proxy import RetryBuffer
+from samovar.router.proxy.proxy_guard import ProxyGuard
+from samovar.router.proxy.wire import packed_request, read_request
 from starlette.types import Message, Receive, Scope, Send
 
-from configs.cluster import LinkSettings
-from configs.settings import LimitsSettings
-from router.proxy import RetryBuffer
-from router.proxy.proxy_guard import ProxyGuard
-from router.proxy.wire import packed_request, read_request
 from tests.support.constants import tuned
 from tests.support.inside import carrier_of, links_of
 from tests.support.router.linked_replicas import LINKS, Proxied, proxied
@@ -262,7 +262,7 @@ async def test_a_guard_without_links_leaves_all_to_serve() -> None:
 
 
 def test_a_request_is_packed_without_what_is_only_the_proxy_s() -> None:
-    from replicas.messages import ReplyTo
+    from samovar.replicas.messages import ReplyTo
 
     scope: Scope = {"type": "http", "path": "/", "headers": [(b"a", b"b")], "state": {"x": object()}}
     _, _, head, body, more = packed_request(scope, ReplyTo("h", 1, "s"), "t", b"x", more=True)

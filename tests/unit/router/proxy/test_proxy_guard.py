@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import uvicorn.config
+from samovar.configs.settings import LimitsSettings, Settings
+from samovar.router.proxy import proxy_guard
+from samovar.router.proxy.proxy_guard import limits_from_environment, proxy_environment
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from configs.settings import LimitsSettings, Settings
-from router.proxy import proxy_guard
-from router.proxy.proxy_guard import limits_from_environment, proxy_environment
 from tests.support.clock import Clock
 from tests.support.router.router_harness import serving, until
 
@@ -134,7 +134,9 @@ def code_of(body: bytes) -> str:
 def test_environment_carries_the_limits() -> None:
     limits = LimitsSettings(**LIMITS)
     environment = proxy_environment(Settings(limits=limits))
-    assert environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == "router.proxy.proxy_guard.install"
+    assert (
+        environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == "samovar.router.proxy.proxy_guard.install"
+    )
     assert limits_from_environment(environment) == limits
     assert limits_from_environment({}) == LimitsSettings()
 

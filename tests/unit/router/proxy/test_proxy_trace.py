@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from samovar.configs.optional_sections import TelemetrySettings
+from samovar.configs.settings import LimitsSettings, Settings
+from samovar.configs.telemetry import Tracer
+from samovar.router.proxy import proxy_guard
+from samovar.router.proxy.proxy_guard import ProxyGuard, proxy_environment, tracer_from_environment
 from starlette.types import Message, Receive, Scope, Send
 
-from configs.optional_sections import TelemetrySettings
-from configs.settings import LimitsSettings, Settings
-from configs.telemetry import Tracer
-from router.proxy import proxy_guard
-from router.proxy.proxy_guard import ProxyGuard, proxy_environment, tracer_from_environment
 from tests.house import ROOT
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -199,7 +199,7 @@ def test_a_node_without_the_extra_serves_without_spans(
 def test_off_the_proxy_imports_no_opentelemetry_for_it() -> None:
     code = (
         "import sys\n"
-        "from router.proxy import proxy_guard\n"
+        "from samovar.router.proxy import proxy_guard\n"
         "before = {name for name in sys.modules if name.startswith('opentelemetry')}\n"
         "(guard,) = proxy_guard.install()\n"
         "assert guard.kwargs['tracer'] is None\n"

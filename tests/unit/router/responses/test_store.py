@@ -6,8 +6,12 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from router.responses.store import ENTRY_OVERHEAD_BYTES, ITEM_OVERHEAD_BYTES, ResponseStore, StoredResponse
+from samovar.router.responses.store import (
+    ENTRY_OVERHEAD_BYTES,
+    ITEM_OVERHEAD_BYTES,
+    ResponseStore,
+    StoredResponse,
+)
 
 OPERATIONS = st.lists(
     st.tuples(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from replicas.messages import LoggedAnswer
-from router.routing.answer_search import SILENT_S, AnswerSearch, Told
+from samovar.replicas.messages import LoggedAnswer
+from samovar.router.routing.answer_search import SILENT_S, AnswerSearch, Told
+
 from tests.support.clock import Clock
 
 FOREVER_S = 600.0

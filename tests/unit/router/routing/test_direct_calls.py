@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from configs.settings import RouterSettings
-from replicas.links import Inlet
-from replicas.messages import (
+from samovar.configs.settings import RouterSettings
+from samovar.replicas.links import Inlet
+from samovar.replicas.messages import (
     Admitted,
     Delta,
     Event,
@@ -24,10 +23,11 @@ from replicas.messages import (
     Route,
     SamplingParams,
 )
-from replicas.serving.deployment import Replica
-from replicas.serving.served import Places
-from router.generation.failover import resuming
-from router.routing import ReplicaFailed, ReplicaLost, load_tracker, roster
+from samovar.replicas.serving.deployment import Replica
+from samovar.replicas.serving.served import Places
+from samovar.router.generation.failover import resuming
+from samovar.router.routing import ReplicaFailed, ReplicaLost, load_tracker, roster
+
 from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.inside import (

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.serve._private.common import DeploymentID, ReplicaID
-
-from cache_tiers.pricing.meters import PrefillPrice
-from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
-from router.routing import load_tracker
-from router.routing.load_tracker import SUSPECT_S, ReplicaLoadTracker
-from router.routing.request_router import SessionRouter
-from router.routing.score import (
+from samovar.cache_tiers.pricing.meters import PrefillPrice
+from samovar.replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
+from samovar.router.routing import load_tracker
+from samovar.router.routing.load_tracker import SUSPECT_S, ReplicaLoadTracker
+from samovar.router.routing.request_router import SessionRouter
+from samovar.router.routing.score import (
     LoadPrice,
     Ranking,
     ReplicaView,
@@ -27,6 +26,7 @@ from router.routing.score import (
     rank,
     rendezvous_order,
 )
+
 from tests.support.clock import Clock
 
 PREFILL = PrefillPrice(0.01, 1e-3, 0.0)  # a millisecond a token

@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError, RayActorError
+from samovar.cache_tiers.actors.rpc import ActorRef
+from samovar.cache_tiers.blocks import session_of
+from samovar.cache_tiers.blocks.extent import Clear
+from samovar.cache_tiers.messages import Cleared, SessionHeld
+from samovar.cache_tiers.sessions import Use
+from samovar.cache_tiers.sessions import actor as session_actor
+from samovar.cache_tiers.sessions.actor import SessionActor
+from samovar.cache_tiers.sessions.session_table import Sync, Synced
+from samovar.configs.settings import RouterSettings
+from samovar.replicas.messages import Route
+from samovar.router.routing import session_directory
+from samovar.router.routing.load_tracker import ReplicaLoadTracker
+from samovar.router.routing.ray_clients import RayDirectoryLink
+from samovar.router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
 
-from cache_tiers.actors.rpc import ActorRef
-from cache_tiers.blocks import session_of
-from cache_tiers.blocks.extent import Clear
-from cache_tiers.messages import Cleared, SessionHeld
-from cache_tiers.sessions import Use
-from cache_tiers.sessions import actor as session_actor
-from cache_tiers.sessions.actor import SessionActor
-from cache_tiers.sessions.session_table import Sync, Synced
-from configs.settings import RouterSettings
-from replicas.messages import Route
-from router.routing import session_directory
-from router.routing.load_tracker import ReplicaLoadTracker
-from router.routing.ray_clients import RayDirectoryLink
-from router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
 from tests.support.inside import is_quiet
 from tests.support.router.fake_directory import FakeLink, StillActor
 from tests.support.router.router_harness import until

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cluster.plan.traces import files as trace_file
-from cluster.plan.traces.files import TraceError
-from cluster.plan.traces.readers import TraceOptions, detect, open_trace
-from cluster.plan.traces.trace import Trace, TraceTurn, assumed_service_s, common_blocks
+from samovar.cluster.plan.traces import files as trace_file
+from samovar.cluster.plan.traces.files import TraceError
+from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace
+from samovar.cluster.plan.traces.trace import Trace, TraceTurn, assumed_service_s, common_blocks
 
 TRACES = Path(__file__).resolve().parents[6] / "shared" / "traces"
 

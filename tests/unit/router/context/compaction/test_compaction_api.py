@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from samovar.configs.optional_sections import CompactionSettings
+from samovar.replicas.messages import EngineStats, Failed, GenerateRequest
+from samovar.router.context.compaction import PieceIndex, fitter
 
-from configs.optional_sections import CompactionSettings
-from replicas.messages import EngineStats, Failed, GenerateRequest
-from router.context.compaction import PieceIndex, fitter
 from tests.house import ROOT
 from tests.support.constants import move
 from tests.support.engines.tiny_models import EOS_TOKEN
@@ -243,8 +243,10 @@ async def test_where_it_is_off_the_field_is_refused() -> None:
 
 
 def test_nothing_of_it_is_imported_where_it_is_off() -> None:
-    room = "router.context.compaction"
-    code = f"import sys, router.ingress.app; print([m for m in sys.modules if m.startswith('{room}')])"
+    room = "samovar.router.context.compaction"
+    code = (
+        f"import sys, samovar.router.ingress.app; print([m for m in sys.modules if m.startswith('{room}')])"
+    )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
 

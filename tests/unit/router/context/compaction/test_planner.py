@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from router.context.compaction import (
+from samovar.router.context.compaction import (
     WHOLE,
     Cut,
     Talk,
@@ -19,7 +18,7 @@ from router.context.compaction import (
     cut_of,
     next_cut,
 )
-from router.openai import ChatMessage, ToolCall
+from samovar.router.openai import ChatMessage, ToolCall
 
 PLAN = WindowPlan(limit_tokens=900, start_tokens=800, target_tokens=400, charge_tokens=20, recent_turns=2)
 FRONT = (ChatMessage("system", "Be brief."),)

@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+from samovar.cache_tiers.blocks import session_of, tenant_tag
+from samovar.replicas.messages import Failed, GenerateRequest
+from samovar.router.context.documents import DocumentShelf, document_session, place_documents
+from samovar.router.context.documents.store import FILE_NAME
+from samovar.router.context.knowledge import KnowledgeBase, KnowledgeError
+from samovar.router.routing import SessionDirectory
 
-from cache_tiers.blocks import session_of, tenant_tag
-from replicas.messages import Failed, GenerateRequest
-from router.context.documents import DocumentShelf, document_session, place_documents
-from router.context.documents.store import FILE_NAME
-from router.context.knowledge import KnowledgeBase, KnowledgeError
-from router.routing import SessionDirectory
 from tests.support.router.knowledge_desks import PostgresDesk
 from tests.support.router.router_harness import (
     KEY,
@@ -218,7 +218,7 @@ async def test_a_prefix_that_is_not_the_chats_is_seen(
         return place_documents(messages, wholes, **{**more, "has_system": False})
 
     for number, (planted, is_computed) in enumerate(((left_out, False), (behind, True))):
-        monkeypatch.setattr("router.context.documents.prefill.place_documents", planted)
+        monkeypatch.setattr("samovar.router.context.documents.prefill.place_documents", planted)
         made = house(tmp_path / str(number))
         async with opened(made) as client:
             card = await added(made, client, TEXT * 6)

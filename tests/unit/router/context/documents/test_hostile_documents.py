@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from configs.json_text import parse_json
-from configs.optional_sections import DocumentsSettings
-from router.context.documents import (
+from samovar.configs.json_text import parse_json
+from samovar.configs.optional_sections import DocumentsSettings
+from samovar.router.context.documents import (
     DocumentBody,
     DocumentFailed,
     document,
@@ -24,10 +23,11 @@ from router.context.documents import (
     placement,
     shelf,
 )
-from router.context.documents import body as bodies
-from router.context.documents.placement import BEGIN, END
-from router.context.knowledge import KnowledgeBase
-from router.openai import InvalidValue
+from samovar.router.context.documents import body as bodies
+from samovar.router.context.documents.placement import BEGIN, END
+from samovar.router.context.knowledge import KnowledgeBase
+from samovar.router.openai import InvalidValue
+
 from tests.support.engines.tiny_models import EOS_TOKEN
 from tests.support.router.router_harness import TOKENIZER, chat, error_of
 from tests.unit.router.context.documents.test_documents_api import (
@@ -254,10 +254,10 @@ async def test_uploads_are_decoded_in_threads_and_only_so_many_wait(
 
         return call
 
-    monkeypatch.setattr("router.context.documents.body.a2b_base64", noted(binascii.a2b_base64))
+    monkeypatch.setattr("samovar.router.context.documents.body.a2b_base64", noted(binascii.a2b_base64))
     for name in ("text_of", "chunks_of", "fenced_document"):
-        monkeypatch.setattr(f"router.context.documents.shelf.{name}", noted(getattr(shelf, name)))
-    monkeypatch.setattr("router.context.documents.pdf.parse_json", noted(parse_json))
+        monkeypatch.setattr(f"samovar.router.context.documents.shelf.{name}", noted(getattr(shelf, name)))
+    monkeypatch.setattr("samovar.router.context.documents.pdf.parse_json", noted(parse_json))
     from tests.support.pdfs import pdf_of
 
     sent = {"format": "pdf", "data": base64.b64encode(pdf_of(["The tap is Zarya-7."])).decode()}

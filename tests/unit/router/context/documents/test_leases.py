@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samovar.router.context.knowledge import Change, Content, EntryNotFound, Provenance
 
-from router.context.knowledge import Change, Content, EntryNotFound, Provenance
 from tests.unit.router.context.documents.test_documents_api import ROUTE, TEXT, house, opened, shelf_of
 
 
@@ -33,7 +33,7 @@ async def test_a_lease_is_kept_while_a_stage_takes_longer(
         return TEXT, 1
 
     store.renew = seen  # type: ignore[method-assign]
-    monkeypatch.setattr("router.context.documents.shelf.read_pdf", slow)
+    monkeypatch.setattr("samovar.router.context.documents.shelf.read_pdf", slow)
     async with opened(made) as client:
         body = {"format": "pdf", "data": base64.b64encode(b"%PDF-1.4").decode(), "prefill": "never"}
         sent = await client.post(ROUTE, json=body)

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from configs.optional_sections import DocumentsSettings
-from configs.sections import NvmeTierSettings, ProfileSettings, ProfilesSettings, S3TierSettings, TierSettings
-from router.context.documents import (
+from samovar.configs.optional_sections import DocumentsSettings
+from samovar.configs.sections import (
+    NvmeTierSettings,
+    ProfileSettings,
+    ProfilesSettings,
+    S3TierSettings,
+    TierSettings,
+)
+from samovar.router.context.documents import (
     DocumentFailed,
     chunks_of,
     end_of_documents,
@@ -22,9 +27,10 @@ from router.context.documents import (
     read_pdf,
     text_of,
 )
-from router.context.documents.pdf import PROGRAM
-from router.context.documents.pdf_reader import text_of_pdf
-from router.openai import ChatMessage
+from samovar.router.context.documents.pdf import PROGRAM
+from samovar.router.context.documents.pdf_reader import text_of_pdf
+from samovar.router.openai import ChatMessage
+
 from tests.support.pdfs import bomb, file_of, pdf_of
 
 SETTINGS = DocumentsSettings()
@@ -120,7 +126,7 @@ def test_a_bomb_unpacks_to_nothing_or_is_refused() -> None:
 
 
 async def test_a_reader_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from router.context.documents import pdf
+    from samovar.router.context.documents import pdf
 
     endless = tmp_path / "endless.py"
     endless.write_text("import time\nwhile True: time.sleep(1)\n")

@@ -8,8 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
+from samovar.router.context.knowledge import (
+    Change,
+    Content,
+    KnowledgeBase,
+    KnowledgeError,
+    Provenance,
+    SqliteStore,
+)
 
-from router.context.knowledge import Change, Content, KnowledgeBase, KnowledgeError, Provenance, SqliteStore
 from tests.support.router.router_harness import (
     CONTEXT,
     MODEL,

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from router.context.knowledge import (
+from samovar.router.context.knowledge import (
     Change,
     Check,
     Content,
@@ -25,7 +24,8 @@ from router.context.knowledge import (
     as_data,
     broken,
 )
-from router.context.knowledge.entries import clean
+from samovar.router.context.knowledge.entries import clean
+
 from tests.house import ROOT
 from tests.support.inside import file_of
 from tests.support.router.router_harness import House, chat, error_of, make_settings, spoken
@@ -84,8 +84,8 @@ def test_plain_patterns_are(pattern: str) -> None:
 
 
 LONG = """
-from configs.optional_sections import KnowledgeSettings
-from router.context.knowledge import ImportBody, imported
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.router.context.knowledge import ImportBody, imported
 for text in ("# " + "#" * 2**21 + "x\\n", "# a\\n" + "kind: gotcha\\n" * 2**18):
     body = ImportBody(format="markdown", text=text + "\\ntext ## \\n# b # ##\\nb")
     made = imported(body, KnowledgeSettings(), "me")

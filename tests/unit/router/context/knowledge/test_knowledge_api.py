@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.router.context.knowledge import fenced
 
-from configs.optional_sections import KnowledgeSettings
-from router.context.knowledge import fenced
 from tests.house import ROOT
 from tests.support.constants import move
 from tests.support.engines.tiny_models import EOS_TOKEN
@@ -466,7 +466,7 @@ def test_an_ingress_without_it_imports_nothing_of_it() -> None:
     code = (
         "import sys\nfrom tests.support.router.router_harness import House\nHouse()\n"
         "print([name for name in sys.modules if name.startswith(('router.kn', 'router.le')) or name in"
-        " ('sqlite3', 'wordllama', 'router.ingress.knowledge_routes')])"
+        " ('sqlite3', 'wordllama', 'samovar.router.ingress.knowledge_routes')])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

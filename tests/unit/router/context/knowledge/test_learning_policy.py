@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-
-from configs.optional_sections import LoopSettings
-from router.context.knowledge import EntryRef
-from router.context.learning import (
+from samovar.configs.optional_sections import LoopSettings
+from samovar.router.context.knowledge import EntryRef
+from samovar.router.context.learning import (
     CandidateEntry,
     CaptureCounts,
     Evidence,
@@ -19,7 +18,7 @@ from router.context.learning import (
     TurnCall,
     capture_refusals,
 )
-from router.context.learning.candidates import candidate_of, passed_calls, question_key, says_the_same
+from samovar.router.context.learning.candidates import candidate_of, passed_calls, question_key, says_the_same
 
 SETTINGS = LoopSettings(auto_of=("tea",), auto_per_session=2, auto_per_window=5, auto_share_max=0.5)
 TURN = NotedTurn("Why?", "So.", (EntryRef("kb_1", 2),), (TurnCall("c1", "run"),), (TurnCall("c0", "run"),))

@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+from samovar.configs.optional_sections import LoopSettings
+from samovar.replicas.messages import GenerateRequest
+from samovar.router.context.knowledge import KnowledgeBase, SqliteStore
+from samovar.router.context.knowledge.placement import BEGIN, END, QUOTE
+from samovar.router.context.learning import AUTHOR
+from samovar.router.context.learning.candidates import candidate_of
 
-from configs.optional_sections import LoopSettings
-from replicas.messages import GenerateRequest
-from router.context.knowledge import KnowledgeBase, SqliteStore
-from router.context.knowledge.placement import BEGIN, END, QUOTE
-from router.context.learning import AUTHOR
-from router.context.learning.candidates import candidate_of
 from tests.house import ROOT
 from tests.support.constants import move
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
@@ -519,10 +519,10 @@ async def test_a_thousand_malformed_bodies_of_the_loop_are_no_internal_error(loo
 CRASH = """
 import os, signal, sys
 from pathlib import Path
-from configs.optional_sections import KnowledgeSettings
-from router.context.knowledge import *
-from router.context.learning import *
-from router.openai import ChatMessage
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.router.context.knowledge import *
+from samovar.router.context.learning import *
+from samovar.router.openai import ChatMessage
 
 class Text:
     marks, context_tokens_max = (), 9999
@@ -600,7 +600,7 @@ async def test_feedback_that_its_sessions_deletion_overtakes_writes_nothing(
 
     async with loop.house.client() as client:
         turn = await loop.ask(client, "question-zanzibar?")
-        monkeypatch.setattr("router.context.learning.learning.candidate_of", overtaken)
+        monkeypatch.setattr("samovar.router.context.learning.learning.candidate_of", overtaken)
         body = {"turn_id": turn, "verdict": "success", "comment": "comment-zanzibar"}
         refused = await client.post(FEEDBACK, json=body)
         assert (refused.status_code, error_of(refused)["code"]) == (404, "turn_not_found")

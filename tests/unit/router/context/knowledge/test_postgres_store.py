@@ -17,11 +17,10 @@ from typing import Any
 import psycopg
 import pytest
 from pydantic import SecretStr, ValidationError
-
-from configs.fields import public_tree, secret_tree
-from configs.loader import ConfigError, load
-from configs.optional_sections import PostgresSettings
-from router.context.knowledge import (
+from samovar.configs.fields import public_tree, secret_tree
+from samovar.configs.loader import ConfigError, load
+from samovar.configs.optional_sections import PostgresSettings
+from samovar.router.context.knowledge import (
     Change,
     KnowledgeError,
     Limits,
@@ -32,9 +31,10 @@ from router.context.knowledge import (
     SqliteStore,
     StoreBusy,
 )
-from router.context.knowledge.postgres import connections, database
-from router.context.knowledge.postgres.connections import Connections
-from router.context.knowledge.postgres.store import PostgresStore
+from samovar.router.context.knowledge.postgres import connections, database
+from samovar.router.context.knowledge.postgres.connections import Connections
+from samovar.router.context.knowledge.postgres.store import PostgresStore
+
 from tests.house import ROOT
 from tests.support.clock import Clock
 from tests.support.inside import connections_of, database_of

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from configs.optional_sections import KnowledgeSettings
-from router.context.knowledge import (
+from samovar.configs.optional_sections import KnowledgeSettings
+from samovar.router.context.knowledge import (
     Authorship,
     Change,
     EntryNotFound,
@@ -33,8 +32,9 @@ from router.context.knowledge import (
     VersionConflict,
     diff,
 )
-from router.context.knowledge.sqlite_file import SqliteFile
-from router.context.knowledge.sqlite_schema import SCHEMAS
+from samovar.router.context.knowledge.sqlite_file import SqliteFile
+from samovar.router.context.knowledge.sqlite_schema import SCHEMAS
+
 from tests.house import ROOT
 from tests.support.router.knowledge_desks import LIMITS, ME, Desk, PostgresDesk, SqliteDesk, axis, content
 
@@ -474,8 +474,8 @@ def test_what_no_text_holds_is_looked_up_and_not_found(desk: Desk, strange: str)
 CLOSER = """
 import sys, threading, time
 from pathlib import Path
-from router.context.knowledge import KnowledgeError
-from router.context.knowledge.sqlite_file import SqliteFile
+from samovar.router.context.knowledge import KnowledgeError
+from samovar.router.context.knowledge.sqlite_file import SqliteFile
 
 file, over = SqliteFile(Path(sys.argv[1]), ["CREATE TABLE numbers(n INTEGER)"], 0.05), threading.Event()
 

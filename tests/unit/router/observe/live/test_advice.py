@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from samovar.cache_tiers.messages import NodeGlance
+from samovar.cache_tiers.pricing import TierPrice
+from samovar.configs.optional_sections import LiveSettings
+from samovar.router.generation import TenantUsage
+from samovar.router.observe.diagnosis import CONDITIONS, Snapshot, diagnose, size_live, snapshot_of
+from samovar.router.observe.live import hub as hub_module
+from samovar.router.observe.live.advice import CONTEXTS, advice_of
+from samovar.router.observe.live.feed import Audience, encoded
+from samovar.router.observe.live.merge_patch import Json, diff
+from samovar.router.observe.live.state import LEFT_OUT, Seen, Shown, fitted, state_of
 
-from cache_tiers.messages import NodeGlance
-from cache_tiers.pricing import TierPrice
-from configs.optional_sections import LiveSettings
-from router.generation import TenantUsage
-from router.observe.diagnosis import CONDITIONS, Snapshot, diagnose, size_live, snapshot_of
-from router.observe.live import hub as hub_module
-from router.observe.live.advice import CONTEXTS, advice_of
-from router.observe.live.feed import Audience, encoded
-from router.observe.live.merge_patch import Json, diff
-from router.observe.live.state import LEFT_OUT, Seen, Shown, fitted, state_of
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.fake_replica import say
 from tests.support.router.live_reader import reading

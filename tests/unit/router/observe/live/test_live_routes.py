@@ -7,16 +7,16 @@ from typing import Any
 
 import httpx
 import pytest
+from samovar.cache_tiers.blocks import session_of, tenant_tag
+from samovar.cache_tiers.messages import LineageGlance, NodeGlance, NodeStats
+from samovar.cache_tiers.pricing import PrefillPrice
+from samovar.configs.optional_sections import LiveSettings
+from samovar.replicas.messages import Receipt
+from samovar.router.observe.live.hub import LiveHub
+from samovar.router.observe.live.merge_patch import Json
+from samovar.router.observe.live.routes import LiveRoutes
+from samovar.router.observe.live.state import owner_of
 
-from cache_tiers.blocks import session_of, tenant_tag
-from cache_tiers.messages import LineageGlance, NodeGlance, NodeStats
-from cache_tiers.pricing import PrefillPrice
-from configs.optional_sections import LiveSettings
-from replicas.messages import Receipt
-from router.observe.live.hub import LiveHub
-from router.observe.live.merge_patch import Json
-from router.observe.live.routes import LiveRoutes
-from router.observe.live.state import owner_of
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.fake_replica import INFO, say
 from tests.support.router.live_reader import LiveReader, reading
