@@ -96,7 +96,6 @@ check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --num-workers 2
-	$(PY) -m mypy samovar_cli.py
 
 # Two at a time. Services in the order in which they stand above, long ones first; those that share one, one after the
 # other (tests/support/services/scheduling.py).

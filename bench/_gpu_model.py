@@ -166,7 +166,7 @@ def _write_model(
 
 
 def random_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Make the model of `spec` with random weights on the device, for `samovar.replicas.forward.load_model`."""
+    """Make the model of `spec` with random weights on the device, for `load_model`."""
     from samovar.replicas.forward.attention import ATTENTION_NAME, register
 
     register()

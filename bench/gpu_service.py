@@ -104,8 +104,7 @@ class Samovar:
             "--limits.request-timeout-s": ASK_S,
             **({"--config": "local-gpu"} if place.is_cuda else {}),
         }
-        start = "import sys, samovar_cli; sys.exit(samovar_cli.main())"  # where no script is installed, too
-        return [sys.executable, "-c", start, "serve", str(place.model), *words(flags)]
+        return [sys.executable, "-m", "samovar", "serve", str(place.model), *words(flags)]
 
 
 class Vllm:

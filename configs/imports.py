@@ -14,7 +14,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SAMPLES = ("configs", "ray", "torch", "transformers")
+SAMPLES = ("samovar", "ray", "torch", "transformers")
 """Packages whose bytecode tells whether all have theirs: our own, and the largest."""
 PREFIX, DONT_WRITE = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 FOLDER = re.compile(r"[\w.-]+-[0-9a-f]{16}")

@@ -57,7 +57,18 @@ def has_face(room: str, root: Path) -> bool:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
-    """Line, module and the names taken from it, of every import, those inside functions included."""
+    """Line, module and the names taken from it, of every import, those inside functions included.
+
+    Ours are named as their folders are, without `samovar.`.
+    """
+    for line, module, names in _imports(tree):
+        if module == "samovar":  # `from samovar import configs`
+            yield from ((line, name, []) for name in names)
+        else:
+            yield line, module.removeprefix("samovar."), names
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, []) for alias in node.names)

@@ -42,7 +42,7 @@ COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # functions in Pytho
 def imports_of(code: CodeType) -> list[str]:
     """Modules of ours that a function imports when it runs; none of a module, whose imports are made once."""
     made = [step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
-    return [name for name in made if code.co_name != "<module>" and name.split(".")[0] in PACKAGES]
+    return [name for name in made if code.co_name != "<module>" and name.startswith("samovar.")]
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def passed() -> Iterator[set[tuple[str, str]]]:
     An import of ours within a function that runs counts like a call, also where it has been made before.
     """
     seen: set[tuple[str, str]] = set()
-    roots = tuple(f"{ROOT}/{package}/" for package in PACKAGES)
+    roots = tuple(f"{ROOT}/samovar/{package}/" for package in PACKAGES)
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code

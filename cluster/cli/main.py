@@ -552,3 +552,8 @@ def _with_model(model: str | None, args: list[str]) -> tuple[str | None, list[st
     if model is not None:
         refuse(f"the model is given twice: {args[0]!r} and --model {model!r}. Leave one of them out")
     return args[0], args[1:]
+
+
+def main() -> None:
+    """Run the `samovar` command."""
+    app(prog_name="samovar")

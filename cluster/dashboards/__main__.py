@@ -1,4 +1,4 @@
-"""Writes the generated files again: `python -m samovar.cluster.dashboards`, after a change of metrics or alerts."""
+"""Writes the generated files again, after a change of metrics: `python -m samovar.cluster.dashboards`."""
 
 from __future__ import annotations
 

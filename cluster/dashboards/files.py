@@ -1,4 +1,4 @@
-"""Renders the files that Prometheus and Grafana read. Pure; `python -m samovar.cluster.dashboards` writes them."""
+"""Renders what Prometheus and Grafana read. Pure; `python -m samovar.cluster.dashboards` writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps Ray's GCS alive on the head, beside `ray start`: `python -m samovar.cluster.launch.keep_gcs --port 6379`.
+"""Keeps Ray's GCS alive beside `ray start`: `python -m samovar.cluster.launch.keep_gcs --port 6379`.
 
 Ray starts `gcs_server` once. When it dies, raylets wait `launch.gcs.away_s_max` for it, then exit, and
 with them the cluster. This program restarts it with the same command line and environment, as often as

@@ -1,6 +1,6 @@
 """Runs `samovar plan --live`: tables of what fits the running service, and where loading beats computing.
 
-The sizing itself is that of `samovar.router.observe.diagnosis`, whose numbers the live page shows too. All but
+The sizing itself is that of `router/observe/diagnosis`, whose numbers the live page shows too. All but
 `run_live` is pure.
 """
 

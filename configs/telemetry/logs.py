@@ -16,7 +16,6 @@ from typing import TextIO
 
 from samovar.configs.optional_sections import TelemetrySettings
 
-PACKAGES = ("configs", "cache_tiers", "replicas", "router", "cluster")
 OF_REQUEST = "request %s"
 """Messages of one request begin like this: so its id is known on every thread, and in every process."""
 
@@ -70,5 +69,4 @@ def set_up_logs(settings: TelemetrySettings, stream: TextIO | None = None) -> No
     for old in [old for old in root.handlers if isinstance(old, _Handler)]:
         root.removeHandler(old)
     root.addHandler(handler)
-    for package in PACKAGES:
-        logging.getLogger(package).setLevel(settings.log_level.upper())
+    logging.getLogger("samovar").setLevel(settings.log_level.upper())

@@ -1,4 +1,4 @@
-"""`python -m samovar.replicas.native`: compiles the native step and checksums, so that no start waits for them."""
+"""`python -m samovar.replicas.native`: compiles the native step and checksums before the first start."""
 
 import torch
 from samovar.cache_tiers.blocks import SumsSetup, compile_sums

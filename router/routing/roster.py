@@ -41,7 +41,7 @@ class FittingReplicas(Generic[Replica]):
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """See `samovar.configs.settings.RouterSettings`. `has_tiers`: other replicas than home can load blocks."""
+    """See `RouterSettings`. `has_tiers`: other replicas than home can load blocks."""
 
     affinity_penalty_s: float = 0.05
     load_bound_factor: float = 1.25

@@ -57,9 +57,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_everything_comes_from_the_wheel(bare: Path, tmp_path: Path) -> None:
-    code = (
-        f"import importlib; print(*(importlib.import_module(one).__file__ for one in {PACKAGES}), sep='\\n')"
-    )
+    names = [f"samovar.{name}" for name in PACKAGES]
+    code = f"import importlib; print(*(importlib.import_module(one).__file__ for one in {names}), sep='\\n')"
     words = {"code": [str(bare / "python"), "-c", code]} | {
         name: [str(bare / "samovar"), *name.split()]
         for name in ("config", "render --systemd", "serve --help")

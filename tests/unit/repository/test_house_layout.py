@@ -1,125 +1,72 @@
-"""The layout guard: a foreign package with one of our names is found and named."""
+"""One importable name: another program's `router` beside Samovar harms neither, and no code of ours gets past it."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import ast
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.house import PACKAGES, ROOT
 
-import samovar_cli
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def run(*path: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    return subprocess.run(
-        [sys.executable, "-m", "samovar_cli", "version"],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+PAST = re.compile(rf"^({'|'.join(PACKAGES)})\.(\w+)(\.\w+)*(:\w+)?$")
+OF_FOLDERS = {ROOT / "tests/house.py", *(ROOT / "tests/unit/repository").glob("*.py")}
+"""They name folders, and `tests.house.imports` names modules as folders."""
 
 
-def test_the_checkout_itself_is_in_order() -> None:
-    assert samovar_cli.shadowed(ROOT) == []
-    assert samovar_cli.overwritten(ROOT) == []
-    assert run(ROOT).returncode == 0
+def names_past_samovar(source: str, root: Path = ROOT) -> Iterator[str]:
+    """Yield each import and each string that names a module of ours without `samovar.`: it would be there twice."""
+    for node in ast.walk(ast.parse(source)):
+        named = []
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            named = [node.module or ""]
+        elif isinstance(node, ast.Constant) and (found := PAST.match(str(node.value))):
+            place = root / found[1] / found[2]
+            named = [str(node.value)] if place.is_dir() or place.with_suffix(".py").is_file() else []
+        yield from (name for name in named if name.split(".")[0] in PACKAGES)
 
 
-@pytest.mark.parametrize("form", ["package", "module"])
-def test_a_foreign_package_on_the_path_is_named(tmp_path: Path, form: str) -> None:
-    intruder = tmp_path / ("router" if form == "package" else "router.py")
-    if form == "package":
-        intruder.mkdir()
-        (intruder / "__init__.py").write_text("raise SystemExit('the intruder was imported')\n")
-    else:
-        intruder.write_text("raise SystemExit('the intruder was imported')\n")
-    done = run(tmp_path, ROOT, cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"package `router` comes from {intruder}, ours is at {ROOT / 'router'}" in done.stderr
-    assert "PYTHONPATH" in done.stderr
-    assert "imported" not in done.stderr
-    assert "Traceback" not in done.stderr
+def test_each_package_is_linked() -> None:
+    links = {path.name: path.readlink() for path in (ROOT / "samovar").iterdir() if path.is_symlink()}
+    assert links == {name: Path("..", name) for name in PACKAGES}
 
 
-def test_a_plain_folder_of_that_name_does_no_harm_where_ours_is_on_the_path(tmp_path: Path) -> None:
-    (tmp_path / "router").mkdir()  # no __init__.py: Python prefers a real package further on
-    assert run(tmp_path, ROOT, cwd=tmp_path).returncode == 0
+def test_no_code_gets_past_the_name() -> None:
+    found = {
+        str(path.relative_to(ROOT)): names
+        for place in (*PACKAGES, "bench", "tests")
+        for path in (ROOT / place).rglob("*.py")
+        if path not in OF_FOLDERS and (names := list(names_past_samovar(path.read_text(encoding="utf-8"))))
+    }
+    assert found == {}
 
 
-def test_a_plain_folder_is_named_where_it_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with an editable install, whose finder is asked after the path."""
-    (tmp_path / "samovar_other").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (problem,) = samovar_cli.shadowed(ROOT, ["samovar_other"])
-    assert f"comes from {tmp_path / 'samovar_other'}" in problem
+def test_a_name_past_it_is_seen() -> None:
+    source = 'import router.auth\nfrom configs import x\npatch("cache_tiers.media.IDLE_S", setting="router.stall_s")\n'
+    assert list(names_past_samovar(source)) == ["router.auth", "configs", "cache_tiers.media.IDLE_S"]
 
 
-def test_a_missing_package_is_named(tmp_path: Path) -> None:
-    (problem,) = samovar_cli.shadowed(tmp_path, ["samovar_no_such_package"])
-    assert "is missing" in problem
-
-
-OURS = {"router/__init__.py": b"", "router/auth.py": b"LIMIT = 1\n", "router/deep/part.py": b"PART = 2\n"}
-
-
-def installed(site: Path) -> None:
-    """What a wheel of ours leaves in site-packages."""
-    for name, content in OURS.items():
-        (site / name).parent.mkdir(parents=True, exist_ok=True)
-        (site / name).write_bytes(content)
-    info = site / "samovar-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: samovar\nVersion: 9.9\n")
-    lines = ["samovar-9.9.dist-info/RECORD,,", "../../bin/samovar,sha256=x,1"]
-    for name, content in OURS.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-        lines.append(f"{name},sha256={digest},{len(content)}")
-    (info / "RECORD").write_text("\n".join(lines) + "\n")
-
-
-@pytest.mark.parametrize("changed", [[], *([name] for name in OURS), list(OURS)])
-def test_a_package_that_was_installed_over_ours_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: list[str]
-) -> None:
-    """Also where the foreign `__init__.py` is as empty as ours."""
-    installed(tmp_path)
-    for name in changed:
-        (tmp_path / name).write_text("# a foreign router\n")
-    other = tmp_path / "Routes-1.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: Routes\nVersion: 1\n")
-    (other / "top_level.txt").write_text("router\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    place = tmp_path / "router"
-    assert samovar_cli.overwritten(tmp_path) == [
-        f"package `router` at {place} was overwritten by Routes: {name} is not ours" for name in changed[:1]
+def test_a_foreign_package_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
+    for name in PACKAGES:
+        (tmp_path / f"{name}.py").write_text("IS_FOREIGN = True\n")
+    code = f"import {', '.join(PACKAGES)}, samovar.cluster.cli.main; print(router.IS_FOREIGN)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    said = [
+        subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for words in (["-c", code], ["-m", "samovar", "version"])
     ]
-
-
-def test_a_file_that_went_away_with_another_program_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed(tmp_path)
-    (tmp_path / "router" / "auth.py").unlink()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (problem,) = samovar_cli.overwritten(tmp_path)
-    assert problem.endswith("was overwritten by another program: router/auth.py is missing")
-
-
-def test_the_record_of_another_installation_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed(tmp_path)
-    (tmp_path / "router" / "auth.py").write_text("# changed\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert samovar_cli.overwritten(ROOT) == []
+    assert said[0] == "True\n"
+    assert said[1].startswith("samovar ")

@@ -17,8 +17,6 @@ from samovar.configs.extras import EXTRAS
 from tests.house import PACKAGES, ROOT
 from tests.support.wheel import build_wheel, copy_of_checkout
 
-CONSOLE = "samovar_cli.py"
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,14 +38,17 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
         check=True,
     )
     wanted = {name for name in tracked.stdout.splitlines() if (ROOT / name).exists()}
-    assert content(wheel) == wanted | {CONSOLE}
+    assert content(wheel) == {
+        *("samovar/__init__.py", "samovar/__main__.py"),
+        *(f"samovar/{name}" for name in wanted),
+    }
 
 
 def test_the_wheel_names_its_command_its_license_and_its_extras(wheel: Path) -> None:
     with ZipFile(wheel) as files:
         texts = {name.partition(".dist-info/")[2]: files.read(name).decode() for name in files.namelist()}
     about = message_from_string(texts["METADATA"])
-    assert "samovar = samovar_cli:main" in texts["entry_points.txt"]
+    assert "samovar = samovar.cluster.cli.main:main" in texts["entry_points.txt"]
     assert texts["licenses/LICENSE"] == (ROOT / "LICENSE").read_text()
     assert set(about.get_all("Provides-Extra", [])) == {*EXTRAS.values(), "kernels", "dev"}
     plain = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("configs", "cache_tiers", "replicas", "router", "cluster")
-CODE = [ROOT / "samovar_cli.py", *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))]
+CODE = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
 PAGES = [
     *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),  # history is left as it was written
     *(ROOT / "docs").glob("*.md"),

@@ -458,7 +458,7 @@ def test_whoever_cannot_be_reached_is_named_with_the_way_out(server: FakeServer)
 
 def test_a_pipe_can_chat(server: FakeServer) -> None:
     server.answers = [ANSWER, (503, '{"error": {"message": "loading"}}')]
-    command = [sys.executable, "-m", "samovar_cli", "chat", "--url", server.url]
+    command = [sys.executable, "-m", "samovar", "chat", "--url", server.url]
     done = subprocess.run(
         command,
         input="hi\nmore\n",
@@ -478,7 +478,7 @@ def test_a_pipe_can_chat(server: FakeServer) -> None:
 
 def test_one_question_gives_its_answer_alone(server: FakeServer) -> None:
     server.answers = [ANSWER, (503, '{"error": {"message": "loading"}}')]
-    command = [sys.executable, "-m", "samovar_cli", "chat", "--max-tokens", "7", "hello there"]
+    command = [sys.executable, "-m", "samovar", "chat", "--max-tokens", "7", "hello there"]
     env = {**os.environ, "SAMOVAR_URL": server.url.removeprefix("http://")}
     first, second = (
         subprocess.run(

@@ -133,9 +133,9 @@ def test_a_disk_tier_that_another_server_holds_is_told_and_nothing_else_changes(
 def serve(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run `samovar serve` in a process that prints, at its end, which heavy modules it has imported."""
     code = (
-        "import atexit, sys; import samovar_cli\n"
+        "import atexit, sys; from samovar.cluster.cli.main import main\n"
         f"atexit.register(lambda: print([name for name in {HEAVY} if name in sys.modules]))\n"
-        "samovar_cli.main()"
+        "main()"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("SAMOVAR_")}
     env["SAMOVAR_MODEL__CACHE_DIR"] = str(tmp_path)

@@ -83,7 +83,7 @@ prompts.close()
 OTHERS = """
 import samovar.router.proxy.proxy_guard, samovar.router.routing.request_router  # Serve's proxy
 import samovar.cluster.serve.autoscale, samovar.replicas.serving.deployment  # Serve's controller
-import samovar.cache_tiers.actors, samovar.cache_tiers.actors.tier, samovar.cache_tiers.sessions.actor  # of a node, of the cluster
+import samovar.cache_tiers.actors.tier, samovar.cache_tiers.sessions.actor  # of a node, of the cluster
 import samovar.cache_tiers.node, samovar.cache_tiers.transport, samovar.replicas.messages
 """
 
@@ -171,7 +171,9 @@ def test_a_helper_process_ends_with_the_one_that_asked(tiny_llama: Path) -> None
 
 def test_a_helper_process_prints_nothing_of_its_own(tiny_llama: Path) -> None:
     """No warning that a module is there twice, and no thread that Python finds in a buffer when it ends."""
-    code = "import sys\nfrom samovar.replicas.model.apart import run_apart\nprint(run_apart('config', sys.argv[1]))"
+    code = (
+        "import sys\nfrom samovar.replicas.model import apart\nprint(apart.run_apart('config', sys.argv[1]))"
+    )
     command = [sys.executable, "-c", code, str(tiny_llama)]
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True

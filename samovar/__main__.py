@@ -1,0 +1,5 @@
+"""`python -m samovar`: the command, where no script is installed."""
+
+from samovar.cluster.cli.main import main
+
+main()
