@@ -46,7 +46,7 @@ def test_one_more_file_or_function_is_too_long() -> None:
 def test_a_call_and_an_import_are_counted_in_every_thread() -> None:
     with passed() as seen:
         hub_model(None)
-        thread = threading.Thread(target=runpy.run_path, args=(str(ROOT / "configs/imports.py"),))
+        thread = threading.Thread(target=runpy.run_path, args=(str(ROOT / "samovar/configs/imports.py"),))
         thread.start()
         thread.join()
     names = {(Path(file).name, name) for file, name in seen}
@@ -55,7 +55,9 @@ def test_a_call_and_an_import_are_counted_in_every_thread() -> None:
 
 
 def test_an_import_within_a_function_counts_also_where_it_was_made_before() -> None:
-    made = compile("def f():\n    import json\n    from configs.fields import merged\n", "f.py", "exec")
+    made = compile(
+        "def f():\n    import json\n    from samovar.configs.fields import merged\n", "f.py", "exec"
+    )
     inner = next(const for const in made.co_consts if hasattr(const, "co_name"))
-    assert imports_of(inner) == ["configs.fields"]
-    assert imports_of(compile("import configs.fields\n", "f.py", "exec")) == []
+    assert imports_of(inner) == ["samovar.configs.fields"]
+    assert imports_of(compile("import samovar.configs.fields\n", "f.py", "exec")) == []
