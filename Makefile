@@ -51,7 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm test-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -127,6 +127,12 @@ test-slow: $(STAMP) ## the tests that the gate leaves out: twins that start serv
 test-other-cpu: $(STAMP) ## the tests that depend on the CPU, on another one that this one plays
 	ATEN_CPU_CAPABILITY=avx2 TESTS_OTHER_CPU=float32,bfloat16 $(PY) -m pytest -n 2 --dist worksteal $(OTHER_CPU) $(ARGS)
 	ATEN_CPU_CAPABILITY=avx2 SAMOVAR_MODEL__DTYPE=float32 $(PY) -m pytest $(OTHER_CPU_SERVICES) $(ARGS)
+
+wheel-vllm: $(STAMP) ## build the wheel for vLLM's environment into dist/ (docs/vllm.md)
+	@rm -rf build/wheel-vllm && mkdir -p build/wheel-vllm/samovar dist
+	@cp -rL samovar/__init__.py samovar/configs samovar/cache_tiers build/wheel-vllm/samovar/
+	@cp samovar/cache_tiers/vllm/pyproject.toml LICENSE docs/vllm.md build/wheel-vllm/
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist build/wheel-vllm
 
 test-wheel: $(STAMP) ## the wheel in a bare environment, outside of the checkout: serve, second turn cached (a minute)
 	TESTS_SLOW=1 $(PY) -m pytest tests/unit/repository/test_wheel.py tests/e2e/test_wheel.py $(ARGS)

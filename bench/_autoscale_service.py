@@ -24,6 +24,7 @@ from ray import serve
 from ray._private.state import state as gcs_state
 from ray.cluster_utils import Cluster
 from ray.serve.config import HTTPOptions, ProxyLocation
+
 from samovar.cache_tiers.actors.tier import tier_actors
 from samovar.cache_tiers.node.drain import inhabited
 from samovar.cluster.serve.app import Service

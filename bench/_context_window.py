@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench._context_facts import ADVICE, PEOPLE, PLACES, THINGS
 from samovar.configs.optional_sections import CompactionSettings
 from samovar.replicas.messages import SamplingParams
 from samovar.router.context.compaction import CutMemory, Fitter, MessageTokens, SummaryStore
 from samovar.router.context.knowledge import Embedder
 from samovar.router.openai import ChatMessage, CompactionWish, ParsedChat
 from samovar.router.prompt import PromptBuilder
-
-from bench._context_facts import ADVICE, PEOPLE, PLACES, THINGS
 
 TENANT, SESSION = "bench", b"session".ljust(16, b"\0")
 SYSTEM = "You are a careful assistant. Answer in a few words."

@@ -138,10 +138,9 @@ class ScriptedReplica(Replica):
 
 def main() -> int:
     """Serve until SIGTERM."""
+    from bench._front_engine import ScriptedReplica as Kind  # Ray's workers find it by its module
     from samovar.cluster.serve.app import serve_forever
     from samovar.configs.loader import load
-
-    from bench._front_engine import ScriptedReplica as Kind  # Ray's workers find it by its module
 
     _, step_ms, *flags = sys.argv[1:]
     os.environ[STEP_VARIABLE] = step_ms

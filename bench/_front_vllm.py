@@ -13,11 +13,11 @@ import re
 from pathlib import Path
 
 import httpx
-from samovar.configs.settings import ModelSettings
-from samovar.replicas.model import ensure_model
 
 from bench._peers_model import PeerModel
 from bench._peers_servers import VLLM_BLOCK, Launch, Place, Vllm
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.model import ensure_model
 
 BUILD = Path("build")
 MODEL = "SmolLM2-135M-Instruct"

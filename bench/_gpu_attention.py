@@ -7,16 +7,16 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 import torch
-from samovar.replicas.forward import GatherSdpa, Runner
-from samovar.replicas.forward.attention import AttentionBackend, AttentionForm
-from samovar.replicas.forward.inputs import StepInputs, StepPacker
-from samovar.replicas.kv import KvGeometry, KvPool
-from samovar.replicas.scheduling import Chunk, bare_sequence
 
 from bench._gpu_device import Ceilings, Device, dtype_name, share
 from bench._gpu_engine import Sizes, shape_of
 from bench._gpu_model import Caller, tokens_of
 from bench._gpu_run import Rows, at_least, at_most, must_be
+from samovar.replicas.forward import GatherSdpa, Runner
+from samovar.replicas.forward.attention import AttentionBackend, AttentionForm
+from samovar.replicas.forward.inputs import StepInputs, StepPacker
+from samovar.replicas.kv import KvGeometry, KvPool
+from samovar.replicas.scheduling import Chunk, bare_sequence
 
 LAYERS = 8
 """Layers that are read in turn, so that none is still in the cache."""

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from samovar.configs.sections import GIB, MIB
 
 from bench._gpu_run import Rows
+from samovar.configs.sections import GIB, MIB
 
 WARM_UPS = 2
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from samovar.configs.sections import MIB
 
 from bench._gpu_device import Device
 from bench._gpu_engine import Sizes, shape_of
 from bench._gpu_model import Caller, tokens_of
 from bench._gpu_run import Rows, must_be
+from samovar.configs.sections import MIB
 
 SPARE_BYTES = 96 * MIB
 """What a step of a few rows may still take; activations of a long prompt take ten times that."""

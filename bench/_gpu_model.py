@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from bench._gpu_device import Device
 from samovar.cache_tiers.blocks import Placement
 from samovar.replicas.engine import Engine
 from samovar.replicas.messages import (
@@ -31,9 +34,6 @@ from samovar.replicas.messages import (
 )
 from samovar.replicas.model import ModelSpec
 from samovar.replicas.start.build import BuiltEngine
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-
-from bench._gpu_device import Device
 from tests.support.engines.tiny_models import BOS_ID, EOS_ID, PAD_ID, VOCAB_MIN, make_tiny_tokenizer
 
 FIRST_ID = 3

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from samovar.cache_tiers.blocks import Bytes
-from samovar.configs.sections import MIB
-from samovar.replicas.kv import KvGeometry, KvPool, PageIo, page_io
 
 from bench._gpu_device import Ceilings, Device, share
 from bench._gpu_engine import Sizes, shape_of
 from bench._gpu_model import Caller, tokens_of
 from bench._gpu_run import Rows, at_least, at_most, must_be
+from samovar.cache_tiers.blocks import Bytes
+from samovar.configs.sections import MIB
+from samovar.replicas.kv import KvGeometry, KvPool, PageIo, page_io
 
 DELAY_CYCLES = 2_000_000
 """About a millisecond: the device is still at it when the host has long submitted what must wait."""

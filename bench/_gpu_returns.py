@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from samovar.cache_tiers.node import TierNode
-
 from bench._gpu_device import Ceilings, share
 from bench._gpu_engine import Sizes, shape_of
 from bench._gpu_model import Asked, Caller, tokens_of
 from bench._gpu_run import Rows, at_least, at_most, must_be
 from bench._load_trace import asked_and_traced
+from samovar.cache_tiers.node import TierNode
 
 SESSION = b"bench-session-01"
 RETURN_S_MAX: Mapping[int, float] = {8192: 0.08, 32768: 0.2, 65536: 0.35}

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from bench._gpu_device import Ceilings, Device, dtype_name
+from bench._gpu_engine import Sizes
+from bench._gpu_model import Caller, Shape, random_model, write_hollow_model
+from bench._gpu_tiers import MappedRam, open_mapped_tiers
 from samovar.cache_tiers.node import TierNode
 from samovar.configs.loader import load
 from samovar.configs.sections import GIB, MIB
@@ -14,11 +19,6 @@ from samovar.configs.settings import Settings
 from samovar.replicas.model import ModelSpec
 from samovar.replicas.offload import WorkerPools
 from samovar.replicas.start.build import Start
-
-from bench._gpu_device import Ceilings, Device, dtype_name
-from bench._gpu_engine import Sizes
-from bench._gpu_model import Caller, Shape, random_model, write_hollow_model
-from bench._gpu_tiers import MappedRam, open_mapped_tiers
 
 SEQUENCES_MIN = 8
 """So many answers may be running, however small the batches are: `limits.n_max` asks for it."""

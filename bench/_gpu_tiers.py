@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
 from samovar.cache_tiers.actors.staging import StagingBuffer
 from samovar.cache_tiers.blocks import Address, Bytes, Record, TierFull
 from samovar.cache_tiers.media import Deadline

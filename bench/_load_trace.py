@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from samovar.replicas.scheduling import Restore, RestorePiece
-
 from bench._gpu_model import Asked, Caller
+from samovar.replicas.scheduling import Restore, RestorePiece
 
 STAGES = ("looked up", "fetched", "verified", "moved", "waited for the engine", "computed")
 

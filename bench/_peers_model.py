@@ -13,10 +13,11 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from tqdm import tqdm
+
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.model import ensure_model
 from samovar.replicas.model.store import DEFAULT_FILE, DEFAULT_MODULE
-from tqdm import tqdm
 
 _BF16 = gguf.GGMLQuantizationType.BF16
 _OWN_KEYS = ("general.architecture", "general.file_type")  # the writer's, and ours

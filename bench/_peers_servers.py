@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 from pydantic import ValidationError
-from samovar.configs.settings import EngineSettings
 
 from bench._peers_model import PeerModel
+from samovar.configs.settings import EngineSettings
 
 KV_BYTES_PER_TOKEN = 23040  # of the default model in bfloat16
 VLLM_BLOCK = 128  # its default on a CPU

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Literal
 
-from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
-from samovar.cluster.plan.traces.replay import by_session, forecasts, next_starts_s
-from samovar.cluster.plan.traces.trace import Trace, TraceTurn
-from samovar.configs.sections import PolicyName, PolicySettings, PredictorSettings
 from tqdm import tqdm
 
 from bench._single_tier import hits_with
 from bench._trace_generator import GeneratorOptions, Shape, generate
 from bench._trace_patterns import mixed, parse_patterns
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
+from samovar.cluster.plan.traces.replay import by_session, forecasts, next_starts_s
+from samovar.cluster.plan.traces.trace import Trace, TraceTurn
+from samovar.configs.sections import PolicyName, PolicySettings, PredictorSettings
 
 MARGIN = 0.002
 """So much of all prompt tokens may be lost against LRU, to noise."""

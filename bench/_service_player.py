@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
 from samovar.cluster.plan.traces.trace import TraceTurn
 
 IDS = range(1000, 40_000)

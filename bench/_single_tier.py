@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.cache_tiers.forecast import Forecast
 from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy
 from samovar.cluster.plan.simulator.tier import SimTier

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from samovar.configs.sections import MIB
 
 TOTAL_GROWTH_MAX = 0.05

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tqdm import tqdm
+
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.messages import GenerateRequest, SamplingParams
 from samovar.replicas.scheduling.step import StepBudget
-from tqdm import tqdm
 
 STREAM_TOKENS_MAX = 4000
 ALONE_TOKENS = 24

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
 
+from bench._trace_patterns import Patterns, mixed
 from samovar.cache_tiers.forecast import Role, Stop
 from samovar.cluster.plan.traces.trace import ReadTally, Trace, TraceTurn
-
-from bench._trace_patterns import Patterns, mixed
 
 Shape = Literal["chat", "agentic", "fooling"]
 

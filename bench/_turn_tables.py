@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
+
+from bench._trace_patterns import Patterns, mixed
 from samovar.cache_tiers.forecast.turns import SessionKey, Stop, Turn
 from samovar.cluster.plan.traces.readers import TraceOptions, open_trace
 from samovar.cluster.plan.traces.trace import TraceKind
-
-from bench._trace_patterns import Patterns, mixed
 
 Kind = Literal["chat", "agentic"]
 

@@ -26,13 +26,13 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from samovar.cluster.plan.traces.readers import open_trace
-from samovar.cluster.serve.app import interrupt_on_signals
 from tqdm import tqdm
 
 from bench import _report as report
 from bench._autoscale_events import Change, Run, changes_of, replicas_by_time, summary
 from bench._service_player import Player, Script, scripts
+from samovar.cluster.plan.traces.readers import open_trace
+from samovar.cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import MODEL, READY, START_S, free_port, until
 
 matplotlib.use("Agg")

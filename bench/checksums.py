@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from bench import _report as report
 from samovar.cache_tiers.blocks.compiled_sums import CompiledSums, sums_library
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
 from samovar.cache_tiers.blocks.layer_sums import plain_sums
 from samovar.configs.settings import Settings
-from xxhash import xxh3_64_intdigest
-
-from bench import _report as report
 
 MIB = 1024 * 1024
 EXTENT_BYTES = 64 * MIB

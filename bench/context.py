@@ -30,6 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from bench import _report as report
+from bench._context_facts import PlantedFact, planted
+from bench._context_served import Guest, guest_at, guest_of_service, orders_served, window_served
+from bench._context_window import WINDOW_TOKENS, beyond_window
 from samovar.cache_tiers.blocks import block_key
 from samovar.configs.optional_sections import KnowledgeSettings
 from samovar.configs.settings import Settings
@@ -52,11 +57,6 @@ from samovar.router.ingress.knowledge_routes import ServedText
 from samovar.router.openai import ChatMessage, KnowledgeWish, ParsedChat
 from samovar.router.prompt import PromptBuilder
 
-from bench import _report as report
-from bench._context_facts import PlantedFact, planted
-from bench._context_served import Guest, guest_at, guest_of_service, orders_served, window_served
-from bench._context_window import WINDOW_TOKENS, beyond_window
-
 TENANT = "bench"
 SEEDS = (1, 2, 3)
 FACTS = 40
@@ -75,8 +75,9 @@ class HiddenStates:
 
     def __init__(self, settings: Settings) -> None:
         import torch
-        from samovar.replicas.model import ensure_model
         from transformers import AutoModel, AutoTokenizer
+
+        from samovar.replicas.model import ensure_model
 
         path = ensure_model(settings.model)
         self._torch = torch

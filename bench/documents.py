@@ -26,9 +26,9 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # see cluster/cli/main.py
 
 import httpx
 import psutil
-from samovar.configs.settings import Settings
 
 from bench import _report as report
+from samovar.configs.settings import Settings
 from tests.support.services.guests import PROSE
 from tests.support.services.rclone import s3_server
 from tests.support.services.service import MODEL, for_served_dtype, free_port, until

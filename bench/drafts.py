@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from bench import _report as report
 from samovar.configs.sections import MIB
 from samovar.configs.settings import EngineSettings, ModelSettings, Settings
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.messages import Delta, GenerateRequest, Refused, SamplingParams
 from samovar.replicas.model.store import ensure_model
 from samovar.replicas.start.build import Start
-from tokenizers import Tokenizer
-from tqdm import tqdm
-
-from bench import _report as report
 
 CODE = Path(__file__).parent.parent / "replicas" / "checkpoint" / "vocabulary.py"
 CODE_LINES = slice(20, 50)

@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from bench import _report as report
+from bench._stream_stalls import Limits, stream_rows
 from samovar.configs.sections import MIB
 from samovar.configs.settings import EngineSettings, ModelSettings, Settings
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.messages import GenerateRequest, SamplingParams
 from samovar.replicas.model.store import ensure_model
 from samovar.replicas.start.build import Start
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM
-
-from bench import _report as report
-from bench._stream_stalls import Limits, stream_rows
 
 PREFILL_TOKENS = (128, 512, 2048)
 BATCHES = (1, 4, 8)

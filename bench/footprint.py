@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from samovar.cluster.serve.app import interrupt_on_signals
 
 from bench import _report as report
 from bench.soak import working_directory
+from samovar.cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import Service
 
 IDLE_S = 60.0

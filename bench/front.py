@@ -26,13 +26,13 @@ from typing import IO, Any
 
 import httpx
 import psutil
-from samovar.cluster.serve.app import interrupt_on_signals
 
 from bench import _front_vllm
 from bench import _report as report
 from bench._peers_processes import Threads
 from bench.footprint import role_of
 from bench.soak import working_directory
+from samovar.cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import free_port
 
 STREAMS = (1, 8, 64, 256, 1024)

@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bench import _report as report
+from bench._trace_generator import GeneratorOptions, generate
+from bench.routing_cost import measure as measure_routing
 from samovar.cache_tiers.policy.policies import make_policy
 from samovar.cache_tiers.sessions.session_table import SessionTable, Sync
 from samovar.cluster.plan.simulator.fleet import Fleet
@@ -25,10 +28,6 @@ from samovar.cluster.plan.simulator.sim import Sim
 from samovar.configs.sections import GIB, PolicySettings
 from samovar.configs.settings import RouterSettings
 from samovar.router.routing.session_directory import ROWS_MAX
-
-from bench import _report as report
-from bench._trace_generator import GeneratorOptions, generate
-from bench.routing_cost import measure as measure_routing
 
 REPLICAS = (64, 1000, 4000)
 ROWS = 50_000

@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 import torch
-from samovar.replicas.kv import KvGeometry
 
 from bench import _report as report
 from bench._gpu_attention import DecodeTimes, check_attention, check_logits, measure_attention
@@ -34,6 +33,7 @@ from bench._gpu_returns import measure_returns
 from bench._gpu_run import GpuRun, Rows, Section
 from bench._gpu_stage import Stage
 from bench._gpu_sums import measure_sums
+from samovar.replicas.kv import KvGeometry
 
 SECTIONS_S = 420.0
 """No section begins later after the process did."""

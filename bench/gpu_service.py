@@ -26,7 +26,6 @@ from typing import Protocol
 import httpx
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from samovar.configs.sections import GIB, MIB
 
 from bench import _report as report
 from bench._gpu_device import Device, dtype_name
@@ -35,6 +34,7 @@ from bench._gpu_returns import RETURN_S_MAX
 from bench._gpu_run import Bar, GpuRun, Rows, Section, at_least, at_most
 from bench._gpu_service_client import Answer, Ask, Client, percentile_ms
 from bench._peers_processes import Running, until_ready
+from samovar.configs.sections import GIB, MIB
 from tests.support.services.service import free_port
 
 NAME = "bench"

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from bench import _report as report
 from samovar.configs.settings import EngineSettings, ModelSettings
 from samovar.replicas.forward import GatherSdpa, Runner, load_model
 from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool
 from samovar.replicas.model import ensure_model, inspect_model, load_tokenizer
 from samovar.replicas.scheduling import Chunk, bare_sequence
 from samovar.replicas.start.build import kv_geometry
-
-from bench import _report as report
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {"prose": "docs/how-it-works.md", "code": "replicas/kv/page_pool.py", "legal": "LICENSE"}

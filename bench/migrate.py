@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+
+from bench import _report as report
 from samovar.cache_tiers.messages import Fetch, PeerStats
 from samovar.cache_tiers.pricing.meters import UNKNOWN_PREFILL
 from samovar.configs.sections import MIB, CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
-
-from bench import _report as report
 from tests.support.nodes.node_harness import Sample
 from tests.support.services.service import until
 from tests.support.services.two_nodes import GET_S, Node, break_link, digest, start_node, two_raylets

@@ -20,11 +20,11 @@ from typing import Any
 
 import httpx
 import psutil
-from samovar.cluster.serve.app import interrupt_on_signals
 
 from bench import _report as report
 from bench.footprint import POOL_BYTES, SETTLE_S, look
 from bench.soak import working_directory
+from samovar.cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import MODEL, Service
 
 ROUND_S = 30.0

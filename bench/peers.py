@@ -18,7 +18,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from samovar.cluster.serve.app import interrupt_on_signals
 from tqdm import tqdm
 
 from bench import _report as report
@@ -27,6 +26,7 @@ from bench._peers_model import PeerModel, make_model
 from bench._peers_rows import OURS, Reading, bars, rows_of, skipped, table
 from bench._peers_servers import KV_BYTES_PER_TOKEN, PEERS, Peer, Place, versions
 from bench._peers_works import QUICK, Amounts, OtherStepError, Visit, why
+from samovar.cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import free_port
 
 BUILD = Path(__file__).parent.parent / "build"

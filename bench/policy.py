@@ -19,6 +19,12 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from tqdm import tqdm
+
+from bench import _policy_patterns as patterns
+from bench import _report as report
+from bench._single_tier import belady_hits, hits_with
+from bench._trace_generator import Shape
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.forecast.survival import Forecast
@@ -27,12 +33,6 @@ from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace
 from samovar.cluster.plan.traces.replay import forecasts, next_starts_s
 from samovar.cluster.plan.traces.trace import Trace, TraceTurn
 from samovar.configs.sections import PolicySettings, PredictorSettings
-from tqdm import tqdm
-
-from bench import _policy_patterns as patterns
-from bench import _report as report
-from bench._single_tier import belady_hits, hits_with
-from bench._trace_generator import Shape
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FILES = ("mooncake_conversation_first40min.jsonl.gz", "weka_claudecode_turns_dev.csv.gz")

@@ -28,12 +28,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from samovar.cache_tiers.forecast.kaplan_meier import KaplanMeier, TypeKm
-from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.survival import BINS, EDGES, Curves, bin_of, curve_of, resume_probability
-from samovar.cache_tiers.forecast.turns import SessionKey, Turn
-from samovar.cache_tiers.policy.idle_sessions import IdleSessions
-from samovar.configs.sections import PredictorSettings
 from tqdm import tqdm
 
 from bench import _forecast_scores as scores
@@ -41,6 +35,12 @@ from bench import _report as report
 from bench import _turn_tables as turn_tables
 from bench._trace_patterns import parse_patterns
 from bench._turn_tables import TurnTable
+from samovar.cache_tiers.forecast.kaplan_meier import KaplanMeier, TypeKm
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.survival import BINS, EDGES, Curves, bin_of, curve_of, resume_probability
+from samovar.cache_tiers.forecast.turns import SessionKey, Turn
+from samovar.cache_tiers.policy.idle_sessions import IdleSessions
+from samovar.configs.sections import PredictorSettings
 
 TRACES: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"
 FILES: Final = ("mooncake_conversation_turns_first40min.csv.gz", "weka_claudecode_turns_dev.csv.gz")

@@ -22,6 +22,11 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from tqdm import tqdm
+
+from bench import _report as report
+from bench._trace_generator import GeneratorOptions, generate
+from bench.policy import FILES, SESSIONS_PER_H, TRACES
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.forecast.survival import Forecast
 from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
@@ -32,11 +37,6 @@ from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace
 from samovar.cluster.plan.traces.replay import ended_s, forecasts, next_starts_s
 from samovar.cluster.plan.traces.trace import TraceTurn
 from samovar.configs.sections import GIB, PredictorSettings, PrefetchSettings
-from tqdm import tqdm
-
-from bench import _report as report
-from bench._trace_generator import GeneratorOptions, generate
-from bench.policy import FILES, SESSIONS_PER_H, TRACES
 
 HINT_SHARE = 0.5
 TYPING_S = 5.0

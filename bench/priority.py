@@ -16,14 +16,13 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from bench import _report as report
 from samovar.configs.sections import MIB
 from samovar.configs.settings import EngineSettings, ModelSettings, Settings
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.messages import Delta, GenerateRequest, SamplingParams
 from samovar.replicas.model.store import ensure_model
 from samovar.replicas.start.build import Start
-
-from bench import _report as report
 
 HIGH, LOW = -10, 10
 PROMPT_TOKENS, ANSWER_TOKENS = 200, 40

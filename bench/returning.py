@@ -24,11 +24,11 @@ from typing import Any
 
 import httpx
 import psutil
-from samovar.cluster.serve.s3_demo import S3Demo
-from samovar.configs.settings import Settings
 from tqdm import tqdm
 
 from bench import _report as report
+from samovar.cluster.serve.s3_demo import S3Demo
+from samovar.configs.settings import Settings
 from tests.support.services.service import MODEL, Service, until
 
 TURN_TOKENS = 32

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from samovar.cluster.serve.app import interrupt_on_signals
-from samovar.configs.sections import MIB
 from tqdm import tqdm
 
 from bench import _report as report
@@ -32,6 +30,8 @@ from bench._router_cluster import Cluster
 from bench._router_load import EVENT_AT, PHASES, Phase, Schedule, Shape, schedule
 from bench._router_tally import Grow, Kill, Record
 from bench.soak import working_directory
+from samovar.cluster.serve.app import interrupt_on_signals
+from samovar.configs.sections import MIB
 from tests.support.services.service import MODEL, Service, serving, until
 
 ROUTERS = ("samovar", "consistent_hash", "pow2")

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from ray.serve._private.common import DeploymentID, ReplicaID
+
+from bench import _report as report
 from samovar.configs.settings import RouterSettings
 from samovar.replicas.messages import GenerateRequest, Route, SamplingParams
 from samovar.router.routing import load_tracker
 from samovar.router.routing.request_router import SessionRouter
 from samovar.router.routing.session_directory import SessionDirectory, TurnEnd
-
-from bench import _report as report
 
 REPLICAS = (3, 16, 64, 256, 1000)
 OPEN, SESSIONS, CALLS = 200, 20_000, 400

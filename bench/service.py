@@ -22,12 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.policy.policies import make_policy
-from samovar.cluster.plan.traces.readers import open_trace
-from samovar.cluster.plan.traces.replay import forecasts
-from samovar.cluster.serve.app import interrupt_on_signals
-from samovar.configs.sections import MIB, PolicySettings, PredictorSettings
 from tqdm import tqdm
 
 from bench import _report as report
@@ -36,6 +30,12 @@ from bench._single_tier import Hits, hits_with
 from bench._trace_generator import GeneratorOptions, generate
 from bench._trace_patterns import mixed, parse_patterns
 from bench.soak import working_directory
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.policy.policies import make_policy
+from samovar.cluster.plan.traces.readers import open_trace
+from samovar.cluster.plan.traces.replay import forecasts
+from samovar.cluster.serve.app import interrupt_on_signals
+from samovar.configs.sections import MIB, PolicySettings, PredictorSettings
 from tests.support.services.service import MODEL, serving
 
 POLICIES = ("lru", "learned")

@@ -18,16 +18,16 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import psutil
+from tqdm import tqdm
+
+from bench import _report as report
+from bench._trace_generator import GeneratorOptions, generate
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.policy.policies import make_policy
 from samovar.cluster.plan.simulator.fleet import Fleet
 from samovar.cluster.plan.simulator.sim import Sim
 from samovar.cluster.plan.traces.trace import TraceTurn
 from samovar.configs.sections import GIB, MIB, PolicySettings, PredictorSettings
-from tqdm import tqdm
-
-from bench import _report as report
-from bench._trace_generator import GeneratorOptions, generate
 
 GOAL_TURNS = 10_000_000
 BLOCK_TOKENS = 2048

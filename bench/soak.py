@@ -24,11 +24,6 @@ from typing import Any
 import httpx
 import openai
 import psutil
-from samovar.cache_tiers.blocks import TIERS
-from samovar.cache_tiers.media.files import PAGE_BYTES
-from samovar.configs.sections import MIB
-from samovar.configs.settings import ModelSettings
-from samovar.replicas.model.store import ensure_model
 from tqdm import tqdm
 
 from bench import _report as report
@@ -36,6 +31,11 @@ from bench._soak_clients import FAILURES, Asker, Tally, guest
 from bench._soak_faults import Saboteur, disk_use, fault_flags
 from bench._soak_oracle import Oracle
 from bench._soak_watch import Growth, Sample, TierCounters, growths, sample
+from samovar.cache_tiers.blocks import TIERS
+from samovar.cache_tiers.media.files import PAGE_BYTES
+from samovar.configs.sections import MIB
+from samovar.configs.settings import ModelSettings
+from samovar.replicas.model.store import ensure_model
 from tests.support.services.service import MODEL, Service, serving, until
 
 WATCH_S = 2.0

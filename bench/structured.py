@@ -16,6 +16,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from tqdm import tqdm
+
+from bench import _report as report
 from samovar.cache_tiers.pricing.meters import UNKNOWN_PREFILL
 from samovar.configs.sections import MIB
 from samovar.configs.settings import EngineSettings, ModelSettings, Settings
@@ -23,9 +26,6 @@ from samovar.replicas.engine.engine import Engine
 from samovar.replicas.messages import Delta, GenerateRequest, Grammar, Refused, SamplingParams
 from samovar.replicas.model.store import ensure_model
 from samovar.replicas.start.build import Start
-from tqdm import tqdm
-
-from bench import _report as report
 
 BATCH = 8
 COST_BATCHES = (1, 8)

@@ -24,11 +24,11 @@ from typing import Any
 
 import httpx
 import numpy as np
-from samovar.cluster.serve.app import interrupt_on_signals
 from tqdm import tqdm
 
 from bench import _report as report
 from bench.soak import working_directory
+from samovar.cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import MODEL, Service
 
 KEYS = {"greedy": "key-of-the-greedy-one", "small": "key-of-the-small-one"}

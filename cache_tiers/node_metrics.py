@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+
 from samovar.cache_tiers.messages import NodeStats
 
 PREDICTORS = ("learned", "km", "cold", "off")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field, SkipValidation, TypeAdapter, ValidationError
+
 from samovar.cache_tiers.forecast import Role, SessionKey, Stop
 
 logger = logging.getLogger(__name__)

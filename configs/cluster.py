@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, model_validator
+
 from samovar.configs.optional_sections import MonitoringSettings
 from samovar.configs.sections import MIB, Section
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_origin
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+
 from samovar.configs.fields import (
     ENV_PREFIX,
     SettingField,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, StringConstraints, model_validator
+
 from samovar.configs.sections import GIB, KIB, MIB, TIB, Section
 
 HttpUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]{1,1000}$")]

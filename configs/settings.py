@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
+
 from samovar.configs.cluster import ClusterSettings, LaunchSettings
 from samovar.configs.optional_sections import OptionalSections, PageSettings
 from samovar.configs.sections import (

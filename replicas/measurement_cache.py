@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from samovar.configs.atomic_file import atomic_write
 from samovar.configs.json_text import parse_json
 

@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
 from samovar.cache_tiers.sessions import Use
 from samovar.configs.settings import AuthSettings, LimitsSettings
 from samovar.router.openai import AuthenticationFailed, Forbidden, InvalidValue, TooManyRequests
-from starlette.datastructures import Headers
-from starlette.types import Scope
 
 OPEN_PATH = "/health"
 GREETING_PATH = "/api/hello"

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
 from samovar.cache_tiers.messages import NodeStats
 from samovar.cache_tiers.sessions import SessionState
 from samovar.replicas.messages import EngineStats, Source

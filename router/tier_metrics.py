@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
+
 from samovar.cache_tiers.messages import NodeStats
 from samovar.cache_tiers.node_metrics import add_words, node_metrics
 from samovar.replicas.messages import EngineStats

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from samovar.configs.fields import setting_fields
 from samovar.configs.settings import LimitsSettings
 from samovar.router.ingress.app import version
 from samovar.router.ingress.operations import openapi_document
-
 from tests.support.pages import FENCE, LINK, ROOT
 
 DOCS = ROOT / "docs"
@@ -38,6 +38,7 @@ NAV: dict[str, dict[str, str]] = {
         "Concepts": "concepts.md",
         "Installing": "install.md",
         "Commands": "commands.md",
+        "With vLLM": "vllm.md",
     },
     "The cache": {
         "How it works": "how-it-works.md",

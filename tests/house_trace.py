@@ -24,9 +24,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import httpx
+
 from samovar.cache_tiers.blocks import Placement
 from samovar.cache_tiers.media.s3 import S3Tier
-
 from tests.house import PACKAGES, ROOT
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import nvme, tiered

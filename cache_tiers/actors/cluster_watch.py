@@ -18,6 +18,7 @@ import urllib3
 from ec2_metadata import EC2Metadata
 from ray._private.state import state as gcs_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
 from samovar.cache_tiers.blocks import TIERS
 from samovar.cache_tiers.node import (
     HEAD_RESOURCE,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import ray
+
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.blocks import Bytes
 from samovar.cache_tiers.messages import (

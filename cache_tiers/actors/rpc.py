@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
+
 from samovar.cache_tiers.media import Breaker
 from samovar.cache_tiers.transport import PeerError, PeerLate, PeerLost
 

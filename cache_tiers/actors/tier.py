@@ -21,6 +21,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
 from samovar.cache_tiers.actors.peer_calls import PeerActors

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.cache_tiers.blocks.keys import KEY_BYTES
 from samovar.cache_tiers.blocks.tiers import CPU, NVME, PLACED, S3, TIERS, TierName
 

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
 
 if TYPE_CHECKING:

@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from xxhash import xxh3_64_intdigest, xxh3_128
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, ExtentHeader, Placement
 from samovar.cache_tiers.blocks.keys import KEY_BYTES, ROOT
 from samovar.cache_tiers.blocks.layer_sums import layer_sums
 from samovar.cache_tiers.blocks.tiers import PLACED
-from xxhash import xxh3_64_intdigest, xxh3_128
 
 
 class TierError(Exception):

@@ -16,6 +16,7 @@ from typing import Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.cache_tiers.forecast.features import PROFILES, STOPS, TOKENS_MAX, SaneClock, bounded, is_again
 from samovar.cache_tiers.forecast.lineages import Lineages
 from samovar.cache_tiers.forecast.survival import (

@@ -23,6 +23,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
+
 from samovar.cache_tiers.blocks import BadRecord, TierError
 from samovar.cache_tiers.forecast.predictor import Predictor, State
 from samovar.cache_tiers.forecast.survival import EDGES_S, Curves, Forecast

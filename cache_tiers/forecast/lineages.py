@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+
 from samovar.cache_tiers.forecast.features import ALONE, TOKENS_MAX, LineageNumbers, bounded
 from samovar.cache_tiers.forecast.ratios import Cells, ReturnRatios
 from samovar.cache_tiers.forecast.survival import Curves, Floats

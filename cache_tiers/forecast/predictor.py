@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.cache_tiers.forecast.features import (
     AT_RATIO,
     FEATURES,

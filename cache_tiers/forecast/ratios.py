@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.cache_tiers.forecast.survival import EDGES_S, Curves, Floats
 from samovar.cache_tiers.forecast.turns import SessionKey
 

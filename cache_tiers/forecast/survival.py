@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.cache_tiers.forecast.turns import Hint, HintEvent, SessionKey
 
 Floats = npt.NDArray[np.float64]

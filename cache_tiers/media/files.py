@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import BadRecord, Bytes, TierError, TierFull
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.configs.atomic_file import create_private, write_at

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from statistics import median
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import (
     KEY_BYTES,
     ROOT,

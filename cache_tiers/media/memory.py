@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import (
     CPU,
     KEY_BYTES,

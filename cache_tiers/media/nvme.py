@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import (
     KEY_BYTES,
     NVME,

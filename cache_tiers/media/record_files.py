@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import (
     KEY_BYTES,
     PREFIX_BYTES,

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import (
     HEADER_ALIGN,
     S3,

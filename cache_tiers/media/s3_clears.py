@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import BadRecord, Clear, TenantRows, TierError, TierMiss, session_of
 from samovar.cache_tiers.media.s3_client import Listed, S3Objects
 from samovar.cache_tiers.media.s3_keys import SESSIONS_MAX, S3Keys

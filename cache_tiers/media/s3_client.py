@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import BadRecord, Bytes, TierError, TierMiss
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.configs.extras import ExtraMissing, require

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import (
     TAG_BYTES,
     TOP_TIER,

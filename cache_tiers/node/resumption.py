@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TOP_TIER, Address, Clear, session_of
 from samovar.cache_tiers.directory import ExtentInfo
 from samovar.cache_tiers.forecast import (

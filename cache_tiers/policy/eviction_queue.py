@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+
 from samovar.cache_tiers.forecast import Floats, SessionKey
 from samovar.cache_tiers.policy.idle_sessions import NO_SESSION, IdleSessions, Slots
 from samovar.cache_tiers.policy.policies import Candidates, ResidencyPolicy

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.cache_tiers.forecast import (
     COLD,
     EDGES,

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.cache_tiers.forecast import LEFT_SHARE, Floats, resume_probability
 from samovar.cache_tiers.policy.idle_sessions import NO_SESSION, IdleSessions, Slots
 from samovar.configs.sections import PolicySettings

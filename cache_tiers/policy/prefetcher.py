@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
 from samovar.cache_tiers.forecast import SessionKey
 from samovar.cache_tiers.messages import PrefetchStats
 from samovar.cache_tiers.policy.idle_sessions import IdleSessions

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray._private.state import state as gcs_state
+
 from samovar.cache_tiers.actors import rpc, tier_actors
 from samovar.cache_tiers.blocks import TIERS, Clear
 from samovar.cache_tiers.forecast import HintEvent

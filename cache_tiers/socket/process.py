@@ -1,6 +1,6 @@
 """A node's tiers in a process of their own, without Ray: what `samovar tiers` runs.
 
-Also `python -m samovar.cache_tiers.socket --socket PATH`, in an environment that has only what the tiers need.
+Also `python -m samovar.cache_tiers.socket`, in an environment that has only what the tiers need.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+
 from samovar.cache_tiers.blocks import SumsSetup, compile_sums
 from samovar.cache_tiers.media import SharedTier
 from samovar.cache_tiers.messages import NodeStats

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import Bytes
 from samovar.configs.extras import missing
 

@@ -21,6 +21,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
 from samovar.cache_tiers.blocks import CPU, NVME, PEER
 from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.vllm.chain import extra_digest
@@ -30,12 +37,6 @@ from samovar.cache_tiers.vllm.pages import open_pages
 from samovar.cache_tiers.vllm.scheduler import SchedulerHalf
 from samovar.cache_tiers.vllm.versions import check_version
 from samovar.cache_tiers.vllm.worker import WorkerHalf
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
 
 logger = logging.getLogger("vllm.samovar")
 

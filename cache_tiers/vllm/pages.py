@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from samovar.cache_tiers.blocks import Bytes
 from samovar.cache_tiers.vllm.messages import PageLayout
 

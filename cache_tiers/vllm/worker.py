@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from typing import Protocol
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import (
     BadRecord,
     BlockShape,

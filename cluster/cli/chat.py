@@ -14,6 +14,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
+
 from samovar.cluster.cli.chat_client import ChatClient
 from samovar.cluster.cli.conversation import (
     RETRY_TEMPERATURE,

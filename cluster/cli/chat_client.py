@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import openai
+
 from samovar.cluster.cli.conversation import ChatError, error_code, error_message, printable
 from samovar.configs.json_text import parse_json
 from samovar.configs.settings import ServerSettings

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from samovar.cluster.cli.options import (
     ConfigOption,
     HostOption,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
+
 from samovar.cluster.cli.options import (
     ANY_SETTING,
     EXIT_FAILED,
@@ -98,6 +99,7 @@ def snapshot(url: str, api_key: str | None, *, transport: httpx.BaseTransport | 
 def _watch(url: str, api_key: str | None, every_s: float, *, every: bool, as_json: bool) -> None:
     from rich.console import Console, RenderableType
     from rich.live import Live
+
     from samovar.cluster.cli.status import or_why_not
     from samovar.cluster.doctor.view import diagnosis_view
     from samovar.router.observe.diagnosis import diagnose as judge

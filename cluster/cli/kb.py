@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
 from samovar.cluster.cli.options import (
     EXIT_FAILED,
     EXIT_REFUSED,
@@ -26,6 +27,7 @@ from samovar.cluster.cli.options import (
 
 if TYPE_CHECKING:
     import httpx
+
     from samovar.router.context.knowledge import KnowledgeStore
 
 ROUTE = "/v1/knowledge"
@@ -57,6 +59,7 @@ class _Server:
 
     def __init__(self, url: str | None, api_key: str | None) -> None:
         import httpx
+
         from samovar.cluster.cli.running import server_url
 
         self._base = server_url(url).rstrip("/").removesuffix("/v1")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 
 import typer
+
 from samovar.cluster.cli import diagnose
 from samovar.cluster.cli.config import show_config
 from samovar.cluster.cli.kb import kb
@@ -63,6 +64,7 @@ def deploy(
     other settings, it changes what is served, without a failed request.
     """
     from rich.console import Console
+
     from samovar.cluster.deploy.deploy import deploy as deploy_now
     from samovar.cluster.serve.preflight import StartFailed
     from samovar.configs.loader import ConfigError, load
@@ -396,6 +398,7 @@ def serve(
 def _look_first(settings: Settings, with_s3_demo: bool) -> StartStages:
     """Exit if the start cannot succeed, before anything heavy is imported; return what shows its stages."""
     from rich.console import Console
+
     from samovar.cluster.serve.preflight import StartFailed, first_look
     from samovar.cluster.serve.stages import StartStages
     from samovar.replicas.messages import ModelRefused

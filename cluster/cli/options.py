@@ -11,8 +11,9 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 if TYPE_CHECKING:
-    from samovar.configs.loader import LoadedSettings
     from typer._click import Context, HelpFormatter, Parameter
+
+    from samovar.configs.loader import LoadedSettings
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2

@@ -252,6 +252,7 @@ def _run_live(
 def _exit_with(run: Any, *args: Any) -> NoReturn:
     """Run a mode and exit with its code; bad files or numbers give a one-line error, no traceback."""
     from rich.console import Console
+
     from samovar.cluster.plan.runs import PlanRefused
     from samovar.cluster.plan.traces.files import TraceError
     from samovar.replicas.messages import ModelRefused

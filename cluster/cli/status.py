@@ -21,6 +21,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
 from samovar.cache_tiers.blocks import TIERS
 from samovar.cluster.cli.options import print_table
 from samovar.cluster.serve.startup_table import TIER_WORDS, WELL, state_in_words

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from samovar.cluster.dashboards.alerts import ALERTS, Alert
 from samovar.cluster.dashboards.panels import ROWS, DashboardRow, Panel, PanelQuery
 from samovar.router.metrics import DeclaredMetric, Metrics

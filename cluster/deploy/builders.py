@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 from ray import serve
+
 from samovar.cluster.serve.graph import build_front_app, build_model_app
 from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.ray_cluster import refuse_open_cluster_here

@@ -18,6 +18,7 @@ import requests
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from rich.console import Console
 from rich.table import Table
+
 from samovar.cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
 from samovar.cluster.serve.environment import application_environment
 from samovar.cluster.serve.graph import (

@@ -10,6 +10,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
+
 from samovar.cache_tiers.blocks import CPU, NVME
 from samovar.cache_tiers.pricing import TierPrice
 from samovar.cluster.doctor.check import Result, existing

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
+
 from samovar.cluster.doctor.check import ROOT, Result
 from samovar.cluster.serve import preflight
 from samovar.cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
 from samovar.cluster.doctor.check import Checked
 from samovar.router.observe.diagnosis import BY_NAME, Diagnosis, Finding
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import yaml
+
 from samovar.cluster.launch.settings import RenderFailed
 from samovar.configs.fields import Tree
 

@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 import yaml
+
 from samovar.cluster.launch.aws import new_token
 from samovar.cluster.launch.cluster_file import ClusterFile
 from samovar.cluster.launch.settings import CONFIG_FILE, NVME_SCRIPT, SECRETS_FILE, TOKEN_FILE

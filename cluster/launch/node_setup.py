@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from samovar.cluster.launch.aws import SECRETS, TOKEN, asked, get_parameter
 from samovar.cluster.launch.settings import NODE_HOME, SECRETS_FILE
 from samovar.cluster.serve.secrets import OWNER_ONLY, write_private

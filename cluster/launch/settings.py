@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+
 from samovar.cluster.launch.terraform import CloudOutputs
 from samovar.configs.fields import Tree, merged, public_tree
 from samovar.configs.sections import Section

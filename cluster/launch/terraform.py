@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
+
 from samovar.configs.cluster import ClusterName
 from samovar.configs.json_text import parse_json
 from samovar.configs.sections import Section

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from samovar.cluster.deploy.builders import secrets_digest
 from samovar.cluster.deploy.deploy import applications, serve_config
 from samovar.cluster.launch.commands import (

@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
 from samovar.cluster.plan.runs import PlanRefused
 from samovar.cluster.plan.sizing import in_bytes, in_seconds, in_tokens, parse_contexts
 from samovar.cluster.serve.startup_table import TIER_WORDS

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
+from tqdm import tqdm
+
 from samovar.cache_tiers.blocks import CPU, NVME, S3
 from samovar.cluster.plan import report
 from samovar.cluster.plan.runs import (
@@ -31,7 +33,6 @@ from samovar.cluster.plan.simulator.fleet import Fleet, Prices
 from samovar.cluster.plan.traces.readers import TraceOptions
 from samovar.configs.extras import ExtraMissing, require
 from samovar.configs.sections import GIB, KIB, PrefetchSettings
-from tqdm import tqdm
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 GIB_MAX = 1 << 30

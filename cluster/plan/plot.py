@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.figure import Figure
+
 from samovar.cache_tiers.blocks import CPU, NVME
 from samovar.cluster.plan.report import TIER_WORDS, chosen, in_gib
 from samovar.cluster.plan.runs import Sweep

@@ -9,6 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 from rich.text import Text
+
 from samovar.cache_tiers.blocks import CPU, NVME, PEER, TIERS
 from samovar.cluster.plan.runs import BUSY_SHARE, Result, Sweep, Traffic
 from samovar.cluster.plan.simulator.fleet import Fleet, Prices

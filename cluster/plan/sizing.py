@@ -18,6 +18,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
 from samovar.cache_tiers.blocks import CPU, NVME, S3
 from samovar.cluster.plan.model_kv import KvFormat, KvShape, read_shape
 from samovar.cluster.plan.runs import PlanRefused, check_gpus_a_replica

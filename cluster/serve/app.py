@@ -24,6 +24,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 from rich.table import Table
+
 from samovar.cache_tiers.actors import rpc, tier_actors
 from samovar.cache_tiers.messages import TierStats
 from samovar.cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment

@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
 from samovar.configs.cluster import AutoscalingSettings
 from samovar.replicas.serving.deployment import FIELDS, PREFIX, ReplicaLoad
 

@@ -12,6 +12,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
+
 from samovar.cache_tiers.sessions import ON_HEAD
 from samovar.cluster.serve.autoscale import autoscaling_config
 from samovar.cluster.serve.ingresses import one_ingress_per_node

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
 from samovar.configs.optional_sections import INGRESSES_MAX
 
 logger = logging.getLogger(__name__)

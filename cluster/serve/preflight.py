@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 
 from pydantic import SecretStr
+
 from samovar.cluster.serve.environment import (
     FreeMemory,
     StoreTooSmall,

@@ -42,6 +42,7 @@ from ray._raylet import (  # type: ignore[attr-defined]  # compiled, and its stu
     RUNTIME_ENV_AGENT_PORT_NAME,
     persist_port,
 )
+
 from samovar.cluster.serve.environment import TOKEN_MODE
 from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.secrets import DIR_OWNER_ONLY, OWNER_ONLY, make_private

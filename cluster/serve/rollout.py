@@ -20,6 +20,7 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
+
 from samovar.cache_tiers.actors import rpc, tier_actors
 from samovar.cluster.serve.graph import FRONT_APP
 from samovar.cluster.serve.preflight import StartFailed

@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 
 from pydantic import SecretStr
+
 from samovar.configs.extras import ExtraMissing, missing, require
 from samovar.configs.sections import S3TierSettings
 from samovar.configs.settings import Settings

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 from rich.text import Text
+
 from samovar.cache_tiers.blocks import CPU, NVME, PEER, S3
 from samovar.cache_tiers.pricing import TierPrice, break_even_tokens
 from samovar.configs.sections import GIB

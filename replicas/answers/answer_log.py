@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Protocol
 
 import msgpack
+
 from samovar.cache_tiers.blocks import TAG_BYTES
 from samovar.configs.optional_sections import AnswerSettings
 from samovar.replicas.kv import session_owner

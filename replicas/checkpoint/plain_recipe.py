@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+
 from samovar.replicas.forward import PlainLayer, PlainModel
 from samovar.replicas.model import read_weights
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
+from tokenizers import Tokenizer
+
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.model import load_tokenizer
-from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 

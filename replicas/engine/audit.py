@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
 from samovar.replicas.forward import EXACT_ROWS, GatherSdpa, MakeForward, Runner
 from samovar.replicas.kv import KvGeometry, KvPool, PagePool
 from samovar.replicas.messages import SamplingParams

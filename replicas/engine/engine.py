@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
+
 from samovar.cache_tiers.pricing import PrefillMeter
 from samovar.replicas.engine.audit import Auditor
 from samovar.replicas.engine.requests import OpenRequests

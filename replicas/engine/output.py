@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
 from samovar.replicas.grammar import GrammarRefused
 from samovar.replicas.messages import FinishReason, GenerateRequest, Refused, TokenLogprob
 from samovar.replicas.reply import called_tool
 from samovar.replicas.sampling import Sampled, Sampler
 from samovar.replicas.scheduling import Sequence
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 logger = logging.getLogger(__name__)
 

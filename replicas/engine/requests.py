@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
+
 from samovar.cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest
 from samovar.cache_tiers.forecast import Stop
 from samovar.cache_tiers.pricing import PrefillMeter

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+
 from samovar.replicas.forward.inputs import Segment, StepInputs
 from samovar.replicas.kv import TRASH_PAGE, KvPool, LayerKv
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from samovar.replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
 from samovar.replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
 from samovar.replicas.forward.inputs import StepPacker

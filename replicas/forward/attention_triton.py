@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
+
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.inputs import StepInputs
 from samovar.replicas.kv import LayerKv

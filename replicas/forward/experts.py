@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from samovar.replicas.forward.attention import EXACT_ROWS
 
 EXPERTS_NAME = "samovar_experts"

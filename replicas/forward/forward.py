@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
 from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, PagedStep
 from samovar.replicas.forward.inputs import StepInputs
 from samovar.replicas.kv import KvPool

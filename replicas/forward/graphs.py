@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
 from samovar.replicas.forward.inputs import StepInputs, StepPacker, StepShape
 from samovar.replicas.kv import TRASH_PAGE
 from samovar.replicas.messages import SamplingParams

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from samovar.replicas.kv import TRASH_PAGE
 from samovar.replicas.scheduling import Chunk
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+
 from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, AttentionForm
 from samovar.replicas.forward.inputs import StepInputs
 from samovar.replicas.forward.plain import PlainLayer, PlainModel

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from samovar.replicas.model import SERVED_ROPE_TYPES
 
 PLAIN_TYPES = frozenset({"granite", "llama", "mistral", "qwen2", "qwen3", "smollm3"})

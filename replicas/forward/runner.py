@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+
 from samovar.replicas.forward.attention import ATTENTION_NAME, AttentionBackend
 from samovar.replicas.forward.attention import register as register_attention
 from samovar.replicas.forward.experts import EXPERTS_NAME

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
 from samovar.replicas.messages import Grammar, Refused
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import Bytes
 from samovar.configs.sections import MIB
 from samovar.replicas.kv.copy_device import DONE, CopyDevice, CopyEvent, HostDevice, Told

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import Bytes
 
 Told = Callable[[BaseException | None], None]

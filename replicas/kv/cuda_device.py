@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from samovar.cache_tiers.blocks import Bytes
 from samovar.cache_tiers.transport import map_memory
 from samovar.replicas.kv.copy_device import CopyEvent, CopyStream, Told

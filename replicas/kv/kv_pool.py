@@ -19,6 +19,7 @@ import mmap
 from dataclasses import dataclass
 
 import torch
+
 from samovar.cache_tiers.blocks import BlockShape, Bytes
 from samovar.configs.sections import MIB
 from samovar.replicas.model import free_host_bytes

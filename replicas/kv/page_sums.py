@@ -14,6 +14,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+
 from samovar.cache_tiers.blocks import BlockShape
 from samovar.cache_tiers.blocks import layer_sums as definition
 

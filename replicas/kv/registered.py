@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import Bytes
 from samovar.cache_tiers.transport import Arena
 from samovar.configs.sections import MIB

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import msgpack
+
 from samovar.replicas.links.link import Link
 from samovar.replicas.links.wire import LinkLost
 from samovar.replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, TokenLogprob

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+
 from samovar.configs.settings import EngineSettings, ModelSettings
 from samovar.replicas.messages import ModelRefused
 

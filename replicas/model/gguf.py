@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from samovar.configs.json_text import parse_json
-from samovar.replicas.messages import ModelRefused
 from tokenizers import normalizers, pre_tokenizers
 from tqdm import tqdm
 from transformers import (
@@ -32,6 +30,9 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from samovar.configs.json_text import parse_json
+from samovar.replicas.messages import ModelRefused
 
 ANOTHER_FILE = (
     "use a GGUF of a plain Llama, Qwen2 or Qwen3, or the safetensors of the model, of the hub or a directory"

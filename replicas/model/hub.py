@@ -39,6 +39,7 @@ from huggingface_hub.utils.tqdm import (
     disable_progress_bars,
     enable_progress_bars,
 )
+
 from samovar.configs.model_reference import HubModel
 from samovar.configs.sections import GIB, MIB
 from samovar.replicas.messages import ModelRefused

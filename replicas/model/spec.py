@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+
 from samovar.configs.atomic_file import atomic_write
 from samovar.configs.json_text import parse_json
 from samovar.configs.model_reference import snapshot_of

@@ -1,6 +1,7 @@
 """`python -m samovar.replicas.native`: compiles the native step and checksums before the first start."""
 
 import torch
+
 from samovar.cache_tiers.blocks import SumsSetup, compile_sums
 from samovar.configs.settings import Settings
 from samovar.replicas.native.build import NUMBERS, PAIR_FLAGS, build_library, pair_variant_here, variant_here

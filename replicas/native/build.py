@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library
 from samovar.replicas.native.native_step import NotNative
 

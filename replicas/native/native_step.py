@@ -10,6 +10,7 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int6
 from pathlib import Path
 
 import torch
+
 from samovar.configs.compiled import NotCompiled, load_library
 from samovar.replicas.forward import PlainModel, StepInputs
 from samovar.replicas.kv import KvPool

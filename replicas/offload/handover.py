@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import ROOT, TAG_BYTES, block_key
 from samovar.cache_tiers.messages import Lookup, LookupResult
 from samovar.cache_tiers.pricing import PrefillMeter

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+
 from samovar.replicas.forward import AttentionBackend, ChosenAttention, Runner, Same, Score, StepInputs
 from samovar.replicas.kv import KvGeometry, KvPool, PageIo
 from samovar.replicas.model import ModelSpec

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
+
 from samovar.replicas.ranks.ring import Words
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import Bytes
 from samovar.replicas.kv import DONE, CopyEvent, KvGeometry, PageIo, Ticket
 from samovar.replicas.ranks.channel import Orders

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from samovar.replicas.ranks.split import ROWWISE, RankSplit
 
 

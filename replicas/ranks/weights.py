@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from safetensors import safe_open
+
 from samovar.replicas.forward import load_model
 from samovar.replicas.model import ModelSpec, read_weights
 from samovar.replicas.ranks.peers import Peers, sum_rowwise

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import TypeAdapter
+
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.engine import same_slots
 from samovar.replicas.forward import AttentionBackend, ChosenAttention, GatherSdpa, Runner, choose_attention

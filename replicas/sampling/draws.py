@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.sampling.transfer import fetch, upload
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
 from samovar.replicas.messages import Grammar, Refused
 from samovar.replicas.model import is_device_lost, is_memory_short

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import ray
 from ray import serve
+
 from samovar.cache_tiers.blocks import Clear
 from samovar.cache_tiers.forecast import HintEvent
 from samovar.cache_tiers.messages import NodeStats

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
+
 from samovar.replicas.links import LinkLost, pack_event, said_events
 from samovar.replicas.messages import GenerateRequest
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
+
 from samovar.cache_tiers.blocks import TIERS, SumsSetup, TierName, compile_sums, namespace_digest
 from samovar.cache_tiers.forecast import fast_clock
 from samovar.cache_tiers.messages import LookupResult

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
+
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.configs.atomic_file import atomic_write
 from samovar.configs.settings import Settings

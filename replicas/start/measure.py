@@ -9,6 +9,7 @@ from statistics import median
 
 import numpy as np
 import torch
+
 from samovar.cache_tiers.blocks import KEY_BYTES, TIERS, BlockShape, ExtentHeader, TierName, record_bytes
 from samovar.cache_tiers.messages import Fetch, SampleRequest
 from samovar.cache_tiers.pricing import Sample, TierPrice, moving_seconds

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from samovar.replicas.ranks import RankStart
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from pydantic import TypeAdapter
+
 from samovar.configs.json_text import parse_json
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.checkpoint import PlainRecipe, recipe_of

@@ -32,6 +32,7 @@ def shared_tiers(settings: Settings) -> TierSettings:
 def open_tiers(settings: Settings) -> TierAccess:
     """Connect to this node's tier actor, creating it if there is none yet."""
     import ray  # here, as an engine without tiers runs where Ray is not installed
+
     from samovar.cache_tiers.actors import tier_actor
     from samovar.replicas.offload import ray_link
 

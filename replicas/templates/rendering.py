@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
+
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.templates.limits import TemplateLimit, within_limits
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pydantic_core import from_json
+
 from samovar.replicas.messages import Delta, FinishReason
 from samovar.replicas.reply import Call, Piece, Reply, finite
 from samovar.router.anthropic.errors import error_json

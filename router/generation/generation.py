@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
 from samovar.configs.telemetry import Span
 from samovar.replicas.messages import Delta
 from samovar.router.auth import RequestLease, tenant_of
@@ -51,8 +54,6 @@ from samovar.router.routing import (
     ReplicaLost,
     TurnEnd,
 )
-from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

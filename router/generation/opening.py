@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from starlette.datastructures import Headers
+
 from samovar.cache_tiers.blocks import Placement, tenant_tag
 from samovar.configs.telemetry import Span
 from samovar.replicas.messages import GenerateRequest, TurnContext
@@ -32,7 +34,6 @@ from samovar.router.openai import (
 )
 from samovar.router.prompt import Owner, Prompt, answer_tokens
 from samovar.router.routing import placement, session_key, session_tag, turn_context
-from starlette.datastructures import Headers
 
 
 @dataclass(frozen=True, slots=True)

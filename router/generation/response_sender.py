@@ -7,9 +7,10 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from starlette.types import Message, Receive, Send
+
 from samovar.router.openai import ClientClosedRequest
 from samovar.router.waits import BoundedWaits
-from starlette.types import Message, Receive, Send
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from starlette.datastructures import Headers
+
 from samovar.cache_tiers.blocks import tenant_tag
 from samovar.configs.json_text import parse_json
 from samovar.configs.settings import Settings
@@ -32,7 +34,6 @@ from samovar.router.openai import (
 )
 from samovar.router.prompt import Prompt
 from samovar.router.routing import ReplicaClient
-from starlette.datastructures import Headers
 
 KEY_HEADER, EVENT_HEADER = "idempotency-key", "last-event-id"
 REPLAYED_HEADER = "idempotent-replayed"

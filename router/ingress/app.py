@@ -19,6 +19,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.blocks import TIERS, tenant_tag
 from samovar.cache_tiers.sessions import ItemBounds, session_actor
@@ -94,10 +99,6 @@ from samovar.router.prompt import PromptBuilder
 from samovar.router.proxy import are_proxies_guarded
 from samovar.router.responses import ResponsesDialect, ResponsesParser
 from samovar.router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_clients
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 DISTRIBUTION = "samovar"
 KEPT_FILE = "replies.sqlite"

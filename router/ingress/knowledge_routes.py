@@ -10,6 +10,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
 from samovar.configs.settings import Settings
 from samovar.replicas.turns import TenantThreads
 from samovar.router.auth import tenant_of
@@ -53,9 +57,6 @@ from samovar.router.openai import (
     whole_number,
 )
 from samovar.router.prompt import PromptBuilder
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 KNOWLEDGE = "/v1/knowledge"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000

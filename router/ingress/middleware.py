@@ -12,14 +12,15 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from samovar.configs.telemetry import NO_SPAN, Span, Tracer, noted_request
 from samovar.router.auth import PAGE_FILES, Authenticator, is_open, is_preflight
 from samovar.router.metrics import Metrics
 from samovar.router.openai import ApiError, ClientClosedRequest, Forbidden, InternalError, shown
 from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL, PREFILL_ROUTE
 from samovar.router.proxy import POLICY_VIOLATION, TRACED, request_id_of, send_error
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

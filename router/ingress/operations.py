@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
+from starlette.routing import BaseRoute, Route
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.anthropic import bounded_messages_body
 from samovar.router.auth import GREETING_PATH
@@ -28,7 +30,6 @@ from samovar.router.openai import DetokenizeBody, bounded_chat, bounded_completi
 from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
 from samovar.router.reference import Operation, QueryParameter, answers, build_document
 from samovar.router.responses import bounded_responses_body
-from starlette.routing import BaseRoute, Route
 
 OPENAPI_ROUTE = "/openapi.json"
 

@@ -15,6 +15,9 @@ from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
 from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TIERS, root_tokens, session_of, tenant_tag
 from samovar.cache_tiers.forecast import HintEvent
 from samovar.cache_tiers.sessions import Move, SessionRow, SessionState, SessionView
@@ -39,8 +42,6 @@ from samovar.router.routing import (
     session_name,
     tags_of_id,
 )
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from samovar.router.anthropic import MessagesParser
 from samovar.router.auth import ADMIN, Caller, tenant_of
 from samovar.router.erasure import Erasure
@@ -27,11 +33,6 @@ from samovar.router.openai import (
 )
 from samovar.router.prompt import chars_of
 from samovar.router.responses import ResponseNotFound, StoredResponse, input_items
-from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 ITEMS_DEFAULT, ITEMS_MAX = 20, 100
 """Items of a page, as of OpenAI's API."""

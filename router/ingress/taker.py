@@ -6,9 +6,10 @@ import asyncio
 import logging
 from typing import Any
 
+from starlette.types import ASGIApp, Message
+
 from samovar.replicas.links import Inlet, Link, LinkCall, LinkLost, Links
 from samovar.router.proxy import ADDRESS, CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
-from starlette.types import ASGIApp, Message
 
 logger = logging.getLogger(__name__)
 

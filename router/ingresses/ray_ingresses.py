@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+
 from samovar.router.ingresses.all_ingresses import IngressesCleared
 
 logger = logging.getLogger(__name__)

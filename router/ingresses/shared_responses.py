@@ -14,6 +14,7 @@ from hashlib import sha256
 from typing import Any
 
 import msgpack
+
 from samovar.cache_tiers.sessions import Item
 from samovar.configs.optional_sections import IngressSettings
 from samovar.router.openai import Unavailable

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.openai.errors import (
     ApiError,
@@ -16,8 +19,6 @@ from samovar.router.openai.errors import (
     UnsupportedMediaType,
     shown,
 )
-from starlette.datastructures import Headers
-from starlette.types import Receive
 
 # Generous allowance for one message (keys, words and a dozen parts), and for the rest of the body.
 STRINGS_PER_MESSAGE = 64

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 
 from pydantic import BaseModel
+
 from samovar.router.openai.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape, Json
 from samovar.router.openai.errors import ApiError, InvalidValue
 from samovar.router.openai.parse import ParsedChat, ParsedCompletion, ParsedRequest, RequestParser

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
+
 from samovar.configs.json_text import parse_json
 from samovar.router.openai.fields import INSTEAD, UNBUILT_ERROR
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
+
 from samovar.configs.sections import ProfileName
 from samovar.configs.settings import LimitsSettings
 from samovar.replicas.messages import SamplingParams

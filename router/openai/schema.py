@@ -24,6 +24,7 @@ from pydantic import (
     create_model,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
 from samovar.configs.sections import PRIORITY_MAX, ProfileName
 from samovar.configs.settings import LimitsSettings
 from samovar.replicas.reply import TOOL_NAME

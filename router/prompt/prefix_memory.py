@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.router.openai import ChatMessage
 from samovar.router.prompt.prompt_parts import DIGEST_BYTES, TOOLS, PromptPart, TokenIds
 from samovar.router.prompt.reply_memory import Owner

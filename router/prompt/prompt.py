@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
+
 from samovar.configs.settings import Settings
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused
 from samovar.replicas.messages import Grammar

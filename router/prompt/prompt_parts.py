@@ -13,6 +13,7 @@ from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
+
 from samovar.router.openai import ChatMessage
 
 TokenIds = npt.NDArray[np.uint32]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgpack
+
 from samovar.router.openai import ParsedChat
 from samovar.router.prompt.reply_memory import Owner, RememberedReply, ReplyMemory, key_of
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import uuid
 
-from samovar.router.openai import ApiError
 from starlette.datastructures import Headers
 from starlette.types import Send
+
+from samovar.router.openai import ApiError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 POLICY_VIOLATION = 1008  # WebSocket close code

@@ -11,10 +11,11 @@ import logging
 import uuid
 from collections import deque
 
+from starlette.types import Message, Receive, Scope, Send
+
 from samovar.replicas.links import FAILED, Inlet, Link, LinkLost, Links, Mailbox
 from samovar.router.proxy.known_ingresses import KnownIngresses, ListedIngress
 from samovar.router.proxy.wire import CUT, READ_BYTES, WHOLE, packed_request, read_head
-from starlette.types import Message, Receive, Scope, Send
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
 

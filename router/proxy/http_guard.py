@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import httptools
-from samovar.router.openai import ApiError, BadHttp, HeadersTooLarge, RequestTimeout
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from samovar.router.openai import ApiError, BadHttp, HeadersTooLarge, RequestTimeout
 
 WRITE_BUFFER_BYTES, TAKEN_BYTES = 1 << 16, 1 << 14
 LINGER_S = 2.0  # how long further input of a refused client is read and dropped

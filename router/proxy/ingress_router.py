@@ -15,6 +15,7 @@ import logging
 import random
 
 from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
+
 from samovar.router.proxy import known_ingresses
 from samovar.router.routing import Rendezvous
 

@@ -17,6 +17,10 @@ import time
 from collections.abc import Callable, Mapping
 
 import uvicorn.config
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from samovar.configs.optional_sections import IngressSettings, TelemetrySettings
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.configs.telemetry import NO_SPAN, Span, Tracer, open_tracer
@@ -47,9 +51,6 @@ from samovar.router.proxy.environment import (
 from samovar.router.proxy.http_guard import ConnectionLimits, guarded_protocol
 from samovar.router.proxy.retry_buffer import RetryBuffer
 from samovar.router.proxy.serve_proxy import ServeProxy
-from starlette.datastructures import Headers
-from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from samovar.router.proxy.known_ingresses import KNOWN, KnownIngresses
 from starlette.types import ASGIApp
+
+from samovar.router.proxy.known_ingresses import KNOWN, KnownIngresses
 
 OURS = ("proxy_router", "_ongoing_requests_start", "_ongoing_requests_end")
 ROUTE = "/"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from samovar.replicas.messages import ReplyTo
 from starlette.types import Message, Scope
+
+from samovar.replicas.messages import ReplyTo
 
 GO = "go"
 """The ingress has taken the request, and wants the rest of its body."""

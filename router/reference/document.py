@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.reference.answers import ErrorJson, MessagesErrorJson
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, create_model
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.openai import Skipped, StrictModel, Word, passed_fields, unbuilt_fields
 

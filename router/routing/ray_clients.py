@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from ray import get_runtime_context
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.blocks import Clear
 from samovar.cache_tiers.forecast import HintEvent

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.replicas.messages import GenerateRequest, ReplyTo
 from samovar.router.routing import load_tracker, roster, score

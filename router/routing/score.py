@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+
 from samovar.cache_tiers.pricing import PrefillPrice
 
 

@@ -11,7 +11,6 @@ from collections import deque
 from dataclasses import replace
 
 from samovar.replicas.messages import Admitted, Delta, GenerateRequest, Receipt, TokenLogprob
-
 from tests.support.router.fake_replica import INFO, Script
 from tests.support.router.router_harness import House
 

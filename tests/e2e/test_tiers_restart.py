@@ -10,9 +10,9 @@ from statistics import median
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.model.store import ensure_model
-
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import MODEL, until
 from tests.support.services.tier_service import HASTY, TierService, flag, records, tier_service

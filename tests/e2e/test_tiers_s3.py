@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.blocks import session_of
 from samovar.cluster.serve.s3_demo import S3Demo
 from samovar.router.auth import LOCAL_TENANT
 from samovar.router.context.documents import document_session
 from samovar.router.routing.session import tags_of_id
-
 from tests.support.services.guests import Conversation, Reply, words
 from tests.support.services.service import MODEL, free_port, until
 from tests.support.services.tier_service import (

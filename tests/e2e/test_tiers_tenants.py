@@ -11,8 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from samovar.cache_tiers.blocks.extent import ExtentHeader, session_of, tenant_tag
 
+from samovar.cache_tiers.blocks.extent import ExtentHeader, session_of, tenant_tag
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import MODEL, free_port, until
 from tests.support.services.tier_service import (

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import ray
 from ray._raylet import GcsClient
+
 from samovar.cache_tiers.blocks.extent import Clear
 from samovar.cache_tiers.messages import Fetched, FetchFailed
 from samovar.configs.sections import MIB, CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
-
 from tests.support.nodes.node_harness import TENANT
 from tests.support.services.rclone import s3_server
 from tests.support.services.service import until

@@ -22,11 +22,11 @@ WELCOME = b"\x90"
 
 async def listen() -> None:
     """Take requests over links; print where, with the secret."""
+    from starlette.responses import PlainTextResponse
+
     from samovar.replicas.links import Inlet
     from samovar.router.ingress.taker import RequestTaker
     from samovar.router.proxy import ADDRESS
-    from starlette.responses import PlainTextResponse
-
     from tests.support.router.linked_replicas import LINKS, LOOPBACK
 
     taker = RequestTaker(Inlet(LOOPBACK, LINKS, 0.0), 60.0)

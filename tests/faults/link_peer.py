@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from samovar.cache_tiers.blocks.extent import Bytes
 from samovar.cache_tiers.transport.link import ArenaLease, Export, NixlLink
 

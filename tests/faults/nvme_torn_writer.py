@@ -17,7 +17,6 @@ from typing import Any
 
 from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.media.tier import Deadline
-
 from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     SHAPE,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
+
 from samovar.cache_tiers.actors.staging import StagingBuffer, open_outbox
 from samovar.cache_tiers.actors.tier import actor_name, tier_actor
 from samovar.cache_tiers.blocks import record as codec
@@ -25,7 +26,6 @@ from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadRepo
 from samovar.cache_tiers.node.build import build_tiers
 from samovar.configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
 from samovar.configs.settings import Settings
-
 from tests.support.nodes.node_harness import SESSION, TENANT, Sample, sample
 from tests.support.ray_start import start_ray
 

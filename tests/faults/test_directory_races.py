@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.directory.clears import Clears
 from samovar.cache_tiers.directory.transfers import Transfer
 from samovar.cache_tiers.directory.types import Held, ReservationRefused
 from samovar.cache_tiers.media.tier import Scanned
 from samovar.cache_tiers.messages import Lookup
-
 from tests.support.clock import Clock
 from tests.support.nodes.directory_world import ALICE, ALL, BOB, World, header, lookup, record_bytes, tag
 

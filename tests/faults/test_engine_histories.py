@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.media.faults import FaultyTier
@@ -23,7 +24,6 @@ from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.tier import Tier
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import FaultSettings, TierSettings
-
 from tests.support.amounts import seeds
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered

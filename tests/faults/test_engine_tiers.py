@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, Bytes, Clear, ExtentHeader, Placement
 from samovar.cache_tiers.blocks.record import decode_header, header_bytes
 from samovar.cache_tiers.blocks.tiers import TierName
@@ -25,7 +26,6 @@ from samovar.replicas.offload.offload import Offload
 from samovar.replicas.offload.tier_client import TierLink
 from samovar.replicas.scheduling.preemption import Preemption
 from samovar.replicas.scheduling.step import StepPlan
-
 from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.engines.engines import Answer, prompt_of

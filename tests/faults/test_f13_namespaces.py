@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from samovar.router.auth import tenant_salt
 
+from samovar.router.auth import tenant_salt
 from tests.support.engines.engines import Answer, prompt_of
 from tests.support.engines.tier_engines import Tiered, tiered
 

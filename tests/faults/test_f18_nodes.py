@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Address, Bytes, Clear, Placement
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.directory.transfers import no_fault
 from samovar.cache_tiers.messages import StoreRequest
 from samovar.configs.sections import S3TierSettings, TierSettings
-
 from tests.support.amounts import seeds
 from tests.support.inside import join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket

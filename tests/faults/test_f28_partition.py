@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.media.memory import HeapTier
@@ -15,7 +16,6 @@ from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.media.s3_keys import S3Keys
 from samovar.cache_tiers.messages import TierStats
 from samovar.configs.sections import S3TierSettings, TierSettings
-
 from tests.support.constants import tuned
 from tests.support.inside import clears_of, join_scans, state_of
 from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, nvme, sample

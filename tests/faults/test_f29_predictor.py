@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.forecast import learner as predictor_file
 from samovar.cache_tiers.forecast.learner import (
     FILE_BYTES_MAX,
@@ -27,7 +28,6 @@ from samovar.cache_tiers.forecast.turns import Turn
 from samovar.cache_tiers.media.files import Syscalls
 from samovar.configs.atomic_file import atomic_write
 from samovar.configs.sections import PredictorSettings
-
 from tests.support.nodes.power_model import RecordingCalls, cut_power
 from tests.support.turn_streams import Rule, stream
 

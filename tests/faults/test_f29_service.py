@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.forecast import learner as predictor_file
 from samovar.cache_tiers.forecast.learner import FAILURES_MAX
@@ -19,7 +20,6 @@ from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Lookup, LookupResult
 from samovar.cache_tiers.node import resumption as node_returns
 from samovar.configs.sections import PredictorSettings, PrefetchSettings, TierSettings
-
 from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import Tiered, tiered

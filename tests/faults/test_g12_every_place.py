@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.blocks import tenant_tag
 from samovar.cache_tiers.messages import Cleared as NodeCleared
 from samovar.configs.settings import ModelSettings
@@ -24,7 +25,6 @@ from samovar.router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left
 from samovar.router.ingress.places import unfinished_dir
 from samovar.router.ingresses import IngressesCleared
 from samovar.router.openai import ApiError, Unavailable
-
 from tests.faults.test_nvme_full import small_disk
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.router_harness import House, chat, error_of, keeper, make_settings, spoken, until

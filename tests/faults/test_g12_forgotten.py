@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.media.memory import HeapTier
@@ -16,7 +17,6 @@ from samovar.cache_tiers.media.s3_clears import S3Clears
 from samovar.cache_tiers.media.s3_keys import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.configs.sections import S3TierSettings, TierSettings
-
 from tests.support.inside import clears_of, join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
 from tests.support.nodes.node_harness import (

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Lookup, LookupResult
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import TierSettings
 from samovar.replicas.offload.tier_client import TierLink
-
 from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import (

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks import record as codec
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Placement
 from samovar.cache_tiers.blocks.keys import ROOT
@@ -27,7 +28,6 @@ from samovar.cache_tiers.transport.link import (
     NixlLink,
     PeerGone,
 )
-
 from tests.faults.link_peer import Peer, pattern
 from tests.support.inside import arena_of, peers_of
 

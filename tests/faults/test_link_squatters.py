@@ -16,6 +16,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.links import EventSender, LinkCall, Links, Mailbox
 from samovar.replicas.messages import Delta, GenerateRequest, ReplyTo, Route, SamplingParams
@@ -25,9 +28,6 @@ from samovar.replicas.serving.served import UNREACHED, call_handler
 from samovar.router.proxy import ListedIngress
 from samovar.router.proxy.wire import packed_request
 from samovar.router.routing import roster
-from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
-
 from tests.faults.dead_listener import NOBODY
 from tests.support.engines.engines import prompt_of
 from tests.support.inside import carrier_of, connecting_by, direct_calls, links_of, replicas_in, unreached_by

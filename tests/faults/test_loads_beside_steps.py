@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, Bytes, Placement
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed
@@ -21,7 +22,6 @@ from samovar.replicas.kv.copy_device import CopyEvent
 from samovar.replicas.offload.tier_client import TierLink, WorkerPools
 from samovar.replicas.scheduling.preemption import Preemption
 from samovar.replicas.scheduling.step import StepPlan
-
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, tiered

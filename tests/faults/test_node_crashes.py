@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.node.state import PendingDeletes
 from samovar.configs.sections import FaultSettings
-
 from tests.support.inside import state_of
 from tests.support.nodes.node_faults import FAILING, faulty
 from tests.support.nodes.node_harness import SESSION, TENANT, Bench, Sample, bench, nvme, sample

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.media.faults import FaultyTier
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed
 from samovar.configs.sections import FaultSettings, TierSettings
-
 from tests.support.constants import tuned
 from tests.support.inside import join_scans, records_in, state_of
 from tests.support.nodes.node_faults import FAILING, FULL, HANGING, MemoryTier, faulty

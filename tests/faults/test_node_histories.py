@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.blocks.record import BadRecord
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import BadReport
 from samovar.configs.sections import FaultSettings, TierSettings
-
 from tests.support.amounts import seeds
 from tests.support.clock import Clock
 from tests.support.constants import tuned

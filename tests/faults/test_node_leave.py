@@ -14,6 +14,7 @@ import ray
 from ray._private.state import state as gcs_state
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from samovar.cache_tiers.actors.tier import actor_name, tier_actor
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.messages import Lookup, LookupResult
@@ -27,7 +28,6 @@ from samovar.configs.sections import (
     TierSettings,
 )
 from samovar.replicas.offload.ray_link import RayLink
-
 from tests.support.nodes.node_harness import TENANT, Sample
 from tests.support.services.metadata_server import MetadataServer
 from tests.support.services.service import until

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Bytes
 from samovar.cache_tiers.blocks.record import BadRecord, TierMiss, decode_header, good_blocks
 from samovar.cache_tiers.media import files
 from samovar.cache_tiers.media.tier import Deadline
-
 from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     Sealed,

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.blocks.record import TierError, TierFull, TierMiss
 from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.media.tier import Deadline
-
 from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     MIB,

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from samovar.cache_tiers.blocks.record import TierError, TierFull, TierMiss
 from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.media.tier import Deadline
-
 from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     Sealed,

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.media import files
 from samovar.cache_tiers.media.tier import Deadline
-
 from tests.support.nodes.nvme_harness import DEADLINE_S, check, make, open_tier, temporaries, why_bad
 from tests.support.nodes.power_model import RecordingCalls, cut_power
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Address, BlockShape
 from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierMiss
 from samovar.cache_tiers.media import files
 from samovar.cache_tiers.media import files as direct_io
 from samovar.cache_tiers.media.nvme import measure_direct_io
 from samovar.cache_tiers.media.tier import Deadline
-
 from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     MIB,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.record import BadRecord, TierError, TierMiss
 from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.media.tier import Deadline
-
 from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     FAULTS,

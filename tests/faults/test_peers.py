@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Bytes, Clear
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import BadReport, ExtentRequest, Fetched, FetchFailed
 from samovar.cache_tiers.transport.link import LinkDown, LinkError, LinkLate, PeerGone
 from samovar.cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
 from samovar.configs.sections import PeerSettings, TierSettings
-
 from tests.support.inside import link_of, records_in
 from tests.support.nodes.node_faults import FAILING, MemoryTier, faulty
 from tests.support.nodes.node_harness import MIB, SESSION, TENANT, sample

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Clear
 from samovar.cache_tiers.node.state import PendingDeletes
-
 from tests.faults.test_nvme_power import Cut, CuttableCalls
 from tests.support.amounts import seeds
 from tests.support.nodes.power_model import cut_power

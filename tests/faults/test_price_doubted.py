@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Address, Bytes
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import KIB, TierSettings
-
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered

@@ -12,12 +12,12 @@ from pathlib import Path
 import boto3
 import pytest
 from pydantic import SecretStr
+
 from samovar.cache_tiers.blocks.record import TierError, TierMiss
 from samovar.cache_tiers.media.guard import Breaker, GuardedTier, TierLate
 from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.pricing.meters import TierMeter, TierPrice
-
 from tests.support.inside import connections_of, settings_of
 from tests.support.nodes.s3_extents import sealed
 from tests.support.nodes.s3_stub import Answering, Misbehaviour, Request, Stub, s3_stub

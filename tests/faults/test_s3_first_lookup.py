@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from pydantic import SecretStr
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, Placement
 from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import S3TierSettings, TierSettings
 from samovar.replicas.messages import Admitted
 from samovar.replicas.offload.tier_client import WorkerPools
-
 from tests.infra.moto_process import moto_process
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of

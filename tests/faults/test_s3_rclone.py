@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from pydantic import SecretStr
+
 from samovar.cache_tiers.blocks.extent import Address
 from samovar.cache_tiers.blocks.record import (
     BadRecord,
@@ -25,7 +26,6 @@ from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.media.s3_keys import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.configs.sections import S3TierSettings
-
 from tests.support.nodes.s3_extents import NAMESPACE, SHAPE, TENANT, sealed
 from tests.support.services.rclone import plain_client, s3_server
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 import ray
-from samovar.cluster.launch.keep_gcs import find
 
+from samovar.cluster.launch.keep_gcs import find
 from tests.support.services.service import until
 
 ROOT = Path(__file__).resolve().parents[2]

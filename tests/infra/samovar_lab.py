@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 import openai
 import yaml
+
 from samovar.cluster.cli.main import SECRETS_FILE
 from samovar.cluster.launch.commands import gcs_environment, node_environment
 from samovar.configs.loader import load
 from samovar.configs.sections import MIB
 from samovar.configs.settings import Settings
-
 from tests.infra.netlab import Host, Lab, LabError
 from tests.support.services.guests import Guests
 from tests.support.services.service import for_served_dtype, is_moving, until

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
 from samovar.cluster.dashboards.alerts import ALERTS
 from samovar.cluster.dashboards.files import FOLDER, dashboard
 from samovar.cluster.dashboards.monitor import monitors, write_files
@@ -26,7 +27,6 @@ from samovar.cluster.dashboards.panels import RATE, ROWS
 from samovar.configs.optional_sections import MonitoringSettings
 from samovar.configs.settings import AuthSettings, ServerSettings, Settings
 from samovar.router.metrics import CONTENT_TYPE, Metrics
-
 from tests.infra.needs import need, needs_infra
 from tests.support.full_metrics import filled_metrics
 from tests.support.services.service import free_port, until

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samovar.cluster.launch.terraform import parse_outputs
 
+from samovar.cluster.launch.terraform import parse_outputs
 from tests.infra.aws_facts import ENUMS, enum_values, machine, wrong_pools
 from tests.infra.conftest import EVERYTHING, var_file
 from tests.infra.mirror import ROOT, TREE, Bench

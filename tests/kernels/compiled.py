@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 import triton
-from samovar.cache_tiers.blocks.extent import BlockShape
-from samovar.replicas.forward.attention import AttentionForm
-from samovar.replicas.forward.attention_triton import tile_shapes, write_rows
-from samovar.replicas.kv.page_sums import page_sums
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from samovar.cache_tiers.blocks.extent import BlockShape
+from samovar.replicas.forward.attention import AttentionForm
+from samovar.replicas.forward.attention_triton import tile_shapes, write_rows
+from samovar.replicas.kv.page_sums import page_sums
 from tests.kernels.paged import PagedCase, Shape
 
 BF16 = torch.bfloat16

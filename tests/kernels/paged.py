@@ -7,6 +7,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
 import torch
+
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.attention_triton import TileShape, TritonPaged
 from samovar.replicas.forward.inputs import StepInputs, StepPacker

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.attention_triton import tile_shapes
-
 from tests.kernels.paged import FEW, MIXED, PagedCase, Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned")

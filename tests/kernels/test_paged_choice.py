@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from samovar.replicas.forward import attention_triton
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.attention_choice import compare
 from samovar.replicas.forward.attention_triton import TritonPaged, Unserved, write_rows
 from samovar.replicas.forward.inputs import StepPacker, StepShape
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
-
 from tests.kernels.paged import CPU, SMALL, PagedCase, Shape
 
 INT8 = {"head_dim": 64, "is_int8": True}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from samovar.replicas.forward import attention_triton, paged_kernels
 from samovar.replicas.forward.attention import AttentionForm
-
 from tests.kernels.paged import PagedCase, Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned")

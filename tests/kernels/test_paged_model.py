@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from samovar.replicas.forward.attention import AttentionBackend, GatherSdpa
 from samovar.replicas.forward.attention_choice import attention_forms
 from samovar.replicas.forward.attention_triton import TritonPaged
@@ -14,7 +15,6 @@ from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.scheduling.sequence import bare_sequence
 from samovar.replicas.scheduling.step import Chunk
-
 from tests.kernels.paged import CPU, SMALL
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tiny_models import make_tiny_model

@@ -9,10 +9,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
 from samovar.cache_tiers.blocks.layer_sums import PIECE_BYTES, plain_sums
 from samovar.replicas.kv import page_sums
-
 from tests.support.nodes.damages import damages
 
 M64 = 2**64 - 1

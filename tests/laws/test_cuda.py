@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from samovar.cache_tiers.blocks.extent import BlockShape
 from samovar.cache_tiers.blocks.layer_sums import layer_sums
 from samovar.configs.sections import MIB
@@ -27,8 +29,6 @@ from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.sampling.draws import Sampled
 from samovar.replicas.sampling.sampler import NotNumbers, Sampler
 from samovar.replicas.scheduling.step import Chunk
-from transformers import AutoModelForCausalLM
-
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.sampled_batches import EOS, KINDS, batch_of
 from tests.support.engines.tiny_models import make_tiny_model

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.media.tier import Tier
-
 from tests.laws.test_l14_peers import engine_of, prefill
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, nvme, receipt_of, tiered

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.messages import Grammar
 from samovar.replicas.scheduling import Chunk, Sequence, StepPlan
 from samovar.replicas.scheduling.drafts import Drafter
-
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.other_cpu import is_played
 

@@ -11,11 +11,11 @@ from typing import cast
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from samovar.replicas.forward import experts
 from samovar.replicas.forward.plain import PLAIN_TYPES
 from samovar.replicas.model.families import FAMILIES, SERVED_TYPES
-from transformers import AutoModelForCausalLM
-
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.forward_bench import Bench
 from tests.support.engines.other_cpu import is_played

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Bytes, Placement
 from samovar.cache_tiers.blocks.record import decode_header
 from samovar.cache_tiers.blocks.tiers import TierName
@@ -20,7 +21,6 @@ from samovar.cache_tiers.media.tier import Tier
 from samovar.cache_tiers.transport.link import LinkLate
 from samovar.cache_tiers.transport.peers import LazyLink, PeerLate
 from samovar.replicas.messages import GenerateRequest, Route
-
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, receipt_of, same, tiered
 from tests.support.inside import join_scans, link_of, records_in

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from samovar.replicas.forward.inputs import StepInputs
 from samovar.replicas.forward.runner import Runner
 from samovar.replicas.scheduling.step import Chunk
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_kv, assert_same_logits
 from tests.support.engines.forward_bench import Bench, Computed

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Address, Bytes, Placement
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.blocks.tiers import TierName
@@ -18,7 +19,6 @@ from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.media.tier import Tier
 from samovar.cache_tiers.pricing.meters import PrefillPrice
-
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, nvme, receipt_of, same, tiered
 from tests.support.inside import records_in

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed
@@ -22,7 +23,6 @@ from samovar.replicas.offload.tier_client import TierLink
 from samovar.replicas.scheduling.preemption import Preemption
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepPlan
-
 from tests.support.engines.tier_engines import (
     MIB,
     InlineExecutor,

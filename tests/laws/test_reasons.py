@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Lookup, LookupResult
@@ -19,7 +20,6 @@ from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import PolicySettings, TierSettings
 from samovar.replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
 from samovar.replicas.offload.tier_client import TierLink
-
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, receipt_of, tiered

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
+
 from samovar.cache_tiers.blocks.tiers import LoadSource
 from samovar.cache_tiers.policy.policies import make_policy
 from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
@@ -23,7 +24,6 @@ from samovar.cluster.plan.simulator.sim import Sim
 from samovar.cluster.plan.simulator.tier import SimLink
 from samovar.cluster.plan.traces.trace import TraceTurn
 from samovar.configs.sections import PolicySettings, TierSettings
-
 from tests.support.traffic import turn
 
 BLOCK = 32

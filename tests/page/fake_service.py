@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from samovar.configs.optional_sections import LiveSettings
-from samovar.router.observe.diagnosis import Snapshot
-from samovar.router.observe.live.advice import advice_of
-from samovar.router.observe.live.merge_patch import diff
-from samovar.router.observe.live.page_files import PageFiles
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from samovar.configs.optional_sections import LiveSettings
+from samovar.router.observe.diagnosis import Snapshot
+from samovar.router.observe.live.advice import advice_of
+from samovar.router.observe.live.merge_patch import diff
+from samovar.router.observe.live.page_files import PageFiles
 from tests.support.router.snapshots import HEALTHY
 
 MODEL = "play-model"

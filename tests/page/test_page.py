@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Error, expect
+
 from samovar.cache_tiers.pricing import TierPrice
 from samovar.router.observe.diagnosis import CONDITIONS, diagnose
-
 from tests.page.conftest import NARROW, PICTURES, WIDE, Seen, answers, axe_problems, live, say
 from tests.page.fake_service import ADMIN, World, populate, step_down
 from tests.support.router.snapshots import HEALTHY, NVME, OFF, PLANTED, REPLICA, with_tiers

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
-from samovar.router.observe.diagnosis import BY_NAME, diagnose, snapshot_of
 
+from samovar.router.observe.diagnosis import BY_NAME, diagnose, snapshot_of
 from tests.page.conftest import NARROW, PICTURES, WIDE, Seen, answers, axe_problems, live, say
 from tests.support.services.guests import Conversation
 from tests.support.services.service import for_served_dtype

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from samovar.cluster.plan.traces.replay import ended_s, next_starts_s
 
 from bench import _report, policy, prefetch
 from bench.policy import Row, broken_bars
+from samovar.cluster.plan.traces.replay import ended_s, next_starts_s
 from tests.support.traffic import made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.forecast.survival import BINS, curve_of
 from samovar.cache_tiers.policy.policies import LikelyReturn
 from samovar.cache_tiers.pricing.meters import TierMeter
@@ -12,7 +13,6 @@ from samovar.cluster.plan.simulator.node import SimNode
 from samovar.cluster.plan.simulator.prefetch import SimPrefetch
 from samovar.cluster.plan.simulator.tier import SimLink
 from samovar.configs.sections import GIB, MIB, PrefetchSettings
-
 from tests.support.clock import Clock
 from tests.support.traffic import BLOCK
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from bench._policy_patterns import COMPACTION, PatternRow, broken_bars, compacting, compare, traffic_of
+from bench._trace_generator import GeneratorOptions, generate
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.policy.policies import make_policy
 from samovar.cluster.plan.simulator.fleet import Fleet
@@ -12,9 +14,6 @@ from samovar.cluster.plan.simulator.sim import Sim
 from samovar.cluster.plan.traces.replay import by_session
 from samovar.cluster.plan.traces.trace import TraceTurn
 from samovar.configs.sections import KIB, PredictorSettings
-
-from bench._policy_patterns import COMPACTION, PatternRow, broken_bars, compacting, compare, traffic_of
-from bench._trace_generator import GeneratorOptions, generate
 from tests.support.traffic import BLOCK, turn
 
 BLOCK_BYTES = BLOCK * 128 * KIB

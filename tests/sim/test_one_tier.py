@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from bench._single_tier import belady_hits, hits_with
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.policy.idle_sessions import IdleSessions
 from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
@@ -18,8 +20,6 @@ from samovar.cluster.plan.traces.readers import TraceOptions, open_trace
 from samovar.cluster.plan.traces.replay import events, forecasts, next_starts_s, with_blocks
 from samovar.cluster.plan.traces.trace import TraceTurn
 from samovar.configs.sections import PolicyName, PolicySettings, PredictorSettings
-
-from bench._single_tier import belady_hits, hits_with
 from tests.support.traffic import BLOCK, made, turn
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from bench._single_tier import hits_with
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, make_policy
 from samovar.cache_tiers.pricing.meters import PrefillPrice
@@ -14,8 +16,6 @@ from samovar.cluster.plan.simulator.fleet import Fleet, Prices
 from samovar.cluster.plan.simulator.sim import Sim, SimTally
 from samovar.cluster.plan.traces.trace import TraceTurn
 from samovar.configs.sections import GIB, KIB, PolicyName, PolicySettings, PredictorSettings, PrefetchSettings
-
-from bench._single_tier import hits_with
 from tests.support.constants import tuned
 from tests.support.traffic import BLOCK, made, turn
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import pytest
+
 from samovar.configs.sections import Section
 
 S = TypeVar("S", bound=Section)

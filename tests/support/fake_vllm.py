@@ -7,12 +7,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import Bytes
 from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.vllm.chain import extra_digest
@@ -57,7 +58,7 @@ class FakeRequest:
         return len(self.all_token_ids)
 
 
-def extra_of(request: FakeRequest, tokens: int) -> list[bytes]:
+def image_digests(request: FakeRequest, tokens: int) -> list[bytes]:
     blocks = tokens // BLOCK_TOKENS
     return [extra_digest((request.images[at],)) if at in request.images else b"" for at in range(blocks)]
 
@@ -81,7 +82,15 @@ class FakePages:
 class FakeVllm:
     """Runs one request after the other through both halves of the connector. `world`: whose weights."""
 
-    def __init__(self, socket: Path, *, world: str = "a", pages: int = 256) -> None:
+    def __init__(
+        self,
+        socket: Path,
+        *,
+        world: str = "a",
+        pages: int = 256,
+        extra_of: Callable[[FakeRequest, int], Sequence[bytes]] | None = None,
+        worker_pool: Executor | None = None,
+    ) -> None:
         self.world = world
         self.options = ConnectorOptions(socket, lookup_s_max=30.0, load_s_max=30.0, trusts_clients=True)
         self.links = [SocketLink(socket, name, call_s=30.0) for name in ("scheduler", "worker")]
@@ -95,7 +104,7 @@ class FakeVllm:
             self.pools[0],
             block_tokens=BLOCK_TOKENS,
             pages=pages,
-            extra_of=extra_of,
+            extra_of=extra_of or image_digests,
         )
         self.scheduler.namespace = namespace_of(
             weights=hashlib.sha256(world.encode()).digest(),
@@ -107,7 +116,7 @@ class FakeVllm:
             ranks=1,
         )
         self.worker = WorkerHalf(
-            self.options, self.links[1], self.pools[1], self.pages, block_tokens=BLOCK_TOKENS
+            self.options, self.links[1], worker_pool or self.pools[1], self.pages, block_tokens=BLOCK_TOKENS
         )
         self.loaded_tokens = 0
         self.receipts: list[dict[str, Any]] = []
@@ -127,7 +136,7 @@ class FakeVllm:
         `aborts`: "loading" = while its load runs, "computing" = in the middle of its prompt.
         """
         self.scheduler.begin(request)
-        loaded = self._matched(request)
+        loaded = self.matched(request)
         total = len(request.prompt_token_ids) + output
         pages = [self.free.pop() for _ in range(-(-total // BLOCK_TOKENS))]
         self.scheduler.allocated(request, pages, loaded)
@@ -137,7 +146,7 @@ class FakeVllm:
         if aborts == "loading" and loaded:
             self._end(request, pages, is_loading=True)
             return 0
-        bad = self._received(request) if loaded else set()
+        bad = self.received(request) if loaded else set()
         good = next(
             (at for at in range(loaded // BLOCK_TOKENS) if pages[at] in bad),
             loaded // BLOCK_TOKENS,
@@ -151,7 +160,7 @@ class FakeVllm:
         self._end(request, pages)
         return good * BLOCK_TOKENS
 
-    def _matched(self, request: FakeRequest) -> int:
+    def matched(self, request: FakeRequest) -> int:
         while True:
             tokens = self.scheduler.matched(request, 0)
             self.scheduler.check_integrity()
@@ -159,7 +168,7 @@ class FakeVllm:
                 return tokens
             time.sleep(0.001)
 
-    def _received(self, request: FakeRequest) -> set[int]:
+    def received(self, request: FakeRequest) -> set[int]:
         bad: set[int] = set()
         while True:
             sent, received, now_bad = self.worker.finished()
@@ -195,7 +204,7 @@ class FakeVllm:
         jobs = self.scheduler.step(0, 0)
         self.worker.start((), jobs.stores, lambda: None)
         if is_loading:
-            self._received(request)
+            self.received(request)
             self._free({request.request_id})
 
     def _free(self, requests: set[str]) -> None:

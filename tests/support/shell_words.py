@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import typer
+
 from samovar.cluster.cli.main import app
 from samovar.configs.loader import ConfigError, load
 

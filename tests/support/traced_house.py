@@ -13,6 +13,7 @@ from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 from samovar.cache_tiers.actors.tier import TierActor
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.settings import Settings
@@ -24,7 +25,6 @@ from samovar.replicas.serving.deployment import Replica, places
 from samovar.replicas.serving.ingress_loads import IngressLoads
 from samovar.replicas.serving.tracing import TracedLink
 from samovar.replicas.turns import TenantThreads
-
 from tests.support.engines.tier_engines import Tiered, tiered
 from tests.support.router.router_harness import House
 

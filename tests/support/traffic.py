@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from samovar.cluster.plan.traces.trace import TraceTurn
-
 from bench._trace_generator import GeneratorOptions, Shape, generate
+from samovar.cluster.plan.traces.trace import TraceTurn
 
 BLOCK = 512
 

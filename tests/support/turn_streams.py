@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
 from samovar.cache_tiers.forecast.turns import Turn
 
 LONG, SHORT = 8000, 200

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import S3, LoadSource
 from samovar.cache_tiers.forecast import Forecast, Forecaster, SessionKey, forecast
 from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy

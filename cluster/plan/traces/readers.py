@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
+
 from samovar.cache_tiers.recording import SERVICE_S_MAX, RecordedRow, RecordingError, read_header, read_row
 from samovar.cluster.plan.traces.files import (
     Row,

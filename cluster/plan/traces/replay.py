@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from samovar.cache_tiers.blocks import KEY_BYTES, marks_of
 from samovar.cache_tiers.forecast import Forecast, Forecaster, LineageChains, Opening, SessionKey, forecast
 from samovar.cluster.plan.traces.trace import TraceTurn, common_blocks

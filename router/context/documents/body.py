@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
+
 from samovar.router.context.documents.document import Format, Wanted
 from samovar.router.context.documents.text import TITLE_CHARS_MAX
 from samovar.router.context.knowledge import clean

@@ -9,6 +9,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
 from samovar.configs.settings import Settings
 from samovar.router.auth import ConcurrencyLimit, tenant_of
 from samovar.router.context.documents.body import DocumentBody, PrefillBody, source_of, title_of
@@ -23,9 +27,6 @@ from samovar.router.openai import check_structure, cursor, read_body, validated,
 from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
 from samovar.router.prompt import PromptBuilder
 from samovar.router.routing import ReplicaClient, SessionDirectory
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
+
 from samovar.configs.json_text import parse_json
 from samovar.configs.optional_sections import KnowledgeSettings
 from samovar.router.context.knowledge.entries import Change, Content, Kind, Provenance, clean

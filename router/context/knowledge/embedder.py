@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
 from samovar.configs.extras import require
 from samovar.router.context.knowledge.entries import Vector
 

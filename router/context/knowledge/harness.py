@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import regex
+
 from samovar.configs.json_text import parse_json
 
 Subject = Literal["context", "answer"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
+
 from samovar.router.context.knowledge.entries import (
     LoopRecord,
     QuotaExceeded,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+
 from samovar.configs.optional_sections import KnowledgeSettings
 from samovar.router.context.knowledge.entries import (
     Authorship,

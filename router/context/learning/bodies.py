@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
+
 from samovar.router.context.knowledge import Kind, QuestionBody
 from samovar.router.openai import StrictModel
 

@@ -7,6 +7,10 @@ from functools import partial
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
 from samovar.router.auth import tenant_of
 from samovar.router.context.knowledge import KnowledgeBase
 from samovar.router.context.learning.bodies import (
@@ -28,9 +32,6 @@ from samovar.router.openai import (
     validated,
     whole_number,
 )
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 FEEDBACK = "/v1/feedback"
 CANDIDATES = "/v1/knowledge/candidates"

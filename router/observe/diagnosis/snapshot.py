@@ -15,6 +15,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
+
 from samovar.cache_tiers.messages import NodeStats, TierStats
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.configs.settings import Settings

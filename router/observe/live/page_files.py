@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from samovar.router.openai import RouteNotFound
 from starlette.requests import Request
 from starlette.responses import Response
+
+from samovar.router.openai import RouteNotFound
 
 FOLDER = Path(__file__).parent / "page"
 INDEX = "index.html"

@@ -6,6 +6,10 @@ import asyncio
 import logging
 from contextlib import closing
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
 from samovar.cache_tiers.blocks import TIERS, tenant_tag
 from samovar.router.auth import ADMIN, Caller
 from samovar.router.generation import (
@@ -20,9 +24,6 @@ from samovar.router.observe.live.merge_patch import Json
 from samovar.router.observe.live.state import totals_of
 from samovar.router.openai import Unavailable
 from samovar.router.routing import DirectoryLost
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

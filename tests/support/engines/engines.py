@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+
 from samovar.cache_tiers.pricing.meters import UNKNOWN_PREFILL, PrefillPrice
 from samovar.configs.cluster import ClusterSettings
 from samovar.configs.sections import TierSettings
@@ -18,7 +19,6 @@ from samovar.replicas.messages import Admitted, Delta, Failed, GenerateRequest, 
 from samovar.replicas.offload.tier_client import TierAccess
 from samovar.replicas.ranks import Launch, RankSubprocess
 from samovar.replicas.start.build import BuiltEngine, Start
-
 from tests.support.engines import exactness
 from tests.support.engines.other_cpu import is_played
 

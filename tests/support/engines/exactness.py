@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+
+from bench._report import machine
 from samovar.replicas.engine.audit import RMS_MAX, Probe, ProbeResult
 from samovar.replicas.forward.forward import MakeForward
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.messages import Delta, TokenLogprob
-
-from bench._report import machine
 
 LOGITS_MAX = {torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 1.0, torch.int8: 1.0}
 """By so much may a logit differ. So log-probabilities differ by twice that, and the best two may change

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+
 from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.forward import MakeForward
@@ -16,7 +17,6 @@ from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.native.native_step import NativeStep
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import Chunk
-
 from tests.support.engines.exactness import assert_same_kv, assert_same_logits, probe
 from tests.support.engines.native_steps import native_step
 

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
 from samovar.configs.compiled import find_compiler
 from samovar.configs.settings import Settings
 from samovar.replicas import native

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+
 from samovar.replicas.forward.plain import PlainLayer, PlainModel
 
 

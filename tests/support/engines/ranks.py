@@ -14,7 +14,6 @@ from samovar.replicas.ranks.group import Launch
 from samovar.replicas.ranks.processes import RankSubprocess
 from samovar.replicas.ranks.worker import Rank, RankStart
 from samovar.replicas.start.build import BuiltEngine
-
 from tests.support.engines.engines import small_engine
 
 _loading = threading.Lock()

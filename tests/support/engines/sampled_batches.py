@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.sampling.draws import PREFIX
 from samovar.replicas.scheduling.sequence import Sequence

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from samovar.cache_tiers.blocks.extent import Bytes
 from samovar.replicas.kv.copy_device import CopyEvent, Told
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+
 from samovar.cache_tiers.actors.staging import StagingBuffer
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.blocks.tiers import TIERS, TierName
@@ -35,7 +36,6 @@ from samovar.replicas.kv.kv_pool import KvPool
 from samovar.replicas.messages import GenerateRequest, Receipt, SamplingParams
 from samovar.replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
 from samovar.replicas.start.build import BuiltEngine
-
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_kv, assert_same_logprobs

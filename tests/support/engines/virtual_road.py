@@ -15,7 +15,6 @@ from typing import Any
 
 from samovar.cache_tiers.blocks.extent import Bytes
 from samovar.replicas.kv.copy_device import CopyEvent, HostDevice, Told
-
 from tests.support.clock import Clock
 
 

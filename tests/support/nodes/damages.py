@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
 from samovar.cache_tiers.blocks.layer_sums import PIECE_BYTES, PIECE_WORDS
 from samovar.cache_tiers.blocks.record import decode_header, header_bytes

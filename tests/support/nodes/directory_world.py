@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement
 from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
 from samovar.cache_tiers.blocks.record import header_bytes
@@ -17,7 +18,6 @@ from samovar.cache_tiers.directory.types import Eviction, Held, ReservationRefus
 from samovar.cache_tiers.media.tier import Scanned
 from samovar.cache_tiers.messages import Lookup
 from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy
-
 from tests.support.clock import Clock
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=4)

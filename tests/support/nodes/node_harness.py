@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from samovar.cache_tiers.actors.staging import StagingBuffer
 from samovar.cache_tiers.blocks import record as codec
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement
@@ -31,7 +32,6 @@ from samovar.cache_tiers.messages import (
 from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
 from samovar.cache_tiers.node.store import CallFor
 from samovar.configs.sections import TierSettings
-
 from tests.support.clock import Clock
 from tests.support.inside import state_of
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from samovar.cache_tiers.blocks.extent import Address, BlockShape, Bytes, ExtentHeader, Placement
 from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
 from samovar.cache_tiers.blocks.record import (

@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import xxhash
+
 from samovar.cache_tiers.blocks.extent import Bytes
 from samovar.cache_tiers.blocks.record import decode_header, header_bytes
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
 from samovar.cache_tiers.actors.staging import StagingBuffer
 from samovar.cache_tiers.blocks.extent import Bytes
 from samovar.cache_tiers.media.memory import HeapTier
@@ -28,7 +29,6 @@ from samovar.cache_tiers.transport.arena import Arena
 from samovar.cache_tiers.transport.link import ArenaLease, Export, LinkError, PeerGone
 from samovar.cache_tiers.transport.peers import LazyLink, PeerError
 from samovar.configs.sections import TierSettings
-
 from tests.support.clock import Clock
 from tests.support.inside import state_of
 from tests.support.nodes.node_harness import MIB, Sample, records_of

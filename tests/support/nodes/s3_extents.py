@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+
 from samovar.cache_tiers.blocks.extent import BlockShape, ExtentHeader, Placement
 from samovar.cache_tiers.blocks.keys import ROOT
 from samovar.cache_tiers.blocks.record import Record, header_bytes, seal

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from pydantic import SecretStr
+
 from samovar.configs.sections import S3TierSettings
 
 BUCKET = "kv"

@@ -12,7 +12,6 @@ from samovar.router.routing import load_tracker, roster
 from samovar.router.routing.load_tracker import ReplicaLoadTracker
 from samovar.router.routing.ray_clients import RayReplicaClient
 from samovar.router.routing.roster import ListedReplica, RankOptions, Roster
-
 from tests.support.inside import info_of, settings_of
 from tests.support.router.linked_replicas import LINKS, LOOPBACK
 from tests.support.router.tiny_replicas import TinyReplica

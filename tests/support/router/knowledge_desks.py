@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import SecretStr
+
 from samovar.configs.optional_sections import KnowledgeSettings, PostgresSettings
 from samovar.router.context.knowledge import Change, Content, EntryRef, Limits, Provenance, SqliteStore
 from samovar.router.context.knowledge.postgres.store import PostgresStore
-
 from tests.support.constants import tuned
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from samovar.configs.cluster import LinkSettings
 from samovar.configs.settings import LimitsSettings
 from samovar.replicas.links import Inlet
@@ -17,8 +19,6 @@ from samovar.replicas.messages import ReplyTo
 from samovar.router.ingress.taker import RequestTaker
 from samovar.router.proxy import ADDRESS, KNOWN, KnownIngresses, ListedIngress, RequestCarrier, RetryBuffer
 from samovar.router.proxy.proxy_guard import ProxyGuard
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from tests.support.router.router_harness import House
 
 LINKS = LinkSettings()

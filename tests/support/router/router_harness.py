@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
+
 from samovar.configs.cluster import ClusterSettings
 from samovar.configs.optional_sections import CompactionSettings, KnowledgeSettings
 from samovar.configs.sections import TierSettings
@@ -26,7 +27,6 @@ from samovar.router.ingresses import Ingresses
 from samovar.router.prompt.prompt import PromptBuilder
 from samovar.router.routing.load_tracker import ReplicaLoadTracker
 from samovar.router.routing.session_directory import DirectoryLink, SessionDirectory
-
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 from tests.support.router.fake_replica import INFO, FakeReplicas, Script, say
 

@@ -11,7 +11,6 @@ from samovar.configs.sections import GIB, MIB
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import EngineStats, ReplicaInfo
 from samovar.router.observe.diagnosis import IngressCounts, Snapshot, settings_told
-
 from tests.support.router.fake_replica import INFO
 
 PREFILL = (0.01, 1e-3, 1e-8)

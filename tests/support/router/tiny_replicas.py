@@ -27,7 +27,6 @@ from samovar.router.routing import ReplicaLost
 from samovar.router.routing.answer_search import AnswerSearch
 from samovar.router.routing.direct_call import DirectCall
 from samovar.router.routing.replica_client import choices_ended
-
 from tests.support.clock import Clock
 from tests.support.engines.engines import small_engine
 from tests.support.inside import info_of, kept_by, streams_of

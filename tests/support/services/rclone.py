@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import boto3
 from botocore.config import Config
+
 from samovar.cluster.serve.s3_demo import S3Demo
 from samovar.configs.sections import S3TierSettings
 

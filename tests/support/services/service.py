@@ -21,10 +21,10 @@ import openai
 import psutil
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.model.device import choose_dtype
 from samovar.replicas.native.native_step import NotNative
-
 from tests.support.engines import native_steps
 
 T = TypeVar("T")

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+
 from samovar.cache_tiers.blocks.extent import ExtentHeader, session_of
 from samovar.cache_tiers.blocks.record import decode_header
 from samovar.cache_tiers.node.transfer import verified
@@ -27,7 +28,6 @@ from samovar.cluster.serve.s3_demo import S3Demo
 from samovar.configs.sections import S3TierSettings
 from samovar.router.auth import LOCAL_TENANT
 from samovar.router.routing.session import tags_of_id
-
 from tests.support.services.guests import Conversation, Guests
 from tests.support.services.service import MODEL, Service, for_served_dtype, is_moving, until
 

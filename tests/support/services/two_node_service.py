@@ -17,9 +17,9 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # see cluster/cli/main.py
 
 import ray
 from ray._raylet import GcsClient
+
 from samovar.cluster.serve.app import Service
 from samovar.configs.settings import Settings
-
 from tests.support.services.service import for_served_dtype
 from tests.support.services.two_nodes import two_raylets
 

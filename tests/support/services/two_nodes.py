@@ -16,6 +16,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from samovar.cache_tiers.actors.staging import StagingBuffer, open_outbox
 from samovar.cache_tiers.actors.tier import tier_actor
 from samovar.cache_tiers.blocks import record as codec
@@ -31,7 +32,6 @@ from samovar.cache_tiers.messages import (
     StoreRequest,
 )
 from samovar.configs.sections import MIB, TierSettings
-
 from tests.support.inside import link_of
 from tests.support.nodes.node_harness import TENANT, Sample, sample
 

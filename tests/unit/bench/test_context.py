@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+
+from bench.context import BlockCount, orders, recall
 from samovar.router.context.knowledge import open_embedder
 from samovar.router.ingress.knowledge_routes import ServedText
 from samovar.router.prompt import PromptBuilder
-
-from bench.context import BlockCount, orders, recall
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.router_harness import TOKENIZER, make_settings
 

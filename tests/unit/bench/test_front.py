@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from samovar.replicas.messages import Admitted, Delta, GenerateRequest, SamplingParams
 
 from bench import _front_vllm
 from bench._front_client import STAMP, Stream, figures
 from bench._front_engine import ScriptedEngine
 from bench.front import SERVERS, costs, role_named
+from samovar.replicas.messages import Admitted, Delta, GenerateRequest, SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samovar.cache_tiers.blocks.extent import Bytes
-from samovar.cache_tiers.pricing.doubt import Doubt
-from samovar.cache_tiers.pricing.meters import TierMeter, TierPrice
-from samovar.replicas.kv.block_io import PageIo, Ticket
-from samovar.replicas.kv.copy_device import CopyEvent
 
 from bench._gpu_device import Ceilings, Device
 from bench._gpu_engine import SMALL
@@ -20,6 +15,11 @@ from bench._gpu_model import TINY
 from bench._gpu_returns import measure_returns
 from bench._gpu_run import Rows
 from bench._gpu_stage import Stage
+from samovar.cache_tiers.blocks.extent import Bytes
+from samovar.cache_tiers.pricing.doubt import Doubt
+from samovar.cache_tiers.pricing.meters import TierMeter, TierPrice
+from samovar.replicas.kv.block_io import PageIo, Ticket
+from samovar.replicas.kv.copy_device import CopyEvent
 
 RATE = 200e6
 """What the machine of these tests is said to move in a second."""

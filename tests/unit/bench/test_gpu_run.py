@@ -13,6 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from bench import _gpu_attention, _gpu_moves
+from bench._gpu_device import Ceilings, Device, share
+from bench._gpu_engine import FULL, SMALL
+from bench._gpu_model import LLAMA_8B, TINY, write_hollow_model
+from bench._gpu_run import COLUMNS, Bar, GpuRun, Rows, Section, at_least, at_most, must_be, table_of
+from bench._gpu_tiers import MappedRam, mapped
 from samovar.cache_tiers.blocks import Address, BadRecord, Bytes, Record, TierFull, TierMiss
 from samovar.cache_tiers.media import Deadline
 from samovar.configs.sections import GIB, MIB
@@ -22,13 +29,6 @@ from samovar.replicas.kv import CopyEvent, KvGeometry, LayerKv, PageIo
 from samovar.replicas.kv.block_io import Ticket
 from samovar.replicas.kv.copy_device import HostDevice
 from samovar.replicas.model import inspect_model
-
-from bench import _gpu_attention, _gpu_moves
-from bench._gpu_device import Ceilings, Device, share
-from bench._gpu_engine import FULL, SMALL
-from bench._gpu_model import LLAMA_8B, TINY, write_hollow_model
-from bench._gpu_run import COLUMNS, Bar, GpuRun, Rows, Section, at_least, at_most, must_be, table_of
-from bench._gpu_tiers import MappedRam, mapped
 from tests.support.clock import Clock
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from samovar.configs.settings import EngineSettings
 
 from bench import _report as report
 from bench import peers
@@ -25,6 +24,7 @@ from bench._peers_processes import Running, Threads, last_words
 from bench._peers_rows import Reading, bars, rows_of, skipped, table
 from bench._peers_servers import PEERS, Launch, LlamaCpp, Place, Samovar, Vllm, VllmLmcache, step_said
 from bench._peers_works import QUICK, Amounts, at_once, beside, decoded, tokens_of
+from samovar.configs.settings import EngineSettings
 from tests.support.services.service import until
 
 MODEL = PeerModel("tiny", Path("/model"), Path("/model.gguf"))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.configs.sections import PredictorSettings
 
 from bench import _turn_tables as turn_tables
 from bench import predictor as bench
 from bench._forecast_scores import auc, brier, censored_ece, ece
 from bench._trace_patterns import Patterns
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.configs.sections import PredictorSettings
 
 CHAT = (
     "session,turn,t_s,input_tokens,output_tokens,shared_depth_blocks512,idle_after_s\n"

@@ -18,10 +18,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from samovar.cache_tiers.messages import NodeStats, TierStats
-from samovar.configs.loader import load
-from samovar.configs.sections import MIB
-from samovar.replicas.messages import EngineStats
 
 from bench import _report as report
 from bench._soak_clients import Tally
@@ -29,6 +25,10 @@ from bench._soak_faults import Saboteur, disk_use, fault_flags, files_below
 from bench._soak_oracle import Answer, Message, Oracle, Turn
 from bench._soak_watch import Growth, Sample, TierCounters, growths, process_name
 from bench.soak import Books, Found, Soak
+from samovar.cache_tiers.messages import NodeStats, TierStats
+from samovar.configs.loader import load
+from samovar.configs.sections import MIB
+from samovar.replicas.messages import EngineStats
 from tests.support.services.service import until
 
 RECEIPT = {"tokens": {"gpu": 10, "cpu": 20, "compute": 30}, "decision": "load"}

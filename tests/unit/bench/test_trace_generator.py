@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samovar.cluster.plan.traces.trace import TraceTurn, common_blocks
 
 from bench._trace_generator import FOOL_PERIOD_S, GeneratorOptions, Shape, generate
+from samovar.cluster.plan.traces.trace import TraceTurn, common_blocks
 
 
 def turns_of(shape: Shape, turns: int, seed: int = 0, **more: Any) -> list[TraceTurn]:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samovar.cluster.plan.traces.replay import by_session, ended_s, with_blocks
-from samovar.cluster.plan.traces.trace import TraceTurn, common_blocks
 
 from bench._trace_generator import COMPACT_SYSTEMS_MIN, GeneratorOptions, Shape, generate
 from bench._trace_patterns import (
@@ -25,6 +23,8 @@ from bench._trace_patterns import (
     mixed,
     parse_patterns,
 )
+from samovar.cluster.plan.traces.replay import by_session, ended_s, with_blocks
+from samovar.cluster.plan.traces.trace import TraceTurn, common_blocks
 from tests.support.traffic import made
 
 ALL = Patterns(side=0.5, title=0.5, subagents=0.3, regenerate=0.2, edit=0.2)

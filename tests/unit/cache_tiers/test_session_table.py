@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from samovar.cache_tiers.messages import SessionHeld
 from samovar.cache_tiers.sessions.session_table import NODES_MAX, SessionRow, SessionsCleared, SessionTable
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.media.files import Syscalls
 from samovar.configs.atomic_file import atomic_write
 

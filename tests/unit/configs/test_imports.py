@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from samovar.configs.imports import FOLDERS_MAX, collector_paused
 
+from samovar.configs.imports import FOLDERS_MAX, collector_paused
 from tests.house import ROOT
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+
 from samovar.configs.fields import env_name, fixed_keys, flag_name, former_keys, merged, setting_fields
 from samovar.configs.loader import ConfigError, LoadedSettings, did_you_mean, load, preset_names
 from samovar.configs.settings import Settings

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks import TAG_BYTES
 from samovar.configs.optional_sections import AnswerSettings
 from samovar.replicas.answers import AnswerLog, AnswerLogs, SweepTimer
@@ -25,7 +26,6 @@ from samovar.replicas.messages import (
     SamplingParams,
     TokenLogprob,
 )
-
 from tests.support.amounts import examples
 from tests.support.clock import Clock
 from tests.support.constants import tuned

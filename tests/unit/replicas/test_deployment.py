@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, Clear
 from samovar.cache_tiers.messages import Cleared
 from samovar.configs.optional_sections import AnswerSettings
@@ -28,7 +29,6 @@ from samovar.replicas.sampling import Sampler
 from samovar.replicas.serving.deployment import Replica
 from samovar.replicas.serving.served import Places
 from samovar.replicas.turns import TenantThreads
-
 from tests.support.clock import Clock
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 

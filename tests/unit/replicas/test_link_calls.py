@@ -10,10 +10,10 @@ from typing import Any
 
 import msgpack
 import pytest
+
 from samovar.configs.cluster import LinkSettings
 from samovar.replicas.links import CLOSING, FAILED, FULL, Inlet, Link, LinkCall, LinkLost, Links
 from samovar.replicas.links.wire import CALL, LEAVE, Parser, packed
-
 from tests.support.constants import tuned
 from tests.support.inside import paused_on, queue_of
 from tests.support.router.router_harness import until

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.configs.cluster import LinkSettings
 from samovar.replicas.links import Inlet, Link, LinkLost, Links
 from samovar.replicas.links.handshake import NUMBER_BYTES, PROOF_BYTES, Handshake, proof_of
 from samovar.replicas.links.wire import packed
 from samovar.replicas.messages import ReplyTo
-
 from tests.support.inside import connecting_by, links_of, unreached_by
 from tests.support.link_ends import admit
 from tests.support.router.router_harness import until

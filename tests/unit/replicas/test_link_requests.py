@@ -10,6 +10,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks import Placement
 from samovar.replicas.messages import (
     Admitted,
@@ -28,7 +29,6 @@ from samovar.replicas.reply import ReplyReading
 from samovar.replicas.reply.formats import format_named
 from samovar.replicas.serving.requests import BadRequestBytes, pack_request, request_form, unpack_request
 from samovar.replicas.serving.served import Places
-
 from tests.support.router.router_harness import until
 
 KEEP = Keep(

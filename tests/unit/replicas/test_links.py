@@ -13,6 +13,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.configs.cluster import LinkSettings
 from samovar.replicas.links import (
     EventSender,
@@ -28,7 +29,6 @@ from samovar.replicas.links import (
 from samovar.replicas.links.handshake import NUMBER_BYTES
 from samovar.replicas.links.wire import Parser, packed
 from samovar.replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, ReplyTo, TokenLogprob
-
 from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.inside import boxes_of, bytes_in, connecting_by, links_of, unreached_by

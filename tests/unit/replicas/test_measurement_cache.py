@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import TypeAdapter
+
 from samovar.cache_tiers.pricing import TierPrice, fit_prefill
 from samovar.configs.sections import TierSettings
 from samovar.configs.settings import EngineSettings, ModelSettings, Settings
@@ -19,7 +20,6 @@ from samovar.replicas.engine import Probe, ProbeResult
 from samovar.replicas.forward import GatherSdpa
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.start.build import BuiltEngine, Start
-
 from tests.support.clock import Clock
 
 NUMBER = TypeAdapter(float)

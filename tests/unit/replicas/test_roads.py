@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from samovar.cache_tiers.actors.staging import StagingBuffer
 from samovar.cache_tiers.blocks.extent import Address, Bytes
 from samovar.cache_tiers.blocks.tiers import TierName
@@ -19,7 +20,6 @@ from samovar.replicas.kv.copy_device import CopyEvent, HostDevice
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.offload.tier_client import TierAccess, WorkerPools
 from samovar.replicas.start.measure import Roads
-
 from tests.support.clock import Clock
 from tests.support.engines.tier_engines import InlineExecutor, make_node, nvme
 from tests.support.inside import guards_of

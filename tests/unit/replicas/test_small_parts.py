@@ -7,6 +7,7 @@ import hashlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
 from samovar.replicas.engine.thread import merge_deltas
 from samovar.replicas.kv.kv_pool import PoolTooSmall, free_memory_bytes, plan_pages

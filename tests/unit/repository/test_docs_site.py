@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from samovar.configs.fields import setting_fields
 
+from samovar.configs.fields import setting_fields
 from tests.docs_site import NAV, lay_out, navigation, pages
 from tests.support.pages import ROOT, anchors_of, broken_links
 

@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 from samovar.configs.model_reference import hub_model
-
 from tests.house_trace import BOUNDS, ROADS, Size, imports_of, passed, size, too_long
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
 from samovar.configs.extras import EXTRAS
 from samovar.replicas.model import store as model_store
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from samovar.configs.fields import section_keys, setting_fields
 
+from samovar.configs.fields import section_keys, setting_fields
 from tests.prove import GUARANTEES, ids_in
 from tests.support.pages import PAGES, ROOT, anchors_of, broken_links, links_of, slug
 

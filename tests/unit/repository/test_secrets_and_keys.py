@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
+
 from samovar.cache_tiers.node.build import count_start
 from samovar.cache_tiers.node.state import PendingDeletes
 from samovar.cluster.cli.main import app
@@ -17,7 +19,6 @@ from samovar.configs.loader import ConfigError, load
 from samovar.configs.settings import AuthSettings, Settings
 from samovar.router.auth import Authenticator, Caller
 from samovar.router.openai.errors import AuthenticationFailed
-from typer.testing import CliRunner
 
 OLD, NEW, OTHER = "old-key-of-sixteen", "new-key-of-sixteen", "other-key-of-sixteen"
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from samovar.configs.fields import section_keys, setting_fields
 from samovar.configs.loader import ConfigError, load
 from samovar.configs.settings import ModelSettings
 from samovar.router.ingress.operations import OPERATIONS
-
 from tests.support.pages import PAGES, ROOT, Block, Command, blocks_of, commands_of, prose_of
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.router_harness import House, make_settings, spoken

@@ -6,11 +6,11 @@ import asyncio
 import threading
 
 import pytest
+
 from samovar.cache_tiers.sessions.session_table import SessionRow, SessionTable, SessionView
 from samovar.configs.settings import AuthSettings, LimitsSettings, Settings
 from samovar.router.openai.errors import TooManyRequests
 from samovar.router.prompt.tokenizer_threads import TokenizerThreads
-
 from tests.support.router.router_harness import (
     KEY,
     MODEL,

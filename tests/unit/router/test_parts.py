@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
+
 from samovar.configs.settings import AuthSettings, LimitsSettings
 from samovar.replicas.messages import (
     Admitted,
@@ -28,7 +29,6 @@ from samovar.router.openai.parse import BodyIds, ParsedChat, ParsedCompletion
 from samovar.router.routing.ray_clients import RayReplicaClient
 from samovar.router.routing.replica_client import ReplicaFailed, ReplicaLost
 from samovar.router.routing.session import session_key
-
 from tests.support.router.fake_replica import INFO
 
 SECRET = b"secret"

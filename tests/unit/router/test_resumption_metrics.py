@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.metrics_core import Metric
+
 from samovar.cache_tiers.messages import NodeStats, PrefetchStats, ResumptionStats
 from samovar.cluster.cli.status import RETURNS_HEAD, Status, returns_rows
 from samovar.router.tier_metrics import tier_metrics

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.configs.optional_sections import DocumentsSettings
 from samovar.router.context.compaction import IdleQueue
 from samovar.router.context.documents import DocumentShelf, shelf
 from samovar.router.context.knowledge import KnowledgeBase, harness
 from samovar.router.context.knowledge.knowledge import QuestionTime
-
 from tests.support.router.router_harness import (
     KEY,
     OTHER_KEY,

@@ -7,12 +7,12 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
+
 from samovar.cache_tiers.messages import NodeStats, TierStats
 from samovar.cache_tiers.pricing.meters import TierPrice
 from samovar.replicas.messages import EngineStats
 from samovar.router.metrics import FORMER_NAMES
 from samovar.router.routing.ray_clients import RayReplicaClient
-
 from tests.support.router.router_harness import House
 from tests.unit.router.test_parts import FakeHandle
 

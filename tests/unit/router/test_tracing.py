@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
+
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.telemetry import NO_SPAN, Tracer, open_tracer, set_up_logs
 from samovar.configs.telemetry.logs import JsonFormatter
 from samovar.replicas.messages import Admitted, Delta
 from samovar.router.routing import load_tracker
 from samovar.router.routing.ray_clients import RayReplicaClient
-
 from tests.house import ROOT
 from tests.support.constants import tuned
 from tests.support.router.router_harness import House, chat, spoken

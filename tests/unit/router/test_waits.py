@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
+
 from samovar.router.waits import BoundedWaits
 
 LONG_S = 60.0

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import conninfo
 from psycopg.abc import Params, PQGen
+
 from samovar.configs.optional_sections import PostgresSettings
 from samovar.router.context.knowledge.entries import KnowledgeError, StoreBusy
 

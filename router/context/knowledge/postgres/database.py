@@ -12,6 +12,7 @@ from typing import Literal, LiteralString
 
 import psycopg
 from psycopg import sql
+
 from samovar.configs.optional_sections import PostgresSettings
 from samovar.router.context.knowledge.entries import KnowledgeError
 from samovar.router.context.knowledge.postgres.connections import Connection, Connections

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+
 from samovar.configs.optional_sections import KnowledgeSettings
 from samovar.router.context.knowledge.entries import (
     Authorship,

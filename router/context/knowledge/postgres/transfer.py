@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from samovar.router.context.knowledge.entries import KnowledgeError
 from samovar.router.context.knowledge.postgres.connections import Connection
 from samovar.router.context.knowledge.postgres.database import Database

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
+
 from samovar.cache_tiers.actors import rpc, tier
 from samovar.cache_tiers.actors.peer_calls import PeerActors
 from samovar.cache_tiers.messages import Fetched, Lookup

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
+
 from samovar.cache_tiers.actors.cluster_watch import (
     NOTICE_S,
     NoticeUnclear,
@@ -17,7 +18,6 @@ from samovar.cache_tiers.actors.cluster_watch import (
     SpotWatch,
 )
 from samovar.configs.sections import NodeSettings
-
 from tests.support.constants import tuned
 from tests.support.inside import thread_of
 from tests.support.services.metadata_server import MetadataServer

@@ -6,9 +6,9 @@ import threading
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.actors.staging import StagingBuffer, hand_over, open_outbox
 from samovar.cache_tiers.blocks.record import TierError
-
 from tests.support.clock import Clock
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks import layer_sums
 from samovar.cache_tiers.blocks.compiled_sums import SOURCE, THREAD_BYTES_MIN, CompiledSums
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
@@ -23,7 +24,6 @@ from samovar.cache_tiers.blocks.layer_sums import (
 )
 from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library
 from samovar.configs.settings import Settings
-
 from tests.support.nodes.damages import damages
 
 M64 = 2**64 - 1

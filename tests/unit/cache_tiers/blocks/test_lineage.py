@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks import TAG_BYTES, Clear, lineage_tag, root_tokens, session_of
 
 KEY = b"k" * 32

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.blocks.compiled_sums import SOURCE
 from samovar.configs.compiled import NotCompiled, find_compiler
 

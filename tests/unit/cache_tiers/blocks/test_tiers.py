@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.blocks.tiers import SHARED_TIER, TIERS, TOP_TIER
 

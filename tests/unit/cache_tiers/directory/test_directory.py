@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.blocks.keys import namespace_digest
 from samovar.cache_tiers.blocks.tiers import TierName
@@ -16,7 +17,6 @@ from samovar.cache_tiers.forecast.survival import Floats
 from samovar.cache_tiers.messages import Lookup
 from samovar.cache_tiers.policy.eviction_queue import LazyHeap
 from samovar.cache_tiers.policy.policies import Candidates, LeastRecentlyUsed
-
 from tests.support.nodes.directory_world import (
     ALICE,
     ALL,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from samovar.cache_tiers.blocks.extent import Address, Clear, ExtentHeader, Placement, session_of
 from samovar.cache_tiers.blocks.keys import KEY_BYTES, ROOT
 from samovar.cache_tiers.blocks.tiers import TIERS, TierName
@@ -13,7 +14,6 @@ from samovar.cache_tiers.directory.transfers import Transfer
 from samovar.cache_tiers.directory.types import Eviction, Held, Pin, ReservationRefused
 from samovar.cache_tiers.media.tier import Scanned
 from samovar.cache_tiers.messages import BlockRange
-
 from tests.support.amounts import examples
 from tests.support.inside import registry_of
 from tests.support.nodes.directory_world import (

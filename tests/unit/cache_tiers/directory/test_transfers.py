@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks.tiers import TIERS, TierName
 from samovar.cache_tiers.directory.accounting import Ledger
 from samovar.cache_tiers.directory.extents import HeldExtent
@@ -16,7 +17,6 @@ from samovar.cache_tiers.directory.transfers import (
     Transfer,
     TransferTable,
 )
-
 from tests.support.nodes.directory_world import World, header
 
 NBYTES = 100

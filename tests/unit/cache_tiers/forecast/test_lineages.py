@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.learner import decode, encode
 from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, Lineages
@@ -18,7 +19,6 @@ from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.forecast.survival import LAST_S, Curves, resume_within
 from samovar.cache_tiers.forecast.turns import Opening, Stop, Turn
 from samovar.configs.sections import PredictorSettings
-
 from tests.support.constants import tuned
 
 SETTINGS = PredictorSettings()

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from bench._forecast_scores import auc, ece
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.predictor import Outcome, Predictor, ReplayTurns, Rows
 from samovar.cache_tiers.forecast.survival import (
@@ -21,8 +23,6 @@ from samovar.cache_tiers.forecast.survival import (
 )
 from samovar.cache_tiers.forecast.turns import Hint, Turn
 from samovar.configs.sections import PredictorSettings
-
-from bench._forecast_scores import auc, ece
 from tests.support.constants import tuned
 from tests.support.inside import turns_of
 from tests.support.turn_streams import Rule, stream

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.forecast.features import (
     CLIP,
     FEATURES,

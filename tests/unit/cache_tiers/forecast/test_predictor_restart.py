@@ -7,6 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from bench import _turn_tables as turn_tables
+from bench import predictor as bench
+from bench._forecast_scores import auc, brier
 from samovar.cache_tiers.forecast import learner as predictor_file
 from samovar.cache_tiers.forecast.features import FEATURES, LINEAGE_FEATURES
 from samovar.cache_tiers.forecast.hazard_net import HIDDEN, KNOTS_S
@@ -28,10 +32,6 @@ from samovar.cache_tiers.forecast.predictor import LINEAGE_ARRAYS, TURNS_ARRAYS,
 from samovar.cache_tiers.forecast.survival import EDGES, Curves, resume_probability
 from samovar.cache_tiers.forecast.turns import Turn
 from samovar.configs.sections import PredictorSettings
-
-from bench import _turn_tables as turn_tables
-from bench import predictor as bench
-from bench._forecast_scores import auc, brier
 from tests.support.constants import tuned
 from tests.support.inside import turns_of
 from tests.support.turn_streams import Rule, stream

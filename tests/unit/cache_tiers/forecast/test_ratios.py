@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.forecast.ratios import RATIO_MAX, RATIO_MIN, WINDOW, ReturnRatios
 from samovar.cache_tiers.forecast.survival import BINS, EDGES_S, curve_of, times
 

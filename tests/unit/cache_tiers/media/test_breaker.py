@@ -8,8 +8,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from samovar.cache_tiers.media.guard import Breaker
 
+from samovar.cache_tiers.media.guard import Breaker
 from tests.support.amounts import examples
 from tests.support.clock import Clock
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Address, Bytes, Clear
 from samovar.cache_tiers.blocks.record import Record, TierError, TierFull, TierMiss
 from samovar.cache_tiers.media.faults import FaultyTier

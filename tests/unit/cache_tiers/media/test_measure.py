@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks import record as codec
 from samovar.cache_tiers.blocks.extent import Address, Bytes
 from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierMiss
@@ -13,7 +14,6 @@ from samovar.cache_tiers.media.faults import FaultyTier
 from samovar.cache_tiers.media.measure import RESERVED_NAMESPACE, SMALL_BYTES, measure_tier
 from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier
 from samovar.configs.sections import FaultSettings
-
 from tests.support.clock import Clock
 
 MIB = 1024 * 1024

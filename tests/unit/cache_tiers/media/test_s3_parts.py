@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from samovar.cache_tiers.blocks.extent import Address
 from samovar.cache_tiers.blocks.record import TierError, TierFull
 from samovar.cache_tiers.media.s3 import PENDING_MAX, S3Ledger

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pydantic import ValidationError
+
 from samovar.cache_tiers.blocks import (
     TIERS,
     Address,
@@ -38,7 +39,6 @@ from samovar.configs.sections import FaultSettings, TierSettings
 from samovar.replicas.messages import sources
 from samovar.router.generation import TenantUsage, summed
 from samovar.router.generation.answer import joined
-
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import receipt_of, same, tiered
 from tests.support.nodes.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, sample

@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Clear
 from samovar.cache_tiers.node.build import count_start
 from samovar.cache_tiers.node.state import PendingDeletes, put_aside
 from samovar.configs.json_text import TooDeep, parse_json
-
 from tests.support.nodes.node_harness import TENANT, bench, nvme, sample
 from tests.unit.repository.test_house_imports import ROOT, sources
 

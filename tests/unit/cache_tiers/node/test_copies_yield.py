@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.node.store import QUIET_S
 from samovar.configs.sections import MIB
-
 from tests.support.nodes.node_faults import MemoryTier
 from tests.support.nodes.node_harness import Bench, bench, sample
 from tests.support.services.service import until

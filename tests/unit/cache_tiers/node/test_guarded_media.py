@@ -12,12 +12,12 @@ from functools import partial
 from typing import TypeVar
 
 import pytest
+
 from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss
 from samovar.cache_tiers.media.guard import Breaker, CallExecutor, GuardedTier, TierDown, TierLate
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.pricing.meters import TierMeter, TierPrice
-
 from tests.support.clock import Clock
 from tests.support.nodes.node_harness import sample
 

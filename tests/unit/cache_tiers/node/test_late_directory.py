@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.blocks import Clear, TierError
 from samovar.cache_tiers.media import FaultyTier
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.tier import Tier
 from samovar.cache_tiers.node.state import PendingDeletes
 from samovar.configs.sections import FaultSettings, TierSettings
-
 from tests.support.inside import join_scans
 from tests.support.nodes.node_harness import OTHER_TENANT, SESSION, TENANT, Bench, bench, nvme, sample
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from ray.exceptions import ActorDiedError
+
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.node.drain import NodeLeave, has_refuge, inhabited, is_worth_another
 from samovar.cache_tiers.transport.peers import PeerLost
 from samovar.configs.sections import NodeSettings, TierSettings
 from samovar.replicas.offload.ray_link import RayLink
-
 from tests.support.constants import tuned
 from tests.support.nodes.node_harness import sample
 from tests.support.nodes.peer_harness import World, home

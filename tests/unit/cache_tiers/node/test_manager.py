@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.blocks.record import header_bytes
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.messages import BlockRange, Fetched, FetchFailed, LoadReport, Lookup
 from samovar.configs.sections import TierSettings
-
 from tests.support.inside import state_of
 from tests.support.nodes.node_faults import MemoryTier
 from tests.support.nodes.node_harness import (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.blocks.keys import KEY_BYTES
 from samovar.cache_tiers.directory.clears import Clears
@@ -27,7 +28,6 @@ from samovar.cache_tiers.node.peers import covers, merged
 from samovar.cache_tiers.transport.link import LinkDown
 from samovar.cache_tiers.transport.peers import LazyLink, PeerLost
 from samovar.configs.sections import PeerSettings, S3TierSettings, TierSettings
-
 from tests.support.clock import Clock
 from tests.support.inside import join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket

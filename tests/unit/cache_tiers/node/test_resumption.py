@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Address, Clear, Placement, session_of
 from samovar.cache_tiers.blocks.keys import ChainMarks, marks_of
 from samovar.cache_tiers.blocks.tiers import TierName
@@ -19,7 +20,6 @@ from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
 from samovar.cache_tiers.node.resumption import runs_of
 from samovar.configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
-
 from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.inside import idle_in, learner_of, state_of

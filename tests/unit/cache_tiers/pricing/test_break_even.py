@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.pricing import PrefillPrice, TierPrice, break_even_tokens
 
 PREFILL = PrefillPrice(0.02, 1e-3, 0.0, step_tokens=512)

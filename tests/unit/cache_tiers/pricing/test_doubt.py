@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
 from samovar.cache_tiers.pricing.load_plan import LoadPiece, plan_load
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
-
 from tests.support.clock import Clock
 
 EXTENT = 1 << 20

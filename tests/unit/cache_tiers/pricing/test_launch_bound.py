@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.pricing.load_plan import LoadPiece, plan_load
@@ -27,7 +28,6 @@ from samovar.cache_tiers.pricing.meters import (
 from samovar.replicas.forward.runner import Runner
 from samovar.replicas.start.measure import SAMPLES, measure_prefill
 from samovar.router.routing.request_router import _prefill as told_price
-
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks.tiers import TIERS, TierName
 from samovar.cache_tiers.pricing.load_plan import MEET_COST_SHARE, LoadPiece, LoadPlan, plan_load
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks.tiers import LoadSource
 from samovar.cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.pricing.meters import (
     BYTE_S_MAX,
     BYTE_S_MIN,
@@ -22,7 +23,6 @@ from samovar.cache_tiers.pricing.meters import (
     swap_or_drop,
     worth_storing,
 )
-
 from tests.support.clock import Clock
 
 CPU = PrefillPrice(0.04, 1.1e-3, 4.5e-7)

@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+
 from samovar.cache_tiers.sessions import MANY, NO_USE, Quotas, Use
 from samovar.cache_tiers.sessions.quotas import BURIED_S
-
 from tests.support.amounts import examples
 
 TENANT = bytes(16)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from samovar.cache_tiers.sessions import Item, ItemBounds, ItemStore, Kind, NotErased
 from samovar.cache_tiers.sessions.item_file import ItemFile
 from samovar.cache_tiers.sessions.shelf import ITEM_OVERHEAD_BYTES, Shelf

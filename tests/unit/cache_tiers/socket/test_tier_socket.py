@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks import Clear, decode_header, good_blocks, header_bytes, marks_of
 from samovar.cache_tiers.media import MemoryFile, SharedTier, shared
 from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, TurnEnded
@@ -23,7 +24,6 @@ from samovar.cache_tiers.socket.messages import Hello, Offer
 from samovar.cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, TierSocket, call_brought
 from samovar.cache_tiers.socket.wire import FRAME_BYTES_MAX, LENGTH, PROTOCOL, SocketError, receive, send
 from samovar.configs.sections import TierSettings
-
 from tests.support.nodes.node_harness import MIB, Sample, sample
 
 

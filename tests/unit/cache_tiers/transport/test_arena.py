@@ -6,8 +6,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
-from samovar.cache_tiers.transport.arena import ALIGN, Arena, ArenaPiece
 
+from samovar.cache_tiers.transport.arena import ALIGN, Arena, ArenaPiece
 from tests.support.amounts import examples
 from tests.support.inside import free_in
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.socket.process import TierProcess
 from samovar.configs.loader import load
-
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm, prompt
 
 MIB = 1024 * 1024
@@ -104,8 +104,7 @@ def test_the_same_ids_with_another_image_are_another_prompt(engines: Any) -> Non
 
 
 def test_keys_that_leave_the_image_out_are_seen(engines: Any) -> None:
-    engine, ids = engines(), prompt(1, 6)
-    engine.scheduler._extra_of = lambda request, tokens: []
+    engine, ids = engines(extra_of=lambda request, tokens: []), prompt(1, 6)
     until_held(engine, ids, images={2: "cat"})
     with pytest.raises(AssertionError, match="not its own"):
         engine.run(engine.request(ids, images={2: "dog"}))
@@ -196,13 +195,13 @@ def test_a_load_is_asked_for_once(engines: Any) -> None:
     until_held(engine, ids)
     request = engine.request(ids)
     engine.scheduler.begin(request)
-    tokens = engine._matched(request)
+    tokens = engine.matched(request)
     assert tokens == 6 * BLOCK_TOKENS
     assert engine.scheduler.matched(request, 0) == tokens  # until it is scheduled
     engine.scheduler.allocated(request, engine.free[:10], tokens)
     assert engine.scheduler.matched(request, 0) == 0
     engine.worker.start(engine.scheduler.step(0, 0).loads, (), lambda: None)
-    engine._received(request)
+    engine.received(request)
     engine.scheduler.ended(request, [], "abort")
 
 
@@ -233,6 +232,5 @@ def test_what_cannot_be_begun_is_not_waited_for(engines: Any) -> None:
     engine, ids = engines(), prompt(1, 6)
     until_held(engine, ids)
     engine.settle()
-    engine.worker._pool, good = Broken(), engine.worker._pool
-    assert engine.run(engine.request(ids)) == 0
-    engine.worker._pool = good
+    broken = engines(worker_pool=Broken())
+    assert broken.run(broken.request(ids)) == 0

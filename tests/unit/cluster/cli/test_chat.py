@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from prompt_toolkit.history import InMemoryHistory
 from rich.console import Console
+
 from samovar.cluster.cli import chat as chat_module
 from samovar.cluster.cli.chat import Chat
 from samovar.cluster.cli.chat_client import ChatClient

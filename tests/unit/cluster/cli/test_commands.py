@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
+
 from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
 from samovar.cluster.cli import main as cli
 from samovar.cluster.cli import options
@@ -32,8 +34,6 @@ from samovar.configs.fields import setting_fields
 from samovar.configs.loader import ConfigError, preset_names
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused, ReplicaInfo
-from typer.testing import CliRunner
-
 from tests.support.router.fake_replica import INFO
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner, Result
+
 from samovar.cache_tiers.pricing import TierPrice
 from samovar.cluster.cli import diagnose as commands
 from samovar.cluster.cli import main as cli
@@ -21,8 +23,6 @@ from samovar.cluster.doctor import doctor
 from samovar.cluster.doctor.check import MachineCheck
 from samovar.cluster.doctor.view import diagnosis_view
 from samovar.router.observe.diagnosis import BY_NAME, Snapshot, diagnose, snapshot_of
-from typer.testing import CliRunner, Result
-
 from tests.support.router.router_harness import House
 from tests.support.router.snapshots import HEALTHY, NODE, PLANTED, REPLICA
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from samovar.cluster.cli.main import app
 from typer.testing import CliRunner
 
+from samovar.cluster.cli.main import app
 from tests.support.router.router_harness import MODEL, House, make_settings, spoken
 from tests.support.services.postgres_server import PostgresServer
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from samovar.cluster.cli import main as cli
 from typer.testing import CliRunner, Result
 
+from samovar.cluster.cli import main as cli
 from tests.support.model_shapes import MHA_7B, QWEN_32B
 
 ROOT = Path(__file__).resolve().parents[4]

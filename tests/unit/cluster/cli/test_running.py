@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from samovar.cluster.cli.running import DEFAULT_URL, RunningServers, full_url, server_url
 
 

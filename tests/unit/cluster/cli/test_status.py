@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
+
 from samovar.cache_tiers.messages import NodeStats, PeerStats, TierStats
 from samovar.cache_tiers.pricing.meters import TierPrice
 from samovar.cluster.cli import main as cli
@@ -38,8 +40,6 @@ from samovar.cluster.cli.status import (
 )
 from samovar.cluster.serve.rollout import flush_line
 from samovar.replicas.messages import EngineStats
-from typer.testing import CliRunner
-
 from tests.support.router.router_harness import ADMIN_KEY, KEY, House, make_settings
 
 ROOT = Path(__file__).resolve().parents[4]

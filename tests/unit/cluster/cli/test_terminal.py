@@ -10,6 +10,7 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+
 from samovar.cluster.cli.terminal import MarkdownView, PlainView, unseen_keys, whole_blocks
 
 ANSWER = """# Title

@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+
 from samovar.cluster.dashboards.monitor import Monitor, keep_running, monitors, write_files
 from samovar.configs.optional_sections import MonitoringSettings
 from samovar.configs.settings import AuthSettings, ServerSettings, Settings
-
 from tests.support.launch_examples import rendered_aws, rendered_rack
 from tests.support.services.service import until
 

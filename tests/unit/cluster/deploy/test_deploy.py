@@ -12,6 +12,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from rich.console import Console
+from typer.testing import CliRunner
+
 from samovar.cluster.cli.main import app
 from samovar.cluster.deploy import deploy as deploying
 from samovar.cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
@@ -36,7 +38,6 @@ from samovar.cluster.serve.rollout import Patience, exchange, steps
 from samovar.configs.fields import merged, public_tree, secret_tree
 from samovar.configs.settings import EngineSettings, Settings
 from samovar.router.proxy import are_proxies_guarded, proxy_environment
-from typer.testing import CliRunner
 
 KEY, SECRET = "a-key-of-team-one", "a-secret-of-the-server"
 SECRETS = {"auth": {"api_keys": {"team": KEY}, "server_secret": SECRET}}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
 from samovar.cluster.doctor import doctor, media, safety
 from samovar.cluster.doctor.check import CheckState, MachineCheck, Result, run_check

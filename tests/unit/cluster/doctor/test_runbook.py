@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+
 from samovar.cluster.doctor.runbook import PAGE, check_table, rendered, runbook
 from samovar.configs.fields import setting_fields
 from samovar.router.observe.diagnosis import diagnose
 from samovar.router.observe.diagnosis.snapshot import SETTINGS
-
 from tests.support.router.snapshots import PLANTED
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from samovar.cluster.launch import keep_gcs
 from samovar.cluster.launch.keep_gcs import (
     DELAY_S_MAX,
@@ -28,7 +29,6 @@ from samovar.cluster.launch.keep_gcs import (
     keep,
     main,
 )
-
 from tests.support.services.service import until
 
 GCS = ("/x/gcs/gcs_server", "--gcs_server_port=6379", "--session-name=session_1")

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from botocore.exceptions import ClientError, NoCredentialsError
 from moto import mock_aws
+
 from samovar.cluster.launch import node_setup
 from samovar.cluster.launch.aws import AwsRefused, keep_in_cloud, leave_targets, live_instances
 from samovar.cluster.launch.node_setup import (

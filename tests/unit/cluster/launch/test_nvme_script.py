@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+
 from samovar.cluster.launch.home import nvme_script
 
 SCRIPT = str(resources.files("cluster") / "scripts" / "kv-nvme.sh")

@@ -15,12 +15,12 @@ import ray.autoscaler
 import yaml
 from pydantic import ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
+
 from samovar.cluster.launch.cluster_file import Ec2Node
 from samovar.cluster.launch.render import render
 from samovar.cluster.launch.settings import RenderFailed, check_complete, node_settings
 from samovar.configs.fields import merged, public_tree, secret_tree
 from samovar.configs.loader import load
-
 from tests.support.launch_examples import (
     IMAGE,
     KEYS,

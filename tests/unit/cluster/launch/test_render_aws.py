@@ -11,8 +11,8 @@ import botocore.session
 import pytest
 from botocore.validate import ParamValidator
 from moto.ec2.models.instance_types import INSTANCE_TYPES
-from samovar.cluster.launch.terraform import OutputsRefused, parse_outputs, read_outputs
 
+from samovar.cluster.launch.terraform import OutputsRefused, parse_outputs, read_outputs
 from tests.support.launch_examples import OUTPUTS_FILE, aws, outputs, outputs_tree, pools_with, rendered_aws
 
 

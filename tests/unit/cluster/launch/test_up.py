@@ -13,6 +13,8 @@ import psutil
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
+
 from samovar.cluster.cli.main import register
 from samovar.cluster.launch import up as up_module
 from samovar.cluster.launch.home import ClusterHome, cluster_home
@@ -32,8 +34,6 @@ from samovar.cluster.launch.up import (
     without_secrets,
 )
 from samovar.configs.settings import Settings
-from typer.testing import CliRunner
-
 from tests.support.launch_examples import KEYS, OUTPUTS_FILE, aws, outputs, rack
 
 PRETTY = "--log-style=pretty --log-color=false"

@@ -11,8 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from samovar.cluster.manifests.kuberay import USER_ID
 
+from samovar.cluster.manifests.kuberay import USER_ID
 from tests.house import PACKAGES, ROOT
 from tests.support.wheel import BESIDE
 

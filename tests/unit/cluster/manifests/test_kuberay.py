@@ -13,14 +13,14 @@ import pytest
 import yaml
 from click.testing import Result
 from ray.serve.schema import ServeDeploySchema
+from typer.testing import CliRunner
+
 from samovar.cluster.cli.main import app
 from samovar.cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
 from samovar.cluster.launch.commands import node_environment
 from samovar.configs.cluster import ClusterSettings
 from samovar.configs.fields import merged
 from samovar.configs.settings import Settings
-from typer.testing import CliRunner
-
 from tests.support.launch_examples import DIGEST
 from tests.unit.cluster.manifests.rayservice_schema import RAY_SERVICE
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from typer.testing import CliRunner
+
 from samovar.cluster.cli.main import app
 from samovar.cluster.manifests.systemd import render_unit, stop_seconds
 from samovar.cluster.serve.app import EXIT_INTERRUPTED
 from samovar.configs.loader import load
 from samovar.configs.settings import Settings
-from typer.testing import CliRunner
 
 ANALYZE = shutil.which("systemd-analyze")
 needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here: apt-get install systemd")

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+
+from bench._trace_generator import GeneratorOptions, generate
 from samovar.cluster.plan import report
 from samovar.cluster.plan.plan import Plan, PlanAsk, check, fleet_of, make_plan, run_plan
 from samovar.cluster.plan.runs import (
@@ -28,8 +30,6 @@ from samovar.cluster.plan.runs import (
 from samovar.cluster.plan.simulator.fleet import Fleet, Prices
 from samovar.cluster.plan.traces.replay import next_starts_s
 from samovar.configs.sections import GIB
-
-from bench._trace_generator import GeneratorOptions, generate
 
 CHAT = Path(__file__).resolve().parents[5] / "shared/traces/mooncake_conversation_first40min.jsonl.gz"
 TOKENS = 512

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cluster.plan.model_kv import read_shape, shape_of
 from samovar.cluster.plan.sizing import (
     KV_FORMATS,
@@ -24,7 +25,6 @@ from samovar.cluster.plan.sizing import (
     size_model,
 )
 from samovar.replicas.messages import ModelRefused
-
 from tests.support.model_shapes import MHA_7B, QWEN_32B
 
 DEEPSEEK: dict[str, Any] = {

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+
 from samovar.cluster.serve.autoscale import (
     DOWN_SHARE,
     STEP_S_MAX,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cluster.serve.preflight import StartFailed, first_look
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused

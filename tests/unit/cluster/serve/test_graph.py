@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from samovar.cluster.serve import graph, preflight
 from samovar.cluster.serve.preflight import StartFailed, check_gpus
 from samovar.configs.cluster import AutoscalingSettings, ClusterSettings

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import apart, inspect_model
 from samovar.replicas.model.apart import ENTRY
 from samovar.router.ingress.app import open_prompts
 from samovar.router.openai import RequestParser
-
 from tests.house import ROOT
 from tests.support.engines.tiny_models import make_tiny_model
 

@@ -11,6 +11,7 @@ import pytest
 from ray._private import node as ray_node
 from ray._private import ray_constants
 from ray._private import services as ray_services
+
 from samovar.cluster.serve import ray_cluster
 from samovar.cluster.serve.ray_cluster import AGENT_PORTS, AGENTS, WAIT_FOR_RAYLET, ServingNode
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ray._private.utils import validate_socket_filepath
+
 from samovar.cluster.serve import ray_cluster as ray_folder
 from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.ray_cluster import (

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
 from samovar.cluster.deploy.builders import AppArgs, front_app, model_app
 from samovar.cluster.serve import ray_cluster as join_ray
 from samovar.cluster.serve import ray_cluster as open_cluster
@@ -27,7 +28,6 @@ from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.ray_cluster import address_of, close_token, gcs_asks_for_token, require_token
 from samovar.configs.cluster import ClusterSettings
 from samovar.configs.settings import Settings
-
 from tests.support.services.service import free_port, until
 
 GCS = Path(ray.__file__).parent / "core/src/ray/gcs/gcs_server"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
+
 from samovar.cluster.serve import app, rollout
 from samovar.cluster.serve.app import Service, StartFailed
 from samovar.cluster.serve.graph import (

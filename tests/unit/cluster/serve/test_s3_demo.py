@@ -13,13 +13,13 @@ import psutil
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
+
 from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.cluster.serve import s3_demo
 from samovar.cluster.serve.s3_demo import S3Demo
 from samovar.configs.extras import ExtraMissing
 from samovar.configs.settings import Settings
-
 from tests.support.nodes.s3_extents import sealed
 from tests.support.services.rclone import plain_client
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+
 from samovar.cluster.serve import secrets as secret
 from samovar.cluster.serve.preflight import StartFailed, with_server_secret
 from samovar.cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret

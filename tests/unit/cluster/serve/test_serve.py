@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
+
 from samovar.cache_tiers.actors import tier as tier_actors
 from samovar.cluster.serve import app, s3_demo
 from samovar.cluster.serve import rollout as flush

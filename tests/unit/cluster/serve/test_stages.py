@@ -6,9 +6,9 @@ import io
 from pathlib import Path
 
 from rich.console import Console
+
 from samovar.cluster.serve.stages import IN_WORDS, StartStages
 from samovar.replicas.start.start_notes import REPLICA_STAGES, StartNotes, forget_notes, stage_noted
-
 from tests.support.clock import Clock
 
 

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from samovar.replicas.checkpoint import load_vocabulary, vocabulary
 from samovar.replicas.engine.output import _printable_stand_ins
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.model import load_tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from tests.support.engines.tiny_models import Family, make_tiny_model
 
 TEXT = "<|im_start|>user\nThe samovar: größer, 12 cups of tea  and 茶<|im_end|>\n"

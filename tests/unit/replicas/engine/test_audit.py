@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 import torch
+
 from samovar.replicas.engine.audit import RMS_MAX, Auditor
 from samovar.replicas.forward.runner import Runner
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from samovar.configs.settings import EngineSettings, ModelSettings, Settings
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.forward.attention import GatherSdpa
@@ -29,7 +30,6 @@ from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import CHUNK_TOKENS, Chunk, halved
 from samovar.replicas.start import build
 from samovar.replicas.start.measure import hold_step_memory, run_largest_steps
-
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.unit.replicas.engine.test_audit import Audited
 

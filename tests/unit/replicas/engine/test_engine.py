@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.replicas.messages import Delta
 from samovar.replicas.sampling import draws, sampler
-
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.tiny_models import EOS_ID
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+
 from samovar.replicas.engine.audit import Probe
 from samovar.replicas.forward import lean
 from samovar.replicas.forward.runner import load_model
@@ -15,7 +16,6 @@ from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.messages import Delta, TokenLogprob
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.start import step_choice
-
 from tests.support.engines import exactness, other_cpu
 from tests.support.engines.exactness import (
     assert_same_deltas,

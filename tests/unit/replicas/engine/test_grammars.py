@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from samovar.configs.sections import GrammarSettings
 from samovar.replicas.grammar import GrammarCompiler
 from samovar.replicas.messages import GenerateRequest, Grammar, Resume, SamplingParams
@@ -16,7 +17,6 @@ from samovar.replicas.reply import ReplyReading, format_named, read_reply
 from samovar.router.openai.messages import offer_of
 from samovar.router.openai.schema import OfferedFunction, OfferedTool
 from samovar.router.prompt.answer_form import AnswerForm
-
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_deltas
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer

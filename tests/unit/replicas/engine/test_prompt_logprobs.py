@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from samovar.replicas.messages import TokenLogprob
 from samovar.replicas.scheduling.preemption import Preemption
 from samovar.replicas.scheduling.step import StepPlan
 from samovar.replicas.start.build import BuiltEngine
-from transformers import AutoModelForCausalLM
-
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_logprobs
 from tests.support.engines.tier_engines import receipt_of, tiered

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.replicas.engine import output as answer_rules
 from samovar.replicas.engine.output import TextOut
 from samovar.replicas.messages import Delta, GenerateRequest, Refused, Resume, SamplingParams
-
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_deltas
 from tests.support.engines.tiny_models import EOS_ID

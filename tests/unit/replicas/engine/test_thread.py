@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.engine.thread import STOPPED, EngineThread
 from samovar.replicas.messages import Delta, Event, GenerateRequest, SamplingParams
-
 from tests.support.engines.engines import prompt_of, small_engine
 
 

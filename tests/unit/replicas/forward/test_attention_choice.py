@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from samovar.replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
 from samovar.replicas.forward.attention_choice import attention_forms, choose_attention, prefer
 from samovar.replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, splits_of, tile_shapes

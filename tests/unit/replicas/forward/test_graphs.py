@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.forward import inputs as inputs_module
@@ -24,7 +25,6 @@ from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import Chunk
 from samovar.replicas.start import build
 from samovar.replicas.start.build import BuiltEngine
-
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 
 CPU = torch.device("cpu")

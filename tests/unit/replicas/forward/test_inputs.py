@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape, step_words_max
 from samovar.replicas.kv.page_pool import TRASH_PAGE
 from samovar.replicas.messages import SamplingParams

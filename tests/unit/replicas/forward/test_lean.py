@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+
 from samovar.replicas.forward import lean
 from samovar.replicas.forward.attention import EXACT_ROWS, GatherSdpa
 from samovar.replicas.forward.lean import LeanForward, LeanModel, can_pack
 from samovar.replicas.forward.plain import plain_model
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
-
 from tests.unit.replicas.forward.test_plain import made
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

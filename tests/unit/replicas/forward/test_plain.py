@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from samovar.replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
 from transformers import AutoModelForCausalLM
 
+from samovar.replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
 from tests.support.engines.tiny_models import TIED, Family, tiny_config
 
 MEMBERS: list[tuple[str, dict[str, bool]]] = [

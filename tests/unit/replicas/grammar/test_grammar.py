@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.configs.sections import GrammarSettings
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
 from samovar.replicas.messages import Grammar, GrammarKind
-
 from tests.house import ROOT
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.replicas.grammar import WRITTEN_CHARS_MAX, GrammarRefused, SchemaRefused, embedded_json
 from samovar.replicas.grammar.json_schema import FORMATS, _names, followed_text, lark_of, loosened
-
 from tests.unit.replicas.grammar.test_grammar import COMPILER, follows, grammar, random_answer, text_of
 
 FORMATS_SEEN = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from samovar.replicas.kv.block_io import PageRun, page_io, page_runs
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from samovar.configs.sections import MIB
 from samovar.replicas.kv.block_io import PageIo
 from samovar.replicas.kv.cuda_device import CudaDevice

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+
 from samovar.cache_tiers.blocks.extent import BlockShape
 from samovar.replicas.forward.attention import AttentionForm, GatherSdpa
 from samovar.replicas.forward.inputs import StepPacker

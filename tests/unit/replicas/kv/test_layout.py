@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Placement
 from samovar.cache_tiers.blocks.keys import ROOT
 from samovar.configs.settings import EngineSettings

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks.extent import Bytes
 from samovar.replicas.kv import block_io
 from samovar.replicas.kv.block_io import PageIo, Ticket
 from samovar.replicas.kv.copy_device import DONE, CopyEvent
 from samovar.replicas.kv.kv_pool import KvGeometry
-
 from tests.support.engines.simulated_device import GARBAGE, SimulatedDevice, SimulatedStream
 
 GEOMETRY = KvGeometry(layers=1, block_tokens=1, kv_heads=1, head_dim=4, dtype=torch.uint8)

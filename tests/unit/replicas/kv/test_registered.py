@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.configs.sections import MIB
 from samovar.replicas.kv.registered import (
     HostCalls,

@@ -11,11 +11,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.gguf import convert_gguf
 from samovar.replicas.model.spec import inspect_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from tests.support.engines.tiny_models import EOS_ID, PAD_ID, make_tiny_model, make_tiny_tokenizer
 
 GGUF_NAMES = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from samovar.configs.settings import EngineSettings, ModelSettings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.device import (

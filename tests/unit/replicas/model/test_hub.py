@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from samovar.cluster.plan.sizing import read_model
 from samovar.configs.model_reference import HubModel, hub_model, is_default, snapshot_of
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import ensure_model, hub, inspect_model, pinned
-
 from tests.support.services.hub_stub import HubStub, hub_stub, use_hub
 
 NAME = "tea/tiny-llama"

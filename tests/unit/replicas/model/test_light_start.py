@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from samovar.replicas.messages import ModelRefused
-from samovar.replicas.model import inspect_model, load_tokenizer, spec, tokenizer
-from samovar.replicas.model.tokenizer import TEXTS
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2Tokenizer, TokenizersBackend
 
+from samovar.replicas.messages import ModelRefused
+from samovar.replicas.model import inspect_model, load_tokenizer, spec, tokenizer
+from samovar.replicas.model.tokenizer import TEXTS
 from tests.house import ROOT
 from tests.support.engines.tiny_models import Family, make_tiny_model
 

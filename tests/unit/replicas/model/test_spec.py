@@ -13,10 +13,6 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from samovar.replicas.kv.kv_pool import KvGeometry
-from samovar.replicas.model.families import SERVED_TYPES
-from samovar.replicas.model.spec import ModelRefused, ModelSpec, inspect_model
-from samovar.replicas.start.build import model_namespace
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -29,6 +25,10 @@ from transformers import (
     T5Config,
 )
 
+from samovar.replicas.kv.kv_pool import KvGeometry
+from samovar.replicas.model.families import SERVED_TYPES
+from samovar.replicas.model.spec import ModelRefused, ModelSpec, inspect_model
+from samovar.replicas.start.build import model_namespace
 from tests.support.engines.tiny_models import EOS_ID, PAD_ID, Family, make_tiny_model
 
 FAMILIES: tuple[Family, ...] = get_args(Family)

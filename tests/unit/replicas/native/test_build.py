@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from samovar.configs.settings import ModelSettings, Settings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.native import build
@@ -20,7 +21,6 @@ from samovar.replicas.native.build import (
 )
 from samovar.replicas.native.native_step import NotNative
 from samovar.replicas.start import step_choice
-
 from tests.support.engines import native_steps
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 

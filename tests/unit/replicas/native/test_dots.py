@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from samovar.replicas.native.build import pair_variant_here
 from samovar.replicas.native.native_step import NotNative
-
 from tests.support.engines.native_steps import compile_program
 
 

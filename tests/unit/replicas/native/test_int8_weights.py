@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from samovar.replicas.scheduling.step import Chunk
 from transformers import AutoTokenizer
 
+from samovar.replicas.scheduling.step import Chunk
 from tests.support.engines.forward_bench import Bench
 
 TOKENS = 160

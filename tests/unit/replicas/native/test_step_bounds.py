@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from samovar.replicas.forward.inputs import StepInputs
 from samovar.replicas.scheduling.sequence import bare_sequence
 from samovar.replicas.scheduling.step import Chunk
-
 from tests.support.engines.native_steps import StepBench
 from tests.support.engines.plain_models import Shape, random_plain
 

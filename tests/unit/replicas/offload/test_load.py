@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, Placement
 from samovar.cache_tiers.blocks.keys import KEY_BYTES, ROOT
 from samovar.cache_tiers.blocks.record import BadRecord, header_bytes, seal
@@ -14,7 +15,6 @@ from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed
 from samovar.replicas.offload.load import Expected, PieceLoad, PieceLoads, unpack
 from samovar.replicas.offload.tier_client import CompletionQueue
 from samovar.replicas.scheduling import Restore, RestorePiece
-
 from tests.support.engines.tier_engines import InlineExecutor
 
 SHAPE = BlockShape(layers=2, layer_bytes=32, block_tokens=4)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import BlockShape, Placement
 from samovar.cache_tiers.blocks.tiers import LoadSource, TierName
 from samovar.cache_tiers.messages import BlockRange, Lookup, LookupResult
@@ -18,7 +19,6 @@ from samovar.replicas.messages import GenerateRequest, SamplingParams
 from samovar.replicas.offload.lookups import NODE, TierLookups, slow_part, spare_tokens
 from samovar.replicas.offload.tier_client import CompletionQueue
 from samovar.replicas.scheduling.sequence import OffloadState, Sequence
-
 from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.engines.tier_engines import InlineExecutor

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from samovar.cache_tiers.blocks.extent import Bytes
 from samovar.replicas.kv.block_io import PageIo, Ticket
 from samovar.replicas.kv.copy_device import CopyEvent, Told
@@ -22,7 +23,6 @@ from samovar.replicas.offload import load, store, swap
 from samovar.replicas.offload.moves import PageMoves
 from samovar.replicas.offload.tier_client import CompletionQueue, WorkerPools, begin
 from samovar.replicas.scheduling import RestorePiece
-
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.simulated_device import SimulatedDevice, SimulatedEvent
 from tests.support.engines.tier_engines import SCAN_S, InlineExecutor, Tiered, receipt_of, tiered

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import LoadReport
 from samovar.cache_tiers.pricing import PrefillPrice
@@ -13,7 +14,6 @@ from samovar.replicas.messages import Receipt
 from samovar.replicas.offload.reports import TierReporter
 from samovar.replicas.offload.tier_client import TierLink
 from samovar.replicas.scheduling.restore import Restore, RestorePiece
-
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, tiered
 from tests.support.inside import guards_of

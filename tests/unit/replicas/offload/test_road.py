@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.configs.sections import TierSettings
@@ -21,7 +22,6 @@ from samovar.replicas.kv.block_io import PageIo
 from samovar.replicas.kv.kv_pool import KvPool
 from samovar.replicas.offload.tier_client import WorkerPools
 from samovar.replicas.scheduling import Restore
-
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, receipt_of, tiered
 from tests.support.engines.virtual_road import VirtualDevice, VirtualStream, VirtualTime, VirtualWorkers

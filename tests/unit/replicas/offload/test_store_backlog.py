@@ -8,13 +8,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement
 from samovar.cache_tiers.blocks.record import decode_header
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import TierSettings
 from samovar.replicas.offload.store import TurnStore
-
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, receipt_of, tiered
 from tests.support.inside import records_in, settings_of, waiting_in

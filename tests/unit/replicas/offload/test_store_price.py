@@ -11,7 +11,6 @@ from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, Doubt
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 from samovar.configs.sections import TierSettings
 from samovar.replicas.offload.store import largest_extent_bytes
-
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered
 from tests.support.inside import records_in

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
 from samovar.cache_tiers.blocks.extent import Bytes
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.replicas.engine.audit import bare_sequence
@@ -16,7 +17,6 @@ from samovar.replicas.kv.kv_pool import KvPool
 from samovar.replicas.scheduling.preemption import Preemption
 from samovar.replicas.scheduling.step import StepPlan
 from samovar.replicas.start import measure as measuring
-
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import Tiered, prove, tiered

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from samovar.replicas.ranks.channel import Obeyed, Orders, RankLost, ReplicaGone
 from samovar.replicas.ranks.meeting import ChannelPlan, Listener, connect
 from samovar.replicas.ranks.orders import words_of

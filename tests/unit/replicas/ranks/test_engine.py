@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from samovar.cache_tiers.blocks.extent import Bytes, Placement
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.configs.sections import TierSettings
@@ -28,7 +29,6 @@ from samovar.replicas.ranks.channel import RankLost
 from samovar.replicas.ranks.page_io import SharedPageIo
 from samovar.replicas.ranks.processes import RankSubprocess
 from samovar.replicas.ranks.worker import Rank
-
 from tests.support.engines.engines import Driver, prompt_of
 from tests.support.engines.ranks import Started, ThreadRank, split_engine
 from tests.support.engines.tier_engines import MIB, Tiered, nvme, tiered

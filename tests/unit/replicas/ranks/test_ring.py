@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from samovar.replicas.ranks.ring import RingBroken, RingReader, RingShape, RingWriter, Words
 
 SHAPE = RingShape(slots=3, message_words=8)

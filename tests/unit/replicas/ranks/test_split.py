@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import AutoConfig
+
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import check_heads, inspect_model, read_weights
 from samovar.replicas.ranks.split import RankSplit, narrow
 from samovar.replicas.ranks.weights import read_part
-from transformers import AutoConfig
-
 from tests.support.engines.tiny_models import Family, make_tiny_model
 
 LAYER = "model.layers.11."

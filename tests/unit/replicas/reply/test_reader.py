@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+
 from samovar.replicas.reply import (
     FORMATS,
     Call,

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from samovar.replicas.sampling.draws import _greatest, greedy_of
 
 VOCAB = 1000

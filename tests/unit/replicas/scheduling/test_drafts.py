@@ -7,6 +7,7 @@ from collections.abc import Sequence as Listing
 from typing import cast
 
 import pytest
+
 from samovar.cache_tiers.blocks import TAG_BYTES
 from samovar.replicas.kv import PagePool
 from samovar.replicas.messages import SamplingParams

@@ -7,6 +7,7 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.replicas.scheduling import drafts
 from samovar.replicas.scheduling.drafts import Guesses, last_match
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+
 from samovar.replicas.kv import PagePool
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.scheduling.admission import JOINED_TOKENS

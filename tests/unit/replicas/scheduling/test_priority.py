@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks import TAG_BYTES
 from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
 from samovar.replicas.engine.requests import EngineLimits, refusal
@@ -18,7 +19,6 @@ from samovar.replicas.scheduling.preemption import AnswerLengths, ByPrice
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepPlan
 from samovar.replicas.turns.fair_queue import PRIORITY_SHARE, FairQueue
-
 from tests.support.amounts import examples
 from tests.unit.replicas.scheduling.test_tenants import ALICE, BLOCK, BOB
 from tests.unit.replicas.scheduling.test_tenants import Replica as ReplicaOfTenants

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks import Placement
 from samovar.cache_tiers.messages import BlockRange, LookupResult
 from samovar.cache_tiers.pricing import PrefillPrice

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+
 from samovar.replicas.scheduling.restore import Restore, RestorePiece
 
 BT = 4

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.pricing.meters import PrefillMeter, PrefillPrice, pairs_of
 from samovar.replicas.scheduling.step import (
     CHUNK_TOKENS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from samovar.cache_tiers.pricing.meters import PrefillPrice
 
+from samovar.cache_tiers.pricing.meters import PrefillPrice
 from tests.support.clock import Clock
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 

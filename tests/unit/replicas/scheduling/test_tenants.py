@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.engine.requests import EngineLimits, refusal
@@ -20,7 +21,6 @@ from samovar.replicas.scheduling.preemption import DropNewest
 from samovar.replicas.scheduling.scheduler import Scheduler
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepBudget, StepPlan
-
 from tests.support.engines.engines import prompt_of, small_engine
 
 BLOCK = 16

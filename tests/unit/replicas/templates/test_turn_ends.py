@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM
+
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import inspect_model, spec
 from samovar.replicas.model.gguf import convert_gguf
 from samovar.replicas.templates import end_of_turn
 from samovar.router.ingress.app import open_prompts
-from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM
-
 from tests.support.engines.tiny_models import (
     CHAT_TEMPLATE,
     EOS_ID,

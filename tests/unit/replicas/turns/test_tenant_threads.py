@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 
 import pytest
+
 from samovar.replicas.turns import FairQueue, PlacesTaken, TenantThreads
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
+
 from samovar.replicas.messages import GenerateRequest
 from samovar.router.routing.replica_client import ReplicaFailed, ReplicaLost
-
 from tests.support.amounts import examples
 from tests.support.router.chat_templates import QWEN3, TEMPLATES, tokenizer_with
 from tests.support.router.fake_replica import Script, say

@@ -13,6 +13,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import torch
+
 from samovar.configs.settings import RouterSettings
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.engine.thread import EventStream, merge_deltas
@@ -43,7 +44,6 @@ from samovar.router.generation.failover import (
 )
 from samovar.router.prompt.prompt import Prompt
 from samovar.router.routing.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
-
 from tests.support.engines.engines import prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_logprobs
 from tests.support.router.fake_replica import FakeReplicas, Script, say

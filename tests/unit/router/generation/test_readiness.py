@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+
 from samovar.replicas.messages import ReplicaInfo
 from samovar.router.generation import readiness as readiness_module
 from samovar.router.generation.readiness import LOOKS_A_POLL, Readiness, is_due
-
 from tests.support.router.fake_replica import INFO, FakeReplicas, say
 from tests.support.router.router_harness import until
 

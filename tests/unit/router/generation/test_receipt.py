@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.replicas.messages import Admitted, Delta, GenerateRequest, Receipt
 from samovar.router.generation.answer import joined
-
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import MODEL, House, chat, make_settings
 

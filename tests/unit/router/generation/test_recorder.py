@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.configs.settings import RouterSettings, ServerSettings, Settings
 from samovar.replicas.messages import Admitted, Delta, SamplingParams, TurnContext
 from samovar.replicas.reply import ReplyReading, format_named
@@ -17,7 +18,6 @@ from samovar.router.openai.messages import ChatMessage
 from samovar.router.openai.parse import CacheWish, ParsedChat, ParsedCompletion
 from samovar.router.prompt.prompt import Prompt
 from samovar.router.routing.session import turn_context
-
 from tests.support.constants import tuned
 
 SECRET_IDS = list(range(700_000, 700_064))

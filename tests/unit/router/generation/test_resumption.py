@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
+
 from samovar.configs.optional_sections import AnswerSettings
 from samovar.replicas.answers import answer_log
 from samovar.replicas.engine import EventStream
@@ -20,7 +21,6 @@ from samovar.replicas.links import EventSender, pack_event
 from samovar.replicas.messages import Delta
 from samovar.router.generation import AskedTurn, PromptStage
 from samovar.router.openai import ChatMessage
-
 from tests.support.clock import Clock
 from tests.support.inside import boxes_of, bytes_in, kept_by
 from tests.support.router.linked_replicas import LINKS

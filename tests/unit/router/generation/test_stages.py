@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from samovar.router.generation import AnsweredTurn, AskedTurn, PromptStage
 from samovar.router.openai import InvalidValue
-
 from tests.support.router.router_harness import TOKENIZER, House, error_of
 
 LINE = "Answer like a pirate."

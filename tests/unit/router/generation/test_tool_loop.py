@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.messages import TurnEnded
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.replicas.messages import GenerateRequest, Resume, SamplingParams
@@ -15,7 +16,6 @@ from samovar.router.openai.messages import ChatMessage, ToolCall
 from samovar.router.openai.parse import RequestParser
 from samovar.router.prompt.prompt import Prompt, PromptBuilder
 from samovar.router.prompt.reply_memory import Owner
-
 from tests.support.engines.engines import Answer
 from tests.support.engines.tier_engines import Tiered, tiered
 from tests.support.engines.tiny_models import EOS_ID

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 from ray.serve.exceptions import RayServeException
+
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, TokenLogprob
 from samovar.router.routing.ray_clients import RayReplicaClient
 from samovar.router.routing.replica_client import ReplicaLost
-
 from tests.support.router.fake_replica import INFO, Script, say
 from tests.support.router.router_harness import (
     CONTEXT,

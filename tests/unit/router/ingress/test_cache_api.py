@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
+
 from samovar.cache_tiers.blocks import session_of, tenant_tag
 from samovar.configs.loader import ConfigError, load
 from samovar.replicas.messages import Forgotten
 from samovar.router.routing.ray_clients import RayReplicaClient
 from samovar.router.routing.replica_client import ClearCounts
-
 from tests.support.router.fake_replica import say
 from tests.support.router.router_harness import (
     ADMIN_KEY,

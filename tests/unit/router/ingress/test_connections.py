@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+
 from samovar.router.proxy import http_guard as http_protocol_guard
 from samovar.router.proxy.http_guard import ConnectionLimits, guarded_protocol
-
 from tests.support.router.router_harness import KEY, House, chat, make_settings
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"

@@ -7,9 +7,9 @@ import random
 from typing import Any
 
 import pytest
+
 from samovar.replicas.messages import Admitted, Delta, GenerateRequest, TokenLogprob
 from samovar.router.routing.replica_client import ReplicaLost
-
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import (
     CONTEXT,

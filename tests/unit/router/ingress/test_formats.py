@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from samovar.replicas.messages import Delta, Grammar, Refused
 
+from samovar.replicas.messages import Delta, Grammar, Refused
 from tests.support.router.fake_replica import say
 from tests.support.router.router_harness import MODEL, House, chat, error_of, make_settings
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from samovar.configs.settings import ServerSettings
 
+from samovar.configs.settings import ServerSettings
 from tests.support.router.router_harness import KEY, House, chat, error_of, make_settings
 
 CHAT = "/v1/chat/completions"

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.ingress import operations
 from samovar.router.ingress.operations import OPERATIONS, methods_of, openapi_document
-
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.fake_replica import say
 from tests.support.router.router_harness import ADMIN_KEY, KEY, MODEL, House, chat, make_settings, spoken

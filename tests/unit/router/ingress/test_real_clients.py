@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.cache_tiers.blocks import session_of
 from samovar.router.prompt import prompt as prompt_module
-
 from tests.support.router import client_shapes as shapes
 from tests.support.router.client_shapes import SHAPES, SYSTEM, SentRequest, Shape
 from tests.support.router.fake_replica import say

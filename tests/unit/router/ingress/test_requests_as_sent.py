@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from samovar.replicas.messages import Admitted, Delta, GenerateRequest
 
+from samovar.replicas.messages import Admitted, Delta, GenerateRequest
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import (
     CONTEXT,

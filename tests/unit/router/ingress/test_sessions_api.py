@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.cache_tiers.blocks import session_of, tenant_tag
 from samovar.cache_tiers.messages import Cleared
 from samovar.cache_tiers.sessions.session_table import SessionRow
 from samovar.replicas.messages import Admitted, Delta
 from samovar.router.ingress.operator_routes import LATE_S, PAGE_MAX, SOON_S, move_of
-
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.fake_replica import INFO, Script, say
 from tests.support.router.router_harness import (

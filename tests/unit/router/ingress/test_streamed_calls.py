@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
 from samovar.replicas.messages import Delta, GenerateRequest
 from samovar.router.routing.replica_client import ReplicaLost
-
 from tests.support.amounts import examples
 from tests.support.router.fake_replica import Script, Step
 from tests.support.router.router_harness import MODEL, House, chat, spoken

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
 from samovar.replicas.messages import Admitted, GenerateRequest, TokenLogprob
 from samovar.replicas.reply import called_tool
 from samovar.router.routing.replica_client import ReplicaLost
-
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import MODEL, TOKENIZER, House, chat, error_of, make_settings, spoken

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.cache_tiers.sessions import Quotas, Use
 from samovar.cluster.serve.graph import build_front_app
@@ -25,7 +26,6 @@ from samovar.router.proxy.known_ingresses import by_session
 from samovar.router.routing import DirectoryLost
 from samovar.router.routing.load_tracker import ReplicaLoadTracker
 from samovar.router.routing.score import Rendezvous
-
 from tests.support.inside import thread_of
 from tests.support.services.service import until
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.cache_tiers.sessions import Item
 from samovar.replicas.messages import GenerateRequest
 from samovar.router.ingress.places import forget_entries_here, forget_here
 from samovar.router.ingresses import IngressesCleared
-
 from tests.support.amounts import examples
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.fake_directory import FakeLink

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from samovar.cache_tiers.sessions import Item
 from samovar.cache_tiers.sessions.session_table import SessionRow
 from samovar.router.ingresses import known_sessions

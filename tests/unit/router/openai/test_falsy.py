@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.openai import ApiError
 from samovar.router.openai.parse import ParsedRequest, RequestParser

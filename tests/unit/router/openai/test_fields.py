@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.anthropic import bounded_messages_body
 from samovar.router.anthropic.request import MessagesParser

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.anthropic.request import MessagesParser
 from samovar.router.openai import ApiError, ParsedChat, RequestParser, left_out, readable_arguments

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.openai.errors import ApiError
 from samovar.router.openai.parse import ParsedChat, RequestParser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from samovar.router.openai.messages import ChatMessage, split_front
 
 BILLING = "x-anthropic-billing-header"

@@ -8,6 +8,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
+
 from samovar.configs.settings import GrammarSettings
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused
 from samovar.replicas.messages import Grammar
@@ -16,8 +18,6 @@ from samovar.router.openai import ApiError, ToolOffer
 from samovar.router.openai.messages import offer_of
 from samovar.router.openai.schema import NamedTool, OfferedTool
 from samovar.router.prompt.answer_form import BRACKETED, AnswerForm
-from tokenizers import AddedToken
-
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
 DISHES = ["tea", 'a "b" // #\n\u2028\x7f']

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from samovar.router.prompt.prefix_memory import (
     KEY_BYTES,
     PrefixLeft,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.replicas.messages import SamplingParams
 from samovar.router.openai.errors import ApiError
@@ -22,7 +23,6 @@ from samovar.router.prompt.prompt import (
     longest_token_bytes,
 )
 from samovar.router.prompt.reply_memory import Owner
-
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
 TOKENIZER: Any = make_tiny_tokenizer()

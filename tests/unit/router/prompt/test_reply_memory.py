@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from samovar.router.prompt.reply_memory import KnownText, Owner, ReplyMemory
 
 TENANTS = st.sampled_from(["a", "b"])

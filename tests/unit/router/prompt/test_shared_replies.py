@@ -8,6 +8,7 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.router.openai import ChatMessage, ParsedChat
 from samovar.router.prompt import Owner, SharedReplies
 from samovar.router.prompt.reply_memory import RememberedReply, ReplyMemory

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, get_args
 
 import pytest
+
 from samovar.configs.sections import PrefixSettings
 from samovar.configs.settings import LimitsSettings, ModelSettings, RouterSettings, Settings
 from samovar.replicas.reply import FORMATS, read_reply
@@ -16,7 +17,6 @@ from samovar.router.openai.parse import ParsedChat, RequestParser
 from samovar.router.prompt.prompt import Prompt, PromptBuilder
 from samovar.router.prompt.reply_memory import Owner
 from samovar.router.prompt.tool_template import inspect_template
-
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.chat_templates import DEEPSEEK, LLAMA3, MISTRAL, QWEN3, TEMPLATES, tokenizer_with
 

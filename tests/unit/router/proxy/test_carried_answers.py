@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
+
 from samovar.configs.cluster import LinkSettings
 from samovar.configs.settings import LimitsSettings
 from samovar.replicas.links import open_inlet
@@ -15,8 +17,6 @@ from samovar.router.ingress.app import build_api
 from samovar.router.proxy import are_proxies_guarded, inlet_from_environment, links_environment
 from samovar.router.proxy.proxy_guard import ProxyGuard, proxy_environment
 from samovar.router.routing import ReplicaFailed
-from starlette.types import Receive, Scope, Send
-
 from tests.support.constants import tuned
 from tests.support.inside import boxes_of, bytes_in, carrier_of, links_of
 from tests.support.router.fake_replica import say

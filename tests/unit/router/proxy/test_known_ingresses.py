@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from ray.serve.request_router import RequestRouter
+
 from samovar.replicas.messages import ReplyTo
 from samovar.router.proxy import KNOWN, KnownIngresses, ListedIngress, ServeProxy
 from samovar.router.proxy.ingress_router import IngressRouter
 from samovar.router.proxy.known_ingresses import ADDRESS
-
 from tests.support.router.linked_replicas import ServeDouble
 
 TO = ReplyTo("127.0.0.1", 1, "s")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import uvicorn.config
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.router.proxy import proxy_guard
 from samovar.router.proxy.proxy_guard import limits_from_environment, proxy_environment
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from tests.support.clock import Clock
 from tests.support.router.router_harness import serving, until
 

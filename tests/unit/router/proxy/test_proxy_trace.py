@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.types import Message, Receive, Scope, Send
+
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.configs.telemetry import Tracer
 from samovar.router.proxy import proxy_guard
 from samovar.router.proxy.proxy_guard import ProxyGuard, proxy_environment, tracer_from_environment
-from starlette.types import Message, Receive, Scope, Send
-
 from tests.house import ROOT
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
+
 from samovar.configs.settings import LimitsSettings
 from samovar.router.proxy import RetryBuffer
 from samovar.router.proxy.proxy_guard import ProxyGuard
-from starlette.types import Message, Receive, Scope, Send
-
 from tests.support.router.asgi_bodies import whole_body
 from tests.support.router.router_harness import serving
 

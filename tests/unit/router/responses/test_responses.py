@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+
 from samovar.router.responses.custom_tools import InputReader, input_of, input_so_far
 from samovar.router.responses.request import encrypted
 from samovar.router.routing.replica_client import ReplicaFailed
-
 from tests.support.amounts import examples
 from tests.support.router.chat_templates import QWEN3, TEMPLATES, tokenizer_with
 from tests.support.router.router_harness import (

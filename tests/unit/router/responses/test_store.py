@@ -6,6 +6,7 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.router.responses.store import (
     ENTRY_OVERHEAD_BYTES,
     ITEM_OVERHEAD_BYTES,

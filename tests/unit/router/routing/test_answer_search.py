@@ -7,7 +7,6 @@ from collections.abc import Awaitable
 
 from samovar.replicas.messages import LoggedAnswer
 from samovar.router.routing.answer_search import SILENT_S, AnswerSearch, Told
-
 from tests.support.clock import Clock
 
 FOREVER_S = 600.0

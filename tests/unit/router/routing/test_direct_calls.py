@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from samovar.configs.settings import RouterSettings
 from samovar.replicas.links import Inlet
 from samovar.replicas.messages import (
@@ -27,7 +28,6 @@ from samovar.replicas.serving.deployment import Replica
 from samovar.replicas.serving.served import Places
 from samovar.router.generation.failover import resuming
 from samovar.router.routing import ReplicaFailed, ReplicaLost, load_tracker, roster
-
 from tests.support.constants import tuned
 from tests.support.engines.engines import prompt_of
 from tests.support.inside import (

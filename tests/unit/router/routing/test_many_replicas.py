@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.serve._private.common import DeploymentID, ReplicaID
+
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
 from samovar.replicas.serving.ingress_loads import IngressLoad
@@ -18,7 +19,6 @@ from samovar.router.routing.load_tracker import LOOKS_MAX, RANKED_ALL_MAX, Repli
 from samovar.router.routing.request_router import SessionRouter
 from samovar.router.routing.roster import OTHERS_MAX
 from samovar.router.routing.score import Rendezvous, RoutingRequest
-
 from tests.support.clock import Clock
 from tests.support.inside import least_loaded, replicas_in
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, Placement, session_of, tenant_tag
 from samovar.cache_tiers.blocks.tiers import TIERS
 from samovar.configs.sections import ProfileSettings, ProfilesSettings, TierSettings
@@ -14,7 +15,6 @@ from samovar.replicas.messages import GenerateRequest
 from samovar.router.openai.errors import InvalidValue
 from samovar.router.openai.parse import CacheWish
 from samovar.router.routing.session import DAY_S, HOUR_S, PROFILES, TTL_S_MAX, placement
-
 from tests.support.router.router_harness import KEY, OTHER_KEY, House, chat, error_of, make_settings
 
 CHAT = "/v1/chat/completions"

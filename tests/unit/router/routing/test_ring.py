@@ -6,6 +6,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.router.routing.score import Rendezvous, rendezvous_order
 
 names = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=8, unique=True)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.serve._private.common import DeploymentID, ReplicaID
+
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
 from samovar.router.routing import load_tracker
@@ -26,7 +27,6 @@ from samovar.router.routing.score import (
     rank,
     rendezvous_order,
 )
-
 from tests.support.clock import Clock
 
 PREFILL = PrefillPrice(0.01, 1e-3, 0.0)  # a millisecond a token

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError, RayActorError
+
 from samovar.cache_tiers.actors.rpc import ActorRef
 from samovar.cache_tiers.blocks import session_of
 from samovar.cache_tiers.blocks.extent import Clear
@@ -26,7 +27,6 @@ from samovar.router.routing import session_directory
 from samovar.router.routing.load_tracker import ReplicaLoadTracker
 from samovar.router.routing.ray_clients import RayDirectoryLink
 from samovar.router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
-
 from tests.support.inside import is_quiet
 from tests.support.router.fake_directory import FakeLink, StillActor
 from tests.support.router.router_harness import until

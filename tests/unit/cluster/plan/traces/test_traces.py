@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from samovar.cluster.plan.traces import files as trace_file
 from samovar.cluster.plan.traces.files import TraceError
 from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.configs.optional_sections import CompactionSettings
 from samovar.replicas.messages import EngineStats, Failed, GenerateRequest
 from samovar.router.context.compaction import PieceIndex, fitter
-
 from tests.house import ROOT
 from tests.support.constants import move
 from tests.support.engines.tiny_models import EOS_TOKEN

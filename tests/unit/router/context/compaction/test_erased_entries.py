@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.replicas.messages import EngineStats, GenerateRequest
 from samovar.router.context.compaction import Summary, SummaryStore
 from samovar.router.context.documents import DocumentShelf
 from samovar.router.context.knowledge import KnowledgeBase
-
 from tests.support.inside import connections_of, file_of
 from tests.support.router.fake_replica import Script
 from tests.support.router.router_harness import House, error_of, keeper, make_settings, spoken

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.replicas.messages import EngineStats, GenerateRequest
 from samovar.router.context.documents import DocumentShelf
-
 from tests.support.engines.tiny_models import CHAT_TEMPLATE
 from tests.support.router.chat_templates import tokenizer_with
 from tests.support.router.fake_replica import Script

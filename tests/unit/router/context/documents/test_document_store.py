@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from samovar.router.context.documents import Document, DocumentStore, Quota
 from samovar.router.context.documents.document import new_document_id
 from samovar.router.context.documents.store import FILE_NAME, SCHEMAS
 from samovar.router.context.knowledge import EntryNotFound, QuotaExceeded
-
 from tests.support.router.knowledge_desks import Desk, PostgresDesk, SqliteDesk
 
 QUOTA = Quota(100, 2**20)

@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.cache_tiers.blocks import session_of, tenant_tag
 from samovar.replicas.messages import Failed, GenerateRequest
 from samovar.router.context.documents import DocumentShelf, document_session, place_documents
 from samovar.router.context.documents.store import FILE_NAME
 from samovar.router.context.knowledge import KnowledgeBase, KnowledgeError
 from samovar.router.routing import SessionDirectory
-
 from tests.support.router.knowledge_desks import PostgresDesk
 from tests.support.router.router_harness import (
     KEY,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.configs.json_text import parse_json
 from samovar.configs.optional_sections import DocumentsSettings
 from samovar.router.context.documents import (
@@ -27,7 +28,6 @@ from samovar.router.context.documents import body as bodies
 from samovar.router.context.documents.placement import BEGIN, END
 from samovar.router.context.knowledge import KnowledgeBase
 from samovar.router.openai import InvalidValue
-
 from tests.support.engines.tiny_models import EOS_TOKEN
 from tests.support.router.router_harness import TOKENIZER, chat, error_of
 from tests.unit.router.context.documents.test_documents_api import (

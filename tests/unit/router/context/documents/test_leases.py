@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samovar.router.context.knowledge import Change, Content, EntryNotFound, Provenance
 
+from samovar.router.context.knowledge import Change, Content, EntryNotFound, Provenance
 from tests.unit.router.context.documents.test_documents_api import ROUTE, TEXT, house, opened, shelf_of
 
 

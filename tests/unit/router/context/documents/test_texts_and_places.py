@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.configs.optional_sections import DocumentsSettings
 from samovar.configs.sections import (
     NvmeTierSettings,
@@ -30,7 +31,6 @@ from samovar.router.context.documents import (
 from samovar.router.context.documents.pdf import PROGRAM
 from samovar.router.context.documents.pdf_reader import text_of_pdf
 from samovar.router.openai import ChatMessage
-
 from tests.support.pdfs import bomb, file_of, pdf_of
 
 SETTINGS = DocumentsSettings()

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.router.context.knowledge import (
     Change,
     Content,
@@ -16,7 +17,6 @@ from samovar.router.context.knowledge import (
     Provenance,
     SqliteStore,
 )
-
 from tests.support.router.router_harness import (
     CONTEXT,
     MODEL,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.router.context.knowledge import (
     Change,
     Check,
@@ -25,7 +26,6 @@ from samovar.router.context.knowledge import (
     broken,
 )
 from samovar.router.context.knowledge.entries import clean
-
 from tests.house import ROOT
 from tests.support.inside import file_of
 from tests.support.router.router_harness import House, chat, error_of, make_settings, spoken

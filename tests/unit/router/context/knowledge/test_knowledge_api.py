@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.configs.optional_sections import KnowledgeSettings
 from samovar.router.context.knowledge import fenced
-
 from tests.house import ROOT
 from tests.support.constants import move
 from tests.support.engines.tiny_models import EOS_TOKEN

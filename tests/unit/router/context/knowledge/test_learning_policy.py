@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+
 from samovar.configs.optional_sections import LoopSettings
 from samovar.router.context.knowledge import EntryRef
 from samovar.router.context.learning import (

@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.configs.optional_sections import LoopSettings
 from samovar.replicas.messages import GenerateRequest
 from samovar.router.context.knowledge import KnowledgeBase, SqliteStore
 from samovar.router.context.knowledge.placement import BEGIN, END, QUOTE
 from samovar.router.context.learning import AUTHOR
 from samovar.router.context.learning.candidates import candidate_of
-
 from tests.house import ROOT
 from tests.support.constants import move
 from tests.support.router.chat_templates import QWEN3, tokenizer_with

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from samovar.router.context.knowledge import (
     Budget,
     Candidate,
@@ -28,7 +29,6 @@ from samovar.router.context.knowledge import (
 )
 from samovar.router.context.knowledge.placement import BEGIN, END, TurnKey, spans
 from samovar.router.openai import ChatMessage, ToolCall
-
 from tests.support.engines.tiny_models import SPECIAL_TOKENS
 from tests.support.router.router_harness import TOKENIZER
 

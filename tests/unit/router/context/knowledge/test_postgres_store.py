@@ -17,6 +17,7 @@ from typing import Any
 import psycopg
 import pytest
 from pydantic import SecretStr, ValidationError
+
 from samovar.configs.fields import public_tree, secret_tree
 from samovar.configs.loader import ConfigError, load
 from samovar.configs.optional_sections import PostgresSettings
@@ -34,7 +35,6 @@ from samovar.router.context.knowledge import (
 from samovar.router.context.knowledge.postgres import connections, database
 from samovar.router.context.knowledge.postgres.connections import Connections
 from samovar.router.context.knowledge.postgres.store import PostgresStore
-
 from tests.house import ROOT
 from tests.support.clock import Clock
 from tests.support.inside import connections_of, database_of

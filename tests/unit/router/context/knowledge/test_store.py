@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from samovar.configs.optional_sections import KnowledgeSettings
 from samovar.router.context.knowledge import (
     Authorship,
@@ -34,7 +35,6 @@ from samovar.router.context.knowledge import (
 )
 from samovar.router.context.knowledge.sqlite_file import SqliteFile
 from samovar.router.context.knowledge.sqlite_schema import SCHEMAS
-
 from tests.house import ROOT
 from tests.support.router.knowledge_desks import LIMITS, ME, Desk, PostgresDesk, SqliteDesk, axis, content
 

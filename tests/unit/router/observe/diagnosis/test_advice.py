@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+
 from samovar.cache_tiers.messages import ResumptionStats, TierStats
 from samovar.cache_tiers.pricing import TierPrice
 from samovar.configs.sections import GIB, MIB
 from samovar.configs.settings import Settings
 from samovar.router.observe.diagnosis import Diagnosis, IngressCounts, SettingChange, Snapshot, diagnose
-
 from tests.support.amounts import examples
 from tests.support.router.snapshots import (
     CPU,

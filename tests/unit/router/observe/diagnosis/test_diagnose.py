@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+
 from samovar.router.observe.diagnosis import BY_NAME, CONDITIONS, Snapshot, diagnose
 from samovar.router.observe.diagnosis.diagnose import JUDGES
-
 from tests.support.router.snapshots import (
     FRONT,
     HEALTHY,

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from samovar.replicas.messages import EngineStats, Receipt
 from samovar.router.observe.diagnosis import NoSnapshot, Snapshot, diagnose, snapshot_of
-
 from tests.support.router.fake_replica import say
 from tests.support.router.router_harness import House, chat
 from tests.support.router.snapshots import NODE, PREFILL, REPLICA

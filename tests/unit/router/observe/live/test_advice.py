@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from samovar.cache_tiers.messages import NodeGlance
 from samovar.cache_tiers.pricing import TierPrice
 from samovar.configs.optional_sections import LiveSettings
@@ -19,7 +20,6 @@ from samovar.router.observe.live.advice import CONTEXTS, advice_of
 from samovar.router.observe.live.feed import Audience, encoded
 from samovar.router.observe.live.merge_patch import Json, diff
 from samovar.router.observe.live.state import LEFT_OUT, Seen, Shown, fitted, state_of
-
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.fake_replica import say
 from tests.support.router.live_reader import reading

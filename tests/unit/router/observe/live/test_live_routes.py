@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from samovar.cache_tiers.blocks import session_of, tenant_tag
 from samovar.cache_tiers.messages import LineageGlance, NodeGlance, NodeStats
 from samovar.cache_tiers.pricing import PrefillPrice
@@ -16,7 +17,6 @@ from samovar.router.observe.live.hub import LiveHub
 from samovar.router.observe.live.merge_patch import Json
 from samovar.router.observe.live.routes import LiveRoutes
 from samovar.router.observe.live.state import owner_of
-
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.fake_replica import INFO, say
 from tests.support.router.live_reader import LiveReader, reading

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+
 from samovar.cluster.cli.conversation import TOY_PENALTY
 from samovar.configs.model_reference import DEFAULT_NAME
 from samovar.router.observe.live.page_files import FOLDER, POLICY, TYPES

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+
 from samovar.cache_tiers.messages import LineageGlance, NodeGlance, NodeStats, ResumptionStats, TierStats
 from samovar.cache_tiers.sessions.session_table import SessionRow, SessionView
 from samovar.configs.optional_sections import LiveSettings
@@ -14,7 +15,6 @@ from samovar.router.generation import TenantUsage
 from samovar.router.observe.live.feed import Audience, encoded
 from samovar.router.observe.live.merge_patch import Json
 from samovar.router.observe.live.state import LEFT_OUT, Seen, Shown, fitted, owner_of, state_of
-
 from tests.support.router.fake_replica import INFO
 
 TENANT = b"t" * 16
