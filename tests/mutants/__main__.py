@@ -50,9 +50,9 @@ def copy_tree(root: Path, target: Path) -> None:
         text=True,
     )
     for name in filter(None, listed.stdout.split("\0")):
-        if (root / name).is_file():  # else removed, and not yet in a commit
+        if (root / name).exists():  # else removed, and not yet in a commit
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, target / name)
+            shutil.copy2(root / name, target / name, follow_symlinks=False)  # samovar/ is links
 
 
 class Judge:
@@ -71,7 +71,7 @@ class Judge:
 
     def foreign(self, packages: set[str]) -> list[str]:
         """Those of our packages that would be imported from elsewhere: then a planted bug is not run."""
-        lines = "\n".join(f"import {name}; print({name}.__file__)" for name in sorted(packages))
+        lines = "\n".join(f"import samovar.{name} as it; print(it.__file__)" for name in sorted(packages))
         done = self._run([sys.executable, "-c", lines])
         places = [line for line in done.stdout.splitlines() if not Path(line).is_relative_to(self._copy)]
         return places if done.returncode == 0 else [done.stderr]

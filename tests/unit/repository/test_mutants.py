@@ -36,8 +36,11 @@ def test_a_planted_bug_has_its_place_and_its_tests(mutant: Mutant) -> None:
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # quick
     (tmp_path / "sums.py").write_text("def add(a, b):\n    return a + b\n\n\ndef no():\n    return False\n")
+    (tmp_path / "samovar").mkdir()
+    (tmp_path / "samovar/__init__.py").touch()
+    (tmp_path / "samovar/sums.py").symlink_to("../sums.py")
     (tmp_path / "test_sums.py").write_text(
-        "import sums\n\n\ndef test_sum():\n    assert sums.add(1, 2) == 3\n\n\nclass TestNo:\n"
+        "from samovar import sums\n\n\ndef test_sum():\n    assert sums.add(1, 2) == 3\n\n\nclass TestNo:\n"
         "    def test_no(self):\n        assert not sums.no()\n"
     )
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
