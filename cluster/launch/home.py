@@ -123,4 +123,4 @@ def cluster_home(name: str, home: Path) -> ClusterHome:
 
 
 def nvme_script() -> str:
-    return (resources.files("cluster") / "scripts" / NVME_SCRIPT).read_text()
+    return (resources.files("samovar.cluster") / "scripts" / NVME_SCRIPT).read_text()

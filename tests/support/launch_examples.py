@@ -17,7 +17,7 @@ from samovar.cluster.launch.terraform import CloudOutputs, parse_outputs
 from samovar.configs.loader import load
 from samovar.configs.settings import Settings
 
-FOLDER = Path(str(resources.files("cluster"))) / "launch"
+FOLDER = Path(str(resources.files("samovar.cluster"))) / "launch"
 OUTPUTS_FILE = FOLDER / "terraform-outputs.json"
 NODE_DIR = "/home/me/.samovar/example/node"
 DIGEST = "sha256:" + "0123456789abcdef" * 4

@@ -25,6 +25,8 @@ def names_past_samovar(source: str, root: Path = ROOT) -> Iterator[str]:
             named = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             named = [node.module or ""]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("files", "import_module"):
+            named = [one.value for one in node.args if isinstance(one, ast.Constant)]
         elif isinstance(node, ast.Constant) and (found := PAST.match(str(node.value))):
             place = root / found[1] / found[2]
             named = [str(node.value)] if place.is_dir() or place.with_suffix(".py").is_file() else []
@@ -47,10 +49,9 @@ def test_no_code_gets_past_the_name() -> None:
 
 
 def test_a_name_past_it_is_seen() -> None:
-    source = (
-        'import router.auth\nfrom configs import x\npatch("cache_tiers.media.X", setting="router.stall_s")\n'
-    )
-    assert list(names_past_samovar(source)) == ["router.auth", "configs", "cache_tiers.media.X"]
+    source = "import router.auth\nfrom configs import x\nresources.files('cluster')\n"
+    source += "patch('cache_tiers.media.X', setting='router.stall_s')\n"
+    assert list(names_past_samovar(source)) == ["router.auth", "configs", "cluster", "cache_tiers.media.X"]
 
 
 def test_a_foreign_package_of_the_same_name_is_left_alone(tmp_path: Path) -> None:

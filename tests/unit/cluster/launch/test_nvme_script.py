@@ -17,7 +17,7 @@ import pytest
 
 from samovar.cluster.launch.home import nvme_script
 
-SCRIPT = str(resources.files("cluster") / "scripts" / "kv-nvme.sh")
+SCRIPT = str(resources.files("samovar.cluster") / "scripts" / "kv-nvme.sh")
 STORE = r"Amazon\x20EC2\x20NVMe\x20Instance\x20Storage"
 EBS = r"Amazon\x20Elastic\x20Block\x20Store"
 NEEDED = ("losetup", "mkfs.ext4", "blkid", "mount", "umount", "mountpoint")
