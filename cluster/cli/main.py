@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 
 import typer
 
+from samovar import HOME
 from samovar.cluster.cli import diagnose
 from samovar.cluster.cli.config import show_config
 from samovar.cluster.cli.kb import kb
@@ -496,20 +497,19 @@ def status(
 @app.command(cls=Command, context_settings=ANY_SETTING, add_help_option=False)
 def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine") -> None:
     """Measure this machine, from a git checkout: `samovar bench engine --help`."""
-    checkout = Path(__file__).resolve().parents[2]
-    names = bench_names(checkout)
+    names = bench_names(HOME)
     args = list(ctx.args)
     if name.startswith("-"):  # `samovar bench --help`: no name, so the first flag was taken for it
         name, args = "engine", [name, *args]
     if not names:
         refuse(
-            f"the measurements are not part of the installed package (there is no {checkout / 'bench'}). "
+            f"the measurements are not part of the installed package (there is no {HOME / 'bench'}). "
             "Run them in a git checkout: `make bench`"
         )
     if name not in names:
         refuse(f"there is no measurement {name!r}. Available: {', '.join(names)}")
     # First on the path: other packages are named `bench`, too.
-    sys.path.insert(0, str(checkout))
+    sys.path.insert(0, str(HOME))
     raise typer.Exit(importlib.import_module(f"bench.{name}").main(args))
 
 

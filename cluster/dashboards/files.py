@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from samovar import HOME
 from samovar.cluster.dashboards.alerts import ALERTS, Alert
 from samovar.cluster.dashboards.panels import ROWS, DashboardRow, Panel, PanelQuery
 from samovar.router.metrics import DeclaredMetric, Metrics
@@ -25,7 +26,7 @@ NOTE = "Written by `python -m samovar.cluster.dashboards`: do not edit."
 COLUMNS, HEIGHT, STAT_HEIGHT = 24, 8, 4
 WIDTH, STAT_WIDTH = 8, 4
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+OPERATIONS = HOME / "docs" / "operations.md"
 
 
 def dashboard(rows: Iterable[DashboardRow] = ROWS) -> dict[str, Any]:

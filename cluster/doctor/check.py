@@ -15,7 +15,6 @@ CheckState = Literal["ok", "warning", "error"]
 
 Result = tuple[CheckState, str, str]
 """(state, what was found in numbers, what to do about it)"""
-ROOT = Path(__file__).resolve().parents[2]
 """Where our packages lie."""
 
 

@@ -17,7 +17,8 @@ from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
-from samovar.cluster.doctor.check import ROOT, CheckState, MachineCheck, Result, existing
+from samovar import HOME
+from samovar.cluster.doctor.check import CheckState, MachineCheck, Result, existing
 from samovar.cluster.doctor.media import MEASURE_S, disk_price, disk_tier, prices, s3_tier, serves_here
 from samovar.cluster.doctor.safety import CHILD_S_MAX, nixl, open_binds, ray_cluster, secrets_files
 from samovar.cluster.serve import preflight
@@ -117,7 +118,7 @@ def requirements() -> list[str]:
     except metadata.PackageNotFoundError:
         import tomllib
 
-        listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        listed = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]["dependencies"]
         return [str(one) for one in listed]
 
 

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from samovar.cluster.doctor.check import ROOT
+from samovar import HOME
 from samovar.cluster.doctor.doctor import checks_of
 from samovar.configs.settings import Settings
 from samovar.router.observe.diagnosis import CONDITIONS, Condition
 
-PAGE = ROOT / "docs" / "diagnosis.md"
+PAGE = HOME / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
 
 

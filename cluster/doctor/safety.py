@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from samovar.cluster.doctor.check import ROOT, Result
+from samovar import HOME
+from samovar.cluster.doctor.check import Result
 from samovar.cluster.serve import preflight
 from samovar.cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret
 from samovar.configs.extras import missing
@@ -54,7 +55,7 @@ def nixl(settings: Settings, run: Callable[[], Mapping[str, object]] | None = No
 def _run_nixl() -> Mapping[str, object]:
     from samovar.configs.json_text import parse_json
 
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HOME), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-c", NIXL_CODE],
         check=False,

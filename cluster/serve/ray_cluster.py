@@ -43,6 +43,7 @@ from ray._raylet import (  # type: ignore[attr-defined]  # compiled, and its stu
     persist_port,
 )
 
+from samovar import HOME
 from samovar.cluster.serve.environment import TOKEN_MODE
 from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.secrets import DIR_OWNER_ONLY, OWNER_ONLY, make_private
@@ -414,9 +415,9 @@ def join_ray(cluster: ClusterSettings, address: str | None, folder: RayFolder | 
         refuse_open_cluster(address, gcs_asks_for_token(address))  # before it sees our token
     warning = close_token(os.environ, make=address is None)
     # The working directory of the process that starts Ray comes first on the workers' path: a folder
-    # `router` or `configs` there must not shadow ours.
+    # `samovar` there must not shadow ours.
     with (
-        contextlib.chdir(Path(__file__).resolve().parents[2]),
+        contextlib.chdir(HOME),
         serving_node() if address is None else contextlib.nullcontext(),
     ):
         try:

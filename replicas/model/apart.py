@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Literal
 
+from samovar import HOME
 from samovar.configs.json_text import parse_json
 from samovar.replicas.messages import ModelRefused
 
@@ -21,7 +22,6 @@ Task = Literal["config", "convert", "turn"]
 ENTRY = "import sys; from samovar.replicas.model.apart import main; main(*sys.argv[1:])"
 """Not `-m`: this package imports this module, so that it would be there twice, and Python warns of that."""
 END_S = 60.0
-HOME = Path(__file__).resolve().parents[2]
 QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
 
 

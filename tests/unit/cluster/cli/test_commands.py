@@ -289,8 +289,7 @@ def test_the_help_names_every_preset() -> None:
 
 def checkout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the command believe that it was installed in `folder`."""
-    place = Path(cli.__file__).relative_to(ROOT)  # where the package lies in a checkout
-    monkeypatch.setattr(cli, "__file__", str(folder / place))
+    monkeypatch.setattr(cli, "HOME", folder)
 
 
 def test_bench_says_that_an_installed_package_has_none(
