@@ -73,3 +73,14 @@ def test_a_foreign_package_of_the_same_name_is_left_alone(tmp_path: Path) -> Non
     ]
     assert said[0] == "True\n"
     assert said[1].startswith("samovar ")
+
+
+def test_a_plain_folder_of_our_name_does_not_win(tmp_path: Path) -> None:
+    """As an install finds it, where Python puts the folder that it was started in first: Ray's workers do."""
+    (tmp_path / "samovar").mkdir()
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import samovar.configs; print(samovar.__file__)"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip().endswith("/samovar/__init__.py")
