@@ -15,6 +15,7 @@ from samovar.cache_tiers.blocks.extent import (
 )
 from samovar.cache_tiers.blocks.keys import (
     KEY_BYTES,
+    MARK_BYTES,
     ROOT,
     ChainMarks,
     block_key,
@@ -25,9 +26,12 @@ from samovar.cache_tiers.blocks.keys import (
 from samovar.cache_tiers.blocks.layer_sums import SumsSetup, compile_sums
 from samovar.cache_tiers.blocks.lineage import lineage_tag, root_tokens
 from samovar.cache_tiers.blocks.record import (
+    BLOCK_TOKENS_MAX,
     HEADER_ALIGN,
+    KINDS,
     PREFIX_BYTES,
     READABLE,
+    VERSION,
     BadRecord,
     Record,
     TierError,
@@ -58,9 +62,12 @@ from samovar.cache_tiers.blocks.tiers import (
 )
 
 __all__ = [
+    "BLOCK_TOKENS_MAX",
     "CPU",
     "HEADER_ALIGN",
     "KEY_BYTES",
+    "KINDS",
+    "MARK_BYTES",
     "NVME",
     "PEER",
     "PLACED",
@@ -73,6 +80,7 @@ __all__ = [
     "TAG_BYTES",
     "TIERS",
     "TOP_TIER",
+    "VERSION",
     "Address",
     "BadRecord",
     "BlockShape",

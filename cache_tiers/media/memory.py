@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,26 +135,44 @@ class SharedRecord:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Take over `fd`. Raises `TierError`, and closes it, if it is no sealed file of `nbytes` bytes."""
-        self.fd = -1
+        self.fd, self.nbytes = -1, nbytes
+        self._data: Bytes | None = None
+        self._keeps_map = True
         try:
-            if nbytes < 1 or os.fstat(fd).st_size != nbytes:
-                raise TierError(f"the memory file has not {nbytes} bytes")
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise TierError("the memory file is not sealed")
-            # Private: before Linux 6.7 a file that is sealed against writing cannot be mapped shared.
-            self._memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
+            if nbytes < 1 or os.fstat(fd).st_size != nbytes:
+                raise TierError(f"the memory file has not {nbytes} bytes")
+            if (
+                os.fstatvfs(fd).f_bsize != mmap.PAGESIZE
+            ):  # where huge pages are used up, a read ends the process
+                raise TierError("a memory file of huge pages")
+        except (OSError, ValueError, OverflowError) as error:
             os.close(fd)
             raise TierError(f"not a memory file: {error}") from error
         except TierError:
             os.close(fd)
             raise
         self.fd = fd
-        self.data: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
 
     @property
-    def nbytes(self) -> int:
-        return int(self.data.nbytes)
+    def data(self) -> Bytes:
+        """Raises `TierError` if there is no room for it among this process' maps."""
+        data = self._data
+        if data is None:
+            try:
+                # Private: before Linux 6.7 a file that is sealed against writing cannot be mapped shared.
+                memory = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+            except (OSError, ValueError) as error:
+                raise TierError(f"the memory file cannot be read: {error}") from error
+            data = np.frombuffer(memory, dtype=np.uint8)
+            self._data = data if self._keeps_map else None
+        return data
+
+    def unmap(self) -> None:
+        """Map the file only while `data` is in use from now on: a map takes a file descriptor of its own."""
+        self._keeps_map = False
+        self._data = None
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -201,15 +220,30 @@ def shared(data: Bytes) -> SharedRecord:
     return made.seal()
 
 
+FILES_SHARE = 0.5
+"""Part of this process' file descriptors that records may take: connections and disks need some, too."""
+
+
 class SharedTier(RamTier[SharedRecord]):
-    """Holds records in sealed memory files. One that comes as such is taken over without a copy."""
+    """Holds records in sealed memory files. One that comes as such is taken over without a copy.
+
+    `files_max`: of records, each of which is a file; None: what this process may open leaves as many.
+    """
+
+    def __init__(self, bytes_max: int, files_max: int | None = None) -> None:
+        super().__init__(bytes_max)
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._files_max = int(soft * FILES_SHARE) if files_max is None else files_max
 
     def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        if len(self._records) >= self._files_max and address not in self._records:
+            raise TierFull(f"{self._files_max} files are open")
         if not self._reserve(address, record.nbytes):
             return
         held = None
         try:
             held = record.owned if isinstance(record.owned, SharedRecord) else shared(record.data)
+            held.unmap()
         finally:
             self._hold(address, held, record.nbytes)
 
@@ -255,7 +289,8 @@ class ObjectStoreTier(RamTier[RayObject]):
         import ray  # here, as `HeapTier` is for where there is none
         from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
-        ref = record.owned
+        # What a client of the socket has brought is no object of Ray's.
+        ref = None if isinstance(record.owned, SharedRecord) else record.owned
         try:
             if ref is None:
                 ref = ray.put(record.data)

@@ -10,12 +10,13 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samovar.cache_tiers.blocks import Clear
+from samovar.cache_tiers.blocks import VERSION, Clear, TierError
 from samovar.cache_tiers.media import SharedRecord
 from samovar.cache_tiers.messages import (
     BadReport,
@@ -28,9 +29,21 @@ from samovar.cache_tiers.messages import (
     NodeStats,
     TurnEnded,
 )
+from samovar.cache_tiers.socket.checks import is_answer
 from samovar.cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
 from samovar.cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, PEER
-from samovar.cache_tiers.socket.wire import PROTOCOL, SocketError, close_all, decoded, receive, send
+from samovar.cache_tiers.socket.wire import (
+    FDS_MAX,
+    PROTOCOL,
+    BadMessage,
+    SocketError,
+    close_all,
+    decoded,
+    packed,
+    receive,
+    send,
+    send_frame,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,18 +91,30 @@ class SocketLink:
         self._call_s = call_s
         self._uids = uids | {0, os.getuid()}
         self._clock = clock
-        self._lock = threading.Lock()
-        self._free: list[socket.socket] = []
-        self._slots = threading.BoundedSemaphore(CONNECTIONS_PER_PROCESS_MAX)
+        self._open: set[socket.socket] = set()
         self._retry_s = float("-inf")
         self._is_down = False
         self._is_closed = False
         self.incarnation = ""
+        self._begin()
+        _LINKS.add(self)
+
+    def _begin(self) -> None:
+        """Begin without a connection; a forked process, too, which would read its parent's answers."""
+        for sock in self._open:
+            sock.close()
+        self._open = set()
+        self._free: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(CONNECTIONS_PER_PROCESS_MAX)
 
     def lookup(self, lookup: Lookup) -> LookupResult | None:
         """Look up a prompt's blocks; None: no answer in time."""
         found: LookupResult | None = self._ask("lookup", lookup, self._call_s)
-        return found
+        if found is None or is_answer(lookup, found):
+            return found
+        logger.warning("the tiers at %s have answered a lookup with what makes no sense", self._path)
+        return None
 
     def fetch(self, fetch: Fetch) -> Loaded | FetchFailed:
         """Fetch blocks within the fetch's deadline."""
@@ -103,17 +128,23 @@ class SocketLink:
             close_all(fds)
             failed: FetchFailed = found.failed
             return failed
+        if len(fds) != 1 or not 0 <= found.first <= fetch.offset:
+            close_all(fds)
+            return FetchFailed("error", f"{len(fds)} files with blocks from {found.first} on")
         try:
-            (fd,) = fds
-            return Loaded(found.first, found, SharedRecord(fd, found.nbytes))
-        except Exception as error:  # noqa: BLE001 - a node that sends something else has nothing
+            return Loaded(found.first, found, SharedRecord(fds[0], found.nbytes))
+        except TierError as error:
             return FetchFailed("error", str(error))
 
     def offer(self, offers: Sequence[tuple[Offer, SharedRecord]]) -> tuple[str, ...]:
         """Bring records; return one outcome for each, see `StoreReply`."""
-        said, fds = tuple(offer for offer, _ in offers), [record.fd for _, record in offers]
-        outcomes: tuple[str, ...] | None = self._ask("offer", said, self._call_s, fds)
-        return outcomes if outcomes and len(outcomes) == len(offers) else ("refused:no answer",) * len(offers)
+        outcomes: list[str] = []
+        for at in range(0, len(offers), FDS_MAX):
+            some = offers[at : at + FDS_MAX]
+            said, fds = tuple(offer for offer, _ in some), [record.fd for _, record in some]
+            told: tuple[str, ...] | None = self._ask("offer", said, self._call_s, fds)
+            outcomes += told if told and len(told) == len(some) else ["refused:no answer"] * len(some)
+        return tuple(outcomes)
 
     def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
         """Tell of bad records, and how long loads took."""
@@ -145,6 +176,7 @@ class SocketLink:
         with self._lock:
             self._is_closed = True
             left, self._free = self._free, []
+            self._open.difference_update(left)
         for sock in left:
             sock.close()
 
@@ -162,12 +194,16 @@ class SocketLink:
         self, method: str, given: Any, timeout_s: float, fds: Sequence[int] = ()
     ) -> tuple[Any, list[int]]:
         ends_s = self._clock() + timeout_s
+        try:
+            frame = packed([method, given])
+        except BadMessage as error:  # the node is not to blame
+            raise SaidNo(str(error)) from error
         if not self._slots.acquire(timeout=max(0.0, timeout_s)):
             raise SocketError("all connections are busy")
         try:
             sock, is_new = self._taken(ends_s)
             try:
-                return self._exchanged(sock, method, given, ends_s, fds)
+                return self._exchanged(sock, method, frame, ends_s, fds)
             except SaidNo:
                 raise
             except SocketError:
@@ -177,7 +213,7 @@ class SocketLink:
                     raise
             sock, _ = self._taken(ends_s, is_new=True)
             try:
-                return self._exchanged(sock, method, given, ends_s, fds)
+                return self._exchanged(sock, method, frame, ends_s, fds)
             except SaidNo:
                 raise
             except SocketError:
@@ -187,32 +223,37 @@ class SocketLink:
             self._slots.release()
 
     def _exchanged(
-        self, sock: socket.socket, method: str, given: Any, ends_s: float, fds: Sequence[int]
+        self, sock: socket.socket, method: str, frame: bytes, ends_s: float, fds: Sequence[int]
     ) -> tuple[Any, list[int]]:
         """Make one call on a connection, which is free again then, or closed. Raises `SocketError`."""
         came: list[int] = []
         try:
-            sock.settimeout(max(ends_s - self._clock(), 1e-3))
-            send(sock, [method, given], fds)
-            said, came = receive(sock)
+            send_frame(sock, frame, fds, ends_s - self._clock())
+            said, came = receive(sock, ends_s - self._clock())
             if not (type(said) is list and len(said) == 2 and type(said[0]) is bool):
                 raise SocketError("no answer")
             result = decoded(CALLS[method][1], said[1], is_finite=False) if said[0] else said[1]
         except BaseException as error:
             close_all(came)
-            sock.close()
+            self._close(sock)
             if isinstance(error, OSError):
                 raise SocketError(str(error)) from error
             raise
         with self._lock:
-            if self._is_closed:
-                sock.close()
-            else:
+            is_kept = not self._is_closed
+            if is_kept:
                 self._free.append(sock)
+        if not is_kept:
+            self._close(sock)
         if not said[0]:
             close_all(came)
             raise SaidNo(str(result))
         return result, came
+
+    def _close(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(sock)
+        sock.close()
 
     def _taken(self, ends_s: float, *, is_new: bool = False) -> tuple[socket.socket, bool]:
         """Return a connection, and whether it is a new one. Raises `SocketError`."""
@@ -221,27 +262,34 @@ class SocketLink:
                 raise SocketError("closed")
             if is_new:  # the others are as old
                 left, self._free = self._free, []
+                self._open.difference_update(left)
                 for old in left:
                     old.close()
             elif self._free:
                 return self._free.pop(), False
             if self._clock() < self._retry_s:
                 raise SocketError("it did not answer just now")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            except OSError as error:
+                raise SocketError(f"no connection: {error}") from error
+            self._open.add(sock)
         try:
             sock.settimeout(min(CONNECT_S, max(ends_s - self._clock(), 1e-3)))
             sock.connect(str(self._path))
             _, uid, _ = PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
             if uid not in self._uids:
                 raise SocketError(f"user {uid} serves {self._path}")
-            send(sock, ["hello", Hello(PROTOCOL, self._client)])
-            said, came = receive(sock)
+            send(sock, ["hello", Hello(PROTOCOL, self._client)], (), CONNECT_S)
+            said, came = receive(sock, CONNECT_S)
             close_all(came)
             if type(said) is not list or len(said) != 2 or said[0] is not True:
                 raise SocketError(str(said[1]) if type(said) is list and len(said) == 2 else "no welcome")
             welcome: Welcome = decoded(Welcome, said[1], is_finite=False)
+            if VERSION not in welcome.records:
+                raise SocketError(f"it does not read records of version {VERSION}")
         except (OSError, SocketError) as error:
-            sock.close()
+            self._close(sock)
             self._failed()
             raise SocketError(f"no connection: {error}") from error
         if self._is_down:
@@ -254,3 +302,14 @@ class SocketLink:
         if not self._is_down:
             self._is_down = True
             logger.warning("the tiers at %s do not answer; requests are computed meanwhile", self._path)
+
+
+_LINKS: weakref.WeakSet[SocketLink] = weakref.WeakSet()
+
+
+def _begin_again() -> None:
+    for link in _LINKS:
+        link._begin()
+
+
+os.register_at_fork(after_in_child=_begin_again)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
 import stat
 import struct
@@ -25,6 +26,7 @@ from samovar.cache_tiers.blocks import READABLE, BadRecord, Bytes, Record, TierE
 from samovar.cache_tiers.media import SharedRecord, shared
 from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, StoreRequest
 from samovar.cache_tiers.node import TierNode
+from samovar.cache_tiers.socket.checks import check
 from samovar.cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
 from samovar.cache_tiers.socket.wire import (
     PROTOCOL,
@@ -40,11 +42,15 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 512
 CONNECTIONS_PER_PROCESS_MAX = 16
-FRAME_S = 10.0
-"""A frame that has begun is whole by then, and an answer taken, or the connection is closed."""
+CONNECTIONS_SHARE = 0.25
+"""Part of this process' file descriptors that connections may take."""
 WAITING_BYTES_MAX = 2 * 1024**3
 """Records that clients have brought and no tier has taken yet."""
+WAITING_SHARE = 0.5
+"""Part of them that one process may have brought."""
 PEER = struct.Struct("3i")  # pid, uid, gid
+USES = ("lookup", "fetch", "offer", "turn_over")
+"""Calls that show that an engine uses these tiers."""
 
 
 class BroughtRecords:
@@ -76,7 +82,7 @@ class TierSocket:
 
     `path`: in a directory that only this user can enter, which is made if it is not there. `uids`: whose
     processes may come in, besides this user's and root's. `data_of`: bytes of what a tier hands out by
-    reference, where that is no `SharedRecord`. Thread-safe.
+    reference, where that is no `SharedRecord`. `used`: called when a client uses the tiers. Thread-safe.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class TierSocket:
         *,
         uids: frozenset[int] = frozenset(),
         data_of: Callable[[object], Bytes] | None = None,
+        used: Callable[[], None] = lambda: None,
         load_s_max: float = 30.0,
     ) -> None:
         """Listen. Raises `OSError` if the socket cannot be made, or another process listens there."""
@@ -93,11 +100,14 @@ class TierSocket:
         self.path = path
         self._uids = uids | {0, os.getuid()}
         self._data_of = data_of
+        self._used = used
         self._load_s_max = load_s_max
         self._lock = threading.Lock()
         self._open: dict[socket.socket, int] = {}  # -> pid
-        self._waiting_bytes = 0
-        self._freed: deque[int] = deque()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._connections_max = min(CONNECTIONS_MAX, int(soft * CONNECTIONS_SHARE))
+        self._waiting_of: Counter[int] = Counter()  # pid -> bytes
+        self._freed: deque[tuple[int, int]] = deque()
         self._refused: Counter[str] = Counter()
         self._is_closed = False
         self._listener = _listen(path)
@@ -106,7 +116,7 @@ class TierSocket:
     @property
     def stats(self) -> SocketStats:
         with self._lock:
-            return SocketStats(len(self._open), self._waiting(), dict(self._refused))
+            return SocketStats(len(self._open), self._waiting().total(), dict(self._refused))
 
     def close(self) -> None:
         """End all connections and remove the socket. Idempotent."""
@@ -120,6 +130,7 @@ class TierSocket:
             _shut(sock)
 
     def _accept(self) -> None:
+        is_short = False
         while True:
             try:
                 sock, _ = self._listener.accept()
@@ -127,42 +138,48 @@ class TierSocket:
                 if self._is_closed:
                     self._listener.close()
                     return
-                logger.warning("a client could not be let in: %s", error)  # out of file descriptors
+                if not is_short:
+                    logger.warning("no client can be let in for now: %s", error)  # out of file descriptors
+                is_short = True
                 threading.Event().wait(0.1)
                 continue
-            if (why := self._why_not(sock)) or not self._begin(sock):
-                logger.warning("a client is sent away: %s", why or "no thread for it")
+            is_short = False
+            try:
+                why = self._let_in(sock)
+            except Exception:  # of our own: it costs this client
+                logger.exception("a client could not be let in")
+                why = "error"
+            if why:
+                logger.warning("a client is sent away: %s", why)
                 with self._lock:
-                    self._refused[why or "threads"] += 1
+                    self._refused[why] += 1
                     self._open.pop(sock, None)
                 sock.close()
 
-    def _why_not(self, sock: socket.socket) -> str:
+    def _let_in(self, sock: socket.socket) -> str:
+        """Serve a client on a thread of its own; return why not."""
         pid, uid, _ = PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
         if uid not in self._uids:
             return "foreign user"
         with self._lock:
             if self._is_closed:
                 return "closed"
-            if len(self._open) >= CONNECTIONS_MAX:
+            if len(self._open) >= self._connections_max:
                 return "connections"
             if sum(one == pid for one in self._open.values()) >= CONNECTIONS_PER_PROCESS_MAX:
                 return "connections of a process"
             self._open[sock] = pid
+        try:
+            threading.Thread(target=self._serve, args=(sock, pid), name="tiers-client", daemon=True).start()
+        except RuntimeError:
+            return "threads"
         return ""
 
-    def _begin(self, sock: socket.socket) -> bool:
-        try:
-            threading.Thread(target=self._serve, args=(sock,), name="tiers-client", daemon=True).start()
-        except RuntimeError:
-            return False
-        return True
-
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, pid: int) -> None:
         try:
             self._greet(sock)
             while True:
-                self._call(sock)
+                self._call(sock, pid)
         except SocketError as error:
             logger.debug("a client has left: %s", error)
         except Exception:  # of our own: it costs this connection
@@ -173,7 +190,6 @@ class TierSocket:
             sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        sock.settimeout(FRAME_S)
         data, fds = receive(sock)
         close_all(fds)
         method, args = _call_of(data)
@@ -184,34 +200,38 @@ class TierSocket:
             raise SocketError(spoken)
         send(sock, [True, Welcome(PROTOCOL, self._node.incarnation, READABLE)])
 
-    def _call(self, sock: socket.socket) -> None:
-        sock.settimeout(None)
-        data, fds = receive(sock, lambda: sock.settimeout(FRAME_S))
+    def _call(self, sock: socket.socket, pid: int) -> None:
+        fds: list[int] = []
         try:
+            data, fds = receive(sock, waits=True)
             method, args = _call_of(data)
-            said, held = self._answered(method, args, fds)
+            said, held = self._answered(method, args, fds, pid)
         except (BadMessage, ValueError, BadRecord) as error:
             said, held = [False, str(error)[:500]], None
         finally:
             close_all(fds)  # those that were taken over are gone from the list
-        sock.settimeout(FRAME_S)
         send(sock, said, () if held is None else (held.fd,))
 
-    def _answered(self, method: str, args: Any, fds: list[int]) -> tuple[list[Any], SharedRecord | None]:
+    def _answered(
+        self, method: str, args: Any, fds: list[int], pid: int
+    ) -> tuple[list[Any], SharedRecord | None]:
         if method not in CALLS or method == "hello":
             raise BadMessage(f"there is no call {method!r}"[:100])
         given = decoded(CALLS[method][0], args)
+        check(given)
+        if method in USES:
+            self._used()
         if method == "fetch":
             return self._fetch(given)
-        return [True, self._plain(method, given, fds)], None
+        if method == "offer":
+            return [True, self._offer(given, fds, pid)], None
+        return [True, self._plain(method, given)], None
 
-    def _plain(self, method: str, given: Any, fds: list[int]) -> Any:
+    def _plain(self, method: str, given: Any) -> Any:
         node = self._node
         match method:
             case "lookup":
                 return node.lookup(self._bounded(given))
-            case "offer":
-                return self._offer(given, fds)
             case "report":
                 reports: Reports = given
                 return node.report(list(reports.bad), list(reports.loads))
@@ -226,11 +246,10 @@ class TierSocket:
                 return node.ping()
 
     def _bounded(self, lookup: Lookup) -> Lookup:
-        return replace(lookup, wait_s=min(max(lookup.wait_s, 0.0), self._load_s_max))
+        return replace(lookup, wait_s=min(lookup.wait_s, self._load_s_max))
 
     def _fetch(self, fetch: Fetch) -> tuple[list[Any], SharedRecord | None]:
-        deadline_s = min(max(fetch.deadline_s, 0.0), self._load_s_max)
-        reply = self._node.fetch(replace(fetch, deadline_s=deadline_s))
+        reply = self._node.fetch(replace(fetch, deadline_s=min(fetch.deadline_s, self._load_s_max)))
         try:
             if isinstance(reply, Fetched):
                 held = self._shared(reply)
@@ -251,7 +270,7 @@ class TierSocket:
             raise TierError("what this node holds cannot be handed out")
         return shared(self._data_of(ref))
 
-    def _offer(self, offers: tuple[Offer, ...], fds: list[int]) -> tuple[str, ...]:
+    def _offer(self, offers: tuple[Offer, ...], fds: list[int], pid: int) -> tuple[str, ...]:
         if len(offers) != len(fds):
             raise BadMessage(f"{len(offers)} offers with {len(fds)} files")
         outcomes = ["refused:busy"] * len(offers)
@@ -259,46 +278,49 @@ class TierSocket:
         brought = BroughtRecords([])
         for number, offer in enumerate(offers):
             fd = fds.pop(0)
-            if not self._reserve(brought, offer.nbytes):
+            if not self._reserve(brought, offer.nbytes, pid):
                 close_all([fd])
                 continue
             try:
                 record = SharedRecord(fd, offer.nbytes)
+            except TierError as error:
+                raise BadMessage(str(error)) from error
+            try:
                 header = decode_header(record.data)
             except BadRecord as error:
                 outcomes[number] = f"refused:{error.kind}"
-            except TierError as error:
-                raise BadMessage(str(error)) from error
+            except TierError as error:  # no room for its map
+                logger.warning("a record is refused: %s", error)
             else:
                 ticket = len(brought.records)
                 brought.records.append(record)
                 requests[number] = StoreRequest(
-                    ticket,
-                    header,
-                    offer.nbytes,
-                    offer.incarnation,
-                    offer.clear_seq,
-                    max(offer.recompute_s, 0.0),
+                    ticket, header, offer.nbytes, offer.incarnation, offer.clear_seq, offer.recompute_s
                 )
         replied = self._node.offer(list(requests.values()), brought).outcomes
         for number, outcome in zip(requests, replied, strict=True):
             outcomes[number] = outcome
         return tuple(outcomes)
 
-    def _reserve(self, brought: BroughtRecords, nbytes: int) -> bool:
+    def _reserve(self, brought: BroughtRecords, nbytes: int, pid: int) -> bool:
         with self._lock:
-            if nbytes < 0 or self._waiting() + nbytes > WAITING_BYTES_MAX:
+            waiting = self._waiting()
+            of_all, of_one = waiting.total() + nbytes, waiting[pid] + nbytes
+            if of_all > WAITING_BYTES_MAX or of_one > WAITING_SHARE * WAITING_BYTES_MAX:
                 return False
-            self._waiting_bytes += nbytes
+            waiting[pid] += nbytes
         # Into a queue: it may run within any line of this thread, those that hold the lock among them.
-        weakref.finalize(brought, self._freed.append, nbytes).atexit = False
+        weakref.finalize(brought, self._freed.append, (pid, nbytes)).atexit = False
         return True
 
-    def _waiting(self) -> int:
-        """Return the bytes that are waiting now; under the lock."""
+    def _waiting(self) -> Counter[int]:
+        """Return the bytes that are waiting now, by process; under the lock."""
         while self._freed:
-            self._waiting_bytes -= self._freed.popleft()
-        return self._waiting_bytes
+            pid, nbytes = self._freed.popleft()
+            self._waiting_of[pid] -= nbytes
+            if not self._waiting_of[pid]:
+                del self._waiting_of[pid]
+        return self._waiting_of
 
 
 def _call_of(data: Any) -> tuple[str, Any]:

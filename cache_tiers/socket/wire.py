@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import socket
 import struct
+import time
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -25,7 +26,13 @@ FRAME_BYTES_MAX = 8 * 1024 * 1024
 """Of keys, 32 bytes a block: a prompt of four million tokens in blocks of 16."""
 FDS_MAX = 16
 """Memory files of one frame."""
+FRAME_S = 10.0
+"""A frame that has begun is whole by then, and an answer taken, or the connection is closed."""
+ARRAY_MAX = 16384
+"""Values in one list: room for them is taken before they are there."""
+VALUES_MAX = 8 * ARRAY_MAX
 LENGTH = struct.Struct("<I")
+INT = struct.Struct("i")
 
 
 class SocketError(Exception):
@@ -124,42 +131,60 @@ def _paired(parts: Sequence[Decoder], data: Any) -> typing.Iterable[tuple[Decode
     return zip(parts, data, strict=True)
 
 
-def send(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
-    """Send a frame within the socket's timeout. Raises `SocketError`."""
-    payload: bytes = msgpack.packb(encoded(message), unicode_errors="surrogatepass")
-    if len(payload) > FRAME_BYTES_MAX or len(fds) > FDS_MAX:
-        raise BadMessage(f"a frame of {len(payload)} bytes and {len(fds)} files")
-    data = memoryview(LENGTH.pack(len(payload)) + payload)
+def packed(message: Any) -> bytes:
+    """Return a message as a frame. Raises `BadMessage` if it is too large, or no plain data."""
     try:
+        payload: bytes = msgpack.packb(encoded(message), unicode_errors="replace")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadMessage(f"not to be said: {error}") from error
+    if len(payload) > FRAME_BYTES_MAX:
+        raise BadMessage(f"a frame of {len(payload)} bytes")
+    return LENGTH.pack(len(payload)) + payload
+
+
+def send(sock: socket.socket, message: Any, fds: Sequence[int] = (), within_s: float = FRAME_S) -> None:
+    """Send a frame. Raises `SocketError`; `BadMessage`: nothing was sent."""
+    send_frame(sock, packed(message), fds, within_s)
+
+
+def send_frame(sock: socket.socket, frame: bytes, fds: Sequence[int], within_s: float) -> None:
+    """Send what `packed` returned. Raises as `send`."""
+    if len(fds) > FDS_MAX:
+        raise BadMessage(f"a frame with {len(fds)} files")
+    data, ends_s = memoryview(frame), time.monotonic() + within_s
+    try:
+        _limit(sock, ends_s)
         sent = socket.send_fds(sock, [data], fds) if fds else sock.send(data)
         if sent < len(data):
+            _limit(sock, ends_s)
             sock.sendall(data[sent:])
     except (OSError, ValueError) as error:
         raise SocketError(f"not sent: {type(error).__name__}") from error
 
 
-def receive(sock: socket.socket, begun: Callable[[], None] = lambda: None) -> tuple[Any, list[int]]:
-    """Receive a frame and its file descriptors, which the caller closes. `begun`: its first bytes are here.
+def receive(sock: socket.socket, frame_s: float = FRAME_S, *, waits: bool = False) -> tuple[Any, list[int]]:
+    """Receive a frame and its file descriptors, which the caller closes.
 
-    Raises `SocketError`, and nothing is left open then.
+    It is whole within `frame_s`, counted from its first byte if it `waits` for that. Raises `SocketError`,
+    and nothing is left open then; `BadMessage`: the connection can go on.
     """
     fds: list[int] = []
     try:
-        head, found, flags, _ = socket.recv_fds(sock, LENGTH.size, FDS_MAX)
-        fds.extend(found)
-        if not head:
-            raise SocketError("the connection was closed")
-        if flags & socket.MSG_CTRUNC:
-            raise SocketError("too many files")
-        begun()
-        head += _exactly(sock, LENGTH.size - len(head))
+        ends_s = time.monotonic() + frame_s
+        if waits:
+            sock.settimeout(None)
+        else:
+            _limit(sock, ends_s)
+        head, is_cut = _head(sock, fds)
+        if waits:
+            ends_s = time.monotonic() + frame_s
+        head += _exactly(sock, LENGTH.size - len(head), ends_s)
         (nbytes,) = LENGTH.unpack(head)
         if nbytes > FRAME_BYTES_MAX:
             raise SocketError(f"a frame of {nbytes} bytes")
-        try:
-            data = msgpack.unpackb(_exactly(sock, nbytes), unicode_errors="surrogatepass")
-        except (ValueError, RecursionError, msgpack.UnpackException) as error:
-            raise SocketError(f"no MessagePack: {type(error).__name__}") from error
+        data = _unpacked(_exactly(sock, nbytes, ends_s))
+        if is_cut:
+            raise BadMessage(f"more than {FDS_MAX} files, or no room for them here")
     except BaseException as error:
         close_all(fds)
         if isinstance(error, OSError):
@@ -168,14 +193,62 @@ def receive(sock: socket.socket, begun: Callable[[], None] = lambda: None) -> tu
     return data, fds
 
 
-def _exactly(sock: socket.socket, nbytes: int) -> bytes:
+def _head(sock: socket.socket, fds: list[int]) -> tuple[bytes, bool]:
+    """Return a frame's first bytes, and whether files were lost; those that came are in `fds`."""
+    room = socket.CMSG_LEN(FDS_MAX * INT.size)
+    head, others, flags, _ = sock.recvmsg(LENGTH.size, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in others:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.extend(fd for (fd,) in INT.iter_unpack(data[: len(data) // INT.size * INT.size]))
+    if not head:
+        raise SocketError("the connection was closed")
+    return head, bool(flags & socket.MSG_CTRUNC)
+
+
+def _exactly(sock: socket.socket, nbytes: int, ends_s: float) -> bytes:
     data = bytearray()
     while len(data) < nbytes:
+        _limit(sock, ends_s)
         part = sock.recv(min(nbytes - len(data), 1 << 20))
         if not part:
             raise SocketError("the connection was closed within a frame")
         data += part
     return bytes(data)
+
+
+def _limit(sock: socket.socket, ends_s: float) -> None:
+    """Let the next call on a socket take until then. Raises `TimeoutError` if that is over."""
+    left_s = ends_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the time is over")
+    sock.settimeout(left_s)
+
+
+def _unpacked(payload: bytes) -> Any:
+    """Return what a frame says. Raises `SocketError`.
+
+    A list is up to eighty times as large here as it was on its way, so they are counted.
+    """
+    left = VALUES_MAX
+
+    def count(values: Any) -> Any:
+        nonlocal left
+        left -= 1 + len(values)
+        if left < 0:
+            raise ValueError("too many values")
+        return values
+
+    try:
+        return msgpack.unpackb(
+            payload,
+            list_hook=count,
+            object_hook=count,
+            max_array_len=ARRAY_MAX,
+            max_map_len=ARRAY_MAX,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise SocketError(f"no MessagePack: {type(error).__name__}") from error
 
 
 def close_all(fds: Sequence[int]) -> None:
