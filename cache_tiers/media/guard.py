@@ -181,6 +181,8 @@ class CallExecutor:
             if not future.done() and deadline.give_up():
                 raise TierLate(f"{self._name}: not done in {deadline.seconds:.3f} s") from None
             return future.result()  # if committed, only its last lines are left
+        finally:
+            del future  # its error holds this frame, and would hold the record until a collection
 
     def close(self) -> None:
         """Refuse new calls; does not wait for those in flight, which end on their own. Idempotent."""
@@ -213,6 +215,8 @@ class CallExecutor:
         else:
             self._slots.release()
             future.set_result(value)
+        finally:
+            del future  # as in `wait`
 
 
 class GuardedTier:
@@ -398,6 +402,8 @@ class GuardedTier:
             if isinstance(error, TierLate) and when_late is not None:
                 future.add_done_callback(lambda _: when_late())
             raise
+        finally:
+            del future  # as in `wait`
         if counts_as_health:
             self._settle(None)
         return value

@@ -275,13 +275,14 @@ class SocketLink:
                 raise SocketError(f"no connection: {error}") from error
             self._open.add(sock)
         try:
-            sock.settimeout(min(CONNECT_S, max(ends_s - self._clock(), 1e-3)))
+            connect_s = min(CONNECT_S, max(ends_s - self._clock(), 1e-3))
+            sock.settimeout(connect_s)
             sock.connect(str(self._path))
             _, uid, _ = PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
             if uid not in self._uids:
                 raise SocketError(f"user {uid} serves {self._path}")
-            send(sock, ["hello", Hello(PROTOCOL, self._client)], (), CONNECT_S)
-            said, came = receive(sock, CONNECT_S)
+            send(sock, ["hello", Hello(PROTOCOL, self._client)], (), connect_s)
+            said, came = receive(sock, connect_s)
             close_all(came)
             if type(said) is not list or len(said) != 2 or said[0] is not True:
                 raise SocketError(str(said[1]) if type(said) is list and len(said) == 2 else "no welcome")

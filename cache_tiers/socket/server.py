@@ -29,6 +29,7 @@ from samovar.cache_tiers.node import TierNode
 from samovar.cache_tiers.socket.checks import check
 from samovar.cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
 from samovar.cache_tiers.socket.wire import (
+    FRAME_S,
     PROTOCOL,
     BadMessage,
     SocketError,
@@ -82,7 +83,8 @@ class TierSocket:
 
     `path`: in a directory that only this user can enter, which is made if it is not there. `uids`: whose
     processes may come in, besides this user's and root's. `data_of`: bytes of what a tier hands out by
-    reference, where that is no `SharedRecord`. `used`: called when a client uses the tiers. Thread-safe.
+    reference, where that is no `SharedRecord`. `used`: called when a client uses the tiers.
+    `frame_s`: how long a frame may take, see `wire.FRAME_S`. Thread-safe.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class TierSocket:
         data_of: Callable[[object], Bytes] | None = None,
         used: Callable[[], None] = lambda: None,
         load_s_max: float = 30.0,
+        frame_s: float = FRAME_S,
     ) -> None:
         """Listen. Raises `OSError` if the socket cannot be made, or another process listens there."""
         self._node = node
@@ -102,6 +105,7 @@ class TierSocket:
         self._data_of = data_of
         self._used = used
         self._load_s_max = load_s_max
+        self._frame_s = frame_s
         self._lock = threading.Lock()
         self._open: dict[socket.socket, int] = {}  # -> pid
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -190,7 +194,7 @@ class TierSocket:
             sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        data, fds = receive(sock)
+        data, fds = receive(sock, self._frame_s)
         close_all(fds)
         method, args = _call_of(data)
         hello = decoded(Hello, args) if method == "hello" else None
@@ -203,14 +207,14 @@ class TierSocket:
     def _call(self, sock: socket.socket, pid: int) -> None:
         fds: list[int] = []
         try:
-            data, fds = receive(sock, waits=True)
+            data, fds = receive(sock, self._frame_s, waits=True)
             method, args = _call_of(data)
             said, held = self._answered(method, args, fds, pid)
         except (BadMessage, ValueError, BadRecord) as error:
             said, held = [False, str(error)[:500]], None
         finally:
             close_all(fds)  # those that were taken over are gone from the list
-        send(sock, said, () if held is None else (held.fd,))
+        send(sock, said, () if held is None else (held.fd,), self._frame_s)
 
     def _answered(
         self, method: str, args: Any, fds: list[int], pid: int

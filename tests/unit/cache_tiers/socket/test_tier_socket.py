@@ -9,69 +9,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
 from samovar.cache_tiers.blocks import Clear, decode_header, good_blocks, header_bytes, marks_of
-from samovar.cache_tiers.media import MemoryFile, SharedTier, shared
-from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, TurnEnded
-from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
-from samovar.cache_tiers.socket.client import Loaded, SocketLink
+from samovar.cache_tiers.media import MemoryFile, shared
+from samovar.cache_tiers.messages import BadReport, FetchFailed, LoadReport, Lookup, TurnEnded
+from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.socket.messages import Hello, Offer
-from samovar.cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, TierSocket, call_brought
+from samovar.cache_tiers.socket.server import CONNECTIONS_PER_PROCESS_MAX, TierSocket
 from samovar.cache_tiers.socket.wire import FRAME_BYTES_MAX, LENGTH, PROTOCOL, SocketError, receive, send
-from samovar.configs.sections import TierSettings
-from tests.support.nodes.node_harness import MIB, Sample, sample
-
-
-class World:
-    """A node with a `cpu` tier and its workers, behind a socket."""
-
-    def __init__(self, folder: Path) -> None:
-        self.node = TierNode(
-            TierSettings(),
-            NodeMedia({"cpu": SharedTier(MIB)}, {"cpu": MIB}),
-            NodeIdentity("node", "life-1"),
-            NodePorts(clock=time.monotonic, wall_clock=time.time, call_for=call_brought),
-        )
-        self.node.start()
-        self.socket = TierSocket(self.node, folder / "tiers" / "t.sock")
-        self.link = self.client()
-
-    def client(self, **options: Any) -> SocketLink:
-        return SocketLink(self.socket.path, "test", **options)
-
-    def raw(self, *, greets: bool = True) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(10)
-        sock.connect(str(self.socket.path))
-        if greets:
-            send(sock, ["hello", Hello(PROTOCOL, "raw")])
-            assert receive(sock)[0][0]
-        return sock
-
-    def store(self, one: Sample) -> None:
-        found = self.look(one)
-        offer = Offer(one.record.nbytes, found.incarnation, found.clear_seq, 1.0)
-        assert self.link.offer([(offer, shared(one.record))]) == ("taken",)
-        ends_s = time.monotonic() + 30
-        while not self.look(one).spans:
-            assert time.monotonic() < ends_s
-            time.sleep(0.002)
-
-    def look(self, one: Sample) -> Any:
-        header = one.header
-        found = self.link.lookup(Lookup(header.namespace, one.chain, header.tenant, header.session))
-        assert found is not None
-        return found
-
-    def close(self) -> None:
-        self.link.close()
-        self.socket.close()
-        self.node.close()
+from tests.support.nodes.node_harness import sample
+from tests.support.nodes.socket_world import World, fetch_of
 
 
 @pytest.fixture
@@ -79,12 +30,6 @@ def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path)
     yield made
     made.close()
-
-
-def fetch_of(one: Sample, **changed: Any) -> Fetch:
-    header = one.header
-    made = Fetch(header.namespace, header.tenant, header.extent_id, 0, header.blocks, "cpu", 5.0)
-    return replace(made, **changed)
 
 
 def test_what_was_stored_is_loaded_as_it_was(world: World) -> None:
