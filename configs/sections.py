@@ -364,6 +364,10 @@ class TierSettings(Section):
     FORMER = {"move_queue_max": "transfer_queue_max"}
 
     enabled: bool = Field(True, description="false = blocks are kept in their replica's pool only")
+    socket: Path | None = Field(
+        None,
+        description="path of a Unix socket by which vLLM on this machine uses the same tiers; empty = none",
+    )
     cpu: CpuTierSettings = CpuTierSettings()
     nvme: NvmeTierSettings = NvmeTierSettings()
     s3: S3TierSettings = S3TierSettings()

@@ -42,6 +42,7 @@ from samovar.cache_tiers.node import (
     build_tiers,
     count_start,
 )
+from samovar.cache_tiers.socket.server import BroughtRecords, TierSocket, call_brought
 from samovar.cache_tiers.transport import PeerError
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.sections import TierSettings
@@ -175,7 +176,7 @@ class TierActor:
             NodePorts(
                 clock=time.monotonic,
                 wall_clock=time.time,
-                call_for=CallReplica(settings.store_s_max),
+                call_for=CallClient(settings.store_s_max),
                 reach=KillPoint(settings.faults, starts),
                 peer_calls=PeerActors(actor_name),
                 link=build_link(settings.peer, f"{node_id}:{incarnation}"),
@@ -191,6 +192,9 @@ class TierActor:
         if settings.node.spot_notice == "aws":
             self._spot_watch = SpotWatch(settings.node, partial(drain_this_node, node_id, "spot notice"))
             self._spot_watch.start()
+        self._socket_path, self._load_s_max = settings.socket, settings.load_s_max
+        self._socket: TierSocket | None = None
+        self._open_socket()
         self._stopped = threading.Event()
         threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
 
@@ -239,8 +243,23 @@ class TierActor:
             return "failed:leaving"
         return self._node.peers.take(take)
 
+    def _open_socket(self) -> None:
+        """Listen for engines that are no actors; tried again while the former actor's process still does."""
+        if self._socket_path is None or self._socket is not None:
+            return
+        try:
+            self._socket = TierSocket(
+                self._node,
+                self._socket_path.expanduser(),
+                data_of=partial(data_of, timeout_s=self._load_s_max),
+                used=self._used,
+                load_s_max=self._load_s_max,
+            )
+        except OSError as error:
+            logger.warning("other engines cannot use these tiers by %s: %s", self._socket_path, error)
+
     def _used(self) -> None:
-        """Note a replica's call: at least one lives on this node."""
+        """Note a replica's call, or of an engine at the socket: at least one lives on this node."""
         if self._leave.used(time.monotonic()):
             self._node.drain_over()
 
@@ -248,20 +267,24 @@ class TierActor:
         while not self._stopped.wait(TICK_S):
             try:
                 self._node.tick()
+                self._open_socket()
             except Exception:  # logged; retry at the next tick
                 logger.exception("a tick failed")
 
 
-class CallReplica:
-    """`CallFor` over Ray: the record becomes an object owned by this actor, so it survives the replica.
+class CallClient:
+    """`CallFor` of what brings its records, at the socket, and of replicas over Ray.
 
-    `source`: handle of the actor whose staging buffer holds the tickets, in a list of one.
+    A replica's record becomes an object owned by this actor, so it survives the replica. `source`: handle of
+    the actor whose staging buffer holds the tickets, in a list of one; or `BroughtRecords`.
     """
 
     def __init__(self, call_s_max: float) -> None:
         self._call_s_max = call_s_max
 
     def __call__(self, source: object, ticket: int) -> Record:
+        if isinstance(source, BroughtRecords):
+            return call_brought(source, ticket)
         (handle,) = cast(Sequence[Any], source)
         try:
             ref = rpc.start(handle.__ray_call__, hand_over, ticket)
@@ -269,6 +292,15 @@ class CallReplica:
         except PeerError as error:
             raise TierError(f"the replica did not hand over: {error}") from error
         return Record(data, owned=ref)
+
+
+def data_of(ref: object, timeout_s: float) -> Bytes:
+    """Return the bytes of an object in Ray's store. Raises `TierError`."""
+    try:
+        data: Bytes = rpc.answer(ref, timeout_s)
+    except PeerError as error:
+        raise TierError(f"not in the object store: {error}") from error
+    return data
 
 
 def end_for_good(node_id: str) -> None:

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 1.0
 RETRY_S = 1.0
 """So long after a connection failed no call tries again: a call costs nothing then."""
+CLEAR_S = 30.0
 MARGIN_S = 1.0
 """An answer may come so much later than the node's own deadline."""
 
@@ -72,6 +73,10 @@ class Loaded:
 
 class SocketLink:
     """Calls a node by its socket; connections are opened as they are needed, and opened again. Thread-safe.
+
+    As `replicas.offload.TierLink`, which replicas use over Ray, but: an offer brings its record along, and
+    nobody is called for it; a fetch gives a memory file (`Loaded`); `turn_over` gives no forecast; nothing
+    measures a start (`sample`, `measured`).
 
     `path`: the socket. `client`: a name for people. `call_s`: how long an answer is waited for, where the
     call has no deadline of its own. `uids`: whose process may serve it, besides this user's and root's.
@@ -151,10 +156,10 @@ class SocketLink:
         self._ask("report", Reports(tuple(bad), tuple(loads)), self._call_s)
 
     def turn_over(self, over: TurnEnded) -> None:
-        """Report a turn's end."""
+        """Report a turn's end. Waits until the node has learned it, as `TierLink.turn_over`."""
         self._ask("turn_over", over, self._call_s)
 
-    def clear(self, clear: Clear, timeout_s: float) -> Cleared:
+    def clear(self, clear: Clear, timeout_s: float = CLEAR_S) -> Cleared:
         """Clear records. Raises `TimeoutError` without an answer: they may not have been cleared."""
         cleared: Cleared | None = self._ask("clear", clear, timeout_s)
         if cleared is None:

@@ -21,7 +21,7 @@ STOP_SPARE_S = 30
 
 PRIVILEGED_PORTS = 1024
 HOMES = ("/home", "/root", "/run/user")
-WRITTEN = ("server.record", "model.cache_dir", "tiers.nvme.dir", "tiers.predictor.file")
+WRITTEN = ("server.record", "model.cache_dir", "tiers.nvme.dir", "tiers.predictor.file", "tiers.socket")
 """Settings whose files the service writes."""
 
 UNIT = """\

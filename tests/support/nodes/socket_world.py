@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from samovar.cache_tiers.blocks import Bytes
 from samovar.cache_tiers.media import SharedTier, shared
-from samovar.cache_tiers.messages import Fetch, Lookup
+from samovar.cache_tiers.messages import Fetch, FetchFailed, Lookup, LookupResult
 from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
+from samovar.cache_tiers.node.store import CallFor
 from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.socket.messages import Hello, Offer
 from samovar.cache_tiers.socket.server import TierSocket, call_brought
@@ -36,12 +38,19 @@ def settles(holds: Any, within_s: float = 30.0) -> None:
 class World:
     """A node with a `cpu` tier and its workers, behind a socket."""
 
-    def __init__(self, folder: Path, *, files_max: int | None = None, frame_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        files_max: int | None = None,
+        frame_s: float = 10.0,
+        call_for: CallFor | None = None,
+    ) -> None:
         self.node = TierNode(
             TierSettings(),
             NodeMedia({"cpu": SharedTier(MIB, files_max)}, {"cpu": MIB}),
             NodeIdentity("node", "life-1"),
-            NodePorts(clock=time.monotonic, wall_clock=time.time, call_for=call_brought),
+            NodePorts(clock=time.monotonic, wall_clock=time.time, call_for=call_for or call_brought),
         )
         self.node.start()
         self.socket = TierSocket(self.node, folder / "tiers" / "t.sock", frame_s=frame_s)
@@ -81,3 +90,21 @@ def fetch_of(one: Sample, **changed: Any) -> Fetch:
     header = one.header
     made = Fetch(header.namespace, header.tenant, header.extent_id, 0, header.blocks, "cpu", 5.0)
     return replace(made, **changed)
+
+
+class BySocket:
+    """A way to a node (`tests/laws/tier_link.py`)."""
+
+    def __init__(self, link: SocketLink) -> None:
+        self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def offer(self, one: Sample, found: LookupResult) -> str:
+        offer = Offer(one.record.nbytes, found.incarnation, found.clear_seq)
+        return self._link.offer([(offer, shared(one.record))])[0]
+
+    def fetch(self, fetch: Fetch) -> tuple[int, Bytes] | FetchFailed:
+        loaded = self._link.fetch(fetch)
+        return loaded if isinstance(loaded, FetchFailed) else (loaded.first, loaded.record.data)
