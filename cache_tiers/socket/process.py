@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 STARTS_FILE = "starts.json"
 HTTP_WAIT_S = 5.0
+SWITCH_S = 5e-4
+"""A thread gives way to another's call after so long: a lookup waits as often as there are calls at once."""
 
 
 class TierProcess:
@@ -106,6 +108,7 @@ class TierProcess:
 def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code. `say`: prints a line."""
     _raise_files_max()
+    sys.setswitchinterval(SWITCH_S)
     logging.basicConfig(level=settings.telemetry.log_level.upper(), format="samovar tiers: %(message)s")
     compile_sums(SumsSetup.of(settings))
     over = threading.Event()
