@@ -116,6 +116,10 @@ def render_command(
     systemd: Annotated[
         bool, typer.Option("--systemd", help="a unit that runs `samovar serve` on this machine instead")
     ] = False,
+    tiers: Annotated[
+        Path | None,
+        typer.Option("--tiers", metavar="SOCKET", help="with --systemd: a unit of `samovar tiers` there"),
+    ] = None,
 ) -> None:
     """Print the file that `ray up` reads. Also takes --section.key VALUE. It holds no secrets."""
     from samovar.cluster.launch.render import header, render
@@ -126,11 +130,13 @@ def render_command(
             _exit("--kuberay, --systemd and --terraform are for three different files", EXIT_REFUSED)
         if secrets is not None and not kuberay:
             _exit("--secrets is for --kuberay only: this file holds no secrets", EXIT_REFUSED)
+        if tiers is not None and not systemd:
+            _exit("--tiers is for --systemd only", EXIT_REFUSED)
         if kuberay or systemd:
             text = (
                 ray_service(config, secrets, os.environ, ctx.args)
                 if kuberay
-                else systemd_unit(config, os.environ, ctx.args)
+                else systemd_unit(config, os.environ, ctx.args, tiers)
             )
             typer.echo(text, nl=False)
             return

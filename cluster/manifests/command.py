@@ -10,12 +10,19 @@ from samovar.cluster.launch.settings import RenderFailed
 from samovar.configs.loader import load
 
 
-def systemd_unit(config: str | None, env: Mapping[str, str], flags: Sequence[str]) -> str:
-    """Return the unit for this installation's `samovar`. Raises `ConfigError`, `RenderFailed`."""
-    from samovar.cluster.manifests.systemd import render_unit
+def systemd_unit(
+    config: str | None, env: Mapping[str, str], flags: Sequence[str], tiers: Path | None = None
+) -> str:
+    """Return the unit for this installation's `samovar`; `tiers`: of `samovar tiers`, at that socket.
 
-    program = Path(sys.executable).with_name("samovar")
-    return render_unit(load(config, env, flags), program, config)
+    Raises `ConfigError`, `RenderFailed`.
+    """
+    from samovar.cluster.manifests.systemd import render_tiers_unit, render_unit
+
+    program, loaded = Path(sys.executable).with_name("samovar"), load(config, env, flags)
+    if tiers is not None:
+        return render_tiers_unit(loaded, program, config, tiers)
+    return render_unit(loaded, program, config)
 
 
 def ray_service(

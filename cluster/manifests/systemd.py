@@ -1,9 +1,9 @@
-"""Renders a systemd unit for `samovar serve`: a pure function of the settings and where they come from."""
+"""Renders systemd units for `samovar serve` and `samovar tiers`: pure, of settings and their sources."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,59 @@ RestartPreventExitStatus=2
 # Ray restarts a replica that ran out of memory; the others go on.
 OOMPolicy=continue
 
-LimitNOFILE=65536
+{hardening}
+# Not MemoryDenyWriteExecute: torch and oneDNN compile at run time.
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+TIERS_UNIT = """\
+# Written by `samovar render --systemd --tiers`. Engines that use these tiers run as user {user}, or as root.
+# Secrets, such as S3's, are variables in {secrets} (chmod 600).
+# To install it:
+#   samovar render --systemd --tiers {socket} > /etc/systemd/system/samovar-tiers.service
+#   systemctl daemon-reload && systemctl enable --now samovar-tiers
+[Unit]
+Description=Samovar: KV cache tiers for the engines on this machine
+Wants=network-online.target
+After=network-online.target
+StartLimitIntervalSec=1800
+StartLimitBurst=5
+
+[Service]
+Type=exec
+User={user}
+Group={user}
+ExecStart={start}
+EnvironmentFile=-{secrets}
+Environment=HOME={home}
+WorkingDirectory={home}
+StateDirectory={state}
+StateDirectoryMode=0700
+RuntimeDirectory={state}
+RuntimeDirectoryMode=0700
+UMask=0077
+
+# At SIGTERM main memory is written to disk.
+KillMode=mixed
+KillSignal=SIGTERM
+TimeoutStopSec={stop_s}
+Restart=on-failure
+RestartSec=10
+# Refused settings stay refused.
+RestartPreventExitStatus=2
+# Engines compute what they had there.
+OOMPolicy=stop
+
+{hardening}
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+HARDENING = """\
+LimitNOFILE={files}
 # Memory holds prompts.
 LimitCORE=0
 TasksMax=32768
@@ -96,11 +148,9 @@ RestrictSUIDSGID=yes
 SystemCallArchitectures=native
 SystemCallFilter=@system-service
 SystemCallErrorNumber=EPERM
-# Not MemoryDenyWriteExecute: torch and oneDNN compile at run time.
-
-[Install]
-WantedBy=multi-user.target
 """
+FILES_MAX, TIERS_FILES_MAX = 65536, 524288
+"""Of `samovar tiers` each record in main memory is a file."""
 
 NO_DEVICES = """\
 PrivateDevices=yes
@@ -116,9 +166,64 @@ def render_unit(loaded: LoadedSettings, program: Path, config: str | None) -> st
     `program`: the `samovar` to start; `config`: the preset's name or the file that `loaded` comes from.
     Variables of this shell are not in the unit: what they set is refused, except secrets.
     """
+    settings = loaded.settings
+    start, hardening = _service(
+        loaded,
+        [str(program), "serve"],
+        config,
+        files=FILES_MAX,
+        capabilities="CAP_NET_BIND_SERVICE" if settings.server.port < PRIVILEGED_PORTS else "",
+        devices=NO_DEVICES if settings.engine.device == "cpu" else GPU_DEVICES,
+    )
+    return UNIT.format(
+        user=USER,
+        home=HOME,
+        state=STATE,
+        secrets=SECRETS_FILE,
+        start=start,
+        stop_s=stop_seconds(settings),
+        hardening=hardening,
+    )
+
+
+def render_tiers_unit(loaded: LoadedSettings, program: Path, config: str | None, socket: Path) -> str:
+    """Return the unit of `samovar tiers` at `socket`. See `render_unit`. Raises `RenderFailed`."""
+    if not socket.is_absolute():
+        raise RenderFailed(f"--tiers {socket} depends on where it is started. Give the whole path")
+    start, hardening = _service(
+        loaded,
+        [str(program), "tiers", "--socket", str(socket)],
+        config,
+        files=TIERS_FILES_MAX,
+        capabilities="",
+        devices=NO_DEVICES,
+        also_written=[] if socket.parent == Path("/run", STATE) else [str(socket.parent)],
+    )
+    return TIERS_UNIT.format(
+        user=USER,
+        home=HOME,
+        state=STATE,
+        secrets=SECRETS_FILE,
+        socket=_quoted(str(socket)),
+        start=start,
+        stop_s=int(loaded.settings.tiers.flush_s) + STOP_SPARE_S,
+        hardening=hardening,
+    )
+
+
+def _service(
+    loaded: LoadedSettings,
+    words: list[str],
+    config: str | None,
+    *,
+    files: int,
+    capabilities: str,
+    devices: str,
+    also_written: Sequence[str] = (),
+) -> tuple[str, str]:
+    """Return the line that starts it, `words` and the settings, and what it may do. Raises `RenderFailed`."""
     settings, fields = loaded.settings, setting_fields()
     _check(loaded, fields)
-    words = [str(program), "serve"]
     if config is not None:
         words += ["--config", str(Path(config).absolute()) if Path(config).is_file() else config]
     words += [
@@ -129,19 +234,15 @@ def render_unit(loaded: LoadedSettings, program: Path, config: str | None) -> st
     paths = [word for word in words if word.startswith("/")]
     paths += [str(path) for _, path in _given_paths(loaded, fields)]
     needs_home = any(path.startswith(f"{home}/") for path in paths for home in HOMES)
-    capability = "CAP_NET_BIND_SERVICE" if settings.server.port < PRIVILEGED_PORTS else ""
-    return UNIT.format(
-        user=USER,
-        home=HOME,
-        state=STATE,
-        secrets=SECRETS_FILE,
-        start=" ".join(_quoted(word).replace("$", "$$") for word in words),
-        stop_s=stop_seconds(settings),
-        capabilities=capability,
+    written = dict.fromkeys([*_written(loaded, fields), *also_written])
+    hardening = HARDENING.format(
+        files=files,
+        capabilities=capabilities,
         protect_home="read-only" if needs_home else "yes",
-        writable="".join(f"ReadWritePaths={_quoted(path)}\n" for path in _written(loaded, fields)),
-        devices=NO_DEVICES if settings.engine.device == "cpu" else GPU_DEVICES,
-    )
+        writable="".join(f"ReadWritePaths={_quoted(path)}\n" for path in written),
+        devices=devices,
+    ).rstrip()
+    return " ".join(_quoted(word).replace("$", "$$") for word in words), hardening
 
 
 def stop_seconds(settings: Settings) -> int:

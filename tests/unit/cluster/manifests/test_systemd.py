@@ -12,8 +12,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from samovar.cluster.cli.main import app
-from samovar.cluster.manifests.systemd import render_unit, stop_seconds
+from samovar.cluster.cli.main import EXIT_REFUSED, app
+from samovar.cluster.launch.settings import RenderFailed
+from samovar.cluster.manifests.systemd import render_tiers_unit, render_unit, stop_seconds
 from samovar.cluster.serve.app import EXIT_INTERRUPTED
 from samovar.configs.loader import load
 from samovar.configs.settings import Settings
@@ -124,6 +125,41 @@ def test_a_file_of_settings_is_named_by_its_whole_path(
     assert values(unit(config="local-cpu"), "ExecStart") == ["/bin/true serve --config local-cpu"]
 
 
+SOCKET = Path("/run/samovar/tiers.sock")
+
+
+def tiers_unit(*flags: str, socket: Path = SOCKET) -> str:
+    return render_tiers_unit(load(None, KEYS, flags), Path("/bin/true"), None, socket)
+
+
+@needs_systemd
+@EXAMPLES
+def test_systemd_accepts_the_unit_of_the_tiers(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    path = tmp_path / "samovar-tiers.service"
+    done = verify(tiers_unit(*flags), path, "verify", "--man=no")
+    assert (done.returncode, done.stderr) == (0, "")
+    words = ("security", "--offline=true", f"--threshold={int(EXPOSURE_MAX * 10)}")
+    assert verify(tiers_unit(*flags), path, *words).returncode == 0
+
+
+def test_the_unit_of_the_tiers() -> None:
+    """Stopped in order, with a file for each record, and no more than the other unit may."""
+    text = tiers_unit("--tiers.nvme.dir=/mnt/kv")
+    flag = "--tiers.nvme.dir=/mnt/kv"
+    assert values(text, "ExecStart") == [f"/bin/true tiers --socket {SOCKET} {flag}"]
+    flush_s = load(None, {}, ()).settings.tiers.flush_s
+    assert int(values(text, "TimeoutStopSec")[0]) > flush_s
+    assert values(text, "ReadWritePaths") == ["/mnt/kv"]
+    assert values(tiers_unit(socket=Path("/srv/a/t.sock")), "ReadWritePaths") == ["/srv/a"]
+    assert (values(text, "PrivateDevices"), values(text, "LimitNOFILE")) == (["yes"], ["524288"])
+    fences = re.findall(
+        r"^(?:Protect|Restrict|System|No|Lock|Private)\w+=.*$", unit("--engine.device=cpu"), re.M
+    )
+    assert set(fences) - set(text.splitlines()) == set()
+    with pytest.raises(RenderFailed, match="whole path"):
+        tiers_unit(socket=Path("t.sock"))
+
+
 @pytest.fixture
 def render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.chdir(tmp_path)
@@ -158,3 +194,10 @@ def test_keys_of_this_shell_are_not_in_the_unit(render: Callable[..., Result]) -
     assert "a-key-of-sixteen" not in done.output
     assert values(done.stdout, "EnvironmentFile") == ["-/etc/samovar/environment"]
     assert stop_seconds(Settings()) > 0
+
+
+def test_the_command_renders_the_unit_of_the_tiers(render: Callable[..., Result]) -> None:
+    done = render("--tiers", str(SOCKET))
+    assert done.exit_code == 0, done.output
+    assert " tiers --socket /run/samovar/tiers.sock" in values(done.output, "ExecStart")[0]
+    assert CliRunner().invoke(app, ["render", "--tiers", str(SOCKET)]).exit_code == EXIT_REFUSED
