@@ -114,7 +114,7 @@ def _are_spans(spans: Iterable[BlockRange], tenant: bytes, blocks: int) -> bool:
 
 
 def _is_span(span: BlockRange, tenant: bytes) -> bool:
-    """Return whether a span names this tenant's blocks; whether they are there, nobody knows."""
+    """Return whether a span names this tenant's blocks; whether they are there, a fetch tells."""
     return (
         (len(span.extent_id), span.tenant) == (KEY_BYTES, tenant)
         and min(span.first, span.offset, span.nbytes) >= 0

@@ -75,7 +75,7 @@ class SocketLink:
     """Calls a node by its socket; connections are opened as they are needed, and opened again. Thread-safe.
 
     As `replicas.offload.TierLink`, which replicas use over Ray, but: an offer brings its record along, and
-    nobody is called for it; a fetch gives a memory file (`Loaded`); `turn_over` gives no forecast; nothing
+    is not called for; a fetch gives a memory file (`Loaded`); `turn_over` gives no forecast; nothing
     measures a start (`sample`, `measured`).
 
     `path`: the socket. `client`: a name for people. `call_s`: how long an answer is waited for, where the

@@ -39,7 +39,7 @@ REASONS = {
     "cache_tiers/socket/process.py TierProcess.__init__": OWN,
     "cache_tiers/socket/process.py _http": "people and Prometheus, on loopback",
     "cache_tiers/socket/server.py TierSocket.__init__": OWN,
-    "cache_tiers/socket/server.py TierSocket._begin": "one a connection; so many of a process",
+    "cache_tiers/socket/server.py TierSocket._let_in": "one a connection; so many of a process",
     "cache_tiers/vllm/connector.py SamovarConnector.__init__": TIERS,
     "cache_tiers/vllm/connector.py SamovarConnector.register_kv_caches": TIERS,
     "cache_tiers/vllm/identity.py weights_digest": COMMAND,
