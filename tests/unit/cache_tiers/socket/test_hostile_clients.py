@@ -409,16 +409,18 @@ def test_a_forked_process_has_connections_of_its_own(world: World) -> None:
     asked, seen = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(seen[1])  # the end of the parent's test is the end of this
         os.write(asked[1], b"y" if world.link.ping() == "life-1" else b"n")
         os.read(seen[0], 1)
         os._exit(0)
-    assert os.read(asked[0], 1) == b"y"
-    assert world.socket.stats.connections == 2
-    assert world.link.lookup(_lookup()) is not None
-    os.write(seen[1], b"y")
-    assert os.waitpid(child, 0)[1] == 0
-    for fd in (*asked, *seen):
-        os.close(fd)
+    try:
+        assert os.read(asked[0], 1) == b"y"
+        assert world.socket.stats.connections == 2
+        assert world.link.lookup(_lookup()) is not None
+    finally:
+        for fd in (*asked, *seen):
+            os.close(fd)
+        os.waitpid(child, 0)
 
 
 def test_no_lease_is_left_by_those_who_leave_while_they_are_answered(world: World) -> None:
