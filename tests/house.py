@@ -63,7 +63,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
     """
     for line, module, names in _imports(tree):
         if module == "samovar":  # `from samovar import configs`
-            yield from ((line, name, []) for name in names)
+            yield from ((line, name, []) for name in names if name in PACKAGES)
         else:
             yield line, module.removeprefix("samovar."), names
 
