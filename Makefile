@@ -134,6 +134,16 @@ wheel-vllm: $(STAMP) ## build the wheel for vLLM's environment into dist/ (docs/
 	@cp samovar/cache_tiers/vllm/pyproject.toml LICENSE docs/vllm.md build/wheel-vllm/
 	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist build/wheel-vllm
 
+# In an environment that vLLM lives in (VLLM_ENV=DIR: one that is there), which the wheel's dependencies must leave as it is.
+VLLM_ENV ?= build/vllm
+test-vllm: wheel-vllm ## conversations, restarts and faults of the tiers under a real vLLM (needs PyPI; twenty minutes)
+	@test -e $(VLLM_ENV)/bin/vllm || PYTHON=$(PYTHON) bash bench/peers-install.sh vllm
+	@test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/python -m pip install --quiet "$(UV)"; }
+	@build/uv/bin/uv pip freeze --quiet --python $(VLLM_ENV)/bin/python | grep -v '^samovar' >build/vllm-has.txt
+	build/uv/bin/uv pip install --quiet --python $(VLLM_ENV)/bin/python --constraint build/vllm-has.txt \
+	  --reinstall-package samovar-vllm "samovar-vllm[s3] @ file://$(CURDIR)/$$(echo dist/samovar_vllm-*.whl)"
+	TESTS_VLLM=$(abspath $(VLLM_ENV)) $(PY) -m pytest -s tests/vllm $(ARGS)
+
 test-wheel: $(STAMP) ## the wheel in a bare environment, outside of the checkout: serve, second turn cached (a minute)
 	TESTS_SLOW=1 $(PY) -m pytest tests/unit/repository/test_wheel.py tests/e2e/test_wheel.py $(ARGS)
 

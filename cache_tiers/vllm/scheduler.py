@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -34,10 +35,11 @@ from samovar.cache_tiers.messages import (
     LookupResult,
     TurnEnded,
 )
-from samovar.cache_tiers.pricing import LoadPiece, PrefillMeter, fit_prefill, pairs_of, plan_load
+from samovar.cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, fit_prefill, pairs_of, plan_load
 from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.vllm.chain import chain_keys
-from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, Load, Store
+from samovar.cache_tiers.vllm.messages import EXTENT_BYTES_MAX, ConnectorOptions, Jobs, Load, Store
+from samovar.cache_tiers.vllm.recent import RecentStores
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ SAVING_SHARE = 0.75
 """Of the pool's pages, those that stores may keep from being freed at once."""
 STEP_TOKENS_MIN = 16
 """A step of fewer new tokens says little of what a prompt costs."""
+STEPS_UNDER_WAY_MAX = 16
+"""More than vLLM has at once: then some have ended unseen, and none is measured."""
 
 
 class SchedulerCalls(Protocol):
@@ -63,8 +67,9 @@ class _Turn:
 
     `found`: what the tiers have; None until they answered, or if they did not (`is_answered`). `fetched`:
     blocks of the prompt that were brought into main memory for it, None while that is under way. `plan`: the
-    first block and the spans of the load. `is_asked`: it was begun; only once, since vLLM asks again for what
-    failed. `is_loading`: its pages are being written, and mean nothing yet. `loaded`: tokens by tier.
+    first block and the spans of the load, None until it was made. `is_asked`: it was begun; only once, since
+    vLLM asks again for what failed. `is_loading`: its pages are being written, and mean nothing yet. `pages`:
+    those of the load. `loaded`: tokens by tier.
     """
 
     namespace: bytes
@@ -78,9 +83,10 @@ class _Turn:
     is_answered: bool = False
     fetched: int | None = 0
     fetch_began_s: float = 0.0
-    plan: tuple[int, tuple[BlockRange, ...]] = (0, ())
+    plan: tuple[int, tuple[BlockRange, ...]] | None = None
     is_asked: bool = False
     is_loading: bool = False
+    pages: tuple[int, ...] = ()
     loaded: dict[LoadSource, int] = field(default_factory=dict)
     why: str = ""
 
@@ -115,9 +121,12 @@ class SchedulerHalf:
         self._clock = clock
         self._turns: dict[str, _Turn] = {}
         self._saving: dict[str, int] = {}  # request -> pages
+        self._recent = RecentStores()
         self._jobs = Jobs()
         self._prefill = PrefillMeter(fit_prefill([]))
-        self._step: tuple[float, int, float] | None = None  # began, new tokens, pairs
+        self._doubt = Doubt(EXTENT_BYTES_MAX)
+        self._steps: deque[tuple[float, int, float]] = deque()  # under way: began, new tokens, pairs
+        self._stepped_s = float("-inf")
         self._lock = threading.Lock()
         self.counts: dict[str, int] = {}
 
@@ -170,14 +179,13 @@ class SchedulerHalf:
             turn.why = turn.why or "no answer"
             return 0
         first = computed // self._block_tokens
-        spans = spans_behind(turn.found.spans, first, (turn.tokens - 1) // self._block_tokens)
-        wanted = self._worth(turn, first, spans)
-        if not wanted:
-            return 0
-        turn.plan = (first, wanted)
-        if not self._is_here(turn, first, wanted):
+        if turn.plan is None or turn.plan[0] != first:  # it is asked again and again while blocks are fetched
+            spans = spans_behind(turn.found.spans, first, (turn.tokens - 1) // self._block_tokens)
+            turn.plan = (first, self._worth(turn, first, spans))
+        wanted = turn.plan[1]
+        if wanted and not self._is_here(turn, first, wanted):
             return None
-        return sum(span.blocks for span in wanted) * self._block_tokens if turn.plan[1] else 0
+        return sum(span.blocks for span in turn.plan[1]) * self._block_tokens
 
     def _worth(self, turn: _Turn, first: int, spans: Sequence[BlockRange]) -> tuple[BlockRange, ...]:
         """Return the leading spans that are cheaper to load than to compute."""
@@ -200,14 +208,17 @@ class SchedulerHalf:
             parallel=FETCHES_AT_ONCE,
             hedge_factor=1.0,
             hedge_slack_s=0.0,
+            doubt=self._doubt,
         )
+        self._doubt.decided(sum(piece.nbytes for piece in pieces))
         chosen = len(plan.pieces)
         if plan.decision == "meet":  # vLLM loads from the front only
+            front = pieces[: chosen + pieces.index(plan.pieces[-1])]
             saved_s = self._prefill.price.added_seconds(
-                sum(piece.tokens for piece in pieces), first * self._block_tokens
+                sum(piece.tokens for piece in front), first * self._block_tokens
             )
-            load_s = sum(turn.found.prices[piece.tier].seconds(piece.nbytes) for piece in pieces)
-            chosen = len(pieces) if load_s < saved_s else 0
+            load_s = sum(turn.found.prices[piece.tier].seconds(piece.nbytes) for piece in front)
+            chosen = len(front) if load_s < saved_s else 0
         if not chosen:
             turn.why = turn.why or "cheaper to compute"
         return tuple(spans[:chosen])
@@ -240,17 +251,23 @@ class SchedulerHalf:
         turn = self._turns.get(request.request_id)
         if not tokens or turn is None:
             return
-        first, spans = turn.plan
+        first, spans = turn.plan or (0, ())
         blocks = tokens // self._block_tokens
         pages = tuple(page_ids[first : first + blocks])
         turn.is_asked = True
         if len(pages) != blocks or sum(span.blocks for span in spans) != blocks:
             raise RuntimeError(f"{len(pages)} pages for {blocks} blocks")
-        turn.is_loading = True
-        for span in spans:
-            turn.loaded[span.tier] = turn.loaded.get(span.tier, 0) + span.blocks * self._block_tokens
+        turn.is_loading, turn.pages = True, pages
+        self._count_loaded(turn, spans, first + blocks)
         keys = tuple(turn.keys[first : first + blocks])
         self._jobs.loads.append(Load(request.request_id, turn.namespace, spans, first, keys, pages))
+
+    def _count_loaded(self, turn: _Turn, spans: Sequence[BlockRange], end: int) -> None:
+        turn.loaded = {}
+        for span in spans:
+            tokens = max(0, min(span.first + span.blocks, end) - span.first) * self._block_tokens
+            if tokens:
+                turn.loaded[span.tier] = turn.loaded.get(span.tier, 0) + tokens
 
     def loaded_from(self, request: Any) -> Mapping[LoadSource, int]:
         """Return the tokens that are loaded for a request, by tier."""
@@ -259,27 +276,32 @@ class SchedulerHalf:
 
     def step(self, new_tokens: int, context_tokens: int) -> Jobs:
         """Return the jobs of a step that computes `new_tokens` behind `context_tokens` each on average."""
-        now_s = self._clock()
-        if new_tokens >= STEP_TOKENS_MIN:
-            self._step = (now_s, new_tokens, pairs_of(new_tokens, context_tokens))
-        else:
-            self._step = None
+        if len(self._steps) == STEPS_UNDER_WAY_MAX:
+            self._steps.clear()
+        self._steps.append((self._clock(), new_tokens, pairs_of(new_tokens, context_tokens)))
         jobs, self._jobs = self._jobs, Jobs()
         return jobs
 
+    def step_over(self) -> None:
+        """Measure the oldest step under way, which has ended. It ran when the one before it had ended."""
+        if not self._steps:
+            return
+        (began_s, tokens, pairs), now_s = self._steps.popleft(), self._clock()
+        if tokens >= STEP_TOKENS_MIN:
+            self._prefill.observe_steps(1, tokens, pairs, now_s - max(began_s, self._stepped_s))
+        self._stepped_s = now_s
+
     def stepped(self, received: Iterable[str], sent: Iterable[str], bad_pages: Iterable[int]) -> None:
         """Take in what a step has ended: loads, stores, and the pages that could not be loaded."""
-        if self._step is not None:
-            began_s, tokens, pairs = self._step
-            self._prefill.observe_steps(1, tokens, pairs, self._clock() - began_s)
-            self._step = None
-        is_bad = bool(set(bad_pages))
+        bad = set(bad_pages)
         for request_id in received:
             turn = self._turns.get(request_id)
             if turn is not None:
                 turn.is_loading = False
-                if is_bad:
+                good = next((at for at, page in enumerate(turn.pages) if page in bad), None)
+                if good is not None and turn.plan is not None:
                     turn.why = turn.why or "a block was bad"
+                    self._count_loaded(turn, turn.plan[1], turn.plan[0] + good)
         for request_id in sent:
             self._saving.pop(request_id, None)
 
@@ -295,27 +317,32 @@ class SchedulerHalf:
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         sure = min(request.num_computed_tokens - in_flight, request.num_tokens - 1)
         blocks = min(sure // self._block_tokens, len(page_ids))
-        held = kept_front(turn.found.spans)
         self._pool.submit(self._tell, turn, request.num_tokens - turn.tokens, stop)
+        ids = request.all_token_ids
+        try:
+            extra = tuple(self._extra_of(request, blocks * self._block_tokens))
+        except ValueError:
+            return False, {"samovar": receipt}
+        asked = turn.keys[:blocks]
+        answered = tuple(ids[len(asked) * self._block_tokens : blocks * self._block_tokens])
+        parent = asked[-1] if asked else ROOT
+        keys = asked + chain_keys(turn.namespace, answered, extra[len(asked) :], self._block_tokens, parent)
+        held = self._recent.held(keys, kept_front(turn.found.spans), turn.began_s)
         pages = tuple(page_ids[held:blocks])
         if not pages or 0 in pages:  # 0: vLLM's null block, of a window that has passed
             return False, {"samovar": receipt}
         if sum(self._saving.values()) + len(pages) > SAVING_SHARE * self._pages:
             self._count("stores refused: pages")
             return False, {"samovar": receipt}
-        ids = request.all_token_ids
-        try:
-            extra = tuple(self._extra_of(request, blocks * self._block_tokens))
-        except ValueError:
-            return False, {"samovar": receipt}
         tokens = len(pages) * self._block_tokens
+        self._recent.add(keys[held:], self._clock())
         self._jobs.stores.append(
             Store(
                 request.request_id,
                 turn.namespace,
                 turn.tenant,
                 turn.session,
-                turn.keys[held - 1] if held else ROOT,
+                keys[held - 1] if held else ROOT,
                 held,
                 tuple(ids[held * self._block_tokens : blocks * self._block_tokens]),
                 extra[held:blocks],
