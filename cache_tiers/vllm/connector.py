@@ -36,7 +36,7 @@ from samovar.cache_tiers.vllm.identity import namespace_of, weights_digest
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, PageLayout
 from samovar.cache_tiers.vllm.pages import open_pages
 from samovar.cache_tiers.vllm.refusals import check_config, check_version
-from samovar.cache_tiers.vllm.scheduler import SchedulerHalf
+from samovar.cache_tiers.vllm.scheduler import FETCHES_AT_ONCE, SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.worker import WorkerHalf
 from samovar.configs.loader import load
 
@@ -117,7 +117,10 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler = SchedulerHalf(
                 self._options,
                 self._link,
-                ThreadPoolExecutor(LOOKUP_THREADS, "samovar"),
+                Threads(
+                    ThreadPoolExecutor(LOOKUP_THREADS, "samovar-lookup"),
+                    ThreadPoolExecutor(FETCHES_AT_ONCE, "samovar-fetch"),
+                ),
                 block_tokens=self._block_tokens,
                 pages=self._page_count,
                 extra_of=self._extra_of,
@@ -154,7 +157,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `SchedulerHalf.allocated`. An error here ends the engine: its pages would stay empty."""
+        """See `SchedulerHalf.allocated`. Not guarded: vLLM would wait for a load that is not begun."""
         assert self._scheduler is not None
         if num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)

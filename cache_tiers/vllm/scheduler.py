@@ -6,14 +6,16 @@ what they look like.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from samovar.cache_tiers.blocks import (
     CPU,
@@ -43,7 +45,10 @@ from samovar.cache_tiers.vllm.recent import RecentStores
 
 logger = logging.getLogger(__name__)
 
-FETCHES_AT_ONCE = 2
+FETCHES_AT_ONCE = 4
+HURRY_S = 2.0
+HURRY_SHARE = 0.1
+"""So long after a lookup was late, others are waited for a tenth of the time: the node may hang."""
 SAVING_SHARE = 0.75
 """Of the pool's pages, those that stores may keep from being freed at once."""
 STEP_TOKENS_MIN = 16
@@ -82,6 +87,7 @@ class _Turn:
     found: LookupResult | None = None
     is_answered: bool = False
     fetched: int | None = 0
+    fetches: int = 0
     fetch_began_s: float = 0.0
     plan: tuple[int, tuple[BlockRange, ...]] | None = None
     is_asked: bool = False
@@ -89,10 +95,18 @@ class _Turn:
     pages: tuple[int, ...] = ()
     loaded: dict[LoadSource, int] = field(default_factory=dict)
     why: str = ""
+    is_over: bool = False
+
+
+class Threads(NamedTuple):
+    """What blocks runs there. Apart: fetches of a slow disk do not hold lookups up."""
+
+    lookups: Executor
+    fetches: Executor
 
 
 class SchedulerHalf:
-    """Decides for one engine. Called by its loop alone; `pool` runs what blocks.
+    """Decides for one engine. Called by its loop alone.
 
     `namespace`: of the model; None until the worker has told the layout of its pages. `extra_of`: the extra
     digests of a request's blocks up to a token, raises `ValueError` if there is no way to name one (then the
@@ -103,7 +117,7 @@ class SchedulerHalf:
         self,
         options: ConnectorOptions,
         calls: SchedulerCalls,
-        pool: Executor,
+        threads: Threads,
         *,
         block_tokens: int,
         pages: int,
@@ -114,7 +128,7 @@ class SchedulerHalf:
         self.block_bytes = 0
         self._options = options
         self._calls = calls
-        self._pool = pool
+        self._threads = threads
         self._block_tokens = block_tokens
         self._pages = pages
         self._extra_of = extra_of
@@ -125,6 +139,7 @@ class SchedulerHalf:
         self._jobs = Jobs()
         self._prefill = PrefillMeter(fit_prefill([]))
         self._doubt = Doubt(EXTENT_BYTES_MAX)
+        self._hurry_until_s = float("-inf")
         self._steps: deque[tuple[float, int, float]] = deque()  # under way: began, new tokens, pairs
         self._stepped_s = float("-inf")
         self._lock = threading.Lock()
@@ -145,7 +160,7 @@ class SchedulerHalf:
         tenant, session = self._owner(request)
         turn = _Turn(self.namespace, tenant, session, self._clock(), len(ids), extra)
         self._turns[request.request_id] = turn
-        self._pool.submit(self._look, turn, tuple(ids), blocks)
+        self._threads.lookups.submit(self._look, turn, tuple(ids), blocks)
 
     def _look(self, turn: _Turn, ids: tuple[int, ...], blocks: int) -> None:
         try:
@@ -171,8 +186,12 @@ class SchedulerHalf:
         if turn is None or turn.is_asked or computed % self._block_tokens:
             return 0
         if not turn.is_answered:
-            if self._clock() - turn.began_s < self._options.lookup_s_max:
+            now_s = self._clock()
+            share = HURRY_SHARE if now_s < self._hurry_until_s else 1.0
+            if now_s - turn.began_s < share * self._options.lookup_s_max:
                 return None
+            if now_s >= self._hurry_until_s:
+                self._hurry_until_s = now_s + HURRY_S
             turn.why = turn.why or "lookup late"
             return 0
         if turn.found is None:
@@ -234,33 +253,43 @@ class SchedulerHalf:
                 return False
             turn.why, turn.plan, turn.is_asked = "load late", (first, ()), True
             return True
-        turn.fetched, turn.fetch_began_s = None, self._clock()
-        self._pool.submit(self._bring, turn, below, end)
+        turn.fetched, turn.fetch_began_s, turn.fetches = None, self._clock(), len(below)
+        for span in below:
+            self._threads.fetches.submit(self._bring, turn, span, end)
         return False
 
-    def _bring(self, turn: _Turn, below: Sequence[BlockRange], end: int) -> None:
-        for span in below:
-            try:
+    def _bring(self, turn: _Turn, span: BlockRange, end: int) -> None:
+        try:
+            if not turn.is_over:
                 self._calls.fetch(fetch_of(turn.namespace, span, self._options.load_s_max))
-            except Exception:  # the worker finds out, and the rest is computed
-                logger.exception("a fetch failed")
-        turn.fetched = end
+        except Exception:  # the worker finds out, and the rest is computed
+            logger.exception("a fetch failed")
+        with self._lock:
+            turn.fetches -= 1
+            if not turn.fetches:
+                turn.fetched = end
 
     def allocated(self, request: Any, page_ids: Sequence[int], tokens: int) -> None:
-        """Begin the load of `tokens`, for which there are pages now. `page_ids`: all of the request."""
-        turn = self._turns.get(request.request_id)
-        if not tokens or turn is None:
+        """Begin the load of `tokens`, for which there are pages now. `page_ids`: all of the request.
+
+        What is not as it was planned is a load of nothing: its pages are told as bad, and computed.
+        """
+        if not tokens:
             return
-        first, spans = turn.plan or (0, ())
+        turn = self._turns.get(request.request_id)
+        first, spans = (turn.plan if turn else None) or (0, ())
         blocks = tokens // self._block_tokens
         pages = tuple(page_ids[first : first + blocks])
-        turn.is_asked = True
-        if len(pages) != blocks or sum(span.blocks for span in spans) != blocks:
-            raise RuntimeError(f"{len(pages)} pages for {blocks} blocks")
-        turn.is_loading, turn.pages = True, pages
-        self._count_loaded(turn, spans, first + blocks)
-        keys = tuple(turn.keys[first : first + blocks])
-        self._jobs.loads.append(Load(request.request_id, turn.namespace, spans, first, keys, pages))
+        if turn is None or len(pages) != blocks or sum(span.blocks for span in spans) != blocks:
+            logger.error("request %s: %d blocks were not planned to be loaded", request.request_id, blocks)
+            load = Load(request.request_id, b"", (), 0, (), tuple(page_ids[-blocks:]))
+        else:
+            keys = tuple(turn.keys[first : first + blocks])
+            load = Load(request.request_id, turn.namespace, spans, first, keys, pages)
+        if turn is not None:
+            turn.is_asked, turn.is_loading, turn.pages = True, True, load.pages
+            self._count_loaded(turn, load.spans, first + blocks)
+        self._jobs.loads.append(load)
 
     def _count_loaded(self, turn: _Turn, spans: Sequence[BlockRange], end: int) -> None:
         turn.loaded = {}
@@ -310,6 +339,7 @@ class SchedulerHalf:
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return False, None
+        turn.is_over = True
         receipt = {"tokens_by_tier": dict(turn.loaded), "missed": turn.why}
         if turn.is_loading or turn.found is None or self.namespace is None:
             return False, {"samovar": receipt}
@@ -317,7 +347,7 @@ class SchedulerHalf:
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         sure = min(request.num_computed_tokens - in_flight, request.num_tokens - 1)
         blocks = min(sure // self._block_tokens, len(page_ids))
-        self._pool.submit(self._tell, turn, request.num_tokens - turn.tokens, stop)
+        self._threads.lookups.submit(self._tell, turn, request.num_tokens - turn.tokens, stop)
         ids = request.all_token_ids
         try:
             extra = tuple(self._extra_of(request, blocks * self._block_tokens))
@@ -372,7 +402,13 @@ class SchedulerHalf:
             logger.exception("a turn's end was not told")
 
     def clear(self, timeout_s: float) -> bool:
-        """Clear what the connector's own tenant has stored; False: the tiers did not answer."""
+        """Clear what the connector's own tenant has stored; False: the tiers did not answer.
+
+        Nothing that was stored before is found any more, whosoever it was and whether they answered: weights
+        may have been changed in place, and then the namespace that was made of their files means nothing.
+        """
+        if self.namespace is not None:
+            self.namespace = hashlib.sha256(self.namespace + os.urandom(TAG_BYTES)).digest()
         try:
             self._calls.clear(Clear(self._tenant(self._options.tenant)), timeout_s)
         except TimeoutError:

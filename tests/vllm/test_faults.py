@@ -99,6 +99,12 @@ def test_a_record_of_another_under_its_name_is_not_believed(vllm: Vllm, truth: T
         check(vllm, truth, ids, tenant=tenant)
 
 
+def start_slow(tiers: Tiers) -> None:
+    """Start a node whose disk takes seconds to read, and wait until it knows what is there."""
+    tiers.start({"tiers.faults.nvme.delay-s": SLOW_S})
+    tiers.until_held(HELD // BLOCK_TOKENS, "nvme")
+
+
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as made:
@@ -114,7 +120,7 @@ def test_a_node_that_is_killed_costs_a_recompute(
     if state == "fetch":
         keep(vllm, tiers, ids)
         tiers.end()
-        tiers.start({"tiers.faults.nvme.delay-s": SLOW_S})
+        start_slow(tiers)
         asked: Future[Answer] = pool.submit(vllm.ask, ids)
         time.sleep(SLOW_S / 2)
         assert not asked.done()
@@ -216,7 +222,7 @@ def test_clients_that_hang_up(
     if after_s is not None:
         keep(vllm, tiers, ids)
         tiers.end()
-        tiers.start({"tiers.faults.nvme.delay-s": SLOW_S})
+        start_slow(tiers)
     longer = [ids, ids + prompt("more", 64), ids + prompt("else", 200)]
     for left in [pool.submit(vllm.leave, one, after_s=after_s) for one in longer]:
         left.result()

@@ -220,6 +220,31 @@ def test_a_load_is_asked_for_once(engines: Any) -> None:
     engine.scheduler.ended(request, [], "abort")
 
 
+def test_a_load_that_was_not_planned_is_computed(engines: Any) -> None:
+    """vLLM has counted on blocks that we did not promise: each of their pages is told as bad."""
+    engine, ids = engines(), prompt(1, 6)
+    until_held(engine, ids)
+    request = engine.request(ids)
+    engine.scheduler.begin(request)
+    tokens = engine.matched(request)
+    for unplanned, one in ((tokens - BLOCK_TOKENS, request), (tokens, engine.request(ids))):
+        pages = engine.free[: unplanned // BLOCK_TOKENS]
+        engine.scheduler.allocated(one, pages, unplanned)
+        engine.worker.start(engine.scheduler.step(0, 0).loads, (), lambda: None)
+        assert engine.received(one) == set(pages)
+        engine.scheduler.ended(one, [], "abort")
+
+
+def test_after_a_clear_nothing_is_found_whosoever_it_was(engines: Any) -> None:
+    engine, ids, other = engines(), prompt(1, 6), {"kv_transfer_params": {"tenant": "other"}}
+    until_held(engine, ids)
+    until_held(engine, ids, **other)
+    assert engine.scheduler.clear(30.0)
+    assert engine.run(engine.request(ids)) == 0
+    assert engine.run(engine.request(ids, **other)) == 0
+    assert until_held(engine, ids) == 6 * BLOCK_TOKENS
+
+
 def test_many_turns_in_any_order(node: Node, engines: Any) -> None:
     """Conversations that grow, fork, are aborted, over a node that comes and goes and a tiny main memory."""
     rng = random.Random(11)

@@ -13,7 +13,7 @@ from samovar.cache_tiers.blocks import CPU
 from samovar.cache_tiers.messages import BlockRange, LookupResult
 from samovar.cache_tiers.pricing import TierPrice
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
-from samovar.cache_tiers.vllm.scheduler import STEPS_UNDER_WAY_MAX, SchedulerHalf
+from samovar.cache_tiers.vllm.scheduler import HURRY_S, STEPS_UNDER_WAY_MAX, SchedulerHalf, Threads
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, prompt
 
 BLOCKS, NBYTES = 8, 8 << 20
@@ -54,11 +54,11 @@ def clock() -> Iterator[Clock]:
     return Clock()
 
 
-def half(price: TierPrice, clock: Clock) -> SchedulerHalf:
+def half(price: TierPrice, clock: Clock, lookups: Executor | None = None) -> SchedulerHalf:
     made = SchedulerHalf(
         ConnectorOptions(Path("/none")),
         OneTier(price),  # type: ignore[arg-type]
-        AtOnce(),
+        Threads(lookups or AtOnce(), AtOnce()),
         block_tokens=BLOCK_TOKENS,
         pages=64,
         extra_of=lambda request, tokens: [],
@@ -124,3 +124,25 @@ def test_steps_whose_end_is_not_seen_are_forgotten(clock: Clock) -> None:
     scheduler._steps.clear()
     scheduler.step_over()
     assert prefill_s(scheduler, 1000) == before
+
+
+class Never(Executor):
+    def submit(self, *_args: Any, **_kwargs: Any) -> Future[Any]:
+        return Future()
+
+
+def test_a_node_that_hangs_holds_up_one_request_in_a_while(clock: Clock) -> None:
+    scheduler, waited_s = half(DEAR, clock, Never()), []
+    for number in range(100):
+        request, began_s = FakeRequest(f"r{number}", prompt(number, BLOCKS)), clock.now_s
+        scheduler.begin(request)
+        while scheduler.matched(request, 0) is None:
+            clock.now_s += 0.005
+        waited_s.append(clock.now_s - began_s)
+        clock.now_s += HURRY_S / 10
+        _, params = scheduler.ended(request, [], "stop")
+        assert params is not None
+        assert params["samovar"]["missed"] == "lookup late"
+    assert waited_s[0] == pytest.approx(0.25, abs=0.01)  # as `lookup_s_max` is by default
+    assert 5 < sum(one > 0.2 for one in waited_s) < 15
+    assert sorted(waited_s)[50] == pytest.approx(0.025, abs=0.01)
