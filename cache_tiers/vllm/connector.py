@@ -195,7 +195,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> None:
         """Take the time of a step: vLLM asks once at the end of each. There are no counters."""
         if self._scheduler is not None:
-            self._scheduler.step_over()
+            self._scheduler.worth.step_over()
 
     @guarded(_not_kept)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -209,9 +209,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Whether stores will free pages soon: vLLM waits for them, instead of preempting."""
         return self._scheduler is not None and self._scheduler.is_saving
 
-    def has_pending_push_work(self) -> bool:
-        """Whether stores are under way: vLLM steps on, so that their pages become free."""
-        return self._scheduler is not None and self._scheduler.is_saving
+    has_pending_push_work = has_pending_block_frees  # and it steps on, or nothing would tell it
 
     @guarded(_not_cleared)
     def reset_cache(self) -> bool | None:

@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -37,11 +36,11 @@ from samovar.cache_tiers.messages import (
     LookupResult,
     TurnEnded,
 )
-from samovar.cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, fit_prefill, pairs_of, plan_load
 from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.vllm.chain import chain_keys
-from samovar.cache_tiers.vllm.messages import EXTENT_BYTES_MAX, ConnectorOptions, Jobs, Load, Store
+from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, Load, Store
 from samovar.cache_tiers.vllm.recent import RecentStores
+from samovar.cache_tiers.vllm.worth import Worth
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +50,6 @@ HURRY_SHARE = 0.1
 """So long after a lookup was late, others are waited for a tenth of the time: the node may hang."""
 SAVING_SHARE = 0.75
 """Of the pool's pages, those that stores may keep from being freed at once."""
-STEP_TOKENS_MIN = 16
-"""A step of fewer new tokens says little of what a prompt costs."""
-STEPS_UNDER_WAY_MAX = 16
-"""More than vLLM has at once: then some have ended unseen, and none is measured."""
 
 
 class SchedulerCalls(Protocol):
@@ -137,11 +132,8 @@ class SchedulerHalf:
         self._saving: dict[str, int] = {}  # request -> pages
         self._recent = RecentStores()
         self._jobs = Jobs()
-        self._prefill = PrefillMeter(fit_prefill([]))
-        self._doubt = Doubt(EXTENT_BYTES_MAX)
+        self.worth = Worth(block_tokens, FETCHES_AT_ONCE, clock)
         self._hurry_until_s = float("-inf")
-        self._steps: deque[tuple[float, int, float]] = deque()  # under way: began, new tokens, pairs
-        self._stepped_s = float("-inf")
         self._lock = threading.Lock()
         self.counts: dict[str, int] = {}
 
@@ -212,32 +204,7 @@ class SchedulerHalf:
         if not spans:
             turn.why = turn.why or "nothing there"
             return ()
-        pieces = [
-            LoadPiece(
-                span.first * self._block_tokens, span.blocks * self._block_tokens, span.nbytes, span.tier
-            )
-            for span in spans
-        ]
-        plan = plan_load(
-            prompt_tokens=turn.tokens,
-            resident_tokens=first * self._block_tokens,
-            pieces=pieces,
-            prices=turn.found.prices,
-            prefill=self._prefill.price,
-            parallel=FETCHES_AT_ONCE,
-            hedge_factor=1.0,
-            hedge_slack_s=0.0,
-            doubt=self._doubt,
-        )
-        self._doubt.decided(sum(piece.nbytes for piece in pieces))
-        chosen = len(plan.pieces)
-        if plan.decision == "meet":  # vLLM loads from the front only
-            front = pieces[: chosen + pieces.index(plan.pieces[-1])]
-            saved_s = self._prefill.price.added_seconds(
-                sum(piece.tokens for piece in front), first * self._block_tokens
-            )
-            load_s = sum(turn.found.prices[piece.tier].seconds(piece.nbytes) for piece in front)
-            chosen = len(front) if load_s < saved_s else 0
+        chosen = self.worth.leading(turn.tokens, first, spans, turn.found.prices)
         if not chosen:
             turn.why = turn.why or "cheaper to compute"
         return tuple(spans[:chosen])
@@ -305,20 +272,9 @@ class SchedulerHalf:
 
     def step(self, new_tokens: int, context_tokens: int) -> Jobs:
         """Return the jobs of a step that computes `new_tokens` behind `context_tokens` each on average."""
-        if len(self._steps) == STEPS_UNDER_WAY_MAX:
-            self._steps.clear()
-        self._steps.append((self._clock(), new_tokens, pairs_of(new_tokens, context_tokens)))
+        self.worth.step(new_tokens, context_tokens)
         jobs, self._jobs = self._jobs, Jobs()
         return jobs
-
-    def step_over(self) -> None:
-        """Measure the oldest step under way, which has ended. It ran when the one before it had ended."""
-        if not self._steps:
-            return
-        (began_s, tokens, pairs), now_s = self._steps.popleft(), self._clock()
-        if tokens >= STEP_TOKENS_MIN:
-            self._prefill.observe_steps(1, tokens, pairs, now_s - max(began_s, self._stepped_s))
-        self._stepped_s = now_s
 
     def stepped(self, received: Iterable[str], sent: Iterable[str], bad_pages: Iterable[int]) -> None:
         """Take in what a step has ended: loads, stores, and the pages that could not be loaded."""
@@ -364,7 +320,6 @@ class SchedulerHalf:
         if sum(self._saving.values()) + len(pages) > SAVING_SHARE * self._pages:
             self._count("stores refused: pages")
             return False, {"samovar": receipt}
-        tokens = len(pages) * self._block_tokens
         self._recent.add(keys[held:], self._clock())
         self._jobs.stores.append(
             Store(
@@ -379,7 +334,7 @@ class SchedulerHalf:
                 pages,
                 turn.found.incarnation,
                 turn.found.clear_seq,
-                self._prefill.price.added_seconds(tokens, held * self._block_tokens),
+                self.worth.compute_s(len(pages) * self._block_tokens, held),
             )
         )
         self._saving[request.request_id] = len(pages)

@@ -50,7 +50,7 @@ class Process:
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 [str(word) for word in words],
-                env=dict(env),
+                env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -86,12 +86,12 @@ class Tiers:
         self._link = SocketLink(socket, "tests")
 
     def start(self, flags: Mapping[str, object] | None = None, env: Mapping[str, str] | None = None) -> None:
-        words = {"tiers.nvme.dir": self.kv, "tiers.cpu.bytes-max": 512 * MIB, "model.cache-dir": self.folder}
+        words = {"tiers.nvme.dir": self.kv, "tiers.cpu.bytes-max": 512 * MIB}
         words |= {"tiers.nvme.bytes-max": 1024 * MIB} | dict(flags or {})
         self._process = Process(
             [self._bin_dir / "samovar-tiers", "--socket", self.socket]
             + [f"--{name}={value}" for name, value in words.items()],
-            {**os.environ, "HOME": str(self.folder), **(env or {})},
+            env or {},
             self.folder / "tiers.log",
         )
         until("the tiers' answer", self._is_ready, START_S)
@@ -163,7 +163,7 @@ class Vllm:
             }
             words += ["--kv-transfer-config", json.dumps(config | options)]
         env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
+            "PYTHONPATH": "",  # it has the wheel
             "PATH": f"{self._bin_dir}:{os.environ['PATH']}",
             **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"},
             **{"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"},

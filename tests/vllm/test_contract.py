@@ -70,11 +70,17 @@ def class_of(path: Path, name: str) -> ast.ClassDef:
 
 def methods_of(path: Path, name: str) -> Methods:
     """Public methods -> their arguments after `self`."""
-    return {
+    body = class_of(path, name).body
+    found = {
         node.name: tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args))[1:]
-        for node in class_of(path, name).body
+        for node in body
         if isinstance(node, ast.FunctionDef) and (not node.name.startswith("_") or node.name == "__init__")
     }
+    for node in body:  # one method under two names
+        match node:
+            case ast.Assign([ast.Name(other)], ast.Name(one)) if one in found:
+                found[other] = found[one]
+    return found
 
 
 def moved(base: Methods, ours: Methods) -> dict[str, object]:

@@ -21,6 +21,7 @@ TOKENS, HELD = 520, 512
 """A prompt, and what of it is stored in full blocks: two extents, of 11 and 5 blocks."""
 SLOW_S = 3.0
 FROZEN_S = 5.0
+KILLS = 5
 FROZEN_ANSWER_S = 30.0
 """A frozen node costs a lookup's wait once; the answer's computing takes seconds on one core."""
 
@@ -145,24 +146,25 @@ def test_kills_at_any_time_cost_no_request(
     vllm: Vllm, truth: Truth, tiers: Tiers, pool: ThreadPoolExecutor
 ) -> None:
     asked = [prompt(("killed", number), 200 + 40 * number) for number in range(5)]
-    over, kills = threading.Event(), 0
+    over = threading.Event()
     tiers.start()
 
     def serve() -> list[tuple[int, Answer]]:
         found = []
-        for _ in range(4):
+        while not over.is_set():
             found += list(enumerate(pool.map(vllm.ask, asked)))
-        over.set()
         return found
 
     with ThreadPoolExecutor(1) as one:
         serving = one.submit(serve)
-        while not over.wait(0.9):
-            tiers.end(signal.SIGKILL)
-            kills += 1
-            tiers.start()
+        try:
+            for number in range(KILLS):
+                time.sleep(0.3 + 0.4 * number)
+                tiers.end(signal.SIGKILL)
+                tiers.start()
+        finally:
+            over.set()
         answers = serving.result()
-    assert kills >= 3
     for number, answer in answers:
         truth.check(asked[number], answer)
 

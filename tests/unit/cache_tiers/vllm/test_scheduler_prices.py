@@ -13,7 +13,8 @@ from samovar.cache_tiers.blocks import CPU
 from samovar.cache_tiers.messages import BlockRange, LookupResult
 from samovar.cache_tiers.pricing import TierPrice
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
-from samovar.cache_tiers.vllm.scheduler import HURRY_S, STEPS_UNDER_WAY_MAX, SchedulerHalf, Threads
+from samovar.cache_tiers.vllm.scheduler import HURRY_S, SchedulerHalf, Threads
+from samovar.cache_tiers.vllm.worth import STEPS_UNDER_WAY_MAX
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, prompt
 
 BLOCKS, NBYTES = 8, 8 << 20
@@ -88,7 +89,7 @@ def test_a_price_that_no_load_has_proved_is_tried_now_and_then(clock: Clock) -> 
 
 
 def prefill_s(scheduler: SchedulerHalf, tokens: int) -> float:
-    return scheduler._prefill.price.seconds(tokens, 0)
+    return scheduler.worth.compute_s(tokens, 0)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -100,7 +101,7 @@ def test_a_step_counts_from_the_end_of_the_one_before(clock: Clock, ahead: int) 
     for _ in range(60):
         scheduler.step(1000, 0)
         clock.now_s += 1.0
-        scheduler.step_over()
+        scheduler.worth.step_over()
     assert prefill_s(scheduler, 1000) == pytest.approx(1.0, rel=0.1)
 
 
@@ -110,20 +111,21 @@ def test_a_decode_that_is_scheduled_beside_a_prompt_does_not_hide_it(clock: Cloc
         scheduler.step(1000, 0)
         scheduler.step(0, 0)
         clock.now_s += 5.0
-        scheduler.step_over()
-        scheduler.step_over()
+        scheduler.worth.step_over()
+        scheduler.worth.step_over()
     assert prefill_s(scheduler, 1000) == pytest.approx(5.0, rel=0.1)
 
 
 def test_steps_whose_end_is_not_seen_are_forgotten(clock: Clock) -> None:
     scheduler = half(DEAR, clock)
-    before = prefill_s(scheduler, 1000)
     for _ in range(20 * STEPS_UNDER_WAY_MAX):
         scheduler.step(1000, 0)
-    assert len(scheduler._steps) <= STEPS_UNDER_WAY_MAX
-    scheduler._steps.clear()
-    scheduler.step_over()
-    assert prefill_s(scheduler, 1000) == before
+    clock.now_s += 1e6
+    for _ in range(STEPS_UNDER_WAY_MAX):
+        scheduler.worth.step_over()
+    at_most = prefill_s(scheduler, 1000)
+    scheduler.worth.step_over()  # none is under way
+    assert prefill_s(scheduler, 1000) == at_most
 
 
 class Never(Executor):
