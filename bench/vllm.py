@@ -13,7 +13,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,7 @@ from bench._peers_model import PeerModel
 from bench._peers_processes import Running, until_ready
 from bench._peers_servers import Launch, Peer, Place, Vllm, VllmLmcache
 from bench.peers import server_cores
+from samovar.cluster.serve.app import interrupt_on_signals
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.model import ensure_model
 from tests.support.services.service import free_port
@@ -68,6 +69,9 @@ class VllmSamovar(Vllm):
 
     def _more(self, place: Place) -> tuple[str, ...]:
         return ("--kv-transfer-config", json.dumps(connector(place.state / "tiers.sock")))
+
+
+PEERS: tuple[Peer, ...] = (Vllm(), VllmSamovar(), VllmLmcache())
 
 
 def connector(socket: Path) -> dict[str, Any]:
@@ -186,8 +190,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.vllm", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    names = [peer.name for peer in PEERS]
+    parser.add_argument("--engines", nargs="+", choices=names, default=names)
     parser.add_argument("--build", type=Path, default=BUILD, help="folder of the environments")
     args = parser.parse_args(argv)
+    interrupt_on_signals()  # so that no server outlives a bench that is told to end
     report.OUT_DIR.mkdir(parents=True, exist_ok=True)
     cores, _ = server_cores(1)
     model = PeerModel("SmolLM2-135M-Instruct", ensure_model(ModelSettings()), gguf=Path())
@@ -196,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
     skipped: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="bench-vllm-") as state:
         try:
-            for peer in (Vllm(), VllmSamovar(), VllmLmcache()):
+            for peer in (peer for peer in PEERS if peer.name in args.engines):
                 if missing := peer.missing(build):
                     skipped.append({"engine": peer.name, "work": "all", "skipped": missing})
                     continue
@@ -210,12 +217,11 @@ def main(argv: Sequence[str]) -> int:
             for server in servers:
                 server.stop()
     report.write("vllm", [*rows, *skipped], settings=vars(args) | {"cores": cores, "build": str(build)})
-    report.show("seconds to the first token, CPU-s of all processes until then and after it", table(rows))
+    if rows:
+        report.show("seconds to the first token, CPU-s of all processes until then and after it", rows)
+    for row in skipped:
+        print(f"{row['engine']}: {row['skipped']}")
     return 0
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [dict(row) for row in rows]
 
 
 if __name__ == "__main__":
