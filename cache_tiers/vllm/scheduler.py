@@ -6,13 +6,15 @@ what they look like.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from samovar.cache_tiers.blocks import (
     CPU,
@@ -34,18 +36,20 @@ from samovar.cache_tiers.messages import (
     LookupResult,
     TurnEnded,
 )
-from samovar.cache_tiers.pricing import LoadPiece, PrefillMeter, fit_prefill, pairs_of, plan_load
 from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.vllm.chain import chain_keys
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, Load, Store
+from samovar.cache_tiers.vllm.recent import RecentStores
+from samovar.cache_tiers.vllm.worth import Worth
 
 logger = logging.getLogger(__name__)
 
-FETCHES_AT_ONCE = 2
+FETCHES_AT_ONCE = 4
+HURRY_S = 2.0
+HURRY_SHARE = 0.1
+"""So long after a lookup was late, others are waited for a tenth of the time: the node may hang."""
 SAVING_SHARE = 0.75
 """Of the pool's pages, those that stores may keep from being freed at once."""
-STEP_TOKENS_MIN = 16
-"""A step of fewer new tokens says little of what a prompt costs."""
 
 
 class SchedulerCalls(Protocol):
@@ -63,8 +67,9 @@ class _Turn:
 
     `found`: what the tiers have; None until they answered, or if they did not (`is_answered`). `fetched`:
     blocks of the prompt that were brought into main memory for it, None while that is under way. `plan`: the
-    first block and the spans of the load. `is_asked`: it was begun; only once, since vLLM asks again for what
-    failed. `is_loading`: its pages are being written, and mean nothing yet. `loaded`: tokens by tier.
+    first block and the spans of the load, None until it was made. `is_asked`: it was begun; only once, since
+    vLLM asks again for what failed. `is_loading`: its pages are being written, and mean nothing yet. `pages`:
+    those of the load. `loaded`: tokens by tier.
     """
 
     namespace: bytes
@@ -77,16 +82,26 @@ class _Turn:
     found: LookupResult | None = None
     is_answered: bool = False
     fetched: int | None = 0
+    fetches: int = 0
     fetch_began_s: float = 0.0
-    plan: tuple[int, tuple[BlockRange, ...]] = (0, ())
+    plan: tuple[int, tuple[BlockRange, ...]] | None = None
     is_asked: bool = False
     is_loading: bool = False
+    pages: tuple[int, ...] = ()
     loaded: dict[LoadSource, int] = field(default_factory=dict)
     why: str = ""
+    is_over: bool = False
+
+
+class Threads(NamedTuple):
+    """What blocks runs there. Apart: fetches of a slow disk do not hold lookups up."""
+
+    lookups: Executor
+    fetches: Executor
 
 
 class SchedulerHalf:
-    """Decides for one engine. Called by its loop alone; `pool` runs what blocks.
+    """Decides for one engine. Called by its loop alone.
 
     `namespace`: of the model; None until the worker has told the layout of its pages. `extra_of`: the extra
     digests of a request's blocks up to a token, raises `ValueError` if there is no way to name one (then the
@@ -97,7 +112,7 @@ class SchedulerHalf:
         self,
         options: ConnectorOptions,
         calls: SchedulerCalls,
-        pool: Executor,
+        threads: Threads,
         *,
         block_tokens: int,
         pages: int,
@@ -108,16 +123,17 @@ class SchedulerHalf:
         self.block_bytes = 0
         self._options = options
         self._calls = calls
-        self._pool = pool
+        self._threads = threads
         self._block_tokens = block_tokens
         self._pages = pages
         self._extra_of = extra_of
         self._clock = clock
         self._turns: dict[str, _Turn] = {}
         self._saving: dict[str, int] = {}  # request -> pages
+        self._recent = RecentStores()
         self._jobs = Jobs()
-        self._prefill = PrefillMeter(fit_prefill([]))
-        self._step: tuple[float, int, float] | None = None  # began, new tokens, pairs
+        self.worth = Worth(block_tokens, FETCHES_AT_ONCE, clock)
+        self._hurry_until_s = float("-inf")
         self._lock = threading.Lock()
         self.counts: dict[str, int] = {}
 
@@ -136,7 +152,7 @@ class SchedulerHalf:
         tenant, session = self._owner(request)
         turn = _Turn(self.namespace, tenant, session, self._clock(), len(ids), extra)
         self._turns[request.request_id] = turn
-        self._pool.submit(self._look, turn, tuple(ids), blocks)
+        self._threads.lookups.submit(self._look, turn, tuple(ids), blocks)
 
     def _look(self, turn: _Turn, ids: tuple[int, ...], blocks: int) -> None:
         try:
@@ -162,22 +178,25 @@ class SchedulerHalf:
         if turn is None or turn.is_asked or computed % self._block_tokens:
             return 0
         if not turn.is_answered:
-            if self._clock() - turn.began_s < self._options.lookup_s_max:
+            now_s = self._clock()
+            share = HURRY_SHARE if now_s < self._hurry_until_s else 1.0
+            if now_s - turn.began_s < share * self._options.lookup_s_max:
                 return None
+            if now_s >= self._hurry_until_s:
+                self._hurry_until_s = now_s + HURRY_S
             turn.why = turn.why or "lookup late"
             return 0
         if turn.found is None:
             turn.why = turn.why or "no answer"
             return 0
         first = computed // self._block_tokens
-        spans = spans_behind(turn.found.spans, first, (turn.tokens - 1) // self._block_tokens)
-        wanted = self._worth(turn, first, spans)
-        if not wanted:
-            return 0
-        turn.plan = (first, wanted)
-        if not self._is_here(turn, first, wanted):
+        if turn.plan is None or turn.plan[0] != first:  # it is asked again and again while blocks are fetched
+            spans = spans_behind(turn.found.spans, first, (turn.tokens - 1) // self._block_tokens)
+            turn.plan = (first, self._worth(turn, first, spans))
+        wanted = turn.plan[1]
+        if wanted and not self._is_here(turn, first, wanted):
             return None
-        return sum(span.blocks for span in wanted) * self._block_tokens if turn.plan[1] else 0
+        return sum(span.blocks for span in turn.plan[1]) * self._block_tokens
 
     def _worth(self, turn: _Turn, first: int, spans: Sequence[BlockRange]) -> tuple[BlockRange, ...]:
         """Return the leading spans that are cheaper to load than to compute."""
@@ -185,29 +204,7 @@ class SchedulerHalf:
         if not spans:
             turn.why = turn.why or "nothing there"
             return ()
-        pieces = [
-            LoadPiece(
-                span.first * self._block_tokens, span.blocks * self._block_tokens, span.nbytes, span.tier
-            )
-            for span in spans
-        ]
-        plan = plan_load(
-            prompt_tokens=turn.tokens,
-            resident_tokens=first * self._block_tokens,
-            pieces=pieces,
-            prices=turn.found.prices,
-            prefill=self._prefill.price,
-            parallel=FETCHES_AT_ONCE,
-            hedge_factor=1.0,
-            hedge_slack_s=0.0,
-        )
-        chosen = len(plan.pieces)
-        if plan.decision == "meet":  # vLLM loads from the front only
-            saved_s = self._prefill.price.added_seconds(
-                sum(piece.tokens for piece in pieces), first * self._block_tokens
-            )
-            load_s = sum(turn.found.prices[piece.tier].seconds(piece.nbytes) for piece in pieces)
-            chosen = len(pieces) if load_s < saved_s else 0
+        chosen = self.worth.leading(turn.tokens, first, spans, turn.found.prices)
         if not chosen:
             turn.why = turn.why or "cheaper to compute"
         return tuple(spans[:chosen])
@@ -223,34 +220,50 @@ class SchedulerHalf:
                 return False
             turn.why, turn.plan, turn.is_asked = "load late", (first, ()), True
             return True
-        turn.fetched, turn.fetch_began_s = None, self._clock()
-        self._pool.submit(self._bring, turn, below, end)
+        turn.fetched, turn.fetch_began_s, turn.fetches = None, self._clock(), len(below)
+        for span in below:
+            self._threads.fetches.submit(self._bring, turn, span, end)
         return False
 
-    def _bring(self, turn: _Turn, below: Sequence[BlockRange], end: int) -> None:
-        for span in below:
-            try:
+    def _bring(self, turn: _Turn, span: BlockRange, end: int) -> None:
+        try:
+            if not turn.is_over:
                 self._calls.fetch(fetch_of(turn.namespace, span, self._options.load_s_max))
-            except Exception:  # the worker finds out, and the rest is computed
-                logger.exception("a fetch failed")
-        turn.fetched = end
+        except Exception:  # the worker finds out, and the rest is computed
+            logger.exception("a fetch failed")
+        with self._lock:
+            turn.fetches -= 1
+            if not turn.fetches:
+                turn.fetched = end
 
     def allocated(self, request: Any, page_ids: Sequence[int], tokens: int) -> None:
-        """Begin the load of `tokens`, for which there are pages now. `page_ids`: all of the request."""
-        turn = self._turns.get(request.request_id)
-        if not tokens or turn is None:
+        """Begin the load of `tokens`, for which there are pages now. `page_ids`: all of the request.
+
+        What is not as it was planned is a load of nothing: its pages are told as bad, and computed.
+        """
+        if not tokens:
             return
-        first, spans = turn.plan
+        turn = self._turns.get(request.request_id)
+        first, spans = (turn.plan if turn else None) or (0, ())
         blocks = tokens // self._block_tokens
         pages = tuple(page_ids[first : first + blocks])
-        turn.is_asked = True
-        if len(pages) != blocks or sum(span.blocks for span in spans) != blocks:
-            raise RuntimeError(f"{len(pages)} pages for {blocks} blocks")
-        turn.is_loading = True
+        if turn is None or len(pages) != blocks or sum(span.blocks for span in spans) != blocks:
+            logger.error("request %s: %d blocks were not planned to be loaded", request.request_id, blocks)
+            load = Load(request.request_id, b"", (), 0, (), tuple(page_ids[-blocks:]))
+        else:
+            keys = tuple(turn.keys[first : first + blocks])
+            load = Load(request.request_id, turn.namespace, spans, first, keys, pages)
+        if turn is not None:
+            turn.is_asked, turn.is_loading, turn.pages = True, True, load.pages
+            self._count_loaded(turn, load.spans, first + blocks)
+        self._jobs.loads.append(load)
+
+    def _count_loaded(self, turn: _Turn, spans: Sequence[BlockRange], end: int) -> None:
+        turn.loaded = {}
         for span in spans:
-            turn.loaded[span.tier] = turn.loaded.get(span.tier, 0) + span.blocks * self._block_tokens
-        keys = tuple(turn.keys[first : first + blocks])
-        self._jobs.loads.append(Load(request.request_id, turn.namespace, spans, first, keys, pages))
+            tokens = max(0, min(span.first + span.blocks, end) - span.first) * self._block_tokens
+            if tokens:
+                turn.loaded[span.tier] = turn.loaded.get(span.tier, 0) + tokens
 
     def loaded_from(self, request: Any) -> Mapping[LoadSource, int]:
         """Return the tokens that are loaded for a request, by tier."""
@@ -259,27 +272,21 @@ class SchedulerHalf:
 
     def step(self, new_tokens: int, context_tokens: int) -> Jobs:
         """Return the jobs of a step that computes `new_tokens` behind `context_tokens` each on average."""
-        now_s = self._clock()
-        if new_tokens >= STEP_TOKENS_MIN:
-            self._step = (now_s, new_tokens, pairs_of(new_tokens, context_tokens))
-        else:
-            self._step = None
+        self.worth.step(new_tokens, context_tokens)
         jobs, self._jobs = self._jobs, Jobs()
         return jobs
 
     def stepped(self, received: Iterable[str], sent: Iterable[str], bad_pages: Iterable[int]) -> None:
         """Take in what a step has ended: loads, stores, and the pages that could not be loaded."""
-        if self._step is not None:
-            began_s, tokens, pairs = self._step
-            self._prefill.observe_steps(1, tokens, pairs, self._clock() - began_s)
-            self._step = None
-        is_bad = bool(set(bad_pages))
+        bad = set(bad_pages)
         for request_id in received:
             turn = self._turns.get(request_id)
             if turn is not None:
                 turn.is_loading = False
-                if is_bad:
+                good = next((at for at, page in enumerate(turn.pages) if page in bad), None)
+                if good is not None and turn.plan is not None:
                     turn.why = turn.why or "a block was bad"
+                    self._count_loaded(turn, turn.plan[1], turn.plan[0] + good)
         for request_id in sent:
             self._saving.pop(request_id, None)
 
@@ -288,6 +295,7 @@ class SchedulerHalf:
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return False, None
+        turn.is_over = True
         receipt = {"tokens_by_tier": dict(turn.loaded), "missed": turn.why}
         if turn.is_loading or turn.found is None or self.namespace is None:
             return False, {"samovar": receipt}
@@ -295,34 +303,38 @@ class SchedulerHalf:
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         sure = min(request.num_computed_tokens - in_flight, request.num_tokens - 1)
         blocks = min(sure // self._block_tokens, len(page_ids))
-        held = kept_front(turn.found.spans)
-        self._pool.submit(self._tell, turn, request.num_tokens - turn.tokens, stop)
+        self._threads.lookups.submit(self._tell, turn, request.num_tokens - turn.tokens, stop)
+        ids = request.all_token_ids
+        try:
+            extra = tuple(self._extra_of(request, blocks * self._block_tokens))
+        except ValueError:
+            return False, {"samovar": receipt}
+        asked = turn.keys[:blocks]
+        answered = tuple(ids[len(asked) * self._block_tokens : blocks * self._block_tokens])
+        parent = asked[-1] if asked else ROOT
+        keys = asked + chain_keys(turn.namespace, answered, extra[len(asked) :], self._block_tokens, parent)
+        held = self._recent.held(keys, kept_front(turn.found.spans), turn.began_s)
         pages = tuple(page_ids[held:blocks])
         if not pages or 0 in pages:  # 0: vLLM's null block, of a window that has passed
             return False, {"samovar": receipt}
         if sum(self._saving.values()) + len(pages) > SAVING_SHARE * self._pages:
             self._count("stores refused: pages")
             return False, {"samovar": receipt}
-        ids = request.all_token_ids
-        try:
-            extra = tuple(self._extra_of(request, blocks * self._block_tokens))
-        except ValueError:
-            return False, {"samovar": receipt}
-        tokens = len(pages) * self._block_tokens
+        self._recent.add(keys[held:], self._clock())
         self._jobs.stores.append(
             Store(
                 request.request_id,
                 turn.namespace,
                 turn.tenant,
                 turn.session,
-                turn.keys[held - 1] if held else ROOT,
+                keys[held - 1] if held else ROOT,
                 held,
                 tuple(ids[held * self._block_tokens : blocks * self._block_tokens]),
                 extra[held:blocks],
                 pages,
                 turn.found.incarnation,
                 turn.found.clear_seq,
-                self._prefill.price.added_seconds(tokens, held * self._block_tokens),
+                self.worth.compute_s(len(pages) * self._block_tokens, held),
             )
         )
         self._saving[request.request_id] = len(pages)
@@ -345,7 +357,13 @@ class SchedulerHalf:
             logger.exception("a turn's end was not told")
 
     def clear(self, timeout_s: float) -> bool:
-        """Clear what the connector's own tenant has stored; False: the tiers did not answer."""
+        """Clear what the connector's own tenant has stored; False: the tiers did not answer.
+
+        Nothing that was stored before is found any more, whosoever it was and whether they answered: weights
+        may have been changed in place, and then the namespace that was made of their files means nothing.
+        """
+        if self.namespace is not None:
+            self.namespace = hashlib.sha256(self.namespace + os.urandom(TAG_BYTES)).digest()
         try:
             self._calls.clear(Clear(self._tenant(self._options.tenant)), timeout_s)
         except TimeoutError:

@@ -35,13 +35,10 @@ from samovar.cache_tiers.messages import BadReport, BlockRange, Fetch, FetchFail
 from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.socket.messages import Offer
 from samovar.cache_tiers.vllm.chain import chain_keys
-from samovar.cache_tiers.vllm.messages import ConnectorOptions, Load, PageLayout, Store
+from samovar.cache_tiers.vllm.messages import EXTENT_BYTES_MAX, ConnectorOptions, Load, PageLayout, Store
 from samovar.cache_tiers.vllm.scheduler import fetch_of
 
 logger = logging.getLogger(__name__)
-
-EXTENT_BYTES_MAX = 16 * 1024 * 1024
-"""As `tiers.extent_bytes_max` is by default: an extent is what is loaded, checked and evicted at once."""
 
 
 class Pages(Protocol):

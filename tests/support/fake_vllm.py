@@ -19,7 +19,7 @@ from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.vllm.chain import extra_digest
 from samovar.cache_tiers.vllm.identity import namespace_of
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, PageLayout
-from samovar.cache_tiers.vllm.scheduler import SchedulerHalf
+from samovar.cache_tiers.vllm.scheduler import SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.worker import WorkerHalf
 
 LAYERS, LAYER_BYTES, BLOCK_TOKENS = 3, 512, 4
@@ -94,14 +94,14 @@ class FakeVllm:
         self.world = world
         self.options = ConnectorOptions(socket, lookup_s_max=30.0, load_s_max=30.0, trusts_clients=True)
         self.links = [SocketLink(socket, name, call_s=30.0) for name in ("scheduler", "worker")]
-        self.pools = [ThreadPoolExecutor(THREADS), ThreadPoolExecutor(THREADS)]
+        self.pools = [ThreadPoolExecutor(THREADS) for _ in range(3)]
         self.pages = FakePages(pages)
         self.free = list(range(1, pages))
         self.kept: dict[str, list[int]] = {}
         self.scheduler = SchedulerHalf(
             self.options,
             self.links[0],
-            self.pools[0],
+            Threads(self.pools[0], self.pools[2]),
             block_tokens=BLOCK_TOKENS,
             pages=pages,
             extra_of=extra_of or image_digests,

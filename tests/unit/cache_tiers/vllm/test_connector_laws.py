@@ -96,6 +96,19 @@ def test_it_is_there_after_a_restart_of_both(node: Node, engines: Any) -> None:
     assert again.receipts[-1]["tokens_by_tier"] == {"nvme": 10 * BLOCK_TOKENS}
 
 
+def test_what_is_being_stored_is_not_stored_again(engines: Any) -> None:
+    """The second request begins before the tiers have what the first one stores."""
+    engine, ids = engines(), prompt(1, 10)
+    second, pages = engine.request(ids + prompt(2, 3)), engine.free[:20]
+    engine.scheduler.begin(second)
+    assert engine.matched(second) == 0
+    engine.run(engine.request(ids))
+    assert engine.receipts[-1]["stored_blocks"] == 11
+    engine._compute(second, pages, 0, 5, None)
+    _, params = engine.scheduler.ended(second, pages, "stop")
+    assert params["samovar"]["stored_blocks"] == 4  # from where the two part
+
+
 def test_the_same_ids_with_another_image_are_another_prompt(engines: Any) -> None:
     engine, ids = engines(), prompt(1, 6)
     until_held(engine, ids, images={2: "cat"})
@@ -134,7 +147,9 @@ def test_a_flipped_bit_is_never_served(node: Node, engines: Any) -> None:
     record.write_bytes(data)
     node.start()
     again = engines()
-    assert again.run(again.request(ids)) < 10 * BLOCK_TOKENS
+    loaded = again.run(again.request(ids))
+    assert loaded < 10 * BLOCK_TOKENS
+    assert sum(again.receipts[-1]["tokens_by_tier"].values()) == loaded  # what failed is not told as loaded
     assert until_held(again, ids) > 0
 
 
@@ -203,6 +218,31 @@ def test_a_load_is_asked_for_once(engines: Any) -> None:
     engine.worker.start(engine.scheduler.step(0, 0).loads, (), lambda: None)
     engine.received(request)
     engine.scheduler.ended(request, [], "abort")
+
+
+def test_a_load_that_was_not_planned_is_computed(engines: Any) -> None:
+    """vLLM has counted on blocks that we did not promise: each of their pages is told as bad."""
+    engine, ids = engines(), prompt(1, 6)
+    until_held(engine, ids)
+    request = engine.request(ids)
+    engine.scheduler.begin(request)
+    tokens = engine.matched(request)
+    for unplanned, one in ((tokens - BLOCK_TOKENS, request), (tokens, engine.request(ids))):
+        pages = engine.free[: unplanned // BLOCK_TOKENS]
+        engine.scheduler.allocated(one, pages, unplanned)
+        engine.worker.start(engine.scheduler.step(0, 0).loads, (), lambda: None)
+        assert engine.received(one) == set(pages)
+        engine.scheduler.ended(one, [], "abort")
+
+
+def test_after_a_clear_nothing_is_found_whosoever_it_was(engines: Any) -> None:
+    engine, ids, other = engines(), prompt(1, 6), {"kv_transfer_params": {"tenant": "other"}}
+    until_held(engine, ids)
+    until_held(engine, ids, **other)
+    assert engine.scheduler.clear(30.0)
+    assert engine.run(engine.request(ids)) == 0
+    assert engine.run(engine.request(ids, **other)) == 0
+    assert until_held(engine, ids) == 6 * BLOCK_TOKENS
 
 
 def test_many_turns_in_any_order(node: Node, engines: Any) -> None:

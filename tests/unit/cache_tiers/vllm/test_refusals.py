@@ -1,0 +1,81 @@
+"""What the connector refuses at the start: each by name, with the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from samovar.cache_tiers.vllm.messages import ConnectorOptions
+from samovar.cache_tiers.vllm.refusals import TESTED, check_config, check_version
+
+
+def configured(**changed: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """vLLM's configuration as it is served; `changed`: one of its values by name."""
+    values = {"kv_load_failure_policy": "recompute", "kv_role": "kv_both", "cache_dtype": "auto"}
+    values |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "kv_cache_groups": [1]} | changed
+    all_in_one = SimpleNamespace(**values)
+    config = SimpleNamespace(
+        kv_transfer_config=all_in_one, cache_config=all_in_one, parallel_config=all_in_one
+    )
+    return config, all_in_one
+
+
+def test_what_is_served_is_not_refused() -> None:
+    check_config(*configured())
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"kv_load_failure_policy": "fail"}, "'fail': set it to 'recompute'"),
+        ({"kv_role": "kv_producer"}, "needs 'kv_both'"),
+        ({"cache_dtype": "fp8_e4m3"}, "use 'auto'"),
+        ({"tensor_parallel_size": 2}, "2 ranks"),
+        ({"pipeline_parallel_size": 3}, "3 ranks"),
+        ({"kv_cache_groups": [1, 2]}, "2 groups"),
+        ({"kv_cache_groups": []}, "0 groups"),
+    ],
+)
+def test_what_has_no_namespace_is_refused(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_config(*configured(**changed))
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc2"])
+def test_patches_of_a_tested_minor_are_served(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.3.2", "1.0", "dev", ""])
+def test_another_minor_is_refused_and_the_tested_ones_named(version: str) -> None:
+    with pytest.raises(ValueError, match=f"tested with vLLM {', '.join(TESTED)}, not"):
+        check_version(version)
+
+
+def test_options_are_read(tmp_path: Path) -> None:
+    extra = {"socket": str(tmp_path / "s"), "tenant": "team", "trusts_clients": True, "load_s_max": 3}
+    assert ConnectorOptions.of(extra) == ConnectorOptions(tmp_path / "s", "team", True, load_s_max=3)
+    assert ConnectorOptions.of({"socket": "~/s"}).socket == Path("~/s").expanduser()
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, "socket is missing"),
+        ({"socket": ""}, "socket is missing"),
+        ({"socket": 3}, "socket is 3: give a str"),
+        ({"socket": "s", "tenant": None}, "tenant is None: give a str"),
+        ({"socket": "s", "trusts_clients": "yes"}, "give a bool"),
+        ({"socket": "s", "load_s_max": 0}, "load_s_max is 0: seconds"),
+        ({"socket": "s", "load_s_max": True}, "load_s_max is True: seconds"),
+        ({"socket": "s", "lookup_s_max": float("nan")}, "seconds"),
+        ({"socket": "s", "lookup_s_max": "1"}, "seconds"),
+        ({"socket": "s", "chunk_size": 256}, "chunk_size is not known; there are socket"),
+    ],
+)
+def test_options_that_are_wrong_are_named(extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ConnectorOptions.of(extra)

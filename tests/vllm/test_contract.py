@@ -1,0 +1,151 @@
+"""vLLM's contract for connectors, read from its source: it fails when what we build on has moved.
+
+Then look at what has moved, and at `refusals.TESTED`.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from samovar.cache_tiers.vllm import refusals
+from tests.support.pages import ROOT
+
+BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+OURS = "cache_tiers/vllm/connector.py"
+
+Methods = dict[str, tuple[str, ...]]
+
+ABSTRACT = {"start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"}
+ABSTRACT |= {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"}
+LEFT = {
+    *("role", "bind_connector_metadata", "clear_connector_metadata", "has_connector_metadata"),
+    *("bind_kv_cache_manager", "bind_gpu_block_pool", "get_loaded_kv_cache_group_ids"),
+    *("supports_divergent_local_hybrid_hits", "requires_kv_delivery", "get_mem_pool_context"),
+    *("set_host_xfer_buffer_ops", "finish_forward", "reset_capture_state", "handle_preemptions"),
+    *("get_transfer_results", "get_kv_connector_kv_cache_events"),
+    *("build_connector_worker_meta", "register_finished_partial_tail", "take_events"),
+    *("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "get_finished_count"),
+    *("build_kv_connector_stats", "set_xfer_handshake_metadata_pp_aware", "build_prom_metrics"),
+}
+"""Methods of the base that we leave as they are. A new one asks for a decision."""
+READ = {
+    "v1/request.py": {
+        *("request_id", "status", "prompt_token_ids", "prompt_embeds", "all_token_ids", "num_tokens"),
+        *("num_computed_tokens", "num_in_flight_tokens", "kv_transfer_params", "session_id"),
+        *("lora_request", "cache_salt", "mm_features"),
+    },
+    "v1/outputs.py": {"finished_sending", "finished_recving", "invalid_block_ids"},
+    "v1/core/sched/output.py": {
+        *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+        *("req_ids", "req_id", "num_computed_tokens"),
+    },
+    "v1/metrics/cache_hit_source.py": {"HOST", "DISK", "P2P", "EXTERNAL_UNSPECIFIED"},
+    "lora/request.py": {"lora_name", "lora_path"},
+    "config/kv_transfer.py": {"kv_load_failure_policy", "kv_role", "kv_connector_extra_config"},
+    "config/cache.py": {"block_size", "cache_dtype"},
+    "config/parallel.py": {"tensor_parallel_size", "pipeline_parallel_size"},
+    "config/model.py": {"model", "hf_config", "dtype", "quantization", "revision"},
+    "v1/kv_cache_interface.py": {"num_blocks", "kv_cache_groups"},
+    "config/load.py": {"download_dir"},
+}
+"""What we read of vLLM's objects: such names are there, as attributes, fields or methods."""
+
+
+@pytest.fixture
+def package(bin_dir: Path) -> Path:
+    (found,) = bin_dir.parent.glob("lib/python3*/site-packages/vllm")
+    return found
+
+
+def class_of(path: Path, name: str) -> ast.ClassDef:
+    return next(
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+
+
+def methods_of(path: Path, name: str) -> Methods:
+    """Public methods -> their arguments after `self`."""
+    body = class_of(path, name).body
+    found = {
+        node.name: tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args))[1:]
+        for node in body
+        if isinstance(node, ast.FunctionDef) and (not node.name.startswith("_") or node.name == "__init__")
+    }
+    for node in body:  # one method under two names
+        match node:
+            case ast.Assign([ast.Name(other)], ast.Name(one)) if one in found:
+                found[other] = found[one]
+    return found
+
+
+def moved(base: Methods, ours: Methods) -> dict[str, object]:
+    """What is no longer as we build on it, in words."""
+    known = ours.keys() | LEFT
+    return {
+        **dict.fromkeys(known - base.keys(), "is not in vLLM's class"),
+        **dict.fromkeys(base.keys() - known, "is new"),
+        **{name: (base[name], ours[name]) for name in base.keys() & ours.keys() if base[name] != ours[name]},
+    }
+
+
+def test_the_base_class_is_as_we_know_it(package: Path) -> None:
+    base, ours = methods_of(package / BASE, "KVConnectorBase_V1"), methods_of(ROOT / OURS, "SamovarConnector")
+    assert moved(base, ours) == {}
+    abstract = {
+        node.name
+        for node in class_of(package / BASE, "KVConnectorBase_V1").body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(mark, ast.Name) and mark.id == "abstractmethod" for mark in node.decorator_list)
+    }
+    assert abstract == ABSTRACT
+    assert abstract <= ours.keys()
+
+
+def test_a_contract_that_moves_is_seen() -> None:
+    ours: Methods = {"reset_cache": (), "request_finished": ("request", "block_ids")}
+    base = dict.fromkeys(LEFT, ()) | ours
+    assert moved(base, ours) == {}
+    assert moved(base | {"request_finished": ("request",)}, ours).keys() == {"request_finished"}
+    assert moved(base | {"on_sleep": ()}, ours) == {"on_sleep": "is new"}
+    assert moved({**dict.fromkeys(LEFT, ())}, ours).keys() == ours.keys()
+
+
+def test_what_we_read_is_there(package: Path) -> None:
+    missing = {path: names - names_in(package / path) for path, names in READ.items()}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+def names_in(path: Path) -> set[str]:
+    """Attributes that are set, fields and methods in a file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_the_extra_keys_are_asked_for_as_they_are_given(package: Path) -> None:
+    tree = ast.parse((package / "v1/core/kv_cache_utils.py").read_text())
+    (found,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "generate_block_hash_extra_keys"
+    ]
+    assert [arg.arg for arg in found.args.args] == [
+        *("request", "start_token_idx", "end_token_idx", "start_mm_idx")
+    ]
+
+
+def test_this_minor_is_one_of_the_tested(package: Path) -> None:
+    names = {one.name.split("-")[1] for one in package.parent.glob("vllm*.dist-info")}
+    for version in names:
+        refusals.check_version(version)
