@@ -155,7 +155,7 @@ class FakeVllm:
             wrong = self.pages.memory[pages[block]] != self.truth(request, block)
             assert not wrong.any(), f"block {block} of {request.request_id} was loaded and is not its own"
         stop = len(request.prompt_token_ids) // 2 if aborts == "computing" else None
-        self._compute(request, pages, good, output if stop is None else 0, stop)
+        self.compute(request, pages, good, output if stop is None else 0, stop)
         self.loaded_tokens += good * BLOCK_TOKENS
         self._end(request, pages)
         return good * BLOCK_TOKENS
@@ -179,7 +179,7 @@ class FakeVllm:
                 return bad
             time.sleep(0.001)
 
-    def _compute(
+    def compute(
         self, request: FakeRequest, pages: list[int], first: int, output: int, stop: int | None
     ) -> None:
         request.output = [7 * at % 1000 for at in range(output)]

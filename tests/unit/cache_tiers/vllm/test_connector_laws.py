@@ -104,7 +104,7 @@ def test_what_is_being_stored_is_not_stored_again(engines: Any) -> None:
     assert engine.matched(second) == 0
     engine.run(engine.request(ids))
     assert engine.receipts[-1]["stored_blocks"] == 11
-    engine._compute(second, pages, 0, 5, None)
+    engine.compute(second, pages, 0, 5, None)
     _, params = engine.scheduler.ended(second, pages, "stop")
     assert params["samovar"]["stored_blocks"] == 4  # from where the two part
 
