@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from samovar.router.openai import RouteNotFound
 
-FOLDER = Path(__file__).parent / "page"
+FOLDER = Path(__file__).resolve().parent / "page"
 INDEX = "index.html"
 TYPES = {
     ".html": "text/html; charset=utf-8",
