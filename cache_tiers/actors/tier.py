@@ -30,6 +30,8 @@ from samovar.cache_tiers.blocks import Bytes, Record, SumsSetup, TierError, comp
 from samovar.cache_tiers.media import memory
 from samovar.cache_tiers.messages import NodeStats, PushRequest
 from samovar.cache_tiers.node import (
+    STARTS_FILE,
+    TICK_S,
     KillPoint,
     NodeIdentity,
     NodeLeave,
@@ -54,8 +56,6 @@ Part = TypeVar("Part")
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-TICK_S = 1.0
-STARTS_FILE = "starts.json"
 CONTROL_THREADS = 2
 RETURNS_THREADS = 2
 FETCH_THREADS_MAX = 256

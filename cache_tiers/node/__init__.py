@@ -1,6 +1,13 @@
 """A node's tiers without Ray: lookup, store, load, transfer, scan, clear, drain, peers."""
 
-from samovar.cache_tiers.node.build import KillPoint, build_link, build_tiers, count_start
+from samovar.cache_tiers.node.build import (
+    STARTS_FILE,
+    TICK_S,
+    KillPoint,
+    build_link,
+    build_tiers,
+    count_start,
+)
 from samovar.cache_tiers.node.drain import (
     HEAD_RESOURCE,
     DrainNotice,
@@ -17,6 +24,8 @@ from samovar.cache_tiers.node.state import put_aside
 
 __all__ = [
     "HEAD_RESOURCE",
+    "STARTS_FILE",
+    "TICK_S",
     "DrainNotice",
     "KillPoint",
     "NodeIdentity",

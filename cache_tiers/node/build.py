@@ -25,6 +25,9 @@ from samovar.configs.sections import FaultSettings, FaultsSettings, PeerSettings
 logger = logging.getLogger(__name__)
 
 PENDING_FILE = "owed.json"
+STARTS_FILE = "starts.json"
+TICK_S = 1.0
+"""So often a node's process has it tick."""
 
 
 def build_tiers(

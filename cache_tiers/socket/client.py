@@ -206,24 +206,19 @@ class SocketLink:
         if not self._slots.acquire(timeout=max(0.0, timeout_s)):
             raise SocketError("all connections are busy")
         try:
-            sock, is_new = self._taken(ends_s)
-            try:
-                return self._exchanged(sock, method, frame, ends_s, fds)
-            except SaidNo:
-                raise
-            except SocketError:
-                # A connection that lay idle may have been closed by a node that was started again.
-                if is_new or self._clock() >= ends_s:
-                    self._failed()
+            is_new = False
+            while True:
+                sock, is_new = self._taken(ends_s, is_new=is_new)
+                try:
+                    return self._exchanged(sock, method, frame, ends_s, fds)
+                except SaidNo:
                     raise
-            sock, _ = self._taken(ends_s, is_new=True)
-            try:
-                return self._exchanged(sock, method, frame, ends_s, fds)
-            except SaidNo:
-                raise
-            except SocketError:
-                self._failed()
-                raise
+                except SocketError:
+                    # A connection that lay idle may have been closed by a node that was started again.
+                    if is_new or self._clock() >= ends_s:
+                        self._failed()
+                        raise
+                is_new = True
         finally:
             self._slots.release()
 

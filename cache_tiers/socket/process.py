@@ -27,15 +27,22 @@ from prometheus_client.registry import Collector
 from samovar.cache_tiers.blocks import SumsSetup, compile_sums
 from samovar.cache_tiers.media import SharedTier
 from samovar.cache_tiers.messages import NodeStats
-from samovar.cache_tiers.node import KillPoint, NodeIdentity, NodePorts, TierNode, build_tiers, count_start
+from samovar.cache_tiers.node import (
+    STARTS_FILE,
+    TICK_S,
+    KillPoint,
+    NodeIdentity,
+    NodePorts,
+    TierNode,
+    build_tiers,
+    count_start,
+)
 from samovar.cache_tiers.node_metrics import node_metrics
 from samovar.cache_tiers.socket.server import TierSocket, call_brought
 from samovar.configs.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 1.0
-STARTS_FILE = "starts.json"
 HTTP_WAIT_S = 5.0
 SWITCH_S = 5e-4
 """A thread gives way to another's call after so long: a lookup waits as often as there are calls at once."""

@@ -112,6 +112,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         self._mark: Callable[[], Callable[[], None]] | None = None
         self._layout: PageLayout | None = None
+        self._bad: set[int] = set()  # pages whose load failed, until vLLM asks for them
         if role == KVConnectorRole.SCHEDULER:
             self._weights = weights_digest(model_path(vllm_config), KNOWN_WEIGHTS.expanduser())
             self._scheduler = SchedulerHalf(
@@ -262,13 +263,12 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is None:
             return None, None
         sent, received, bad = self._worker.finished()
-        self._bad: set[int] = getattr(self, "_bad", set()) | bad
+        self._bad |= bad
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return pages whose load failed: vLLM computes them."""
-        bad: set[int] = getattr(self, "_bad", set())
-        self._bad = set()
+        bad, self._bad = self._bad, set()
         return bad
 
     def shutdown(self) -> None:

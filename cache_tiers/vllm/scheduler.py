@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -120,7 +121,6 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.namespace: bytes | None = None
-        self.block_bytes = 0
         self._options = options
         self._calls = calls
         self._threads = threads
@@ -135,7 +135,7 @@ class SchedulerHalf:
         self.worth = Worth(block_tokens, FETCHES_AT_ONCE, clock)
         self._hurry_until_s = float("-inf")
         self._lock = threading.Lock()
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
 
     def begin(self, request: Any) -> None:
         """Look a new request up."""
@@ -146,7 +146,7 @@ class SchedulerHalf:
         try:
             extra = tuple(self._extra_of(request, len(ids)))
         except ValueError as error:
-            self._count("unnamed")
+            self.counts["unnamed"] += 1
             logger.info("request %s: the tiers are not used: %s", request.request_id, error)
             return
         tenant, session = self._owner(request)
@@ -318,7 +318,7 @@ class SchedulerHalf:
         if not pages or 0 in pages:  # 0: vLLM's null block, of a window that has passed
             return False, {"samovar": receipt}
         if sum(self._saving.values()) + len(pages) > SAVING_SHARE * self._pages:
-            self._count("stores refused: pages")
+            self.counts["stores refused: pages"] += 1
             return False, {"samovar": receipt}
         self._recent.add(keys[held:], self._clock())
         self._jobs.stores.append(
@@ -395,9 +395,6 @@ class SchedulerHalf:
 
     def _tenant(self, tenant: str) -> bytes:
         return tenant_tag(self._options.secret.encode() or b"samovar vllm", tenant)
-
-    def _count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
 
 
 def spans_behind(spans: Sequence[BlockRange], first: int, end: int) -> list[BlockRange]:

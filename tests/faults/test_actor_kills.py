@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from samovar.cache_tiers.node.build import build_tiers
 from samovar.configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
 from samovar.configs.settings import Settings
 from tests.support.nodes.node_harness import SESSION, TENANT, Sample, sample
-from tests.support.ray_start import start_ray
+from tests.support.ray_start import start_ray, start_small_ray
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = BlockShape(layers=2, layer_bytes=64 * 1024, block_tokens=4)
@@ -45,15 +44,7 @@ NBYTES = big(0).record.nbytes
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    with contextlib.chdir(ROOT):  # Ray's workers find `tests` there
-        start_ray(
-            namespace="samovar-test",
-            num_cpus=2,
-            object_store_memory=100 * MIB,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+    start_small_ray()
     yield
     ray.shutdown()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ from samovar.replicas.offload.ray_link import RayLink
 from tests.laws.tier_link import Way, assert_loads, each_law, look, made, store
 from tests.support.nodes.node_harness import Sample
 from tests.support.nodes.socket_world import BySocket
-from tests.support.ray_start import start_ray
+from tests.support.ray_start import start_small_ray
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,15 +69,7 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Way]]:
         nvme=NvmeTierSettings(bytes_max=0),
         socket=folder / "own" / "tiers.sock",
     )
-    with contextlib.chdir(ROOT):  # Ray's workers find `tests` there
-        start_ray(
-            namespace="samovar-test",
-            num_cpus=2,
-            object_store_memory=100 * MIB,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+    start_small_ray()
     node_id = ray.get_runtime_context().get_node_id()
     actor = tier_actor(settings, node_id, folder)
     ray.get(actor.ping.remote(), timeout=120)
