@@ -91,6 +91,10 @@ class Server(Protocol):
     def command(self, place: Place, port: int) -> Sequence[str]: ...
 
 
+PATIENT = {"--tiers.lookup-s-max": 30, "--tiers.lookup-share": 100, "--tiers.lookup-idle-share": 1}
+"""A tiny shape is computed in less time than a busy machine takes to look it up."""
+
+
 class Samovar:
     name, keeps = "samovar", True
 
@@ -102,7 +106,7 @@ class Samovar:
             "--engine.pool-bytes-max": place.pool_bytes,
             "--tiers.nvme.dir": place.state / "kv",
             "--limits.request-timeout-s": ASK_S,
-            **({"--config": "local-gpu"} if place.is_cuda else {}),
+            **({"--config": "local-gpu"} if place.is_cuda else PATIENT),
         }
         return [sys.executable, "-m", "samovar", "serve", str(place.model), *words(flags)]
 

@@ -31,7 +31,7 @@ def test_a_service_is_started_overrun_restarted_and_loads_what_pays(tmp_path: Pa
     assert values["extents stored"] > 0
 
     def came(name: str) -> str:
-        """Return where returns came from; beside other tests a lookup may be too slow for one."""
+        """Return where returns came from."""
         return " ".join(row["shape"] for row in document["rows"] if row["name"] == f"samovar: {name}")
 
     assert "cpu" in came("return after an overrun")
