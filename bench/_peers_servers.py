@@ -238,6 +238,8 @@ class VllmLmcache(Vllm):
             "--l1-size-gb": 2,
             "--chunk-size": CHUNK_TOKENS,
             "--eviction-policy": "LRU",
+            "--supported-transfer-mode": "engine_driven",  # the only one of a worker on a CPU
+            "--shm-name": f"lmcache-{place.ports[1]}",  # its bytes would pass a socket, pickled
             "--l2-adapter": json.dumps({"type": "fs", "base_path": str(files)}),
         }
         program = str(place.build / self.environment / "bin" / "lmcache")
@@ -251,6 +253,7 @@ class VllmLmcache(Vllm):
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://127.0.0.1",
                 "lmcache.mp.port": place.ports[1],
+                "lmcache.mp.eager_prefetch": True,
             },
         }
         return ("--kv-transfer-config", json.dumps(connector))

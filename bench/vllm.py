@@ -1,31 +1,27 @@
 """A real vLLM alone, over Samovar's tiers, and over LMCache's, where `bench/peers-install.sh` has put them.
 
-All run at the same time on one core, in float32, and are asked in turn, one request at a time: cold, still
-warm, after an overflow of vLLM's own pool (main memory), and after a restart of everything (disk). CPU is
-that of all processes of an engine until the first token; `after_cpu_s` what it still did then (stores).
-Rows: `bench/out/vllm.json`.
+All run at the same time on one core, in float32, and are asked in turn the same things: short prompts that
+hit nothing, cold, still warm, after an overflow of vLLM's own pool (main memory), decode, several streams,
+and after a restart of everything (disk; then, alone, a bucket). What must hold of their ratios is printed
+and decides the exit code. Rows: `bench/out/vllm.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import httpx
+from typing import Any, Protocol
 
 from bench import _report as report
-from bench._peers_client import Client
 from bench._peers_model import PeerModel
-from bench._peers_processes import Running, until_ready
-from bench._peers_servers import Launch, Peer, Place, Vllm, VllmLmcache
+from bench._peers_servers import Peer, Place
+from bench._vllm_engines import BLOCK_TOKENS, PEERS, POOL_TOKENS, Reading, Server, over_s3, prompt
 from bench.peers import server_cores
 from samovar.cluster.serve.app import interrupt_on_signals
 from samovar.configs.settings import ModelSettings
@@ -33,195 +29,222 @@ from samovar.replicas.model import ensure_model
 from tests.support.services.service import free_port
 
 BUILD = Path("build")
-BLOCK_TOKENS, PAGES, MODEL_TOKENS = 32, 67, 2048
-LENGTHS = (1000, 2000)
-FILL_TOKENS = 1500
-START_S = 600.0
-FLOAT32 = (
-    *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", str(MODEL_TOKENS)),
-    *("--num-gpu-blocks-override", str(PAGES)),
-)
+LENGTHS = (1000, 2000, 4000)
+SHORT_TOKENS, SHORTS = 64, 12
+FILL_TOKENS, FILLS = 2200, 2
+DECODE_PROMPT, DECODE_TOKENS = 300, 96
+STREAMS, STREAM_PROMPT, STREAM_TOKENS = (4, 16), 100, 48
+OURS, ALONE, LMCACHE = "vllm+samovar", "vllm", "vllm+lmcache"
+FIELDS = ("ttft_s", "cpu_s", "after_cpu_s", "gap_s")
+Row = dict[str, Any]
 
 
-class VllmSamovar(Vllm):
-    """vLLM with `samovar-tiers` beside it."""
+class Asked(Protocol):
+    """What `measure` needs of a `Server`."""
 
-    name = "vllm+samovar"
-    forgets = ""
-
-    def missing(self, build: Path) -> str:
-        program = build / self.environment / "bin" / "samovar-tiers"
-        return super().missing(build) or (
-            "" if program.exists() else f"{program} is not there: make vllm-env"
-        )
-
-    def launches(self, place: Place) -> list[Launch]:
-        program = str(place.build / self.environment / "bin" / "samovar-tiers")
-        flags = {
-            "--socket": place.state / "tiers.sock",
-            "--metrics-port": place.ports[1],
-            "--tiers.nvme.dir": place.state / "kv",
-            "--tiers.cpu.bytes-max": 2 << 30,
-        }
-        words = tuple(str(word) for pair in flags.items() for word in pair)
-        tiers = Launch((program, *words), self._env(place), ready_port=place.ports[1])
-        return [tiers, *super().launches(place)]
-
-    def _more(self, place: Place) -> tuple[str, ...]:
-        return ("--kv-transfer-config", json.dumps(connector(place.state / "tiers.sock")))
+    def start(self) -> None: ...
+    def until_ready(self) -> None: ...
+    def ask(self, work: str, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> Reading: ...
+    def stop(self) -> None: ...
 
 
-PEERS: tuple[Peer, ...] = (Vllm(), VllmSamovar(), VllmLmcache())
+@dataclass
+class Run:
+    """Asks all servers the same things, in turn; who begins changes from round to round."""
+
+    servers: Sequence[Asked]
+    lengths: Sequence[int]
+    tell: Callable[[Reading], None]
+
+    def __post_init__(self) -> None:
+        self.readings: list[Reading] = []
+
+    def ready(self) -> None:
+        for server in self.servers:
+            server.until_ready()
+
+    def round(self, number: int) -> None:
+        for short in range(SHORTS):
+            self._ask(number + short, "miss", [prompt(("short", number, short), SHORT_TOKENS)])
+        for tokens in self.lengths:
+            self.compute(number, tokens)
+            self._ask(number, "warm", [prompt((number, tokens), tokens)])
+            for fill in range(FILLS):
+                self._ask(number, "fill", [prompt((number, tokens, fill), FILL_TOKENS)])
+            self._ask(number, "return_ram", [prompt((number, tokens), tokens)])
+        self._ask(number, "decode", [prompt(("decode", number), DECODE_PROMPT)], DECODE_TOKENS)
+        for streams in STREAMS:
+            prompts = [prompt(("stream", number, streams, one), STREAM_PROMPT) for one in range(streams)]
+            self._ask(number, f"streams_{streams}", prompts, STREAM_TOKENS)
+
+    def compute(self, number: int, tokens: int) -> None:
+        self._ask(number, "cold", [prompt((number, tokens), tokens)])
+
+    def restart(self) -> None:
+        for server in self.servers:
+            server.stop()
+        for server in self.servers:
+            server.start()
+        self.ready()
+
+    def returns(self, number: int, work: str) -> None:
+        for tokens in self.lengths:
+            self._ask(number, work, [prompt((number, tokens), tokens)])
+
+    def _ask(self, number: int, work: str, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> None:
+        first = number % len(self.servers)
+        for server in (*self.servers[first:], *self.servers[:first]):
+            self.readings.append(server.ask(work, prompts, max_tokens))
+            self.tell(self.readings[-1])
 
 
-def connector(socket: Path) -> dict[str, Any]:
-    """Return what vLLM is told of the connector."""
-    return {
-        "kv_connector": "SamovarConnector",
-        "kv_connector_module_path": "samovar.cache_tiers.vllm.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(socket)},
-    }
+def measure(run: Run, rounds: int) -> list[Reading]:
+    run.ready()
+    for number in range(rounds):
+        run.round(number)
+    run.restart()
+    for number in range(rounds):
+        run.returns(number, "return_nvme")
+    return [one for one in run.readings if one.work != "fill"]
+
+
+def measure_s3(run: Run, rounds: int) -> list[Reading]:
+    run.ready()
+    for number in range(rounds):
+        for tokens in run.lengths:
+            run.compute(number, tokens)
+    run.restart()
+    for number in range(rounds):
+        run.returns(number, "return_s3")
+    return run.readings
+
+
+def rows_of(readings: Iterable[Reading]) -> list[Row]:
+    """Return a row for each work, length and engine: medians, and the least that was cached."""
+    groups: dict[tuple[str, int], dict[str, list[Reading]]] = {}
+    for one in readings:
+        groups.setdefault((one.work, one.tokens), {}).setdefault(one.engine, []).append(one)
+    return [
+        {"engine": engine, "work": work, "tokens": tokens}
+        | {name: round(median(getattr(one, name) for one in found), 5) for name in FIELDS}
+        | {"cached": min(one.cached for one in found), "asked": len(found)}
+        for (work, tokens), engines in groups.items()
+        for engine, found in engines.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    engine: str
-    work: str
-    tokens: int
-    ttft_s: float
-    cpu_s: float
-    after_cpu_s: float
-    cached: int
+class Bar:
+    """`what` is `value`, and at most `at_most`; `value` is None where a row of it is missing."""
+
+    what: str
+    value: float | None
+    at_most: float
+
+    @property
+    def holds(self) -> bool:
+        return self.value is None or self.value <= self.at_most
 
 
-class Server:
-    """One engine with all its processes. `start` after `stop` finds its files again."""
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Return what must hold of the rows' ratios."""
+    known = {(row["engine"], row["work"], row["tokens"]): row for row in rows}
+    found: list[Bar] = []
 
-    def __init__(self, peer: Peer, place: Place) -> None:
-        self.peer, self._place = peer, place
-        self._running = Running(place.cores)
-        self._output = report.OUT_DIR / f"vllm-{peer.name}.txt"
-        self._output.write_bytes(b"")
-        self._client = Client(place.url, place.model.name, self._running.cpu_s, peer.fields)
+    def add(what: str, name: str, mine: tuple[str, str, int], of: tuple[str, str, int], most: float) -> None:
+        value = known[mine][name] / known[of][name] if mine in known and of in known else None
+        found.append(Bar(f"{what}, {mine[2]} tokens", value, most))
 
-    def start(self) -> None:
-        *before, own = self.peer.launches(self._place)
-        for launch in (*before, replace(own, command=(*own.command, *FLOAT32))):
-            self._running.start(launch.command, launch.env, self._output)
+    for tokens in sorted({row["tokens"] for row in rows if row["work"] == "return_ram"}):
+        ram = (OURS, "return_ram", tokens)
+        add("RAM, CPU of LMCache's", "cpu_s", ram, (LMCACHE, "return_ram", tokens), 0.8)
+        add("RAM, time of still warm", "ttft_s", ram, (OURS, "warm", tokens), 1.3)
+        add("nvme, time of RAM", "ttft_s", (OURS, "return_nvme", tokens), ram, 1.5)
+    for work in ("decode", *(f"streams_{streams}" for streams in STREAMS)):
+        tokens = DECODE_PROMPT if work == "decode" else STREAM_PROMPT
+        add(f"{work}, CPU of alone", "cpu_s", (OURS, work, tokens), (ALONE, work, tokens), 1.02)
+        add(f"{work}, gap of alone", "gap_s", (OURS, work, tokens), (ALONE, work, tokens), 1.02)
+    mine, alone = known.get((OURS, "miss", SHORT_TOKENS)), known.get((ALONE, "miss", SHORT_TOKENS))
+    paid_ms = 1e3 * (mine["ttft_s"] - alone["ttft_s"]) if mine and alone else None
+    found.append(Bar("ms more that a request pays which hits nothing", paid_ms, 3.0))
+    return found
 
-    def until_ready(self) -> None:
-        until_ready(self._running, self._is_ready, self._output, START_S)
-        for _ in range(2):  # the first requests of a process pay for what is made once
-            self._client.ask(prompt(f"first {random.random()}", 300), "first")
-        self._running.processes()
-        self._running.settle()
 
-    def _is_ready(self) -> bool:
+def tell(reading: Reading) -> None:
+    print(
+        f"{reading.engine:16} {reading.work:12} {reading.tokens:5} tokens: {reading.ttft_s:.3f} s to the"
+        f" first, {reading.cpu_s:.3f} CPU-s, {reading.cached} cached",
+        flush=True,
+    )
+
+
+@dataclass
+class Bench:
+    """Starts the servers of a run and stops them all, whatever happens."""
+
+    build: Path
+    state: Path
+    lengths: Sequence[int]
+
+    def __post_init__(self) -> None:
+        self._cores, _ = server_cores(1)
+        self._model = PeerModel("SmolLM2-135M-Instruct", ensure_model(ModelSettings()), gguf=Path())
+
+    def run(self, peers: Sequence[Peer], measure: Callable[[Run], list[Reading]]) -> list[Reading]:
+        servers: list[Server] = []
         try:
-            return httpx.get(f"{self._place.url}/health", timeout=5).status_code == httpx.codes.OK
-        except httpx.HTTPError:
-            return False
-
-    def ask(self, work: str, ids: Sequence[int]) -> Reading:
-        self._running.processes()
-        reply = self._client.ask(ids, work)
-        after_cpu_s = reply.last_cpu_s - reply.first_cpu_s + self._running.settle()
-        cpu_s, cached = reply.first_cpu_s, reply.cached_tokens
-        return Reading(self.peer.name, work, len(ids), reply.ttft_s, cpu_s, after_cpu_s, cached)
-
-    def stop(self) -> None:
-        self._running.stop()
-
-
-def prompt(seed: object, tokens: int) -> list[int]:
-    rng = random.Random(f"vllm {seed}")
-    return [rng.randrange(100, 40_000) for _ in range(tokens)]
-
-
-def measure(servers: Sequence[Server], rounds: int, lengths: Sequence[int]) -> list[Reading]:
-    """Ask all of them the same things, in turn; who begins changes from round to round."""
-    readings = []
-
-    def all_asked(number: int, work: str, ids: Sequence[int]) -> None:
-        for server in (*servers[number % len(servers) :], *servers[: number % len(servers)]):
-            readings.append(server.ask(work, ids))
-            print(readings[-1], flush=True)
-
-    for server in servers:
-        server.until_ready()
-    for number in range(rounds):
-        for tokens in lengths:
-            for work in ("cold", "warm"):
-                all_asked(number, work, prompt((number, tokens), tokens))
-            for fill in range(2):
-                all_asked(number, "fill", prompt((number, tokens, fill), FILL_TOKENS))
-            all_asked(number, "return_ram", prompt((number, tokens), tokens))
-    for server in servers:
-        server.stop()
-    for server in servers:
-        server.start()
-    for server in servers:
-        server.until_ready()
-    for number in range(rounds):
-        for tokens in lengths:
-            all_asked(number, "return_restart", prompt((number, tokens), tokens))
-    return [one for one in readings if one.work != "fill"]
-
-
-def rows_of(readings: Sequence[Reading]) -> list[dict[str, Any]]:
-    """Return a row for each engine, work and length: medians, and the least that was cached."""
-    groups: dict[tuple[str, str, int], list[Reading]] = {}
-    for one in readings:
-        groups.setdefault((one.engine, one.work, one.tokens), []).append(one)
-    return [
-        {"engine": engine, "work": work, "tokens": tokens}
-        | {
-            name: round(median(getattr(one, name) for one in found), 4)
-            for name in ("ttft_s", "cpu_s", "after_cpu_s")
-        }
-        | {"cached": min(one.cached for one in found), "rounds": len(found)}
-        for (engine, work, tokens), found in groups.items()
-    ]
+            for peer in peers:
+                folder = self.state / peer.name
+                folder.mkdir()
+                ports = [free_port() for _ in range(3)]
+                place = Place(self._model, self.build, folder, ports, self._cores, POOL_TOKENS)
+                servers.append(Server(peer, place))
+                servers[-1].start()
+            return measure(Run(servers, self.lengths, tell)) if servers else []
+        finally:
+            for server in servers:
+                server.stop()
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.vllm", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
-    names = [peer.name for peer in PEERS]
+    names = [*(peer.name for peer in PEERS), "s3"]
     parser.add_argument("--engines", nargs="+", choices=names, default=names)
     parser.add_argument("--build", type=Path, default=BUILD, help="folder of the environments")
     args = parser.parse_args(argv)
     interrupt_on_signals()  # so that no server outlives a bench that is told to end
     report.OUT_DIR.mkdir(parents=True, exist_ok=True)
-    cores, _ = server_cores(1)
-    model = PeerModel("SmolLM2-135M-Instruct", ensure_model(ModelSettings()), gguf=Path())
     build = args.build.absolute()
-    servers: list[Server] = []
-    skipped: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="bench-vllm-") as state:
-        try:
-            for peer in (peer for peer in PEERS if peer.name in args.engines):
-                if missing := peer.missing(build):
-                    skipped.append({"engine": peer.name, "work": "all", "skipped": missing})
-                    continue
-                folder = Path(state) / peer.name
-                folder.mkdir()
-                ports = [free_port() for _ in range(3)]
-                servers.append(Server(peer, Place(model, build, folder, ports, cores, BLOCK_TOKENS * PAGES)))
-                servers[-1].start()
-            rows = rows_of(measure(servers, args.rounds, args.lengths)) if servers else []
-        finally:
-            for server in servers:
-                server.stop()
-    report.write("vllm", [*rows, *skipped], settings=vars(args) | {"cores": cores, "build": str(build)})
+    missing = {peer.name: peer.missing(build) for peer in PEERS if peer.name in args.engines}
+    skipped = [{"engine": name, "work": "all", "skipped": why} for name, why in missing.items() if why]
+    with tempfile.TemporaryDirectory(prefix="bench-vllm-") as state, ExitStack() as servers:
+        bench = Bench(build, Path(state), args.lengths)
+        there = [peer for peer in PEERS if missing.get(peer.name) == ""]
+        readings = bench.run(there, lambda run: measure(run, args.rounds))
+        if "s3" in args.engines and not missing.get(OURS):
+            s3 = servers.enter_context(over_s3(Path(state) / "bucket"))
+            readings += bench.run([s3], lambda run: measure_s3(run, args.rounds))
+    rows = rows_of(readings)
+    settings = vars(args) | {"build": str(build), "block_tokens": BLOCK_TOKENS, "pool_tokens": POOL_TOKENS}
+    held = bars(rows)
+    verdicts = [
+        {
+            "what": bar.what,
+            "value": "-" if bar.value is None else round(bar.value, 3),
+            "at most": bar.at_most,
+            "holds": "-" if bar.value is None else "yes" if bar.holds else "NO",
+        }
+        for bar in held
+    ]
+    report.write("vllm", [*rows, *skipped], settings=settings, bars=verdicts)
     if rows:
-        report.show("seconds to the first token, CPU-s of all processes until then and after it", rows)
+        report.show("medians; CPU-s of all processes", rows)
+        report.show("what must hold", verdicts)
     for row in skipped:
         print(f"{row['engine']}: {row['skipped']}")
-    return 0
+    return 0 if all(bar.holds for bar in held) else 1
 
 
 if __name__ == "__main__":
