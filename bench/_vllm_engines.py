@@ -71,7 +71,7 @@ class VllmSamovarS3(VllmSamovar):
         self._bucket, self._keys = bucket, secrets
 
     def _tiers(self, place: Place) -> Mapping[str, object]:
-        return {"--tiers.cpu.bytes-max": RAM_BYTES, **self._bucket}
+        return {"--tiers.cpu.bytes-max": RAM_BYTES, "--tiers.nvme.bytes-max": 0, **self._bucket}
 
     def _secrets(self) -> Mapping[str, str]:
         return self._keys
