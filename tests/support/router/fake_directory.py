@@ -28,10 +28,15 @@ class StillActor(SessionActor):
 
 
 class FakeLink:
-    """`is_lost`: no answers. `holds`: bytes by tier. Nodes say `nodes` to a clear, `shows` to a glance."""
+    """`is_lost`: no answers. `holds`: bytes by tier. Nodes say `nodes` to a clear, `shows` to a glance.
 
-    def __init__(self) -> None:
-        self.actor = StillActor(1000, 32, 60.0)
+    `silent_s`: see `Quotas`. The clock is the real one, so by default no test takes long enough to notice who
+    died.
+    """
+
+    def __init__(self, silent_s: float = 3600.0) -> None:
+        self._silent_s = silent_s
+        self.restart()
         self.is_lost = False
         self.syncs: list[Sync] = []
         self.moves: list[tuple[bytes, bytes, Move]] = []
@@ -45,7 +50,7 @@ class FakeLink:
 
     def restart(self) -> None:
         """A new incarnation, which knows nothing."""
-        self.actor = StillActor(1000, 32, 60.0)
+        self.actor = StillActor(1000, 32, 60.0, ingress_silent_s=self._silent_s)
 
     async def sync(self, sync: Sync) -> Synced:
         self._answer()
