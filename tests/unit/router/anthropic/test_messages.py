@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from samovar.replicas.messages import GenerateRequest
-from samovar.router.routing.replica_client import ReplicaFailed, ReplicaLost
 from tests.support.amounts import examples
 from tests.support.router.chat_templates import QWEN3, TEMPLATES, tokenizer_with
 from tests.support.router.fake_replica import Script, say
@@ -343,39 +341,6 @@ async def test_errors_have_anthropics_shape_on_its_routes_only() -> None:
     ]
     assert [one.status_code for one in (long, model, route, method, no_key)] == [400, 404, 404, 405, 401]
     assert set(other.json()) == {"error"}
-
-
-async def test_a_failed_stream_ends_with_an_error_event() -> None:
-    house = House(lambda request: [*spoken("Hello there")[:3], ReplicaFailed("broken")])
-    events = await streamed(house, body())
-    assert [event["type"] for event in events[:2]] == ["message_start", "content_block_start"]
-    assert events[-1]["type"] == "error"
-    assert events[-1]["error"]["type"] == "api_error"
-    async with house.client() as client:
-        assert error_in(await client.post(PATH, json=body()))["type"] == "api_error"
-
-
-async def test_a_lost_replica_changes_nothing_of_a_stream() -> None:
-    def lost(request: GenerateRequest) -> Script:
-        script = spoken(THINKS)
-        if request.resume is None:
-            return [*script[:30], ReplicaLost("gone")]
-        return [script[0], *script[1 + len(request.resume.token_ids) :]]
-
-    told = []
-    for script in (lost, lambda request: spoken(THINKS)):
-        house = House(script, tokenizer=tokenizer_with(QWEN3))
-        told.append(times_apart(folded(await streamed(house, body(tools=[GET])))))
-    assert told[0] == told[1]
-    assert told[0]["stop_reason"] == "tool_use"
-
-
-async def test_a_client_that_leaves_ends_the_replicas_work() -> None:
-    house = House(lambda request: [spoken("a")[0], asyncio.Event()])
-    async with house.server() as url, httpx.AsyncClient(base_url=url) as client:
-        async with client.stream("POST", PATH, json=body(stream=True)) as response:
-            assert (await anext(response.aiter_lines())).startswith("event: message_start")
-        await asyncio.wait_for(house.replicas.cancelled.wait(), 10)
 
 
 async def test_a_silent_stream_says_comments_and_then_pings() -> None:

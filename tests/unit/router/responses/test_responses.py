@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 
 from samovar.router.responses.custom_tools import InputReader, input_of, input_so_far
 from samovar.router.responses.request import encrypted
-from samovar.router.routing.replica_client import ReplicaFailed
 from tests.support.amounts import examples
 from tests.support.router.chat_templates import QWEN3, TEMPLATES, tokenizer_with
 from tests.support.router.router_harness import (
@@ -300,13 +299,6 @@ async def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], 
     assert (response.status_code, error["param"]) == (400, param)
     if param == "previous_response_id":  # by which clients know that they have to send the whole history
         assert error["code"] == "previous_response_not_found"
-
-
-async def test_a_failed_stream_ends_with_a_failed_response() -> None:
-    house = House(lambda request: [*spoken("Hello there")[:3], ReplicaFailed("broken")])
-    last = (await streamed(house, body()))[-1]
-    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
-    assert last["response"]["error"]["code"] == "server_error"
 
 
 SCALARS = st.one_of(
