@@ -178,7 +178,7 @@ class GenerateRequest:
 
     `salt` is mixed into the namespace of the prompt's block keys: requests with different salts can never
     share a block (G2 in docs/guarantees.md). `tenant` and `session` are tags (`TAG_BYTES` each) by which
-    their blocks can be forgotten; the session's is that of the lineage (`blocks/lineage.py`). `placement`:
+    their blocks can be forgotten; the session's is that of the lineage (`blocks/extent.py`). `placement`:
     where the turn's blocks are stored at its end; None: nowhere. `model`: fingerprint of the model whose
     tokenizer produced the ids; a replica of another model refuses (`Failed`, `replica_lost`); empty: any.
     `resume`: continue an answer that another replica began. `trace`: context of the request's span; empty: it

@@ -1,30 +1,29 @@
 """Block keys, extents of blocks, and the byte format of their records."""
 
 from samovar.cache_tiers.blocks.extent import (
+    KEY_BYTES,
+    MARK_BYTES,
+    ROOT,
     SESSION_BYTES,
     TAG_BYTES,
     Address,
     BlockShape,
     Bytes,
+    ChainMarks,
     Clear,
     ExtentHeader,
     Placement,
+    block_key,
     is_of,
+    kept_blocks,
+    lineage_tag,
+    marks_of,
+    namespace_digest,
+    root_tokens,
     session_of,
     tenant_tag,
 )
-from samovar.cache_tiers.blocks.keys import (
-    KEY_BYTES,
-    MARK_BYTES,
-    ROOT,
-    ChainMarks,
-    block_key,
-    kept_blocks,
-    marks_of,
-    namespace_digest,
-)
 from samovar.cache_tiers.blocks.layer_sums import SumsSetup, compile_sums
-from samovar.cache_tiers.blocks.lineage import lineage_tag, root_tokens
 from samovar.cache_tiers.blocks.record import (
     BLOCK_TOKENS_MAX,
     HEADER_ALIGN,

@@ -23,8 +23,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, ExtentHeader, Placement
-from samovar.cache_tiers.blocks.keys import KEY_BYTES, ROOT
+from samovar.cache_tiers.blocks.extent import (
+    KEY_BYTES,
+    ROOT,
+    TAG_BYTES,
+    BlockShape,
+    Bytes,
+    ExtentHeader,
+    Placement,
+)
 from samovar.cache_tiers.blocks.layer_sums import layer_sums
 from samovar.cache_tiers.blocks.tiers import PLACED
 

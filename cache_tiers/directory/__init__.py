@@ -1,6 +1,6 @@
 """Where each extent is stored, how many bytes that takes, what is in flight, and what was cleared."""
 
-from samovar.cache_tiers.directory.block_memory import BlockMemory
+from samovar.cache_tiers.directory.absent import BlockMemory
 from samovar.cache_tiers.directory.clears import Clears, ClearSet
 from samovar.cache_tiers.directory.directory import Directory
 from samovar.cache_tiers.directory.index import TAILS_MAX

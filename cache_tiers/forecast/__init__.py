@@ -1,9 +1,8 @@
 """Forecasts of when an idle session resumes: turns, lineages, features, predictors and the learner thread."""
 
-from samovar.cache_tiers.forecast.chains import LineageChains
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.learner import Forecaster, PredictorFile, TurnLearner, forecast
-from samovar.cache_tiers.forecast.lineages import LEFT_SHARE
+from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, LineageChains
 from samovar.cache_tiers.forecast.predictor import CALIBRATION_S, Predictor
 from samovar.cache_tiers.forecast.survival import (
     COLD,

@@ -32,7 +32,7 @@ class Opening:
     """What the beginning of a turn says of its prompt, without its text.
 
     `whole`: the client's session, of which the turn's session is one lineage. `roots`: digests of the
-    prompt's first 1, 2, 4, ... blocks (`chains.py`). `branches`: how many branches of the lineage's chain
+    prompt's first 1, 2, 4, ... blocks (`lineages.py`). `branches`: how many branches of the lineage's chain
     were left behind by edits and regenerated answers; `regained`: how much of them this prompt goes back
     to, each counting 1.
     """

@@ -13,7 +13,7 @@ from samovar.cache_tiers.blocks import ROOT, TAG_BYTES, block_key
 from samovar.cache_tiers.messages import Lookup, LookupResult
 from samovar.cache_tiers.pricing import PrefillMeter
 from samovar.replicas.kv import PagePool, PrefixEntry
-from samovar.replicas.offload.block_runs import held_keys
+from samovar.replicas.offload.lookups import held_keys
 from samovar.replicas.offload.store import StoreContext, StoredChain, TurnStore
 from samovar.replicas.offload.tier_client import CompletionQueue, TierLink, begin
 

@@ -24,15 +24,12 @@ from samovar.cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, plan_loa
 from samovar.configs.sections import TierSettings
 from samovar.replicas.kv import CopyEvent
 from samovar.replicas.messages import GenerateRequest
-from samovar.replicas.offload.block_runs import LoadCut, StoreRun
 from samovar.replicas.offload.handover import Handover
-from samovar.replicas.offload.load import Expected, LoadedBlocks, PieceLoad, PieceLoads, Suspect
-from samovar.replicas.offload.lookups import TierLookups, cuts_of
-from samovar.replicas.offload.moves import PageMoves
-from samovar.replicas.offload.reports import TierReporter, TurnReporter
-from samovar.replicas.offload.store import TurnStore, chain_of, largest_extent_bytes
+from samovar.replicas.offload.load import Expected, LoadedBlocks, PageMoves, PieceLoad, PieceLoads, Suspect
+from samovar.replicas.offload.lookups import LoadCut, TierLookups, cuts_of
+from samovar.replicas.offload.store import StoreRun, TurnStore, chain_of, largest_extent_bytes
 from samovar.replicas.offload.swap import SwappedBlocks, SwapSpace, check_swapped, swap_record
-from samovar.replicas.offload.tier_client import CompletionQueue, TierLink, begin
+from samovar.replicas.offload.tier_client import CompletionQueue, TierLink, TierReporter, TurnReporter, begin
 from samovar.replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,8 @@ from samovar.cache_tiers.blocks import (
 )
 from samovar.cache_tiers.pricing import TierMeter, TierPrice
 from samovar.replicas.kv import CopyEvent, PageIo
-from samovar.replicas.offload.block_runs import StoreRun
 from samovar.replicas.offload.load import Expected, LoadedBlocks, unpack
-from samovar.replicas.offload.store import Origin, sealed_record
+from samovar.replicas.offload.store import Origin, StoreRun, sealed_record
 from samovar.replicas.scheduling import Sequence
 
 _NOWHERE = Placement(first=TOP_TIER, write_behind=(), lowest=TOP_TIER)

@@ -20,8 +20,7 @@ from samovar.cache_tiers.media.tier import Tier
 from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, LookupResult
 from samovar.cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
 from samovar.configs.sections import FaultSettings, TierSettings
-from samovar.replicas.offload.load import Expected, PieceLoad
-from samovar.replicas.offload.moves import PageMoves
+from samovar.replicas.offload.load import Expected, PageMoves, PieceLoad
 from samovar.replicas.offload.offload import Offload
 from samovar.replicas.offload.tier_client import TierLink
 from samovar.replicas.scheduling.preemption import Preemption

@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement
-from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from samovar.cache_tiers.blocks.extent import (
+    ROOT,
+    TAG_BYTES,
+    BlockShape,
+    ExtentHeader,
+    Placement,
+    block_key,
+    namespace_digest,
+)
 from samovar.cache_tiers.blocks.record import header_bytes
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.directory.clears import Clears

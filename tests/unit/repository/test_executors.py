@@ -30,7 +30,7 @@ REASONS = {
     "configs/telemetry/tracing.py Tracer.close": END,
     "cache_tiers/actors/cluster_watch.py ClusterWatch.__init__": OWN,
     "cache_tiers/actors/cluster_watch.py SpotWatch.__init__": OWN,
-    "cache_tiers/sessions/ingress_deaths.py IngressDeaths.look": OWN,
+    "cache_tiers/sessions/actor.py IngressDeaths.look": OWN,
     "cache_tiers/actors/rpc.py ActorRef._found": OWN,
     "cache_tiers/actors/rpc.py ActorRef.call_async": "looks for an actor that is away, once for all who ask",
     "cache_tiers/sessions/actor.py SessionActor.__init__": OWN,

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from samovar.cache_tiers.blocks.extent import Address, Clear, Placement, session_of
-from samovar.cache_tiers.blocks.keys import ChainMarks, marks_of
+from samovar.cache_tiers.blocks.extent import Address, ChainMarks, Clear, Placement, marks_of, session_of
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.directory.types import ExtentInfo
 from samovar.cache_tiers.forecast.predictor import Predictor

@@ -20,7 +20,7 @@ from samovar.replicas.kv.copy_device import CopyEvent, Told
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.kv.page_pool import PagePool
 from samovar.replicas.offload import load, store, swap
-from samovar.replicas.offload.moves import PageMoves
+from samovar.replicas.offload.load import PageMoves
 from samovar.replicas.offload.tier_client import CompletionQueue, WorkerPools, begin
 from samovar.replicas.scheduling import RestorePiece
 from tests.support.engines.engines import prompt_of
