@@ -232,7 +232,7 @@ class Receipt:
     computing started alongside it), `meet` (computed from the front while loading from the back). `load_s`:
     from the first fetch until its last block was in a page. `load_price_s` and `recompute_price_s`: the
     prices behind the decision; `saved_s`: the price of computing what was loaded. `missed`: tokens that an
-    earlier turn had computed and that were computed again, by reason (`replicas/engine/receipts.py`). `miss`:
+    earlier turn had computed and that were computed again, by reason (`replicas/engine/requests.py`). `miss`:
     why less was loaded than there might have been, in words; never empty where something was missed.
     """
 

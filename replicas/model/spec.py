@@ -32,9 +32,11 @@ from samovar.replicas.model.families import (
     UNSERVED_QUANTIZATION,
     UNSERVED_TYPES,
 )
-from samovar.replicas.model.generation import generation_defaults
 from samovar.replicas.model.tokenizer import load_tokenizer
 from samovar.replicas.model.weights import WeightsFile, read_weights, weights_digest
+
+logger = logging.getLogger(__name__)
+
 
 __all__ = ["PROVENANCE_FILE", "SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
 
@@ -66,7 +68,6 @@ CONFIG_SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANOTHER_MODEL = f"point --model at a causal model of a served type: {', '.join(SERVED_TYPES)}"
@@ -510,3 +511,35 @@ def _fingerprint(path: Path, raw: dict[str, Any], weights: bytes) -> bytes:
         digest.update(len(name).to_bytes(8, "little") + name.encode())
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.digest()
+
+
+# A request's field, its name in the file, and what a request may ask for (`router/openai/schema.py`): above
+# the first number or, where that is allowed itself, from it on, up to the second.
+_FIELDS: tuple[tuple[str, str, float, bool, float], ...] = (
+    ("temperature", "temperature", 0, True, 2),
+    ("top_p", "top_p", 0, False, 1),
+    ("top_k", "top_k", 0, True, 2**31 - 1),
+    ("min_p", "min_p", 0, True, 1),
+    ("repetition_penalty", "repetition_penalty", 0, False, 10),
+    ("max_tokens", "max_new_tokens", 0, False, 2**31 - 1),
+)
+_COUNTS = frozenset({"top_k", "max_tokens"})
+
+
+def generation_defaults(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a generation_config.json states, by the names of a request's fields, as vLLM reads it.
+
+    What no request may ask for is left out, and logged. `do_sample` is not read: files state temperatures
+    beside `do_sample: false`. The ids that end an answer are not here: they hold for every request.
+    """
+    found: dict[str, float] = {}
+    for name, in_file, least, takes_least, most in _FIELDS:
+        stated = config.get(in_file)
+        if stated is None:
+            continue
+        is_number = isinstance(stated, (int, float)) and not isinstance(stated, bool)
+        if is_number and (least < stated <= most or (takes_least and stated == least)):
+            found[name] = int(stated) if name in _COUNTS else float(stated)
+        else:
+            logger.warning("generation_config.json: %s=%r is no value for a request", in_file, stated)
+    return found

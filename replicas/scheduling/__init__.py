@@ -1,7 +1,12 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
 from samovar.replicas.scheduling.drafts import Drafter, DraftLimits
-from samovar.replicas.scheduling.preemption import DropNewest, PreemptionPolicy, SwapPrices, preemption_policy
+from samovar.replicas.scheduling.page_tables import (
+    DropNewest,
+    PreemptionPolicy,
+    SwapPrices,
+    preemption_policy,
+)
 from samovar.replicas.scheduling.scheduler import Scheduler
 from samovar.replicas.scheduling.sequence import (
     OWN,

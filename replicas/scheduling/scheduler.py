@@ -33,8 +33,7 @@ from samovar.replicas.scheduling.order import (
     gives,
     giving_way,
 )
-from samovar.replicas.scheduling.page_tables import PageTables
-from samovar.replicas.scheduling.preemption import Preemption, PreemptionPolicy
+from samovar.replicas.scheduling.page_tables import PageTables, Preemption, PreemptionPolicy
 from samovar.replicas.scheduling.sequence import Restorer, Sequence
 from samovar.replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, halved
 from samovar.replicas.turns import FairQueue

@@ -1,18 +1,5 @@
 """OpenAI's API shapes: request parsing, answers and errors."""
 
-from samovar.router.openai.answers import (
-    PING,
-    PING_BEHIND_IDS,
-    AnswerHead,
-    AnswerShape,
-    ChatShape,
-    Choice,
-    Json,
-    ShownPrompt,
-    Usage,
-    finish_of,
-    json_bytes,
-)
 from samovar.router.openai.body import (
     check_structure,
     cursor,
@@ -22,9 +9,20 @@ from samovar.router.openai.body import (
     whole_number,
 )
 from samovar.router.openai.dialect import (
+    PING,
+    PING_BEHIND_IDS,
+    AnswerHead,
+    AnswerShape,
     ChatDialect,
+    ChatShape,
+    Choice,
     CompletionDialect,
     Dialect,
+    Json,
+    ShownPrompt,
+    Usage,
+    finish_of,
+    json_bytes,
     names_here,
     place_here,
     rename,

@@ -27,8 +27,15 @@ from samovar.router.openai.errors import (
     shown,
     validated,
 )
-from samovar.router.openai.formats import grammar_of, not_followed
-from samovar.router.openai.messages import ChatMessage, Tool, ToolOffer, messages_of, offer_of
+from samovar.router.openai.messages import (
+    ChatMessage,
+    Tool,
+    ToolOffer,
+    grammar_of,
+    messages_of,
+    not_followed,
+    offer_of,
+)
 from samovar.router.openai.schema import (
     CacheOptions,
     ChatBody,

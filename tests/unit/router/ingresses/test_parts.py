@@ -18,8 +18,7 @@ from samovar.configs.settings import LimitsSettings, Settings
 from samovar.replicas.messages import GenerateRequest, Route, SamplingParams
 from samovar.replicas.serving.ingress_loads import IngressLoad, IngressLoads, others_load
 from samovar.router.auth import ConcurrencyLimit, Need
-from samovar.router.ingresses.all_ingresses import ingress_count
-from samovar.router.ingresses.ingress_metrics import merged
+from samovar.router.ingresses.all_ingresses import ingress_count, merged
 from samovar.router.ingresses.tenant_shares import IngressShares
 from samovar.router.openai import TooManyRequests
 from samovar.router.proxy.known_ingresses import by_session
