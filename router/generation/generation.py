@@ -29,16 +29,20 @@ from samovar.configs.telemetry import Span
 from samovar.replicas.messages import Delta, GenerateRequest, TurnContext
 from samovar.router.auth import Need, RequestLease, tenant_of, tenant_salt
 from samovar.router.generation.answer import Answer, answer_headers
-from samovar.router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
-from samovar.router.generation.recorder import ServedTurn
-from samovar.router.generation.response_sender import ResponseSender, cancel_on_disconnect
-from samovar.router.generation.resumption import (
+from samovar.router.generation.failover import (
     REPLAYED_HEADER,
     AnswerName,
     EventIds,
+    EventPump,
     NamedAnswer,
     NamedAnswers,
+    Outcome,
+    Stream,
+    resuming,
+    seeded,
 )
+from samovar.router.generation.recorder import ServedTurn
+from samovar.router.generation.response_sender import ResponseSender, cancel_on_disconnect
 from samovar.router.generation.services import IngressServices
 from samovar.router.generation.stages import AnsweredTurn, AskedTurn, Placing, asking, measure, staged, tell
 from samovar.router.ingresses import SessionTurn

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from samovar.replicas.forward import experts
+from samovar.replicas.forward import runner
 from samovar.replicas.forward.plain import PLAIN_TYPES
 from samovar.replicas.model.families import FAMILIES, SERVED_TYPES
 from tests.support.engines.engines import Driver, prompt_of, small_engine
@@ -182,7 +182,7 @@ def test_experts_give_a_token_the_same_bits_beside_any_others(members: dict[str,
     """The part of exactness that a mixture adds: how many rows an expert gets depends on the batch."""
     bench = Bench(members["mixtral"], torch.float32, 16)
     layer = bench.model.model.layers[0].mlp.experts  # type: ignore[union-attr, index]
-    assert bench.model.config._experts_implementation == experts.EXPERTS_NAME  # type: ignore[union-attr]
+    assert bench.model.config._experts_implementation == runner.EXPERTS_NAME  # type: ignore[union-attr]
     rows, choices = torch.randn(40, 64), torch.randint(0, 4, (40, 2))
     shares = torch.rand(40, 2)
     together = layer(rows, choices, shares)

@@ -68,7 +68,7 @@ REASONS = {
     "replicas/ranks/worker.py Rank.serve": OWN,
     "router/context/compaction/compactor.py Compactor.forget": DELETES,
     "router/context/compaction/compactor.py Compactor.forget_entries": DELETES,
-    "router/context/documents/pdf.py read_pdf": "one document of a tenant at once, within limits",
+    "router/context/documents/text.py read_pdf": "one document of a tenant at once, within limits",
     "router/erasure/erasures.py Erasures._save": DELETES,
     "router/erasure/erasures.py Erasures.start": COMMAND,
     "router/generation/recorder.py IngressRecorder.__init__": "a line a turn, for the file; beyond its bound "
@@ -81,7 +81,7 @@ REASONS = {
     "cluster/doctor/check.py run_check": COMMAND,
     "cluster/launch/up.py run_shown": COMMAND,
     "cluster/plan/runs.py run_all": COMMAND,
-    "cluster/serve/ingresses.py OneIngressPerNode.__call__": OWN,
+    "cluster/serve/autoscale.py OneIngressPerNode.__call__": OWN,
     "cluster/serve/s3_demo.py S3Demo.start": COMMAND,
 }
 

@@ -12,8 +12,8 @@ import pytest
 
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.cache_tiers.sessions import Quotas, Use
+from samovar.cluster.serve.autoscale import OneIngressPerNode, one_ingress_per_node, one_per_node
 from samovar.cluster.serve.graph import build_front_app
-from samovar.cluster.serve.ingresses import OneIngressPerNode, one_ingress_per_node, one_per_node
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.replicas.messages import GenerateRequest, Route, SamplingParams
 from samovar.replicas.serving.ingress_loads import IngressLoad, IngressLoads, others_load
