@@ -23,7 +23,6 @@ from samovar.cache_tiers.blocks.extent import (
     session_of,
     tenant_tag,
 )
-from samovar.cache_tiers.blocks.layer_sums import SumsSetup, compile_sums
 from samovar.cache_tiers.blocks.record import (
     BLOCK_TOKENS_MAX,
     HEADER_ALIGN,
@@ -33,11 +32,13 @@ from samovar.cache_tiers.blocks.record import (
     VERSION,
     BadRecord,
     Record,
+    SumsSetup,
     TierError,
     TierFull,
     TierMiss,
     bad_layers,
     check_belongs,
+    compile_sums,
     decode_header,
     good_blocks,
     header_bytes,

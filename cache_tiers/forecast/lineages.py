@@ -26,8 +26,7 @@ import numpy.typing as npt
 
 from samovar.cache_tiers.blocks import KEY_BYTES, ChainMarks, kept_blocks
 from samovar.cache_tiers.forecast.features import ALONE, TOKENS_MAX, LineageNumbers, bounded
-from samovar.cache_tiers.forecast.survival import EDGES_S, Curves, Floats
-from samovar.cache_tiers.forecast.turns import TURN_S_MAX, Opening, SessionKey, Turn
+from samovar.cache_tiers.forecast.turns import EDGES_S, TURN_S_MAX, Curves, Floats, Opening, SessionKey, Turn
 from samovar.configs.sections import PredictorSettings
 
 LEFT_SHARE: Final = 0.02

@@ -46,6 +46,7 @@ from samovar.replicas.messages import (
     Resume,
     SamplingParams,
 )
+from samovar.router.generation.response_sender import BoundedWaits
 from samovar.router.openai import (
     AnswerShape,
     ApiError,
@@ -58,7 +59,6 @@ from samovar.router.openai import (
 )
 from samovar.router.prompt import Prompt
 from samovar.router.routing import ReplicaClient, ReplicaFailed, ReplicaLost
-from samovar.router.waits import BoundedWaits
 
 logger = logging.getLogger(__name__)
 

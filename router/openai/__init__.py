@@ -1,13 +1,5 @@
 """OpenAI's API shapes: request parsing, answers and errors."""
 
-from samovar.router.openai.body import (
-    check_structure,
-    cursor,
-    declared_bytes,
-    no_such_cursor,
-    read_body,
-    whole_number,
-)
 from samovar.router.openai.dialect import (
     PING,
     PING_BEHIND_IDS,
@@ -76,6 +68,12 @@ from samovar.router.openai.parse import (
     ParsedRequest,
     ParsedTokenize,
     RequestParser,
+    check_structure,
+    cursor,
+    declared_bytes,
+    no_such_cursor,
+    read_body,
+    whole_number,
 )
 from samovar.router.openai.schema import (
     CacheMark,

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from samovar.cache_tiers.blocks.extent import BlockShape
-from samovar.cache_tiers.blocks.layer_sums import layer_sums
+from samovar.cache_tiers.blocks.record import layer_sums
 from samovar.configs.sections import MIB
 from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.forward.attention import GatherSdpa

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from samovar.cache_tiers.forecast.survival import BINS, curve_of
+from samovar.cache_tiers.forecast.turns import BINS, curve_of
 from samovar.cache_tiers.policy.policies import LikelyReturn
 from samovar.cache_tiers.pricing.meters import TierMeter
 from samovar.cluster.plan.simulator.fleet import NVME_PRICE, Fleet

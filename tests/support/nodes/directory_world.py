@@ -18,8 +18,8 @@ from samovar.cache_tiers.blocks.extent import (
 )
 from samovar.cache_tiers.blocks.record import header_bytes
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.clears import Clears
 from samovar.cache_tiers.directory.directory import Directory
+from samovar.cache_tiers.directory.gone import Clears
 from samovar.cache_tiers.directory.transfers import Transfer
 from samovar.cache_tiers.directory.types import Eviction, Held, ReservationRefused
 from samovar.cache_tiers.media.tier import Scanned

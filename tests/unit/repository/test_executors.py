@@ -77,7 +77,7 @@ REASONS = {
     "router/ingress/app.py _SimpleRoutes.openapi": "made once",
     "router/ingress/app.py build_api.lifespan": END,
     "router/prompt/prompt.py PromptBuilder.forget": DELETES,
-    "replicas/templates/limits.py _Watchdog._wake": OWN,
+    "replicas/templates/rendering.py _Watchdog._wake": OWN,
     "cluster/doctor/check.py run_check": COMMAND,
     "cluster/launch/up.py run_shown": COMMAND,
     "cluster/plan/runs.py run_all": COMMAND,
