@@ -1,7 +1,7 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
 from samovar.replicas.scheduling.drafts import Drafter, DraftLimits
-from samovar.replicas.scheduling.page_tables import (
+from samovar.replicas.scheduling.queues import (
     DropNewest,
     PreemptionPolicy,
     SwapPrices,

@@ -23,7 +23,7 @@ from samovar.configs.sections import FaultSettings, TierSettings
 from samovar.replicas.offload.load import Expected, PageMoves, PieceLoad
 from samovar.replicas.offload.offload import Offload
 from samovar.replicas.offload.tier_client import TierLink
-from samovar.replicas.scheduling.page_tables import Preemption
+from samovar.replicas.scheduling.queues import Preemption
 from samovar.replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
 from tests.support.constants import tuned

@@ -1,6 +1,6 @@
 """L14 for every family that is served: its own code's answer, and the same one however it is computed.
 
-A type stands in `replicas/model/families.py` because it passes here: cached is uncached, chunked is whole,
+A type stands in `replicas/model/spec.py` because it passes here: cached is uncached, chunked is whole,
 alone is in a batch. Where the probe says that a family is exact on this CPU, that means bit for bit.
 """
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from samovar.replicas.forward import runner
 from samovar.replicas.forward.plain import PLAIN_TYPES
-from samovar.replicas.model.families import FAMILIES, SERVED_TYPES
+from samovar.replicas.model.spec import FAMILIES, SERVED_TYPES
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.forward_bench import Bench
 from tests.support.engines.other_cpu import is_played
