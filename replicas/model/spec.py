@@ -63,8 +63,8 @@ _FEEDFORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _LLAMA = Family((*_QKVO, *_MLP, *_NORMS), optional_biases=_QKVO)
 _MIXTURE = Family((*_QKVO, *_NORMS), optional_biases=_QKVO, has_experts=True)
 
-# A type is in the table only if the laws hold for it (`tests/laws/test_l14_families.py`): its own transformers
-# code, with our attention, gives the same logits as without; cached is the same as uncached.
+# A type is in the table only if the laws hold for it (`tests/laws/test_l14_families.py`): its own
+# transformers code, with our attention, gives the same logits as without; cached is the same as uncached.
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": replace(_LLAMA, optional_biases=()),
