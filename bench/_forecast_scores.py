@@ -10,7 +10,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from samovar.cache_tiers.forecast.survival import Floats
+from samovar.cache_tiers.forecast.turns import Floats
 
 ECE_BINS = 10
 

@@ -10,7 +10,7 @@ import torch
 from bench._gpu_device import Ceilings, Device, share
 from bench._gpu_engine import Sizes
 from bench._gpu_run import Rows, at_least, must_be
-from samovar.cache_tiers.blocks.layer_sums import layer_sums
+from samovar.cache_tiers.blocks.record import layer_sums
 from samovar.configs.sections import MIB
 from samovar.replicas.kv import KvGeometry
 

@@ -26,7 +26,7 @@ from xxhash import xxh3_64_intdigest
 from bench import _report as report
 from samovar.cache_tiers.blocks.compiled_sums import CompiledSums, sums_library
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
-from samovar.cache_tiers.blocks.layer_sums import plain_sums
+from samovar.cache_tiers.blocks.record import plain_sums
 from samovar.configs.settings import Settings
 
 MIB = 1024 * 1024

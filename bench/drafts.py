@@ -27,8 +27,8 @@ from samovar.replicas.messages import Delta, GenerateRequest, Refused, SamplingP
 from samovar.replicas.model.store import ensure_model
 from samovar.replicas.start.build import Start
 
-CODE = Path(__file__).parent.parent / "replicas" / "checkpoint" / "vocabulary.py"
-CODE_LINES = slice(20, 50)
+CODE = Path(__file__).parent.parent / "replicas" / "start" / "checkpoint.py"
+CODE_LINES = slice(183, 213)
 ASKED = {
     "story": "Tell me a short story about a fox and a river.",
     "list": "List twenty countries of Europe with their capitals.",

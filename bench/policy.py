@@ -27,7 +27,7 @@ from bench._single_tier import belady_hits, hits_with
 from bench._trace_generator import Shape
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.survival import Forecast
+from samovar.cache_tiers.forecast.turns import Forecast
 from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace
 from samovar.cluster.plan.traces.replay import forecasts, next_starts_s

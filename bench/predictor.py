@@ -37,8 +37,16 @@ from bench._trace_patterns import parse_patterns
 from bench._turn_tables import TurnTable
 from samovar.cache_tiers.forecast.kaplan_meier import KaplanMeier, TypeKm
 from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.survival import BINS, EDGES, Curves, bin_of, curve_of, resume_probability
-from samovar.cache_tiers.forecast.turns import SessionKey, Turn
+from samovar.cache_tiers.forecast.turns import (
+    BINS,
+    EDGES,
+    Curves,
+    SessionKey,
+    Turn,
+    bin_of,
+    curve_of,
+    resume_probability,
+)
 from samovar.cache_tiers.policy.idle_sessions import IdleSessions
 from samovar.configs.sections import PredictorSettings
 

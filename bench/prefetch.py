@@ -28,7 +28,7 @@ from bench import _report as report
 from bench._trace_generator import GeneratorOptions, generate
 from bench.policy import FILES, SESSIONS_PER_H, TRACES
 from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.survival import Forecast
+from samovar.cache_tiers.forecast.turns import Forecast
 from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 from samovar.cluster.plan.simulator.fleet import GB, Fleet

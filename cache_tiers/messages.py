@@ -1,6 +1,6 @@
 """Messages between a replica and its node's cache tiers. Plain frozen data.
 
-`session` is a lineage's tag throughout (`blocks/lineage.py`), unless it says "whole session".
+`session` is a lineage's tag throughout (`blocks/extent.py`), unless it says "whole session".
 
 Times are seconds, sizes bytes. `keys` are block keys of one chain from its first block, joined to one
 `bytes` (32 per block), full blocks only. "Chain index" counts blocks from 0.

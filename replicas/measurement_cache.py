@@ -31,7 +31,7 @@ T = TypeVar("T")
 LIBRARY_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of the environment variables that choose how the math libraries compute."""
 CODE = (
-    "checkpoint",
+    "start/checkpoint.py",
     "forward",
     "kv",
     "start/measure.py",

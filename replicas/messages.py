@@ -178,7 +178,7 @@ class GenerateRequest:
 
     `salt` is mixed into the namespace of the prompt's block keys: requests with different salts can never
     share a block (G2 in docs/guarantees.md). `tenant` and `session` are tags (`TAG_BYTES` each) by which
-    their blocks can be forgotten; the session's is that of the lineage (`blocks/lineage.py`). `placement`:
+    their blocks can be forgotten; the session's is that of the lineage (`blocks/extent.py`). `placement`:
     where the turn's blocks are stored at its end; None: nowhere. `model`: fingerprint of the model whose
     tokenizer produced the ids; a replica of another model refuses (`Failed`, `replica_lost`); empty: any.
     `resume`: continue an answer that another replica began. `trace`: context of the request's span; empty: it
@@ -232,7 +232,7 @@ class Receipt:
     computing started alongside it), `meet` (computed from the front while loading from the back). `load_s`:
     from the first fetch until its last block was in a page. `load_price_s` and `recompute_price_s`: the
     prices behind the decision; `saved_s`: the price of computing what was loaded. `missed`: tokens that an
-    earlier turn had computed and that were computed again, by reason (`replicas/engine/receipts.py`). `miss`:
+    earlier turn had computed and that were computed again, by reason (`replicas/engine/requests.py`). `miss`:
     why less was loaded than there might have been, in words; never empty where something was missed.
     """
 

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
-from samovar.cache_tiers.actors.peer_calls import PeerActors
+from samovar.cache_tiers.actors.rpc import PeerActors
 from samovar.cache_tiers.actors.staging import hand_over
 from samovar.cache_tiers.blocks import Bytes, Record, SumsSetup, TierError, compile_sums
 from samovar.cache_tiers.media import memory

@@ -1,30 +1,28 @@
 """Block keys, extents of blocks, and the byte format of their records."""
 
 from samovar.cache_tiers.blocks.extent import (
+    KEY_BYTES,
+    MARK_BYTES,
+    ROOT,
     SESSION_BYTES,
     TAG_BYTES,
     Address,
     BlockShape,
     Bytes,
+    ChainMarks,
     Clear,
     ExtentHeader,
     Placement,
+    block_key,
     is_of,
+    kept_blocks,
+    lineage_tag,
+    marks_of,
+    namespace_digest,
+    root_tokens,
     session_of,
     tenant_tag,
 )
-from samovar.cache_tiers.blocks.keys import (
-    KEY_BYTES,
-    MARK_BYTES,
-    ROOT,
-    ChainMarks,
-    block_key,
-    kept_blocks,
-    marks_of,
-    namespace_digest,
-)
-from samovar.cache_tiers.blocks.layer_sums import SumsSetup, compile_sums
-from samovar.cache_tiers.blocks.lineage import lineage_tag, root_tokens
 from samovar.cache_tiers.blocks.record import (
     BLOCK_TOKENS_MAX,
     HEADER_ALIGN,
@@ -34,11 +32,13 @@ from samovar.cache_tiers.blocks.record import (
     VERSION,
     BadRecord,
     Record,
+    SumsSetup,
     TierError,
     TierFull,
     TierMiss,
     bad_layers,
     check_belongs,
+    compile_sums,
     decode_header,
     good_blocks,
     header_bytes,

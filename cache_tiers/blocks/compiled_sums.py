@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
-from samovar.cache_tiers.blocks.layer_sums import PIECE_BYTES, STEP, Words, plain_sums
+from samovar.cache_tiers.blocks.record import PIECE_BYTES, STEP, Words, plain_sums
 from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library, load_library
 
 SOURCE = LibrarySource(

@@ -1,25 +1,108 @@
-"""An extent: the run of consecutive blocks that one turn added, and where a turn's blocks may go.
+"""Blocks and extents, and their names: block keys, extents, the tags of tenants, sessions and lineages.
 
-Plain data only. `record.py` builds and checks the bytes of an extent's record.
+A block's key commits to the whole prefix before it: `sha256(namespace, parent key, token ids as u32 LE)`, 32
+bytes. Namespace and parent have a fixed length, so the encoding is unambiguous. sha256 instead of a fast
+hash, because colliding prefixes can be constructed for xxhash (vLLM PR #54727). The builder of a namespace
+decides what it separates.
+
+An extent is the run of consecutive blocks that one turn added. `record.py` builds and checks its bytes.
+
+A session, named by its client's id, is a bundle of *lineages*: chains of prompts of which each extends the
+one before. Beside the conversation come its titles, follow-up questions and sub-agents under the same id, and
+only some of them resume. A lineage is known by its first prompt: every later prompt of it begins with the
+same tokens, and so does an edited or regenerated one that forks off after the first. Both have tags of
+`TAG_BYTES`: the session's own bytes, then the lineage's: the length of its first prompt and a keyed digest of
+it. So a tag alone says whether a prompt is of its lineage, also one read from a record after a restart. A tag
+whose lineage part is zero stands for the whole session. Pure: plain data only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
-from samovar.cache_tiers.blocks.keys import KEY_BYTES
 from samovar.cache_tiers.blocks.tiers import CPU, NVME, PLACED, S3, TIERS, TierName
+
+KEY_BYTES = 32
+ROOT = bytes(KEY_BYTES)
+"""The parent of a conversation's first block."""
+
+
+def namespace_digest(*parts: bytes) -> bytes:
+    """Return 32 bytes that differ when any part, or any boundary between parts, differs."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def block_key(namespace: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the key of the block that holds `token_ids` after the prefix named `parent`.
+
+    Raises `ValueError` if namespace or parent is not 32 bytes, `OverflowError` if a token id is not
+    a u32.
+    """
+    if len(namespace) != KEY_BYTES or len(parent) != KEY_BYTES:
+        raise ValueError(
+            f"namespace and parent must be {KEY_BYTES} bytes, not {len(namespace)}, {len(parent)}"
+        )
+    ids = np.array(token_ids, dtype="<u4")
+    return hashlib.sha256(namespace + parent + ids.tobytes()).digest()
+
+
+MARKS_MAX = 16
+MARK_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ChainMarks:
+    """A sample of a chain's block keys, to measure how much of it the next prompt still begins with.
+
+    `blocks[i]`: number of full blocks up to and including mark `i`, increasing; `digests`: `MARK_BYTES`
+    each. A block key commits to everything before it, so a match far into the chain covers the rest.
+    Whole chains of a thousand sessions would not fit; `MARKS_MAX` marks each do. The last mark is the
+    chain's last full block, which matches in nearly every turn.
+    """
+
+    blocks: tuple[int, ...] = ()
+    digests: bytes = b""
+
+
+def marks_of(keys: Sequence[bytes]) -> ChainMarks:
+    """Return evenly spaced marks, including the last key, from the `keys` of a chain's full blocks."""
+    count = min(MARKS_MAX, len(keys))
+    blocks = tuple(len(keys) * (number + 1) // count for number in range(count))
+    return ChainMarks(blocks, b"".join(keys[block - 1][:MARK_BYTES] for block in blocks))
+
+
+def kept_blocks(marks: ChainMarks, keys: bytes) -> int:
+    """Return how many full blocks of the marked chain a prompt with these `keys` (joined) begins with.
+
+    Too low by at most a sixteenth of the chain.
+    """
+    kept = 0
+    for number, block in enumerate(marks.blocks):
+        at = (block - 1) * KEY_BYTES
+        mark = marks.digests[number * MARK_BYTES : (number + 1) * MARK_BYTES]
+        if block * KEY_BYTES > len(keys) or keys[at : at + MARK_BYTES] != mark:
+            break
+        kept = block
+    return kept
+
 
 TAG_BYTES = 16
 """Length of a tenant's or session's tag: a truncated HMAC under the server's secret."""
 
 SESSION_BYTES = 8
-"""How much of a session's tag names the session; the rest names one of its lineages (`lineage.py`)."""
+"""How much of a session's tag names the session; the rest names one of its lineages."""
 
 
 def session_of(tag: bytes) -> bytes:
@@ -119,8 +202,7 @@ class ExtentHeader:
     `keys[i]` is the block key of block `first_block + i`, whose parent is `keys[i - 1]` (`parent` for
     the first; `keys.ROOT` when `first_block == 0`). All blocks are full except the last, which may hold
     fewer tokens: a turn's tail. `checksums`: u64 `[blocks, layers]`; which they are depends on `version`, the
-    record format's (`record.py`). `tenant`, `session`: tags of the tenant and the lineage that stored it
-    (`lineage.py`).
+    record format's (`record.py`). `tenant`, `session`: tags of the tenant and the lineage that stored it.
     """
 
     namespace: bytes
@@ -174,3 +256,53 @@ def tenant_tag(server_secret: bytes, tenant: str) -> bytes:
     """Return the `TAG_BYTES` that stand for a tenant in records, quotas and clears."""
     digest = hmac.digest(server_secret, b"samovar tenant tag\0" + tenant.encode(), "sha256")
     return digest[:TAG_BYTES]
+
+
+_LENGTH_BYTES = 3
+_DIGEST_BYTES = TAG_BYTES - SESSION_BYTES - _LENGTH_BYTES
+ROOT_TOKENS_MAX = 256**_LENGTH_BYTES - 1
+
+
+def root_tokens(tag: bytes) -> int:
+    """Return the tokens of a lineage's first prompt; 0 for the tag of a whole session."""
+    return int.from_bytes(tag[SESSION_BYTES : SESSION_BYTES + _LENGTH_BYTES], "big")
+
+
+def lineage_tag(
+    session: bytes, prompt: Sequence[int], known: Iterable[bytes] = (), *, key: bytes, begin_tokens: int = 0
+) -> bytes:
+    """Return the tag of the lineage that `prompt` belongs to.
+
+    That is the longest of `known` that it extends, or a new one. Hashes the prompt once, whatever the number
+    of known lineages.
+
+    Args:
+        session: the session's tag, or any lineage's of it.
+        known: tags of the session's lineages, in any order.
+        key: secret, at most 64 bytes, so that a tag does not tell what the first prompt was.
+        begin_tokens: how much of the prompt all later ones repeat, without what the template puts before the
+            answer only; 0: all of it.
+
+    Raises:
+        ValueError: the prompt is empty.
+    """
+    if not prompt:
+        raise ValueError("a prompt has at least one token")
+    begin = min(begin_tokens or len(prompt), len(prompt), ROOT_TOKENS_MAX)
+    own = session[:SESSION_BYTES]
+    candidates: dict[int, list[bytes]] = {}
+    for tag in known:
+        if tag[:SESSION_BYTES] == own and 0 < root_tokens(tag) <= len(prompt):
+            candidates.setdefault(root_tokens(tag), []).append(tag)
+    tokens = array("I", prompt[: max([begin, *candidates])])
+    digest = blake2b(own, digest_size=_DIGEST_BYTES, key=key, person=b"samovar lineage")
+    found, new, at = b"", b"", 0
+    for length in sorted({begin, *candidates}):
+        digest.update(tokens[at:length].tobytes())
+        at = length
+        tag = own + length.to_bytes(_LENGTH_BYTES, "big") + digest.digest()
+        if tag in candidates.get(length, ()):
+            found = tag
+        if length == begin:
+            new = tag
+    return found or new

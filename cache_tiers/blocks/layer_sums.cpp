@@ -1,4 +1,4 @@
-// The checksums that `layer_sums.py` defines, of a record's layers, in one call without Python's lock.
+// The checksums that `record.py` defines, of a record's layers, in one call without Python's lock.
 //
 // Products with AVX2 where the CPU has it: compilers multiply 64 bits by 64 where 32 by 32 would do. Wider
 // vectors are no quicker, as a core reads memory no faster than that.

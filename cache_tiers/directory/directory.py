@@ -13,12 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from samovar.cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName, session_of
-from samovar.cache_tiers.directory.absent import AbsentBlocks
-from samovar.cache_tiers.directory.accounting import TierAccounting
-from samovar.cache_tiers.directory.clears import Clears, SteadyClock
-from samovar.cache_tiers.directory.extents import BlockValues, HeldCopy, HeldExtent
-from samovar.cache_tiers.directory.index import ExtentRegistry
-from samovar.cache_tiers.directory.transfers import Source, Transfer, TransferTable
+from samovar.cache_tiers.directory.gone import AbsentBlocks, Clears, SteadyClock
+from samovar.cache_tiers.directory.index import BlockValues, ExtentRegistry, HeldCopy, HeldExtent
+from samovar.cache_tiers.directory.transfers import Source, TierAccounting, Transfer, TransferTable
 from samovar.cache_tiers.directory.types import (
     Eviction,
     EvictReason,

@@ -1,22 +1,16 @@
 """Forecasts of when an idle session resumes: turns, lineages, features, predictors and the learner thread."""
 
-from samovar.cache_tiers.forecast.chains import LineageChains
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.learner import Forecaster, PredictorFile, TurnLearner, forecast
-from samovar.cache_tiers.forecast.lineages import LEFT_SHARE
+from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, LineageChains
 from samovar.cache_tiers.forecast.predictor import CALIBRATION_S, Predictor
-from samovar.cache_tiers.forecast.survival import (
+from samovar.cache_tiers.forecast.turns import (
     COLD,
     EDGES,
+    TURN_S_MAX,
     Curves,
     Floats,
     Forecast,
-    hinted,
-    log_survival,
-    resume_probability,
-)
-from samovar.cache_tiers.forecast.turns import (
-    TURN_S_MAX,
     Hint,
     HintEvent,
     Opening,
@@ -25,6 +19,9 @@ from samovar.cache_tiers.forecast.turns import (
     Stop,
     Turn,
     fast_clock,
+    hinted,
+    log_survival,
+    resume_probability,
 )
 
 __all__ = [

@@ -14,8 +14,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from samovar.cache_tiers.forecast.survival import Floats
-from samovar.cache_tiers.forecast.turns import Stop, Turn
+from samovar.cache_tiers.forecast.turns import Floats, Stop, Turn
 from samovar.configs.sections import ProfileName
 
 Vector = npt.NDArray[np.float32]

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samovar.cache_tiers.forecast.survival import BINS, EDGES, EDGES_S, Curves, Floats
+from samovar.cache_tiers.forecast.turns import BINS, EDGES, EDGES_S, Curves, Floats
 
 Weights = npt.NDArray[np.float32]
 

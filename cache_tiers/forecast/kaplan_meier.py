@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from samovar.cache_tiers.forecast.features import PROFILES, STOPS, TOKENS_MAX, SaneClock, bounded, is_again
 from samovar.cache_tiers.forecast.lineages import Lineages
-from samovar.cache_tiers.forecast.survival import (
+from samovar.cache_tiers.forecast.turns import (
     BINS,
     COLD,
     EDGES_S,
@@ -27,13 +27,16 @@ from samovar.cache_tiers.forecast.survival import (
     WIDTHS_S,
     Curves,
     Floats,
+    Hint,
+    Opening,
+    SessionKey,
+    Turn,
     bin_of,
     curve_of,
     hinted,
     rest_of,
     times,
 )
-from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from samovar.configs.sections import PredictorSettings
 
 SHRINKAGE: Final = 20.0

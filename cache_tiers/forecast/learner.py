@@ -26,8 +26,7 @@ from safetensors.numpy import save as save_tensors
 
 from samovar.cache_tiers.blocks import BadRecord, TierError
 from samovar.cache_tiers.forecast.predictor import Predictor, State
-from samovar.cache_tiers.forecast.survival import EDGES_S, Curves, Forecast
-from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
+from samovar.cache_tiers.forecast.turns import EDGES_S, Curves, Forecast, Hint, Opening, SessionKey, Turn
 from samovar.cache_tiers.media import Deadline, Syscalls, files
 from samovar.configs.atomic_file import DRAFT, atomic_write
 

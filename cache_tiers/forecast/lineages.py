@@ -7,22 +7,26 @@ lineage, right after one, later), how long its prompt is, which blocks it begins
 others like it. For a lineage that is idle while another one of its session, begun after its last turn, is
 extended: whether such ones resumed. Nothing here demotes a lineage before the like has been seen.
 
-Pure; clock values come in. Not thread-safe.
+What a prompt keeps of the one before, and what edits have left behind, is read from marks of the chains
+(`LineageChains`), so that it is known whatever was evicted since.
+
+Pure; clock values come in. Not thread-safe: the caller holds the lock.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
+from samovar.cache_tiers.blocks import KEY_BYTES, ChainMarks, kept_blocks
 from samovar.cache_tiers.forecast.features import ALONE, TOKENS_MAX, LineageNumbers, bounded
-from samovar.cache_tiers.forecast.ratios import Cells, ReturnRatios
-from samovar.cache_tiers.forecast.survival import Curves, Floats
-from samovar.cache_tiers.forecast.turns import TURN_S_MAX, Opening, SessionKey, Turn
+from samovar.cache_tiers.forecast.turns import EDGES_S, TURN_S_MAX, Curves, Floats, Opening, SessionKey, Turn
 from samovar.configs.sections import PredictorSettings
 
 LEFT_SHARE: Final = 0.02
@@ -269,3 +273,291 @@ def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
             break
         shared += 1
     return shared
+
+
+PRIOR: Final = 1.0
+"""Expected returns that the more general cell counts for."""
+RATIO_MIN, RATIO_MAX = 0.01, 50.0
+KNOWN: Final = 2.0
+"""Trials before a cell says anything."""
+WINDOW: Final = 200.0
+"""Trials of a cell after which its counts are halved, so that old ones fade."""
+AGES_S: Final = (20.0, 60.0, 300.0, 1200.0, 3600.0)
+"""Idle times at which a trial is counted as far as it has got; at the last one it ends."""
+
+_MOVES_MAX: Final = 256
+"""Trials looked at per call, so that a clock jump blocks no caller."""
+
+Cells = npt.NDArray[np.uint64]
+
+
+@dataclass(slots=True, eq=False)
+class _Trial:
+    """One idle session. `hazard`: its forecast, cumulative at `EDGES_S`. `counted`: so much of it by now."""
+
+    session: SessionKey
+    cells: tuple[int, ...]
+    at_s: float
+    hazard: Floats
+    counted: float = 0.0
+    is_over: bool = False
+
+    def until(self, idle_s: float) -> float:
+        """Return what the forecast expected up to `idle_s`, less what was counted."""
+        expected = float(np.interp(idle_s, EDGES_S, self.hazard)) - self.counted
+        self.counted += max(0.0, expected)
+        return max(0.0, expected)
+
+
+class ReturnRatios:
+    """Learns how much likelier than forecast sessions resume under known circumstances.
+
+    Per circumstance (a cell): how many resumed, over how many should have by their forecast, which is the sum
+    of the forecasts' cumulative hazards over the time that was observed. The quotient is the maximum
+    likelihood estimate of a factor on the hazards (proportional hazards: Cox, 1972), here with a gamma prior
+    around that of a more general cell, in the end around 1. Sessions that are still idle count for the time
+    that has passed: to leave them out until they resume, or until they never will, would bias the factor.
+
+    Factors on hazards by cell, a number below 2**64.
+
+    `cells_max`: the least recently used is forgotten. `trials_max`: idle sessions followed at a time; the
+    oldest is dropped, as far as it was counted.
+    """
+
+    def __init__(self, cells_max: int, trials_max: int) -> None:
+        self._cells_max = cells_max
+        self._trials_max = trials_max
+        self._cells: OrderedDict[int, list[float]] = OrderedDict()  # trials, returned, expected
+        self._trials: OrderedDict[SessionKey, _Trial] = OrderedDict()
+        self._ages: list[deque[_Trial]] = [deque() for _ in AGES_S]
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def ratio(self, cells: Sequence[int]) -> float:
+        """Return the factor of the last of `cells` (general ones first), shrunk to those before it."""
+        ratio = 1.0
+        for cell in cells:
+            trials, returned, expected = self._cells.get(cell, _NOTHING)
+            if trials >= KNOWN:
+                ratio = (returned + PRIOR * ratio) / (expected + PRIOR)
+        return min(max(ratio, RATIO_MIN), RATIO_MAX)
+
+    def is_known(self, cell: int) -> bool:
+        """Return whether the cell has had enough trials to say something."""
+        return self._cells.get(cell, _NOTHING)[0] >= KNOWN
+
+    def is_open(self, session: SessionKey) -> bool:
+        """Return whether the session is followed."""
+        return session in self._trials
+
+    def opened(self, session: SessionKey, cells: Sequence[int], curve: Curves | Floats, at_s: float) -> None:
+        """Follow a session that is idle from `at_s` on, with the forecast `curve` `[EDGES]` from then on."""
+        self.dropped(session)
+        if len(self._trials) >= self._trials_max:
+            self.dropped(next(iter(self._trials)))
+        trial = _Trial(session, tuple(dict.fromkeys(cells)), at_s, -np.asarray(curve, dtype=np.float64))
+        self._trials[session] = trial
+        self._ages[0].append(trial)
+        for cell in trial.cells:
+            self._add(cell, 0, 1.0)
+
+    def came_back(self, session: SessionKey, at_s: float) -> None:
+        """Count a session as resumed; no-op if it is not followed, or not idle by then."""
+        trial = self._trials.get(session)
+        self.dropped(session)
+        if trial is not None and at_s >= trial.at_s:
+            self._count(trial, at_s - trial.at_s, 1.0)
+
+    def dropped(self, session: SessionKey) -> None:
+        """Stop following a session; what was counted stays."""
+        trial = self._trials.pop(session, None)
+        if trial is not None:
+            trial.is_over = True
+
+    def advance(self, now_s: float) -> None:
+        """Count the sessions that are idle, as far as they have got."""
+        left = _MOVES_MAX
+        for age, waiting in enumerate(self._ages):
+            while waiting and left and (waiting[0].is_over or now_s - waiting[0].at_s >= AGES_S[age]):
+                left -= 1
+                trial = waiting.popleft()
+                if trial.is_over:
+                    continue
+                self._count(trial, AGES_S[age], 0.0)
+                if age + 1 < len(AGES_S):
+                    self._ages[age + 1].append(trial)
+                else:
+                    self.dropped(trial.session)
+
+    @property
+    def cells(self) -> Cells:
+        """`[cells]`: those known, least recently used first, to save."""
+        return np.fromiter(self._cells, dtype=np.uint64, count=len(self._cells))
+
+    @property
+    def counts(self) -> Floats:
+        """`[cells, 3]`: trials, returned, expected."""
+        return np.array(list(self._cells.values()), dtype=np.float64).reshape(-1, 3)
+
+    def restore(self, cells: Cells, counts: Floats) -> None:
+        """Continue with saved `cells` and `counts`, as many of the latest as there is room for."""
+        newest = list(zip(cells.tolist(), counts.tolist(), strict=True))[-self._cells_max :]
+        self._cells = OrderedDict(newest)
+
+    def _count(self, trial: _Trial, idle_s: float, returned: float) -> None:
+        expected = trial.until(idle_s)
+        for cell in trial.cells:
+            self._add(cell, 1, returned)
+            self._add(cell, 2, expected)
+
+    def _add(self, cell: int, place: int, amount: float) -> None:
+        counts = self._cells.get(cell)
+        if counts is None:
+            if len(self._cells) >= self._cells_max:
+                self._cells.popitem(last=False)
+            counts = self._cells[cell] = [0.0, 0.0, 0.0]
+        self._cells.move_to_end(cell)
+        counts[place] += amount
+        if counts[0] >= WINDOW:
+            counts[:] = [count * 0.5 for count in counts]
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is wrong."""
+        assert len(self._cells) <= self._cells_max, "too many cells are remembered"
+        assert len(self._trials) <= self._trials_max, "too many idle sessions are followed"
+        waiting = {trial for ages in self._ages for trial in ages if not trial.is_over}
+        assert waiting == set(self._trials.values()), "a trial is lost"
+        assert np.isfinite(self.counts).all(), "a count is not finite"
+        assert (self.counts >= 0.0).all(), "a count is negative"
+
+
+_NOTHING: Final = (0.0, 0.0, 0.0)
+
+
+ROOT_DEPTHS: Final = (1, 2, 4, 8)
+"""Numbers of blocks that a prompt's roots cover."""
+
+CHAINS_MAX: Final = 6
+"""Chains of one lineage: of its latest turns, and the branches that were left last."""
+
+RUNNING_MAX: Final = 64
+"""Running turns of one lineage that are remembered."""
+
+LEFT_PARTS: Final = 8
+"""A branch counts as left if it is longer than this part of its chain: marks are coarse, and the last block
+of an answer is often tokenized otherwise in the next prompt."""
+
+_ROOT_BYTES: Final = 8
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A chain after a turn. `fork`: how many of its blocks a later prompt kept, if it was left there.
+
+    `is_used`: a later prompt contains (nearly) all of it, so that the chain of that turn stands for it.
+    """
+
+    marks: ChainMarks
+    tokens: int
+    fork: int | None = None
+    is_used: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return self.marks.blocks[-1] if self.marks.blocks else 0
+
+
+@dataclass(slots=True)
+class _Chains:
+    """Of one lineage. `chains`: oldest first. `running`: of each running turn, its prompt's blocks, how many
+    were kept, since when it runs."""
+
+    chains: list[_Chain] = field(default_factory=list)
+    running: list[tuple[int, int, float]] = field(default_factory=list)
+
+
+class LineageChains:
+    """The latest chains of at most `lineages_max` lineages, least recently touched dropped first."""
+
+    def __init__(self, lineages_max: int) -> None:
+        self._lineages_max = lineages_max
+        self._of: OrderedDict[SessionKey, _Chains] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __iter__(self) -> Iterator[SessionKey]:
+        return iter(self._of)
+
+    def began(self, lineage: SessionKey, whole: SessionKey, keys: bytes, now_s: float) -> Opening:
+        """Record a turn's prompt by the `keys` of its full blocks, joined; return what it says."""
+        of = self._touched(lineage)
+        of.running = [turn for turn in of.running if now_s - turn[2] < TURN_S_MAX]
+        is_alone = not of.running
+        if is_alone and of.chains:
+            *older, latest = of.chains
+            latest.is_used = False  # by a turn that has left no chain
+            of.chains = [*(chain for chain in older if not chain.is_used), latest]
+        kept, branches, regained = 0, 0, 0.0
+        for chain in of.chains:
+            blocks = kept_blocks(chain.marks, keys)
+            kept = max(kept, blocks)
+            if chain.fork is not None and is_alone:
+                branches += 1
+                regained += max(0, blocks - chain.fork) / (chain.blocks - chain.fork)
+            is_left = chain.blocks - blocks > max(1, chain.blocks // LEFT_PARTS)
+            if not is_left:
+                chain.is_used = True
+            elif not chain.is_used:
+                chain.fork = max(blocks, chain.fork or 0)
+        if len(of.running) < RUNNING_MAX:
+            of.running.append((len(keys) // KEY_BYTES, kept, now_s))
+        return Opening(whole, roots_of(keys), branches, regained)
+
+    def ended(
+        self, lineage: SessionKey, marks: ChainMarks, *, input_tokens: int, tokens: int, block_tokens: int
+    ) -> int:
+        """Record the chain of a turn that is over; return how many tokens its prompt had kept.
+
+        `tokens`: of the chain, the answer included. Of several running turns it is the one whose prompt had
+        as many blocks, else the latest.
+        """
+        of = self._touched(lineage)
+        kept = of.chains[-1].tokens if of.chains else 0
+        if of.running:
+            prompts = [blocks for blocks, *_ in of.running]
+            blocks = input_tokens // block_tokens
+            _, of_prompt, _ = of.running.pop(prompts.index(blocks) if blocks in prompts else -1)
+            kept = of_prompt * block_tokens
+        of.chains.append(_Chain(marks, tokens))
+        del of.chains[:-CHAINS_MAX]
+        return min(kept, input_tokens)
+
+    def forget(self, lineage: SessionKey) -> None:
+        """Forget a lineage. No-op if it is unknown."""
+        self._of.pop(lineage, None)
+
+    def _touched(self, lineage: SessionKey) -> _Chains:
+        of = self._of.get(lineage)
+        if of is None:
+            of = self._of[lineage] = _Chains()
+            if len(self._of) > self._lineages_max:
+                self._of.popitem(last=False)
+        self._of.move_to_end(lineage)
+        return of
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is wrong."""
+        assert len(self._of) <= self._lineages_max, "too many chains are remembered"
+        for of in self._of.values():
+            assert len(of.chains) <= CHAINS_MAX, "too many chains of one lineage"
+            assert len(of.running) <= RUNNING_MAX, "too many turns of one lineage"
+            for chain in of.chains:
+                assert chain.fork is None or 0 <= chain.fork < chain.blocks, "a fork is not on its chain"
+
+
+def roots_of(keys: bytes) -> tuple[int, ...]:
+    """Return digests of a chain's first blocks, as far as it has `ROOT_DEPTHS`; `keys`: joined."""
+    begins = [(depth - 1) * KEY_BYTES for depth in ROOT_DEPTHS if depth * KEY_BYTES <= len(keys)]
+    return tuple(int.from_bytes(keys[at : at + _ROOT_BYTES], "little") for at in begins)

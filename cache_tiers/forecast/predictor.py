@@ -34,7 +34,7 @@ from samovar.cache_tiers.forecast.kaplan_meier import (
     kind_of,
     kinds_with_aside,
 )
-from samovar.cache_tiers.forecast.survival import (
+from samovar.cache_tiers.forecast.turns import (
     BINS,
     COLD,
     EDGES,
@@ -43,12 +43,15 @@ from samovar.cache_tiers.forecast.survival import (
     WIDTHS_S,
     Curves,
     Floats,
+    Hint,
+    Opening,
+    SessionKey,
+    Turn,
     curve_of,
     log_survival,
     resume_within,
     times,
 )
-from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from samovar.configs.sections import PredictorSettings
 
 Rows = npt.NDArray[np.intp]

@@ -1,16 +1,24 @@
-"""A session's turns as the server sees them, from a request, a trace or a generator.
+"""A session's turns as the server sees them, from a request, a trace or a generator; and when the next comes.
 
 Plain data: lengths, times and kinds, never text. Times are seconds of one clock that the caller chooses.
 What is called a session here and in all tables of this folder is one lineage of a client's session, a chain
 of prompts that extend one another: beside the conversation its client sends titles, sub-agents and the like
 under the same id. `Opening.whole` names the client's session.
+
+When it comes is a survival curve over log-spaced bins of idle time: `log S` at the bin edges, f32 `[EDGES]`,
+where `S(t)` is the probability that the session is still idle after `t` seconds. The hazard is constant
+within a bin and zero beyond the last edge (discrete-time survival analysis: Tutz and Schmid, 2016). Pure
+arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 SessionKey = Hashable
 """Identifies a lineage of a session: tags in the service, a number in a trace."""
@@ -32,7 +40,7 @@ class Opening:
     """What the beginning of a turn says of its prompt, without its text.
 
     `whole`: the client's session, of which the turn's session is one lineage. `roots`: digests of the
-    prompt's first 1, 2, 4, ... blocks (`chains.py`). `branches`: how many branches of the lineage's chain
+    prompt's first 1, 2, 4, ... blocks (`lineages.py`). `branches`: how many branches of the lineage's chain
     were left behind by edits and regenerated answers; `regained`: how much of them this prompt goes back
     to, each counting 1.
     """
@@ -86,3 +94,134 @@ def fast_clock(clock: Callable[[], float], rate: float) -> Callable[[], float]:
     prices stay in real time.
     """
     return clock if rate == 1.0 else lambda: clock() * rate
+
+
+Floats = npt.NDArray[np.float64]
+Curves = npt.NDArray[np.float32]
+"""`[EDGES]`, or `[sessions, EDGES]`."""
+
+EDGES_S: Final = np.array(
+    [0, 2, 4, 6, 8, 12, 20, 30, 60, 120, 300, 600, 1200, 3600, 7200, 14400, 43200, 86400], dtype=np.float64
+)
+EDGES: Final = len(EDGES_S)
+BINS: Final = EDGES - 1
+WIDTHS_S: Final = np.diff(EDGES_S)
+LAST_S: Final = float(EDGES_S[-1])
+
+# All edges are whole seconds, so a table by second gives the bin of a time: ten times faster than a
+# search.
+_BIN_OF_SECOND: Final = np.minimum(
+    np.searchsorted(EDGES_S, np.arange(int(LAST_S) + 1), side="right") - 1, BINS - 1
+).astype(np.intp)
+
+
+def bin_of(idle_s: float) -> int:
+    """Return the bin of a time; the last one for all longer times."""
+    return int(_BIN_OF_SECOND[int(min(max(idle_s, 0.0), LAST_S))])
+
+
+def curve_of(hazards: npt.ArrayLike) -> Curves:
+    """Return the curves of `hazards`, `[..., BINS]`: P(resumes in this bin | idle up to its beginning)."""
+    kept = np.log1p(-np.clip(np.asarray(hazards, dtype=np.float64), 0.0, 1.0 - 1e-7))
+    log_s = np.zeros((*kept.shape[:-1], EDGES), dtype=np.float32)
+    np.cumsum(kept, axis=-1, out=kept)
+    log_s[..., 1:] = kept
+    return log_s
+
+
+def log_survival(curves: Curves, idle_s: Floats) -> Floats:
+    """Return `log S` of each curve `[n, EDGES]` at its time `[n]`."""
+    at_s = np.clip(idle_s, 0.0, LAST_S)
+    bins = _BIN_OF_SECOND[at_s.astype(np.intp)]
+    share = (at_s - EDGES_S[bins]) / WIDTHS_S[bins]
+    at = np.arange(len(bins)) * EDGES + bins
+    flat = curves.reshape(-1)
+    before = flat[at]
+    found: Floats = before + share * (flat[at + 1] - before)
+    return found
+
+
+def resume_probability(curves: Curves, idle_s: Floats, horizon_s: float) -> Floats:
+    """Return P(resumes within `horizon_s` | idle for `idle_s`), `[n]`, of curves `[n, EDGES]`."""
+    idle = np.maximum(idle_s, 0.0)
+    lost = log_survival(curves, idle + horizon_s) - log_survival(curves, idle)
+    probability: Floats = -np.expm1(np.minimum(lost, -0.0))
+    return probability
+
+
+def resume_within(curve: Curves, idle_s: float, horizon_s: float) -> float:
+    """Return `resume_probability` of one session."""
+    return float(resume_probability(curve[None], np.array([idle_s]), horizon_s)[0])
+
+
+def _cold() -> Curves:
+    """Return a curve whose hazard falls with time squared: after an hour hardly any session resumes."""
+    gone = 0.5 / (1.0 + EDGES_S / 120.0)
+    return curve_of(-np.expm1(np.diff(gone)))
+
+
+COLD: Final = _cold()
+"""For sessions of which nothing is known: the probability orders them by recency, up to a day."""
+
+
+def times(curve: Curves, ratio: float) -> Curves:
+    """Return the curve with hazards `ratio` times as high."""
+    return curve if ratio == 1.0 else (curve * np.float32(ratio)).astype(np.float32)
+
+
+def rest_of(curve: Curves, idle_s: float) -> Floats:
+    """Return what is left of a curve after `idle_s`, `[EDGES]`, counted from then on."""
+    since = np.interp(max(idle_s, 0.0) + EDGES_S, EDGES_S, curve)
+    rest: Floats = since - since[0]
+    return rest
+
+
+TRUST: Final = 0.9
+"""Share of hinted sessions assumed to resume when they say."""
+
+RETURN_S: Final[dict[HintEvent, float]] = {"typing": 10.0, "tool_finished": 2.0}
+"""Expected return of a session whose hint gives only an event."""
+
+_SOONEST_S: Final = 0.5
+_STEEPNESS: Final = 4.0
+_LOG_MIN: Final = -80.0
+
+
+def hinted(curve: Curves, idle_s: float, hint: Hint) -> Curves:
+    """Return the curve `[EDGES]` from `hint.at_s` on, for a session with `curve` that was idle `idle_s`.
+
+    `closed`: never resumes. With an expected return, or one implied by the event: `TRUST` of the
+    probability lies around it (log-logistic); the rest keeps the shape of `curve`, so that a session that
+    does not return as hinted soon counts as any idle one. Else what is left of `curve`.
+    """
+    if hint.event == "closed":
+        return np.zeros(EDGES, dtype=np.float32)
+    rest = rest_of(curve, idle_s)
+    expected_s = hint.expected_return_s
+    if expected_s is None or expected_s != expected_s:
+        expected_s = RETURN_S.get(hint.event) if hint.event is not None else None
+    if expected_s is None:
+        return _curve(rest)
+    expected_s = min(max(expected_s, _SOONEST_S), LAST_S)
+    waiting = 1.0 / (1.0 + (EDGES_S / expected_s) ** _STEEPNESS)
+    mixed = TRUST * waiting + (1.0 - TRUST) * np.exp(np.maximum(rest, _LOG_MIN))
+    return _curve(np.log(mixed))
+
+
+def _curve(log_s: Floats) -> Curves:
+    curve: Curves = log_s.astype(np.float32)
+    return curve
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is expected after a turn. Curves are f32 `[EDGES]`, counted from the turn's end.
+
+    `curve`: of its session. `others`: of other lineages of the same client's session whose expectation has
+    changed by this turn. `left_share`: what a branch behind a fork is worth relative to the chain that its
+    session uses; None: nothing is known of it.
+    """
+
+    curve: Curves
+    others: tuple[tuple[SessionKey, Curves], ...] = ()
+    left_share: float | None = None

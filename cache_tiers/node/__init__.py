@@ -18,7 +18,7 @@ from samovar.cache_tiers.node.drain import (
     takers,
 )
 from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, NodeSessions, TierNode
-from samovar.cache_tiers.node.peer_transfers import PeerExports
+from samovar.cache_tiers.node.peers import PeerExports
 from samovar.cache_tiers.node.resumption import NodeResumption
 from samovar.cache_tiers.node.state import put_aside
 

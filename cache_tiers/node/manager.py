@@ -60,13 +60,12 @@ from samovar.cache_tiers.messages import (
 )
 from samovar.cache_tiers.node.clears import NodeClears
 from samovar.cache_tiers.node.drain import NodeDrain
-from samovar.cache_tiers.node.load import NodeReads, NodeSamples
 from samovar.cache_tiers.node.peers import NodePeers, covers
 from samovar.cache_tiers.node.resumption import NodePrefetch, NodeResumption
 from samovar.cache_tiers.node.scan import RescanCoalescer, TierScans
 from samovar.cache_tiers.node.state import NodeState, PendingDeletes
 from samovar.cache_tiers.node.store import CallFor, NodeStores
-from samovar.cache_tiers.node.transfer import TransferRunner
+from samovar.cache_tiers.node.transfer import NodeReads, NodeSamples, TransferRunner
 from samovar.cache_tiers.policy import IdleSessions, Prefetcher, make_policy
 from samovar.cache_tiers.pricing import TierMeter, TierPrice
 from samovar.cache_tiers.transport import LazyLink, PeerCalls

@@ -1,7 +1,7 @@
 """A node's exchange with other nodes: peer lookups, pulls and exports.
 
-Combines `PeerExports` and `PeerPulls` (`peer_transfers.py`) with what both share. Without `calls` there are
-no other nodes, and every method answers so.
+`NodePeers` combines `PeerExports`, whole extents for a peer, and `PeerPulls`, verified into a tier here, with
+what both share. Without `calls` there are no other nodes, and every method answers so.
 """
 
 from __future__ import annotations
@@ -9,12 +9,36 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
-from samovar.cache_tiers.blocks import KEY_BYTES, SHARED_TIER, TAG_BYTES, TIERS, Address, LoadSource
-from samovar.cache_tiers.directory import TAILS_MAX
+from samovar.cache_tiers.blocks import (
+    HEADER_ALIGN,
+    KEY_BYTES,
+    PEER,
+    SHARED_TIER,
+    TAG_BYTES,
+    TIERS,
+    TOP_TIER,
+    Address,
+    BadRecord,
+    Bytes,
+    ExtentHeader,
+    LoadSource,
+    Record,
+    TierError,
+    TierMiss,
+    TierName,
+    decode_header,
+    read_header_bytes,
+    record_bytes,
+)
+from samovar.cache_tiers.directory import TAILS_MAX, Source, Transfer
+from samovar.cache_tiers.media import TierDown, TierLate
 from samovar.cache_tiers.messages import (
     BlockRange,
+    ExtentRequest,
     Fetched,
     FetchFailed,
     Lookup,
@@ -23,20 +47,23 @@ from samovar.cache_tiers.messages import (
     PeerStats,
     PushRequest,
 )
-from samovar.cache_tiers.node.peer_transfers import PeerExports, PeerPulls
 from samovar.cache_tiers.node.state import NodeState
-from samovar.cache_tiers.node.transfer import TransferRunner
+from samovar.cache_tiers.node.transfer import TransferRunner, verified
 from samovar.cache_tiers.pricing import TierMeter
 from samovar.cache_tiers.transport import (
     PEERS_ASKED_MAX,
+    Export,
     LazyLink,
     LinkDown,
+    LinkError,
     PeerCalls,
     PeerError,
+    PeerLate,
     PeerLost,
     PeerTable,
+    Way,
 )
-from samovar.configs.sections import TierSettings
+from samovar.configs.sections import PeerSettings, TierSettings
 
 logger = logging.getLogger(__name__)
 
@@ -256,3 +283,382 @@ class NodePeers:
     def _is_cleared(self, lookup: Lookup) -> bool:
         with self._state.lock:
             return self._state.directory.clears.forbids_pull(lookup.tenant, lookup.session)
+
+
+IN_S3 = "in s3"
+NO_ROOM = "no room"
+
+
+class PeerExports:
+    """Serves whole extents of this node's tiers to other nodes.
+
+    Never asks a third node, so two nodes that request from each other do not deadlock. The copy stays here,
+    but from then on the taker's own copy is used, so this one is evicted as the coldest. Nothing is verified
+    here; the requester does that, and reports a bad record (`check`). `agent`: the name of this node's link,
+    so that no other node's lease is released.
+    """
+
+    def __init__(self, state: NodeState, link: LazyLink, agent: str) -> None:
+        self._state = state
+        self._link = link
+        self._agent = agent
+
+    def export(self, ask: ExtentRequest) -> Export | FetchFailed:
+        """Put a copy of the record where the requester can pull it.
+
+        Fails as `_whole` does, and with: down (no NIXL here), no room (in the arena), in s3 (look there).
+        """
+        ends_s = self._state.clock() + ask.deadline_s
+        if self._is_only_in_s3(ask):
+            return FetchFailed(IN_S3)
+        try:
+            link = self._link.get()
+            data = self._whole(ask.address, ends_s)
+            if isinstance(data, FetchFailed):
+                return data
+            lease = link.lease(data.nbytes, expires=True)
+            if lease is None:
+                return FetchFailed(NO_ROOM, f"for {data.nbytes} bytes in the arena")
+            try:
+                lease.view[: data.nbytes] = data
+                return link.export(lease)
+            except LinkError:
+                link.release(lease.generation)
+                raise
+        except LinkDown as error:
+            self._link.down(error)
+            return FetchFailed("down", str(error))
+
+    def release(self, export: Export) -> None:
+        """Release an export that the requester has pulled, or will not pull."""
+        if export.agent != self._agent:
+            return
+        try:
+            self._link.get().release(export.generation)
+        except LinkDown as error:
+            logger.info("nothing to release: %s", error)
+
+    def read(self, ask: ExtentRequest) -> Fetched | FetchFailed:
+        """Return the whole record, for Ray to transfer."""
+        if self._is_only_in_s3(ask):
+            return FetchFailed(IN_S3)
+        address, state = ask.address, self._state
+        guard = state.guards.get(TOP_TIER)
+        if guard is not None and guard.is_up:
+            try:
+                ref = guard.tier.ref(address)
+            except TierMiss:
+                ref = None
+            if ref is not None:
+                return Fetched(0, ref=[ref])
+        data = self._whole(address, state.clock() + ask.deadline_s)
+        return data if isinstance(data, FetchFailed) else Fetched(0, data)
+
+    def check(self, ask: ExtentRequest) -> None:
+        """Verify our copies after a requester received something other than this extent."""
+        state, address = self._state, ask.address
+        with state.lock:
+            tiers = state.directory.copies(address)
+        for tier in tiers:
+            try:
+                data = self._read(address, tier, state.clock() + ask.deadline_s)
+                verified(data, address, data.nbytes)
+            except BadRecord as error:
+                state.bad(address, tier, error.kind)
+            except TierMiss:
+                state.lost(address, tier)
+            except TierError as error:
+                logger.info("a copy that is under suspicion could not be read: %s", error)
+
+    def _is_only_in_s3(self, ask: ExtentRequest) -> bool:
+        with self._state.lock:
+            return ask.reads_s3 and self._state.directory.copies(ask.address) == (SHARED_TIER,)
+
+    def _whole(self, address: Address, ends_s: float) -> Bytes | FetchFailed:
+        """Return the record from the cheapest tier with it, or a failure: gone | error | timeout | down."""
+        state = self._state
+        with state.lock:
+            tiers = state.directory.copies(address)
+            state.directory.touch(address)
+        failure = FetchFailed("gone")
+        for tier in tiers:
+            try:
+                return self._read(address, tier, ends_s)
+            except TierMiss:
+                state.lost(address, tier)
+            except BadRecord as error:
+                state.bad(address, tier, error.kind)
+                failure = FetchFailed("error", str(error))
+            except TierDown as error:
+                failure = FetchFailed("down", str(error))
+            except TierLate as error:
+                failure = FetchFailed("timeout", str(error))
+            except TierError as error:
+                failure = FetchFailed("error", str(error))
+        return failure
+
+    def _read(self, address: Address, tier: TierName, ends_s: float) -> Bytes:
+        """Read the whole record from one tier. Raises `TierError`, `BadRecord`."""
+        state = self._state
+        guard = state.guards[tier]
+        with state.lock:
+            pin = state.directory.pin(address, tier)
+        if pin is None:
+            raise TierMiss("gone meanwhile")
+        try:
+            left_s = ends_s - state.clock()
+            if left_s <= 0:
+                raise TierLate(f"no time left for {tier}")
+            return guard.read(address, 0, pin.nbytes, left_s)
+        finally:
+            with state.lock:
+                state.directory.unpin(pin)
+
+
+class _NotThisWay(Exception):
+    """Raised when one transfer way failed and another may work.
+
+    `reason`: of `FetchFailed`; `skip`: ways that are useless as well.
+    """
+
+    def __init__(self, reason: str, message: str, skip: tuple[Way, ...] = ()) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.skip = skip
+
+
+class PeerPulls:
+    """Pulls whole, verified extents from other nodes into a tier of this one.
+
+    Tries, within one deadline, NIXL from the peer's memory, Ray's object transfer, then S3 if both nodes
+    reach it. Only the very record that was requested is handed out or kept, and nothing that was cleared
+    here. Concurrent requests for the same extent share one pull. Nodes are called through `PeerCalls`.
+    `lost`: set when a node turns out to be gone.
+    """
+
+    def __init__(
+        self,
+        state: NodeState,
+        runner: TransferRunner,
+        peers: PeerTable,
+        calls: PeerCalls,
+        link: LazyLink,
+        settings: PeerSettings,
+        lost: threading.Event,
+    ) -> None:
+        self._state = state
+        self._runner = runner
+        self._peers = peers
+        self._calls = calls
+        self._link = link
+        self._settings = settings
+        self._lost = lost
+        self._pulls: dict[Address, Future[Fetched | FetchFailed]] = {}
+
+    def fetch(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed | None:
+        """Return the whole record of `address` from `node`; None: a tier of this node has it by now.
+
+        `ends_s`: on `NodeState.clock`. Raises nothing for failures of a peer, the link or a tier.
+        """
+        state = self._state
+        with state.lock:
+            pull = self._pulls.get(address)
+            is_first = pull is None
+            if pull is None:
+                if state.directory.copies(address):
+                    return None
+                pull = self._pulls[address] = Future()
+        if not is_first:
+            try:
+                return pull.result(max(0.0, ends_s - state.clock()))
+            except TimeoutError:
+                return FetchFailed("timeout", "another pull of this extent is still running")
+        result: Fetched | FetchFailed = FetchFailed("error", "the pull failed")
+        try:
+            result = self._pull(address, node, ends_s)
+        finally:
+            with state.lock:
+                del self._pulls[address]
+            pull.set_result(result)
+        return result
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is inconsistent."""
+        with self._state.lock:
+            for pull in self._pulls.values():
+                assert not pull.done(), "a pull that is over is remembered"
+
+    def _pull(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed:
+        state = self._state
+        with state.lock:
+            clear_seq = state.directory.clears.seq
+        failure, skipped = FetchFailed("gone", f"no way to {node}"), set[Way]()
+        for way in self._ways(node):
+            if way in skipped:
+                continue
+            began_s = state.clock()
+            if began_s >= ends_s:
+                failure = FetchFailed("timeout", failure.message)
+                break
+            try:
+                record, header = self._come(way, address, node, ends_s)
+            except _NotThisWay as error:
+                failure = FetchFailed(error.reason, f"{way}: {error}")
+                skipped.update(error.skip)
+                logger.info("fetching an extent from %s by %s failed: %s", node[:8], way, error)
+                continue
+            with state.lock:
+                self._peers.pulled(node, way, record.nbytes, state.clock() - began_s)
+            return self._keep(record, header, SHARED_TIER if way == SHARED_TIER else PEER, clear_seq)
+        return failure
+
+    def _ways(self, node: str) -> Iterator[Way]:
+        """Yield the transfer ways in the order in which they are tried."""
+        state = self._state
+        with state.lock:
+            is_up = self._peers.allows(node)
+            by_link = is_up and self._link.state == "nixl" and self._peers.allows_link(node)
+        if by_link:
+            yield "nixl"
+        if is_up:
+            yield "ray"
+        guard = state.guards.get(SHARED_TIER)
+        if guard is not None and guard.is_up:
+            yield SHARED_TIER
+
+    def _come(self, way: Way, address: Address, node: str, ends_s: float) -> tuple[Bytes, ExtentHeader]:
+        """Transfer and verify the record by one way. Raises `_NotThisWay`."""
+        if way == SHARED_TIER:
+            return self._by_s3(address, ends_s)
+        left_s = min(ends_s - self._state.clock(), self._settings.pull_s_max)
+        ask = ExtentRequest(address, left_s, reads_s3=SHARED_TIER in self._state.guards)
+        try:
+            data = self._by_link(node, ask) if way == "nixl" else self._by_ray(node, ask)
+            header = verified(data, address, data.nbytes)
+        except PeerError as error:
+            self._answer(partial(self._peers.failed, node, f"{way}:{type(error).__name__}"))
+            if isinstance(error, PeerLost):
+                self._lost.set()
+            reason = "timeout" if isinstance(error, PeerLate) else "error"
+            raise _NotThisWay(reason, str(error), ("ray",)) from None
+        except BadRecord as error:
+            self._answer(partial(self._peers.bad, node, error.kind))
+            logger.warning("node %s sent a bad record by %s: %s", node[:8], way, error)
+            self._calls.check(node, ask)
+            raise _NotThisWay("error", str(error)) from None
+        self._answer(partial(self._peers.succeeded, node))
+        return data, header
+
+    def _by_link(self, node: str, ask: ExtentRequest) -> Bytes:
+        """Pull the record over NIXL. Raises `PeerError`, `BadRecord`, `_NotThisWay`."""
+        ends_s = self._state.clock() + ask.deadline_s
+        reply: Export | FetchFailed | None = None
+        try:
+            link = self._link.get()
+            reply = self._calls.export(node, ask, ask.deadline_s)
+            if isinstance(reply, FetchFailed):
+                raise self._refused(node, "nixl", reply)
+            if reply.nbytes <= 0:
+                raise BadRecord("truncated", f"an export of {reply.nbytes} bytes")
+            lease = link.lease(reply.nbytes, expires=False)
+            if lease is None:
+                self._answer(partial(self._peers.could_not, node, "nixl:arena full"))
+                raise _NotThisWay("error", f"no room in the arena for {reply.nbytes} bytes")
+            try:
+                link.pull(reply, lease, ends_s - self._state.clock())
+                # A private copy, so that it cannot be written to after verification.
+                data: Bytes = lease.view[: reply.nbytes].copy()
+            finally:
+                link.release(lease.generation)
+        except LinkError as error:
+            if isinstance(error, LinkDown):
+                self._link.down(error)
+            self._answer(partial(self._peers.link_failed, node, f"nixl:{type(error).__name__}"))
+            raise _NotThisWay("error", f"{type(error).__name__}: {error}") from None
+        finally:
+            if isinstance(reply, Export):
+                self._calls.release(node, reply)
+        self._answer(partial(self._peers.link_succeeded, node))
+        return data
+
+    def _by_ray(self, node: str, ask: ExtentRequest) -> Bytes:
+        """Transfer the record through Ray. Raises `PeerError`, `_NotThisWay`."""
+        reply = self._calls.read(node, ask, ask.deadline_s)
+        if isinstance(reply, FetchFailed):
+            raise self._refused(node, "ray", reply)
+        return reply
+
+    def _refused(self, node: str, way: Way, reply: FetchFailed) -> _NotThisWay:
+        """Record a peer's refusal: it does not have the extent, or cannot give it that way."""
+        with self._state.lock:
+            self._peers.could_not(node, f"{way}:{reply.reason}")
+            self._peers.succeeded(node)
+            if way == "nixl" and reply.reason == "down":
+                self._peers.link_failed(node, "nixl:down there")
+        skip: tuple[Way, ...] = ("ray",) if reply.reason in ("gone", IN_S3) else ()
+        return _NotThisWay("gone" if reply.reason == IN_S3 else reply.reason, reply.message, skip)
+
+    def _by_s3(self, address: Address, ends_s: float) -> tuple[Bytes, ExtentHeader]:
+        """Read the record from S3 by address, even if unknown here. Raises `_NotThisWay`."""
+        guard, clock = self._state.guards[SHARED_TIER], self._state.clock
+        try:
+            head = guard.read(address, 0, HEADER_ALIGN, ends_s - clock())
+            length = read_header_bytes(head)
+            if length > HEADER_ALIGN:
+                head = guard.read(address, 0, length, ends_s - clock())
+            header = decode_header(head)
+            nbytes = record_bytes(header.blocks, header.shape)
+            data = guard.read(address, 0, nbytes, ends_s - clock())
+            return data, verified(data, address, nbytes)
+        except BadRecord as error:
+            guard.count(f"bad:{error.kind}")
+            raise _NotThisWay("error", str(error)) from None
+        except TierError as error:
+            reason = "timeout" if isinstance(error, TierLate) else "error"
+            raise _NotThisWay("gone" if isinstance(error, TierMiss) else reason, str(error)) from None
+
+    def _keep(
+        self, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int
+    ) -> Fetched | FetchFailed:
+        """Store it in the first tier with room and hand it out; a failure if it was cleared."""
+        kept: TierName | None = None
+        for tier in TIERS.local:  # a fetch does not wait for a write that leaves the node
+            if self._is_cleared(header):
+                break
+            transfer = self._runner.reserve(header, data.nbytes, source, tier, clear_seq=clear_seq)
+            if transfer == "held":
+                kept = tier
+                break
+            if not isinstance(transfer, Transfer):
+                if transfer == "tombstone":
+                    return FetchFailed("gone", "cleared meanwhile")
+                continue
+            try:
+                if self._runner.run(transfer, lambda: (Record(data), header)) is None:
+                    return FetchFailed("gone", "cleared meanwhile")
+            except (TierError, BadRecord) as error:
+                logger.info("blocks from another node could not be stored in %s: %s", tier, error)
+                continue
+            kept = tier
+            break
+        if self._is_cleared(header):
+            return FetchFailed("gone", "cleared meanwhile")
+        if kept is None:
+            return Fetched(0, data, tier="peer")
+        try:
+            ref = self._state.guards[kept].tier.ref(header.address)
+        except TierMiss:
+            logger.info("blocks from another node were evicted at once")
+            return Fetched(0, data, tier="peer")
+        if ref is None:
+            return Fetched(0, data, tier="peer", is_kept=True)
+        return Fetched(0, ref=[ref], tier="peer", is_kept=True)
+
+    def _is_cleared(self, header: ExtentHeader) -> bool:
+        with self._state.lock:
+            return self._state.directory.clears.forbids_pull(header.tenant, header.session)
+
+    def _answer(self, note: partial[None]) -> None:
+        """Record the outcome of a call, under the lock."""
+        with self._state.lock:
+            note()

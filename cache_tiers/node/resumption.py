@@ -2,7 +2,7 @@
 
 Lookups and turn ends go to the learner (`forecast/learner.py`), its curves to the table by which tiers rank
 sessions (`policy/idle_sessions.py`), and likely resumptions to `NodePrefetch`. Nothing here raises or waits
-for the learner on the path of a lookup. What resumes is a lineage of a session (`blocks/lineage.py`),
+for the learner on the path of a lookup. What resumes is a lineage of a session (`blocks/extent.py`),
 identified by its tenant tag and its own tag joined (`owner`).
 """
 

@@ -1,6 +1,6 @@
 """The sessions that may resume, as arrays, so that thousands are ranked at once.
 
-A row holds since when a session is idle and how likely it resumes when (`forecast/survival.py`). Not
+A row holds since when a session is idle and how likely it resumes when (`forecast/turns.py`). Not
 thread-safe.
 """
 

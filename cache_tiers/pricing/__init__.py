@@ -1,9 +1,16 @@
 """Prices of prefill and of tier loads, measured while serving, and the load plan they imply."""
 
-from samovar.cache_tiers.pricing.break_even import break_even_tokens, in_digits
-from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, Doubt
-from samovar.cache_tiers.pricing.load_plan import LoadPiece, LoadPlan, plan_load
-from samovar.cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
+from samovar.cache_tiers.pricing.load_plan import (
+    BURST_EXTENTS,
+    Doubt,
+    LoadPiece,
+    LoadPlan,
+    LookupWait,
+    break_even_tokens,
+    in_digits,
+    plan_load,
+    plan_wait,
+)
 from samovar.cache_tiers.pricing.meters import (
     UNKNOWN_PREFILL,
     PrefillMeter,

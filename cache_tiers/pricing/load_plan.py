@@ -1,20 +1,19 @@
-"""Load or compute: what of a prompt to load from the tiers, decided by price.
+"""Load or compute: what of a prompt to load from the tiers, and how long to wait for it, decided by price.
 
 Pure arithmetic over prices. The caller that carries out the plan verifies what the tiers return, and
-computes what does not arrive in time.
+computes what does not arrive in time. What a price forbids is done all the same now and then (`Doubt`).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 from samovar.cache_tiers.blocks import LoadSource
-from samovar.cache_tiers.pricing.doubt import Doubt
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 PlanDecision = Literal["none", "load", "recompute", "meet"]
@@ -203,3 +202,123 @@ def _meeting_point(loads: _Loads, end: int, prefill: PrefillPrice, resident_toke
         if 1 <= first < end:
             best = min(best, (max(compute_s(first), loads.seconds(first, end)), first))
     return best[1], best[0]
+
+
+DOUBT_SHARE = 0.01
+"""Of the bytes that are decided on, so many may be moved against the price."""
+BURST_EXTENTS = 4
+"""So many extents at first, and at most at a time: they are loaded side by side, as all loads are."""
+
+
+class Doubt:
+    """Doubts each "do not" that no real load has proved lately (`TierPrice.proves`).
+
+    Without this a price that is too high stays so for good: what is never stored is never loaded, and what is
+    never loaded is never measured. Stores, loads and swaps each have one of their own, a token bucket of
+    bytes.
+    `extent_bytes_max`: of the largest extent, so that one always fits.
+    """
+
+    def __init__(self, extent_bytes_max: int) -> None:
+        self._burst_bytes = BURST_EXTENTS * extent_bytes_max
+        self._bytes = float(self._burst_bytes)
+
+    def decided(self, nbytes: int) -> None:
+        """Record that `nbytes` were decided on, whatever was decided."""
+        self._bytes = min(self._burst_bytes, self._bytes + DOUBT_SHARE * max(nbytes, 0))
+
+    def leading(self, declined: Iterable[tuple[int, TierPrice]]) -> int:
+        """Return how many of these (bytes, price) are tried: none is of use without those before it."""
+        count = 0
+        for nbytes, price in declined:
+            if not self.tries(nbytes, price):
+                break
+            count += 1
+        return count
+
+    def tries(self, nbytes: int, price: TierPrice) -> bool:
+        """Return whether `nbytes` that `price` forbids are moved all the same; they are counted then."""
+        if price.proves(nbytes) or not price.is_up or nbytes > self._bytes:
+            return False
+        self._bytes -= nbytes
+        return True
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is wrong."""
+        assert 0 <= self._bytes <= self._burst_bytes, f"{self._bytes} bytes may be tried"
+
+
+@dataclass(frozen=True, slots=True)
+class LookupWait:
+    """Seconds from a prompt's arrival.
+
+    `until_s`: without an answer by then it is computed; 0: waiting does not pay. `idle_s`: from then on an
+    engine with nothing else to do computes it in small steps meanwhile; `until_s`: it does not.
+    `recompute_s`: what computing the missing tokens takes: more than any wait for at most all of the saving.
+    """
+
+    until_s: float
+    idle_s: float
+    recompute_s: float
+
+
+def plan_wait(
+    *,
+    missing_tokens: int,
+    resident_tokens: int,
+    nbytes: int,
+    prefill: PrefillPrice,
+    prices: Mapping[LoadSource, TierPrice],
+    usual_s: float,
+    share: float,
+    idle_share: float,
+    s_max: float,
+) -> LookupWait:
+    """Return the wait for the lookup of `missing_tokens` behind `resident_tokens` in the pool.
+
+    It is `share` of what loading would save, at most `s_max`: computing them, less loading their `nbytes`
+    from the cheapest tier in `prices` (as last heard; without any, or where none is proved, loading counts as
+    free). `usual_s`: what
+    a lookup takes as a rule; an answer that is not expected in time is not waited for. An idle engine begins
+    after `idle_share` of the wait, but not before twice `usual_s`: most answers come until then, and a step
+    that has begun cannot be taken back.
+    """
+    recompute_s = prefill.added_seconds(max(0, missing_tokens), resident_tokens)
+    loads_s = (price.seconds(nbytes) if price.is_proved else 0.0 for price in prices.values() if price.is_up)
+    load_s = min(loads_s, default=0.0)
+    until_s = min(s_max, share * max(0.0, recompute_s - load_s))
+    if until_s <= usual_s:
+        return LookupWait(0.0, 0.0, recompute_s)
+    return LookupWait(until_s, min(until_s, max(idle_share * until_s, 2 * usual_s)), recompute_s)
+
+
+def break_even_tokens(load: TierPrice, prefill: PrefillPrice, bytes_per_token: float) -> int | None:
+    """Return the least number of tokens whose load takes less time than computing them; None: none does.
+
+    Both as parts of a prompt whose rest is computed in any case, as `plan_load` compares them: what computing
+    gains over a load is a*n + b*n*n - latency, so above the result loading always wins.
+    """
+    if not load.is_up or not load.bytes_per_s > 0:
+        return None
+    computed_s = prefill.a_s + prefill.c0_s / prefill.step_tokens  # a token's, without attention
+    linear_s = computed_s - bytes_per_token / load.bytes_per_s
+    if load.latency_s <= 0 and linear_s > 0:
+        return 1
+    divisor = linear_s + math.sqrt(linear_s * linear_s + 4 * prefill.b_s * max(load.latency_s, 0.0))
+    if divisor > 0:
+        tokens = 2 * load.latency_s / divisor
+    elif prefill.b_s > 0:
+        tokens = -linear_s / prefill.b_s
+    else:
+        return None
+    # The next whole number: at the root itself both take as long.
+    return max(1, math.floor(tokens) + 1) if tokens < TOKENS_MAX else None
+
+
+TOKENS_MAX = 1 << 32
+"""A context that is longer is none."""
+
+
+def in_digits(number: float) -> str:
+    """Return a price as people read it: three digits, no exponent where it can be helped."""
+    return f"{float(f'{number:.3g}'):,.12g}"

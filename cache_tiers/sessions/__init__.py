@@ -7,7 +7,6 @@ imported when it is asked for.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from samovar.cache_tiers.sessions.item_store import ItemStore, NotErased
 from samovar.cache_tiers.sessions.quotas import MANY, NO_USE, Quotas, Use
 from samovar.cache_tiers.sessions.session_table import (
     Move,
@@ -20,7 +19,7 @@ from samovar.cache_tiers.sessions.session_table import (
     Sync,
     Synced,
 )
-from samovar.cache_tiers.sessions.shelf import Item, ItemBounds, Kind
+from samovar.cache_tiers.sessions.shelf import Item, ItemBounds, ItemStore, Kind, NotErased
 
 if TYPE_CHECKING:
     from samovar.cache_tiers.sessions.actor import ON_HEAD, session_actor

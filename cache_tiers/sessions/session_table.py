@@ -35,7 +35,7 @@ LOG_SPARE = 64
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """One lineage of a session (`tenant`, `session`: tags, the latter the lineage's: `blocks/lineage.py`).
+    """One lineage of a session (`tenant`, `session`: tags, the latter the lineage's: `blocks/extent.py`).
 
     `home`: id of the replica that served the last turn, empty if unknown. `nodes`: nodes whose tiers may
     hold its blocks, latest first. `tokens`: length of its chain after the last turn. `state` and

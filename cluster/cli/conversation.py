@@ -1,6 +1,6 @@
 """A conversation in the terminal: its turns, what a request says, what an answer's figures are.
 
-Pure, with clock readings passed in; HTTP is in `chat_client.py`, keyboard and screen in `chat.py`.
+Pure, with clock readings passed in; HTTP is in `chat.py`, keyboard and screen in `chat.py`.
 """
 
 from __future__ import annotations

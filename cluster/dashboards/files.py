@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from samovar import HOME
-from samovar.cluster.dashboards.alerts import ALERTS, Alert
-from samovar.cluster.dashboards.panels import ROWS, DashboardRow, Panel, PanelQuery
+from samovar.cluster.dashboards.panels import ALERTS, ROWS, Alert, DashboardRow, Panel, PanelQuery
 from samovar.router.metrics import DeclaredMetric, Metrics
 
 FOLDER = Path(__file__).parent

@@ -255,7 +255,7 @@ Do not edit: change those and run it again. It holds no secrets."""
 
 
 def render(settings: Settings, outputs: CloudOutputs | None, node_dir: str) -> ClusterFile:
-    """Return the cluster file. `outputs`: Terraform's, None for a rack; `node_dir`: see `home.py`.
+    """Return the cluster file. `outputs`: Terraform's, None for a rack; `node_dir`: see `up.py`.
 
     Raises `RenderFailed`.
     """

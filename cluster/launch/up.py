@@ -2,11 +2,17 @@
 
 Puts the secrets where the nodes find them (SSM, or a directory copied by SSH), writes the cluster file
 (rendered by `render.py`), and lets Ray do the rest.
+
+It works from `~/.samovar/<cluster>/`, which holds `cluster.yaml` for Ray, and `node/`, which every node gets
+as `~/samovar`: settings, the NVMe script and, for a rack, the secrets, which are drawn once and then kept.
+All of it is for the owner only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import os
 import shutil
 import signal
@@ -15,25 +21,36 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from samovar.cluster.launch.aws import keep_in_cloud, leave_targets, live_instances, with_server_secret
+import yaml
+
+from samovar.cluster.launch.aws import (
+    keep_in_cloud,
+    leave_targets,
+    live_instances,
+    new_token,
+    with_server_secret,
+)
+from samovar.cluster.launch.cluster_file import ClusterFile
 from samovar.cluster.launch.commands import command
-from samovar.cluster.launch.home import ClusterHome, cluster_home
 from samovar.cluster.launch.node_setup import RAY_TOKEN_FILE
 from samovar.cluster.launch.render import header, render
 from samovar.cluster.launch.settings import (
     CONFIG_FILE,
     NODE_HOME,
+    NVME_SCRIPT,
     SECRETS_FILE,
     TOKEN_FILE,
     check_complete,
     node_settings,
 )
 from samovar.cluster.launch.terraform import CloudOutputs
+from samovar.cluster.serve.secrets import DIR_OWNER_ONLY, write_private
 from samovar.configs.cluster import LaunchSettings
-from samovar.configs.fields import Tree, secret_tree, setting_fields
+from samovar.configs.fields import Tree, public_tree, secret_tree, setting_fields
 from samovar.configs.settings import Settings
 
 LAST_OUTPUT_S = 2.0
@@ -336,3 +353,107 @@ def _ray(launch: Launch, words: list[str], limit_s: float, show: Callable[[str],
     }
     name, *rest = words
     return run_shown([ray_program(), name, *FOR_PEOPLE, *rest], env, limit_s, show)
+
+
+CLUSTER_FILE = "cluster.yaml"
+SERVER_SECRET_FILE = "server-secret"
+NODE_DIR = "node"
+RUNNING_FILE = "running"
+PUBLIC = 0o644
+HEADER = "# Written by `samovar up`. All settings that hold on this cluster but the secrets.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterHome:
+    """Files of one cluster, in the directory `root` on the machine that runs `samovar up`."""
+
+    root: Path
+
+    @property
+    def cluster_file(self) -> Path:
+        return self.root / CLUSTER_FILE
+
+    @property
+    def node_dir(self) -> Path:
+        return self.root / NODE_DIR
+
+    def write_cluster_file(self, file: ClusterFile, header: str) -> None:
+        write_private(self.cluster_file, file.text(header))
+
+    def write_node_files(self, on_nodes: Settings) -> None:
+        """Write `node/`, without secrets. `on_nodes`: its settings. Raises `OSError` without the wheel."""
+        self._make()
+        for old in self.node_dir.glob("*.whl"):
+            old.unlink()
+        if (wheel := on_nodes.launch.wheel) is not None:
+            shutil.copyfile(wheel, self.node_dir / wheel.name)
+        config = self.node_dir / CONFIG_FILE
+        write_private(config, HEADER + yaml.safe_dump(public_tree(on_nodes), sort_keys=False))
+        config.chmod(PUBLIC)
+        write_private(self.node_dir / NVME_SCRIPT, nvme_script())
+
+    def write_secrets(self, token: str, secrets: Tree) -> None:
+        """Write the secrets for a rack, whose nodes get them by SSH."""
+        self._make()
+        write_private(self.node_dir / TOKEN_FILE, token + "\n")
+        write_private(self.node_dir / SECRETS_FILE, yaml.safe_dump(secrets, sort_keys=True))
+
+    def forget_secrets(self) -> None:
+        """Delete secrets left by an earlier rack of this name: in AWS they come from SSM."""
+        for name in (TOKEN_FILE, SECRETS_FILE):
+            (self.node_dir / name).unlink(missing_ok=True)
+
+    def runs(self, file: ClusterFile, secrets: Tree) -> bool:
+        """Whether the last `samovar up` succeeded with these, and no `samovar down` has run since."""
+        try:
+            return hmac.compare_digest(self._running.read_text().strip(), _digest(file, secrets))
+        except FileNotFoundError:
+            return False
+
+    def note_running(self, file: ClusterFile, secrets: Tree) -> None:
+        write_private(self._running, _digest(file, secrets) + "\n")
+
+    def forget_running(self) -> None:
+        self._running.unlink(missing_ok=True)
+
+    @property
+    def _running(self) -> Path:
+        return self.root / RUNNING_FILE
+
+    def token(self) -> str:
+        """Return Ray's token, drawn at the first call."""
+        return self._drawn(TOKEN_FILE)
+
+    def server_secret(self) -> str:
+        """Return `auth.server_secret`, drawn at the first call: blocks survive a new `samovar up`."""
+        return self._drawn(SERVER_SECRET_FILE)
+
+    def _drawn(self, name: str) -> str:
+        path = self.root / name
+        self._make()
+        try:
+            return path.read_text().strip()
+        except FileNotFoundError:
+            write_private(path, new_token() + "\n")
+            return path.read_text().strip()
+
+    def _make(self) -> None:
+        for path in (self.root, self.node_dir):
+            path.mkdir(mode=DIR_OWNER_ONLY, parents=True, exist_ok=True)
+            path.chmod(DIR_OWNER_ONLY)
+
+
+def _digest(file: ClusterFile, secrets: Tree) -> str:
+    """Return a digest of all that nodes must restart for. Keyed, so that API keys cannot be tried on it."""
+    key = str(secrets.get("auth", {}).get("server_secret", "")).encode()
+    text = file.text("") + yaml.safe_dump(secrets, sort_keys=True)
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def cluster_home(name: str, home: Path) -> ClusterHome:
+    """Return the directory of cluster `name`. `home`: the user's."""
+    return ClusterHome(home / ".samovar" / name)
+
+
+def nvme_script() -> str:
+    return (resources.files("samovar.cluster") / "scripts" / NVME_SCRIPT).read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from samovar.cache_tiers.blocks import CPU, NVME
-from samovar.cluster.plan.report import TIER_WORDS, chosen, in_gib
+from samovar.cluster.plan.plan import TIER_WORDS, chosen, in_gib
 from samovar.cluster.plan.runs import Sweep
 from samovar.cluster.plan.simulator.fleet import Fleet
 

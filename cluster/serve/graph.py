@@ -14,8 +14,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from samovar.cache_tiers.sessions import ON_HEAD
-from samovar.cluster.serve.autoscale import autoscaling_config
-from samovar.cluster.serve.ingresses import one_ingress_per_node
+from samovar.cluster.serve.autoscale import autoscaling_config, one_ingress_per_node
 from samovar.cluster.serve.preflight import uses_gpu
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import REPLICA_DEPLOYMENT

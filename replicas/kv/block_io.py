@@ -6,7 +6,7 @@ waits for a move. Host memory that the device reaches is copied from and to dire
 adjacent pages. Other memory goes through two halves of staging memory: while the device copies one, the
 calling thread fills or empties the other.
 
-The pages of a move belong to it until its ticket is done; `replicas/offload/moves.py` sees to that.
+The pages of a move belong to it until its ticket is done; `replicas/offload/load.py` sees to that.
 """
 
 from __future__ import annotations

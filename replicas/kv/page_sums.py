@@ -1,6 +1,6 @@
 """Computes the checksums of a record's layers on a GPU, of blocks where they lie: in pages.
 
-The same bits as `cache_tiers/blocks/layer_sums.py`, which defines them. A program computes one layer of one
+The same bits as `cache_tiers/blocks/record.py`, which defines them. A program computes one layer of one
 block, some pieces at a time; both sets of keys stay in its registers. Offsets of pages are int64: a pool has
 more than 2^31 bytes.
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from samovar.cache_tiers.blocks import BlockShape
-from samovar.cache_tiers.blocks import layer_sums as definition
+from samovar.cache_tiers.blocks import record as definition
 
 PIECES = 4
 """A program's at a time: 16 KiB, and 32 registers of each of 128 threads."""

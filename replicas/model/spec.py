@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,16 +25,107 @@ from samovar.configs.json_text import parse_json
 from samovar.configs.model_reference import snapshot_of
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.apart import run_apart, runs_apart
-from samovar.replicas.model.families import (
-    FAMILIES,
-    SERVED_LAYERS,
-    SERVED_TYPES,
-    UNSERVED_QUANTIZATION,
-    UNSERVED_TYPES,
-)
-from samovar.replicas.model.generation import generation_defaults
 from samovar.replicas.model.tokenizer import load_tokenizer
 from samovar.replicas.model.weights import WeightsFile, read_weights, weights_digest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model type. `weights` and `biases`: what every layer has, without `.weight` and `.bias`.
+
+    `optional_biases`: what has a bias where the config says `attention_bias`. Experts are not named: their
+    layout differs between files of one type, and loading refuses a model that lacks some.
+    """
+
+    weights: tuple[str, ...]
+    biases: tuple[str, ...] = ()
+    optional_biases: tuple[str, ...] = ()
+    has_experts: bool = False
+
+    def tensors(self, *, layers: int, attention_bias: bool, tied: bool) -> list[str]:
+        """Return the names of all tensors that the model cannot do without, first the few of the model."""
+        biases = self.biases + (self.optional_biases if attention_bias else ())
+        per_layer = [f"{name}.weight" for name in self.weights] + [f"{name}.bias" for name in biases]
+        needed = ["model.embed_tokens.weight", "model.norm.weight"]
+        needed += [f"model.layers.{i}.{name}" for i in range(layers) for name in per_layer]
+        return needed if tied else [*needed, "lm_head.weight"]
+
+
+_QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
+_QKVO = (*_QKV, "self_attn.o_proj")
+_MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_FEEDFORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+_LLAMA = Family((*_QKVO, *_MLP, *_NORMS), optional_biases=_QKVO)
+_MIXTURE = Family((*_QKVO, *_NORMS), optional_biases=_QKVO, has_experts=True)
+
+# A type is in the table only if the laws hold for it (`tests/laws/test_l14_families.py`): its own
+# transformers code, with our attention, gives the same logits as without; cached is the same as uncached.
+FAMILIES = {
+    "llama": _LLAMA,
+    "mistral": replace(_LLAMA, optional_biases=()),
+    "qwen2": replace(_LLAMA, biases=_QKV, optional_biases=()),
+    "qwen3": replace(_LLAMA, weights=(*_LLAMA.weights, *_QK_NORMS)),
+    "smollm3": _LLAMA,
+    "granite": _LLAMA,
+    "olmo2": Family(
+        (*_QKVO, *_MLP, *_QK_NORMS, "post_attention_layernorm", "post_feedforward_layernorm"),
+        optional_biases=_QKVO,
+    ),
+    "phi3": Family(("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *_NORMS)),
+    "gemma2": replace(_LLAMA, weights=(*_LLAMA.weights, *_FEEDFORWARD_NORMS)),
+    "gemma3_text": replace(_LLAMA, weights=(*_LLAMA.weights, *_FEEDFORWARD_NORMS, *_QK_NORMS)),
+    "mixtral": replace(_MIXTURE, optional_biases=()),
+    "qwen2_moe": replace(_MIXTURE, optional_biases=()),
+    "qwen3_moe": replace(_MIXTURE, weights=(*_MIXTURE.weights, *_QK_NORMS)),
+    "gpt_oss": _MIXTURE,
+}
+SERVED_TYPES = tuple(FAMILIES)
+
+SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers whose K and V of a token depend on the tokens before it alone, and stay as they are."""
+
+UNSERVED_TYPES = {
+    "gemma3": "it takes images; its text-only sizes are of the type gemma3_text",
+    "mistral3": "it takes images",
+    "llama4": "it takes images, and its layers attend in chunks",
+    "qwen2_vl": "it takes images",
+    "qwen2_5_vl": "it takes images",
+    "qwen3_vl": "it takes images",
+    "gemma3n": "its layers share K and V, and it takes images and sound",
+    "deepseek_v2": "it keeps K and V compressed (MLA), which the paged pool has no layout for",
+    "deepseek_v3": "it keeps K and V compressed (MLA), which the paged pool has no layout for",
+    "qwen3_next": "some of its layers keep a state instead of K and V",
+    "lfm2": "some of its layers keep a state instead of K and V",
+    "mamba": "its layers keep a state instead of K and V",
+    "mamba2": "its layers keep a state instead of K and V",
+    "jamba": "some of its layers keep a state instead of K and V",
+    "falcon_h1": "some of its layers keep a state instead of K and V",
+    "bamba": "some of its layers keep a state instead of K and V",
+}
+"""Known types that are not served, and why."""
+
+_NEEDS_ACCELERATE = "transformers reads it with the package accelerate, which is no part of Samovar"
+UNSERVED_QUANTIZATION = {
+    "awq": "its kernels are packages for CUDA",
+    "bitnet": _NEEDS_ACCELERATE,
+    "bitsandbytes": "its kernels are the package bitsandbytes, for CUDA",
+    "compressed-tensors": "transformers reads it with the package compressed-tensors, no part of Samovar",
+    "fbgemm_fp8": "its kernels need a GPU",
+    "fp8": _NEEDS_ACCELERATE,
+    "gptq": "its kernels are packages for CUDA",
+    "mxfp4": _NEEDS_ACCELERATE,
+    "mxfp8": _NEEDS_ACCELERATE,
+    "nvfp4": "its kernels need a GPU",
+    "quanto": _NEEDS_ACCELERATE,
+    "torchao": "transformers reads it with the package torchao, which is no part of Samovar",
+}
+"""Methods of quantization_config, and why none of them is served (docs/limits.md)."""
+
 
 __all__ = ["PROVENANCE_FILE", "SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
 
@@ -66,7 +157,6 @@ CONFIG_SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANOTHER_MODEL = f"point --model at a causal model of a served type: {', '.join(SERVED_TYPES)}"
@@ -510,3 +600,35 @@ def _fingerprint(path: Path, raw: dict[str, Any], weights: bytes) -> bytes:
         digest.update(len(name).to_bytes(8, "little") + name.encode())
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.digest()
+
+
+# A request's field, its name in the file, and what a request may ask for (`router/openai/schema.py`): above
+# the first number or, where that is allowed itself, from it on, up to the second.
+_FIELDS: tuple[tuple[str, str, float, bool, float], ...] = (
+    ("temperature", "temperature", 0, True, 2),
+    ("top_p", "top_p", 0, False, 1),
+    ("top_k", "top_k", 0, True, 2**31 - 1),
+    ("min_p", "min_p", 0, True, 1),
+    ("repetition_penalty", "repetition_penalty", 0, False, 10),
+    ("max_tokens", "max_new_tokens", 0, False, 2**31 - 1),
+)
+_COUNTS = frozenset({"top_k", "max_tokens"})
+
+
+def generation_defaults(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a generation_config.json states, by the names of a request's fields, as vLLM reads it.
+
+    What no request may ask for is left out, and logged. `do_sample` is not read: files state temperatures
+    beside `do_sample: false`. The ids that end an answer are not here: they hold for every request.
+    """
+    found: dict[str, float] = {}
+    for name, in_file, least, takes_least, most in _FIELDS:
+        stated = config.get(in_file)
+        if stated is None:
+            continue
+        is_number = isinstance(stated, (int, float)) and not isinstance(stated, bool)
+        if is_number and (least < stated <= most or (takes_least and stated == least)):
+            found[name] = int(stated) if name in _COUNTS else float(stated)
+        else:
+            logger.warning("generation_config.json: %s=%r is no value for a request", in_file, stated)
+    return found

@@ -3,17 +3,26 @@
 `ray_link`, which imports Ray, is imported as a module where it is used.
 """
 
-from samovar.replicas.offload.block_runs import StoreRun
-from samovar.replicas.offload.handover import Handover
-from samovar.replicas.offload.load import Expected, LoadedBlocks, PieceLoads, Suspect
+from samovar.replicas.offload.load import Expected, LoadedBlocks, PageMoves, PieceLoads, Suspect
 from samovar.replicas.offload.load import load as load_extent
 from samovar.replicas.offload.lookups import TierLookups
-from samovar.replicas.offload.moves import PageMoves
-from samovar.replicas.offload.offload import Offload, Restores
-from samovar.replicas.offload.reports import TierReporter, TurnReporter
-from samovar.replicas.offload.store import TurnStore, provenance_of
-from samovar.replicas.offload.swap import SwapSpace, check_swapped, swap_record
-from samovar.replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, WorkerPools
+from samovar.replicas.offload.offload import (
+    Handover,
+    Offload,
+    Restores,
+    SwapSpace,
+    check_swapped,
+    swap_record,
+)
+from samovar.replicas.offload.store import StoreRun, TurnStore, provenance_of
+from samovar.replicas.offload.tier_client import (
+    CompletionQueue,
+    TierAccess,
+    TierLink,
+    TierReporter,
+    TurnReporter,
+    WorkerPools,
+)
 
 __all__ = [
     "CompletionQueue",

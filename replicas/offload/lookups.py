@@ -1,6 +1,6 @@
-"""Looks prompts up in the cache tiers, and decides how long each of them waits for the answer.
+"""Looks prompts up in the tiers, decides how long each of them waits, and which blocks are loaded.
 
-A prompt waits for a share of what loading could save it (`cache_tiers/pricing/lookup_wait.py`). Meanwhile
+A prompt waits for a share of what loading could save it (`cache_tiers/pricing/load_plan.py`). Meanwhile
 an engine that has nothing else to do computes it from the front, each step no longer than the wait so far:
 so this costs at most as much again. The answer is used whenever it comes: what is not computed by then is
 loaded. Runs on the engine's thread; the calls on lookup threads.
@@ -10,21 +10,149 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Listing
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from samovar.cache_tiers.blocks import BlockShape, LoadSource, record_bytes
+from samovar.cache_tiers.blocks import ROOT, BlockShape, LoadSource, block_key, record_bytes
 from samovar.cache_tiers.media import Breaker
-from samovar.cache_tiers.messages import Lookup, LookupResult
+from samovar.cache_tiers.messages import Lookup, LookupResult, PartialBlock
 from samovar.cache_tiers.pricing import LookupWait, PrefillPrice, TierPrice, plan_wait
 from samovar.configs.sections import TierSettings
 from samovar.replicas.messages import GenerateRequest
-from samovar.replicas.offload.block_runs import LoadCut, load_cuts
 from samovar.replicas.offload.tier_client import CompletionQueue, begin
 from samovar.replicas.scheduling import OffloadState, Sequence, StepRoom
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCut:
+    """Blocks `[first, first + len(keys))` of the chain, at blocks `[offset, ...)` of an extent in `tier`.
+
+    `token_counts`: of these blocks; only the last may be partial. `node`: as in `BlockRange`.
+    """
+
+    extent_id: bytes
+    tenant: bytes
+    tier: LoadSource
+    offset: int
+    first: int
+    keys: tuple[bytes, ...]
+    token_counts: tuple[int, ...]
+    node: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.token_counts)
+
+
+def load_cuts(
+    found: LookupResult,
+    *,
+    namespace: bytes,
+    keys: Listing[bytes],
+    token_ids: Listing[int],
+    block_tokens: int,
+    resident_blocks: int,
+) -> list[LoadCut]:
+    """Return what the tiers have directly behind the pool's `resident_blocks`, without a gap.
+
+    `keys`: of the full blocks that may be loaded; `token_ids`: of the prompt without its last token, which is
+    always computed.
+    """
+    cuts: list[LoadCut] = []
+    end = resident_blocks
+    for span in sorted(found.spans, key=lambda span: span.first):
+        last = min(span.first + span.blocks, len(keys))
+        if last <= end:
+            continue
+        if span.first > end:
+            break
+        offset = span.offset + end - span.first
+        counts = (block_tokens,) * (last - end)
+        cuts.append(
+            LoadCut(
+                span.extent_id,
+                span.tenant,
+                span.tier,
+                offset,
+                end,
+                tuple(keys[end:last]),
+                counts,
+                node=span.node,
+            )
+        )
+        end = last
+    tail = _longest_tail(found.tails, namespace, keys, token_ids, end, block_tokens)
+    if tail is None:
+        return cuts
+    at = tail.span
+    last_cut = cuts[-1] if cuts else None
+    if (
+        last_cut is not None
+        and (last_cut.extent_id, last_cut.tier, last_cut.node) == (at.extent_id, at.tier, at.node)
+        and last_cut.offset + len(last_cut.keys) == at.offset
+    ):
+        # Directly behind, in the same extent: one fetch.
+        cuts[-1] = LoadCut(
+            last_cut.extent_id,
+            last_cut.tenant,
+            last_cut.tier,
+            last_cut.offset,
+            last_cut.first,
+            (*last_cut.keys, tail.key),
+            (*last_cut.token_counts, tail.tokens),
+            last_cut.node,
+        )
+    else:
+        cuts.append(
+            LoadCut(
+                at.extent_id,
+                at.tenant,
+                at.tier,
+                at.offset,
+                end,
+                (tail.key,),
+                (tail.tokens,),
+                node=at.node,
+            )
+        )
+    return cuts
+
+
+def _longest_tail(
+    tails: Iterable[PartialBlock],
+    namespace: bytes,
+    keys: Listing[bytes],
+    token_ids: Listing[int],
+    end: int,
+    block_tokens: int,
+) -> PartialBlock | None:
+    """Return the longest partial block behind block `end - 1` that matches the prompt, or None."""
+    if end > len(keys):
+        return None
+    parent = keys[end - 1] if end else ROOT
+    best: PartialBlock | None = None
+    for tail in tails:
+        start = end * block_tokens
+        fits = 0 < tail.tokens < block_tokens and start + tail.tokens <= len(token_ids)
+        if tail.span.first != end or not fits or (best is not None and tail.tokens <= best.tokens):
+            continue
+        if block_key(namespace, parent, token_ids[start : start + tail.tokens]) == tail.key:
+            best = tail
+    return best
+
+
+def held_keys(found: LookupResult, keys: Listing[bytes]) -> set[bytes]:
+    """Return the keys held by this node's tiers; blocks that only another node holds must be stored."""
+    held = {tail.key for tail in found.tails if tail.span.tier != "peer"}
+    for span in found.spans:
+        if span.tier != "peer":
+            held.update(keys[span.first : span.first + span.blocks])
+    return held
+
 
 LOOKUP_RATE = 0.2  # weight of a new measurement in the usual time of a lookup
 USUAL_S_MAX = 0.25  # most that one measurement counts for, so that a slow lookup is soon forgotten

@@ -1,4 +1,4 @@
-"""The engine's client of the cache tiers: tier lookup, load before prefill, swap; `store.py` stores.
+"""The engine's client of the cache tiers: lookup, load before prefill, swap, handover; `store.py` stores.
 
 Runs on the engine's thread. Blocking work (calls, checksums, copies) runs in worker threads; `collect` takes
 in their results between two steps. Only verified bytes are copied into a page, and a sequence computes on
@@ -11,28 +11,53 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Listing
-from dataclasses import replace
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from samovar.cache_tiers.blocks import BlockShape, Bytes, record_bytes
-from samovar.cache_tiers.messages import Fetch, FetchFailed
-from samovar.cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, plan_load
+import numpy as np
+
+from samovar.cache_tiers.blocks import (
+    ROOT,
+    TAG_BYTES,
+    TOP_TIER,
+    BadRecord,
+    BlockShape,
+    Bytes,
+    Placement,
+    block_key,
+    record_bytes,
+)
+from samovar.cache_tiers.messages import Fetch, FetchFailed, Lookup, LookupResult
+from samovar.cache_tiers.pricing import Doubt, LoadPiece, PrefillMeter, TierMeter, TierPrice, plan_load
 from samovar.configs.sections import TierSettings
-from samovar.replicas.kv import CopyEvent
+from samovar.replicas.kv import CopyEvent, PageIo, PagePool, PrefixEntry
 from samovar.replicas.messages import GenerateRequest
-from samovar.replicas.offload.block_runs import LoadCut, StoreRun
-from samovar.replicas.offload.handover import Handover
-from samovar.replicas.offload.load import Expected, LoadedBlocks, PieceLoad, PieceLoads, Suspect
-from samovar.replicas.offload.lookups import TierLookups, cuts_of
-from samovar.replicas.offload.moves import PageMoves
-from samovar.replicas.offload.reports import TierReporter, TurnReporter
-from samovar.replicas.offload.store import TurnStore, chain_of, largest_extent_bytes
-from samovar.replicas.offload.swap import SwappedBlocks, SwapSpace, check_swapped, swap_record
-from samovar.replicas.offload.tier_client import CompletionQueue, TierLink, begin
+from samovar.replicas.offload.load import (
+    Expected,
+    LoadedBlocks,
+    PageMoves,
+    PieceLoad,
+    PieceLoads,
+    Suspect,
+    unpack,
+)
+from samovar.replicas.offload.lookups import LoadCut, TierLookups, cuts_of, held_keys
+from samovar.replicas.offload.store import (
+    Origin,
+    StoreContext,
+    StoredChain,
+    StoreRun,
+    TurnStore,
+    chain_of,
+    largest_extent_bytes,
+    sealed_record,
+)
+from samovar.replicas.offload.tier_client import CompletionQueue, TierLink, TierReporter, TurnReporter, begin
 from samovar.replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
 logger = logging.getLogger(__name__)
@@ -476,3 +501,223 @@ class Offload:
         self.turns.check_integrity()
         self.reporter.check_integrity()
         self.swap.check_integrity()
+
+
+LOOKUPS_MAX = 4
+"""Limit of lookups in flight."""
+
+
+class Handover:
+    """Hands the pool's chains to the tiers before a replica stops.
+
+    Most blocks were offered at the end of their turn; this covers those that were not looked up then, found
+    no room or have been dropped by a tier since. Highest value first: P(resumes) x seconds saved / bytes.
+    Runs on the engine's thread; lookups run in `lane`.
+
+    `horizon_s`: limit, by the pool's clock, of the resumptions that count.
+    """
+
+    def __init__(
+        self,
+        *,
+        link: TierLink,
+        pool: PagePool,
+        turns: TurnStore,
+        meter: PrefillMeter,
+        lane: Executor,
+        arrivals: CompletionQueue,
+        horizon_s: float,
+    ) -> None:
+        self.skipped = 0
+        """Chains that cannot be handed over: their owner is unknown, or the tiers do not answer."""
+        self._link = link
+        self._pool = pool
+        self._turns = turns
+        self._meter = meter
+        self._lane = lane
+        self._arrivals = arrivals
+        self._horizon_s = horizon_s
+        self._known: OrderedDict[bytes, StoreContext] = OrderedDict()  # by owner; longest untouched first
+        self._chains: deque[StoredChain] = deque()
+        self._entries: dict[int, PrefixEntry] = {}  # page -> its entry when the chains were listed
+        self._offered: set[bytes] = set()
+        self._looking = self._looking_blocks = 0
+
+    def learned(self, provenance: StoreContext) -> None:
+        """Record the tiers' answer at the start of a turn; keeps as many sessions as the pool can hold."""
+        self._known[provenance.owner] = provenance
+        self._known.move_to_end(provenance.owner)
+        if len(self._known) > self._pool.usable:
+            self._known.popitem(last=False)
+
+    def begin(self) -> int:
+        """List the pool's chains; return their number."""
+        valued = []
+        for entries in self._pool.index.chains():
+            found = self._owner_of(entries)
+            if found is None:
+                self.skipped += 1
+                continue
+            provenance, likely = found
+            tokens = len(entries) * self._pool.block_tokens
+            value = likely * self._meter.price.added_seconds(tokens, 0) / len(entries)
+            chain = StoredChain(provenance, [one.key for one in entries], [one.page for one in entries])
+            valued.append((value, chain))
+            self._entries.update((entry.page, entry) for entry in entries)
+        valued.sort(key=lambda pair: pair[0], reverse=True)
+        self._chains = deque(chain for _, chain in valued)
+        return len(self._chains)
+
+    def advance(self) -> int:
+        """Start as many chains as may be in flight; return how many are left. Call until that is 0."""
+        while self._chains and self._may_begin(self._chains[0]):
+            chain = self._chains.popleft()
+            of = chain.provenance
+            lookup = Lookup(of.namespace, b"".join(chain.keys), of.owner[:TAG_BYTES], of.owner[TAG_BYTES:])
+            if begin(self._lane, self._look, chain, lookup):
+                self._looking += 1
+                self._looking_blocks += len(chain.keys)
+            else:
+                self.skipped += 1
+        return len(self._chains) + self._looking
+
+    def _may_begin(self, chain: StoredChain) -> bool:
+        """Return whether all of a chain fits beside the lookups in flight."""
+        blocks = len(chain.keys) + self._looking_blocks
+        has_room = self._turns.has_room(blocks, or_none_staged=self._looking == 0)
+        return has_room and self._looking < LOOKUPS_MAX
+
+    def _look(self, chain: StoredChain, lookup: Lookup) -> None:
+        """Look up a chain, on a lookup thread."""
+        found: LookupResult | None = None
+        try:
+            found = self._link.lookup(lookup)
+        except Exception:  # a fault of the tiers costs only this chain
+            logger.exception("a lookup failed")
+        self._arrivals.post(lambda: self._found(chain, found))
+
+    def _found(self, chain: StoredChain, found: LookupResult | None) -> None:
+        self._looking -= 1
+        self._looking_blocks -= len(chain.keys)
+        index = self._pool.index
+        if found is None or any(index.of_page(page) is not self._entries[page] for page in chain.pages):
+            self.skipped += 1  # or its pages have been reused meanwhile
+            return
+        held = held_keys(found, chain.keys) | self._offered
+        offered = self._turns.offer_chain(chain, None, held, found.prices)
+        self._offered |= offered
+
+    def _owner_of(self, entries: Listing[PrefixEntry]) -> tuple[StoreContext, float] | None:
+        """Return the chain's owner who is most likely to resume, and the probability."""
+        owners = sorted(self._pool.owners_of(entries[-1].page) & self._known.keys())
+        first, known = entries[0], [self._known[owner] for owner in owners]
+        fitting = [one for one in known if block_key(one.namespace, ROOT, first.token_ids) == first.key]
+        if not fitting:
+            return None
+        sessions = self._pool.sessions
+        slots = np.array([sessions.slot(one.owner) for one in fitting], dtype=np.intp)
+        likely = sessions.probabilities(slots, self._pool.returns.now_s, self._horizon_s)
+        best = int(likely.argmax())
+        return fitting[best], float(likely[best])
+
+
+_NOWHERE = Placement(first=TOP_TIER, write_behind=(), lowest=TOP_TIER)
+
+
+def swap_record(
+    sequence: Sequence,
+    run: StoreRun,
+    pages: Listing[int],
+    shape: BlockShape,
+    io: PageIo,
+    written: CopyEvent,
+    copied: Callable[[], None] = lambda: None,
+) -> Bytes:
+    """Return the sealed record of the blocks of `run`, copied out of `pages`. For a worker thread.
+
+    `copied` is called when the pages are not needed any more.
+    """
+    tags = sequence.owner[:TAG_BYTES], sequence.owner[TAG_BYTES:]
+    origin = Origin(sequence.namespace, tags[0], tags[1], _NOWHERE, "", 0, 0.0)
+    return sealed_record(run, ROOT, pages, origin, shape, io, written, copied)[0]
+
+
+def check_swapped(
+    sequence: Sequence, run: StoreRun, record: Bytes, first_block: int, shape: BlockShape
+) -> LoadedBlocks:
+    """Return the verified blocks of a record from `first_block` on. For a worker thread."""
+    keys, counts = run.keys[first_block:], run.token_counts[first_block:]
+    expected = Expected(sequence.namespace, shape, first_block, keys, counts)
+    try:
+        payload, good = unpack(record, 0, first_block, expected)
+    except BadRecord as bad:
+        return LoadedBlocks(record[:0], 0, 0.0, bad.kind)
+    return LoadedBlocks(payload, good, 0.0, None if good == len(keys) else "checksum")
+
+
+@dataclass(slots=True, eq=False)
+class SwappedBlocks:
+    """The blocks of one sequence, `nbytes` as a record. `record`: None while they are being copied."""
+
+    run: StoreRun
+    nbytes: int
+    record: Bytes | None = None
+
+
+class SwapSpace:
+    """Keeps blocks of preempted sequences in this process until they run again. For the engine's thread.
+
+    Sealed and verified like every record: all bytes leave a page and come back the same way. At most
+    `bytes_max` bytes, one record per sequence: one that finds no room loses its blocks and computes them
+    again.
+
+    `meter`: learns what one direction takes, checksums included.
+    """
+
+    def __init__(self, bytes_max: int, shape: BlockShape, meter: TierMeter) -> None:
+        self.meter = meter
+        self.bytes_max = bytes_max
+        self._shape = shape
+        self._swapped: dict[Sequence, SwappedBlocks] = {}
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can hold anything."""
+        return record_bytes(1, self._shape) <= self.bytes_max
+
+    def price(self) -> TierPrice:
+        """Return the price of one direction; it is not up where there is no room."""
+        return self.meter.price(self.has_room)
+
+    def get(self, sequence: Sequence) -> SwappedBlocks | None:
+        return self._swapped.get(sequence)
+
+    def reserve(self, sequence: Sequence, run: StoreRun) -> SwappedBlocks | None:
+        """Make room for the blocks of `run`, in place of those that were held. None: there is not enough."""
+        self.drop(sequence)
+        nbytes = record_bytes(len(run.keys), self._shape)
+        if self._nbytes + nbytes > self.bytes_max:
+            return None
+        swapped = self._swapped[sequence] = SwappedBlocks(run, nbytes)
+        self._nbytes += nbytes
+        return swapped
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence's blocks, if there are any."""
+        if sequence in self._swapped:
+            self._nbytes -= self._swapped.pop(sequence).nbytes
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is wrong."""
+        held = sum(swapped.nbytes for swapped in self._swapped.values())
+        assert held == self._nbytes, f"{self._nbytes} swapped bytes accounted, {held} held"
+        assert self._nbytes <= self.bytes_max, "more is swapped out than there is room for"
+        for swapped in self._swapped.values():
+            assert swapped.record is None or swapped.record.nbytes == swapped.nbytes, (
+                "a record of another size"
+            )

@@ -34,11 +34,59 @@ from samovar.cache_tiers.messages import LookupResult, StoreRequest
 from samovar.cache_tiers.pricing import Doubt, PrefillMeter, PrefillPrice, TierPrice, in_digits, worth_storing
 from samovar.configs.sections import TierSettings
 from samovar.replicas.kv import CopyEvent, PageIo, PagePool, PrefixEntry
-from samovar.replicas.offload.block_runs import StoreRun, held_keys, store_runs
+from samovar.replicas.offload.lookups import held_keys
 from samovar.replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, begin
 from samovar.replicas.scheduling import BlockFates, OffloadState, Sequence
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRun:
+    """Blocks `[first, first + len(keys))` of a chain, to be stored as one extent."""
+
+    first: int
+    keys: tuple[bytes, ...]
+    token_counts: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.token_counts)
+
+    @property
+    def end(self) -> int:
+        """Return the number of the block behind the last one."""
+        return self.first + len(self.keys)
+
+
+def store_runs(
+    keys: Listing[bytes],
+    tail: tuple[bytes, int] | None,
+    *,
+    block_tokens: int,
+    blocks_max: int,
+    is_held: Callable[[bytes], bool],
+) -> list[StoreRun]:
+    """Return the runs of blocks that are not held yet, none longer than `blocks_max`.
+
+    `keys`: of the full blocks from the chain's beginning; `tail`: key and tokens of the partial block behind
+    them.
+    """
+    counts = [block_tokens] * len(keys)
+    chain = list(keys)
+    if tail is not None:
+        chain.append(tail[0])
+        counts.append(tail[1])
+    runs: list[StoreRun] = []
+    begin: int | None = None
+    for block in range(len(chain) + 1):
+        wanted = block < len(chain) and not is_held(chain[block])
+        if begin is not None and (not wanted or block - begin == blocks_max):
+            runs.append(StoreRun(begin, tuple(chain[begin:block]), tuple(counts[begin:block])))
+            begin = None
+        if wanted and begin is None:
+            begin = block
+    return runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,23 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
 from samovar.replicas.scheduling.drafts import Drafter, DraftLimits
-from samovar.replicas.scheduling.fates import BlockFates, Fate
-from samovar.replicas.scheduling.preemption import DropNewest, PreemptionPolicy, SwapPrices, preemption_policy
-from samovar.replicas.scheduling.restore import OWN, Restore, RestorePiece
+from samovar.replicas.scheduling.queues import (
+    DropNewest,
+    PreemptionPolicy,
+    SwapPrices,
+    preemption_policy,
+)
 from samovar.replicas.scheduling.scheduler import Scheduler
-from samovar.replicas.scheduling.sequence import OffloadState, Sequence, bare_sequence
+from samovar.replicas.scheduling.sequence import (
+    OWN,
+    BlockFates,
+    Fate,
+    OffloadState,
+    Restore,
+    RestorePiece,
+    Sequence,
+    bare_sequence,
+)
 from samovar.replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, StepTimes
 
 __all__ = [

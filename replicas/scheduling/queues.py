@@ -1,16 +1,26 @@
-"""The two queues of one replica: sequences that run, on pages of their own, and those that wait. Pure."""
+"""Who runs and who waits, on which pages, and which sequence gives its pages up.
+
+Sequences that run have a page table: pages that the pool had, pages of their own, and blocks that others may
+find. Which of them gives its pages up, and what happens to its blocks, goes by what that costs: less, the
+less an answer would still hold. How long answers become is learnt. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Listing
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
-from samovar.replicas.scheduling.order import gives
-from samovar.replicas.scheduling.page_tables import PageTables
-from samovar.replicas.scheduling.preemption import Preemption, PreemptionPolicy
+from samovar.cache_tiers.pricing import BURST_EXTENTS, Doubt, PrefillPrice, TierPrice, swap_or_drop
+from samovar.replicas.kv import PagePool, PrefixEntry
+from samovar.replicas.scheduling.order import (
+    TenantShares,
+    gives,
+)
 from samovar.replicas.scheduling.sequence import Restorer, Sequence
 from samovar.replicas.scheduling.step import StepPlan
-from samovar.replicas.scheduling.tenants import TenantShares
 from samovar.replicas.turns import FairQueue
 
 
@@ -139,3 +149,277 @@ class Queues:
             sequence.pages = []
         else:
             self.waiting.remove(sequence)
+
+
+class PageTables:
+    """The page tables of one replica's sequences; `prefix_reuse`: blocks are shared between them."""
+
+    def __init__(self, pool: PagePool, *, prefix_reuse: bool) -> None:
+        self.pool = pool
+        self.prefix_reuse = prefix_reuse
+        self.cow_copies = 0
+        self.copied: list[int] = []  # pages that the planned step copies from, and no sequence has now
+
+    def _written(self, sequence: Sequence, count: int) -> range:
+        block_tokens = self.pool.block_tokens
+        first = sequence.computed // block_tokens
+        return range(first, (sequence.computed + count - 1) // block_tokens + 1)
+
+    def to_own(self, sequence: Sequence, count: int) -> int:
+        """Return how many pages the next `count` slots need beside those that are the sequence's own."""
+        pages = sequence.pages
+        written = self._written(sequence, count)
+        return sum(block >= len(pages) or self.pool.refs(pages[block]) > 1 for block in written)
+
+    def own(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+        """Give a sequence pages of its own for its next `count` slots; what is shared is copied on write."""
+        for block in self._written(sequence, count):
+            if block == len(sequence.pages):
+                sequence.pages.append(self.pool.allocate())
+                continue
+            page = sequence.pages[block]
+            if self.pool.refs(page) > 1:  # shared with a sibling: copy on write
+                own = self.pool.allocate()
+                plan.copies.append((page, own))
+                self.pool.release([page])
+                sequence.pages[block] = own
+                self.cow_copies += 1
+
+    def own_drafts(self, plan: StepPlan) -> None:
+        """Own the pages of guesses, of those that the rest of the step has left; else leave them out."""
+        for place, chunk in enumerate(plan.chunks):
+            if chunk.draft and self.to_own(chunk.sequence, chunk.rows) > self.pool.available:
+                plan.chunks[place] = replace(chunk, draft=())
+            elif chunk.draft:
+                self.own(chunk.sequence, chunk.rows, plan)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the pages behind the last known token: only guesses that were wrong needed them."""
+        needed = self.pool.pages_for(len(sequence.tokens))
+        self.pool.release(sequence.pages[needed:])
+        del sequence.pages[needed:]
+
+    def resident(self, sequence: Sequence) -> list[PrefixEntry]:
+        """Return a sequence's blocks that are in the pool and need not be computed."""
+        if not self.prefix_reuse:
+            return []
+        blocks_max = sequence.reusable // self.pool.block_tokens
+        return self.pool.match(sequence.keys_of(blocks_max, self.pool.block_tokens), sequence.tokens)
+
+    def short(self, sequence: Sequence) -> int:
+        """Return how many pages are missing for the sequence's prompt."""
+        hits = self.resident(sequence)
+        revived = sum(self.pool.refs(entry.page) == 0 for entry in hits)  # no longer evictable then
+        return self.pool.pages_for(len(sequence.tokens)) - len(hits) + revived - self.pool.available
+
+    def freed(self, sequence: Sequence) -> int:
+        """Return how many pages become free when a sequence loses its own."""
+        return sum(self.pool.refs(page) == 1 for page in sequence.pages)
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Share the cached prefix and own pages for the rest, or change nothing and return False."""
+        hits = self.resident(sequence)
+        for entry in hits:
+            self.pool.acquire(entry.page)
+        missing = self.pool.pages_for(len(sequence.tokens)) - len(hits)
+        if missing > self.pool.available:
+            self.pool.release([entry.page for entry in hits])
+            return False
+        for entry in hits:
+            self.pool.own(entry.page, sequence.owner)
+        sequence.pages = [entry.page for entry in hits] + [self.pool.allocate() for _ in range(missing)]
+        sequence.computed = sequence.resident_tokens = len(hits) * self.pool.block_tokens
+        if sequence.first_resident is None:
+            sequence.first_resident = sequence.resident_tokens
+        sequence.published_blocks = len(hits)
+        if hits:
+            sequence.chain_entry = hits[-1].number
+        return True
+
+    def fork(self, sequence: Sequence, index: int) -> Sequence:
+        """Return another choice of a sequence whose prompt is computed; both share its pages."""
+        sibling = sequence.fork(index)
+        for page in sibling.pages:
+            self.pool.acquire(page)
+        return sibling
+
+    def keep_copied(self, victim: Sequence, plan: StepPlan) -> None:
+        """Keep what the plan copies out of a victim's pages: its next owner might load into it at once."""
+        copied = {source for source, _ in plan.copies}.intersection(victim.pages)
+        for page in copied:
+            self.pool.acquire(page)
+        self.copied += copied
+
+    def forget_copied(self) -> None:
+        """Release what `keep_copied` kept: the step is over, or the next one is planned."""
+        self.pool.release(self.copied)
+        self.copied = []
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find a sequence's full blocks."""
+        if not self.prefix_reuse or sequence.is_cleared:
+            return
+        block_tokens = self.pool.block_tokens
+        while (
+            not sequence.chain_broken and (sequence.published_blocks + 1) * block_tokens <= sequence.computed
+        ):
+            block = sequence.published_blocks
+            ids = sequence.tokens[block * block_tokens : (block + 1) * block_tokens]
+            key = sequence.keys_of(block + 1, block_tokens)[block]
+            page = sequence.pages[block]
+            published = self.pool.publish(key, sequence.chain_entry, ids, page)
+            if published is None:
+                sequence.chain_broken = True
+                return
+            if published.duplicate:  # the same block was computed concurrently: share that page
+                self.pool.acquire(published.entry.page)
+                self.pool.release([page])
+                sequence.pages[block] = published.entry.page
+            self.pool.own(published.entry.page, sequence.owner)
+            sequence.chain_entry = published.entry.number
+            sequence.published_blocks = block + 1
+
+
+BUCKETS = 24
+"""Of lengths: [1, 2), [2, 4), ... tokens."""
+FADE = 0.999
+"""What an answer counts for when the next has ended: about the last thousand count."""
+PRIOR_TOKENS = 256
+"""How long answers count as before any has ended."""
+
+
+class AnswerLengths:
+    """A fading histogram of answers' lengths, in powers of two."""
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * BUCKETS
+        self._counts[_bucket(PRIOR_TOKENS)] = 1.0
+
+    def ended(self, tokens: int) -> None:
+        """Count an answer of so many tokens."""
+        self._counts = [FADE * count for count in self._counts]
+        self._counts[_bucket(tokens)] += 1.0
+
+    def left(self, tokens: int, tokens_max: int) -> float:
+        """Return how many more an answer of `tokens` is expected to get, of at most `tokens_max`; at least 1.
+
+        The mean of those that became longer, a bucket counted at its middle; as long again, if none did.
+        """
+        weight = total = 0.0
+        for bucket, count in enumerate(self._counts):
+            low, high = 2**bucket, 2 ** (bucket + 1)
+            if high > tokens + 1:
+                part = count * (high - max(low, tokens + 1)) / (high - low)
+                weight += part
+                total += part * ((max(low, tokens + 1) + high) / 2 - tokens)
+        more = total / weight if weight else float(max(1, tokens))
+        return max(1.0, min(more, float(tokens_max)))
+
+
+def _bucket(tokens: int) -> int:
+    return min(BUCKETS - 1, int(math.log2(max(1, tokens))))
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    victim: Sequence
+    how: Literal["drop", "swap"]
+
+
+class PreemptionPolicy:
+    """Decides which sequence is preempted and what happens to its blocks.
+
+    The victim is of the worst priority; among those, where prices are known, what is cheapest to bring back
+    for what it would hold on (`held`); else, and of equals, the newest: it loses least service and delays no
+    earlier one. `drop` frees its pages and computes them again later; `swap` copies the blocks out and in.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = AnswerLengths()
+
+    def choose(self, candidates: Listing[Sequence]) -> Preemption:
+        """Choose one of `candidates` (running, oldest first, never empty) to give up its pages."""
+        yielding = [one for one in candidates if not one.is_due] or candidates
+        worst = max(one.priority for one in yielding)
+        victim = min(reversed([one for one in yielding if one.priority == worst]), key=self.price)
+        return Preemption(victim, self.how(victim))
+
+    def price(self, sequence: Sequence) -> float:
+        """Return what preempting a sequence costs for what it frees; 0: it is not known."""
+        return 0.0
+
+    def how(self, victim: Sequence) -> Literal["drop", "swap"]:
+        """Return what becomes of a victim's blocks."""
+        return "drop"
+
+    def held(self, sequence: Sequence) -> float:
+        """Return how much a sequence would still hold: pages times expected steps."""
+        steps = self.lengths.left(sequence.output_tokens, sequence.tokens_left)
+        return max(1, len(sequence.pages)) * steps * sequence.forks
+
+
+class DropNewest(PreemptionPolicy):
+    """Preempts the newest sequence of the worst priority, whose blocks are computed again."""
+
+
+class SwapPrices(Protocol):
+    """What swapping takes (`SwapSpace`)."""
+
+    def price(self) -> TierPrice:
+        """Return the price of one direction between pages and memory."""
+        ...
+
+    @property
+    def bytes_max(self) -> int: ...
+
+
+class ByPrice(PreemptionPolicy):
+    """Preempts what is cheapest to bring back for what it holds, by swap or drop, whichever is cheaper."""
+
+    def __init__(
+        self, prefill: Callable[[], PrefillPrice], swap: SwapPrices, block_bytes: int, block_tokens: int
+    ) -> None:
+        super().__init__()
+        self._prefill = prefill
+        self._swap = swap
+        self._doubt = Doubt(swap.bytes_max // BURST_EXTENTS)
+        self._block_bytes = block_bytes
+        self._block_tokens = block_tokens
+
+    def price(self, sequence: Sequence) -> float:
+        """Return the seconds to bring a sequence back, for each page and step that it would hold on."""
+        copy, seconds = self._swap.price(), self._prefill().seconds(sequence.computed, 0)
+        if copy.is_up:
+            seconds = min(seconds, 2 * copy.seconds(self._nbytes(sequence)))
+        return seconds / self.held(sequence)
+
+    def how(self, victim: Sequence) -> Literal["drop", "swap"]:
+        """Return what is cheaper, or a swap, to learn what that takes."""
+        nbytes, copy = self._nbytes(victim), self._swap.price()
+        self._doubt.decided(nbytes)
+        how = swap_or_drop(victim.computed, nbytes, copy, self._prefill())
+        if how == "drop" and nbytes and self._doubt.tries(nbytes, copy):
+            return "swap"
+        return how
+
+    def _nbytes(self, sequence: Sequence) -> int:
+        return -(-sequence.computed // self._block_tokens) * self._block_bytes
+
+
+class SwapNewest(PreemptionPolicy):
+    """Preempts the newest sequence of the worst priority; always swaps its blocks out if there is room."""
+
+    def how(self, victim: Sequence) -> Literal["drop", "swap"]:
+        """Return that they are swapped."""
+        return "swap"
+
+
+def preemption_policy(
+    name: str, prefill: Callable[[], PrefillPrice], swap: SwapPrices, block_bytes: int, block_tokens: int
+) -> PreemptionPolicy:
+    """Return the policy of `engine.preemption`."""
+    if name == "drop":
+        return DropNewest()
+    if name == "swap":
+        return SwapNewest()
+    return ByPrice(prefill, swap, block_bytes, block_tokens)

@@ -22,7 +22,6 @@ from samovar.cache_tiers.messages import LookupResult
 from samovar.cache_tiers.policy import make_policy
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
 from samovar.configs.settings import EngineSettings, Settings
-from samovar.replicas.checkpoint import Vocabulary, load_vocabulary
 from samovar.replicas.engine import (
     Auditor,
     Engine,
@@ -94,6 +93,7 @@ from samovar.replicas.scheduling import (
     StepBudget,
     preemption_policy,
 )
+from samovar.replicas.start.checkpoint import Vocabulary, load_vocabulary
 from samovar.replicas.start.measure import (
     SAMPLE_BYTES,
     Roads,

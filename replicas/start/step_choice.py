@@ -18,7 +18,6 @@ from pydantic import TypeAdapter
 
 from samovar.configs.json_text import parse_json
 from samovar.configs.settings import EngineSettings
-from samovar.replicas.checkpoint import PlainRecipe, recipe_of
 from samovar.replicas.engine import TOLERANCES, Probe, ProbeResult
 from samovar.replicas.forward import (
     PLAIN_TYPES,
@@ -49,6 +48,7 @@ from samovar.replicas.native import (
     variant_here,
     why_not_native,
 )
+from samovar.replicas.start.checkpoint import PlainRecipe, recipe_of
 
 AUTO, NATIVE_BF16, NATIVE, LEAN, TRANSFORMERS = "auto", "native-bf16", "native", "lean", "transformers"
 """Values of `engine.step`."""

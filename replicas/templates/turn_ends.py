@@ -9,8 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from samovar.replicas.templates.limits import TemplateLimit
-from samovar.replicas.templates.rendering import TEMPLATE_FAULTS, Json, Template, refused_model, rendered
+from samovar.replicas.templates.rendering import (
+    TEMPLATE_FAULTS,
+    Json,
+    Template,
+    TemplateLimit,
+    refused_model,
+    rendered,
+)
 
 ANSWER = "probe4answer"
 """What no template writes of its own."""

@@ -1,9 +1,7 @@
 """Anthropic's Messages API: its requests as chat requests, answers and errors in its shapes."""
 
-from samovar.router.anthropic.answers import MessagesShape
 from samovar.router.anthropic.body import bounded_messages_body
-from samovar.router.anthropic.dialect import MessagesDialect, models_page
-from samovar.router.anthropic.errors import messages_error
+from samovar.router.anthropic.dialect import MessagesDialect, MessagesShape, messages_error, models_page
 from samovar.router.anthropic.request import MessagesParser, ParsedMessages
 
 __all__ = [

@@ -1,16 +1,22 @@
-"""The parts of one ingress that its routes share."""
+"""The parts of one ingress that its routes share, and whether it is ready: loading, ok or draining.
+
+A background task polls the replicas for that; no request waits for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import Literal
 
 from samovar.configs.settings import Settings
 from samovar.configs.telemetry import Tracer
+from samovar.replicas.messages import ReplicaInfo
 from samovar.router.auth import ConcurrencyLimit
 from samovar.router.erasure import Erasures
-from samovar.router.generation.readiness import Readiness
 from samovar.router.generation.recorder import IngressRecorder
 from samovar.router.generation.stages import PromptStage
 from samovar.router.generation.usage import UsageBook
@@ -19,6 +25,8 @@ from samovar.router.metrics import Metrics
 from samovar.router.openai import ModelNotFound
 from samovar.router.prompt import PromptBuilder
 from samovar.router.routing import ReplicaClient, SessionDirectory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,3 +98,153 @@ class IngressServices:
         """Longest prompt + answer that every running replica can take."""
         of_replicas = [info.context_tokens_max for info in self.readiness.replicas]
         return min([self.context_tokens_configured, *of_replicas])
+
+
+State = Literal["loading", "ok", "draining"]
+
+POLL_LOADING_S = 0.5
+POLL_READY_S = 2.0
+LOOKS_A_POLL = 5  # while Serve names those that have answered: each ingress asks each replica
+MISSES_MAX = 3  # polls without an answer until replicas that were up count as gone
+TIERS_POLL_S = 10.0
+TIER_MISSES_MAX = 2  # failed tier polls until a node's tiers count as gone
+
+
+def is_due(looks: int, known: Collection[str], answered: Collection[str]) -> bool:
+    """Return whether replicas are polled, `looks` after the last time.
+
+    `known`: those that Serve names; empty: not known. `answered`: those that answered then. Seldom while they
+    are the same: all ingresses poll all replicas.
+    """
+    return not known or set(known) != set(answered) or looks >= LOOKS_A_POLL
+
+
+class Readiness:
+    """The ingress's readiness, kept up to date between `start` and `stop`.
+
+    `known`: returns the replicas that Serve names now; by default that is not known.
+    """
+
+    def __init__(
+        self,
+        client: ReplicaClient,
+        wanted: int = 1,
+        *,
+        start_s: float = 0.0,
+        must_see: bool = True,
+        known: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        self.wanted = wanted
+        """Minimum number of replicas; 0: replicas start on demand."""
+        self._client = client
+        self._start_s = start_s
+        self._must_see = must_see
+        self._known = known
+        self._seen = asyncio.Event()
+        self._replicas: list[ReplicaInfo] = []
+        self._was_ready = False
+        self._misses = 0
+        self._is_draining = False
+        self._tier_misses: dict[str, int] = {}  # node id -> consecutive polls without a sign of its tiers
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def state(self) -> State:
+        """The state that /health reports."""
+        if self._is_draining:
+            return "draining"
+        return "ok" if self._replicas or self._may_sleep else "loading"
+
+    @property
+    def _may_sleep(self) -> bool:
+        """Whether there may be no replica at all: a request starts one."""
+        return self.wanted == 0
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether requests are admitted.
+
+        Not before the first replica was ready (if there must be one), and not while draining. A replica
+        that is too busy to answer the poll does not stop requests: the queue's own limit does.
+        """
+        return (self._was_ready or self._may_sleep) and not self._is_draining
+
+    @property
+    def replicas(self) -> list[ReplicaInfo]:
+        """The replicas that are up."""
+        return list(self._replicas)
+
+    @property
+    def nodes_without_tiers(self) -> list[str]:
+        """Nodes with replicas whose tier actor does not answer: requests there are served by recomputing."""
+        return sorted(node for node, misses in self._tier_misses.items() if misses >= TIER_MISSES_MAX)
+
+    def drain(self) -> None:
+        """Take no new work from now on, permanently."""
+        self._is_draining = True
+
+    async def start(self) -> None:
+        """Start polling on the running event loop; with `start_s`, return at the first replica.
+
+        If there is none within `start_s`, raises `TimeoutError`, or returns where one need not be seen.
+        """
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(work()) for work in (self._poll_forever, self._poll_tiers)]
+        if self._start_s <= 0 or (self._may_sleep and not self._must_see):
+            return
+        try:
+            async with asyncio.timeout(self._start_s):
+                await self._seen.wait()
+        except TimeoutError:
+            if self._must_see:
+                raise
+            logger.info("no replica was seen within %g s: requests are refused until one is", self._start_s)
+
+    async def stop(self) -> None:
+        """Stop polling."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    async def poll(self) -> None:
+        """Poll the replicas once. Raises whatever the client raises."""
+        replicas = await self._client.describe()
+        if replicas:
+            self._replicas, self._misses, self._was_ready = replicas, 0, True
+            self._seen.set()
+        else:
+            self._missed()
+
+    async def poll_tiers(self) -> None:
+        """Poll every node's tiers once for a sign of life. Raises whatever the client raises."""
+        signs = await self._client.tiers_up()
+        self._tier_misses = {
+            node: 0 if is_up else self._tier_misses.get(node, 0) + 1 for node, is_up in signs.items()
+        }
+
+    def _missed(self) -> None:
+        self._misses += 1
+        if self._misses >= MISSES_MAX:
+            self._replicas = []
+
+    async def _poll_forever(self) -> None:
+        looks = 0
+        while True:
+            looks += 1
+            if self._misses or is_due(looks, self._known(), [one.replica_id for one in self._replicas]):
+                looks = 0
+                try:
+                    await self.poll()
+                except Exception:  # any control-plane error: the next poll may succeed
+                    logger.exception("requesting the replicas' identities failed")
+                    self._missed()
+            await asyncio.sleep(POLL_READY_S if self._replicas else POLL_LOADING_S)
+
+    async def _poll_tiers(self) -> None:
+        while True:
+            await asyncio.sleep(TIERS_POLL_S)
+            try:
+                await self.poll_tiers()
+            except Exception:  # as above
+                logger.exception("requesting the state of the nodes' tiers failed")

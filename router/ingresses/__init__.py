@@ -3,8 +3,7 @@
 `ray_ingresses` imports Ray: import the module.
 """
 
-from samovar.router.ingresses.all_ingresses import Ingresses, IngressesCleared, ingress_count
-from samovar.router.ingresses.ingress_metrics import merged
+from samovar.router.ingresses.all_ingresses import Ingresses, IngressesCleared, ingress_count, merged
 from samovar.router.ingresses.known_sessions import KnownSessions, SessionTurn
 from samovar.router.ingresses.shared_responses import SharedResponses
 from samovar.router.ingresses.tenant_shares import IngressShares

@@ -1,30 +1,20 @@
 """OpenAI's API shapes: request parsing, answers and errors."""
 
-from samovar.router.openai.answers import (
+from samovar.router.openai.dialect import (
     PING,
     PING_BEHIND_IDS,
     AnswerHead,
     AnswerShape,
+    ChatDialect,
     ChatShape,
     Choice,
+    CompletionDialect,
+    Dialect,
     Json,
     ShownPrompt,
     Usage,
     finish_of,
     json_bytes,
-)
-from samovar.router.openai.body import (
-    check_structure,
-    cursor,
-    declared_bytes,
-    no_such_cursor,
-    read_body,
-    whole_number,
-)
-from samovar.router.openai.dialect import (
-    ChatDialect,
-    CompletionDialect,
-    Dialect,
     names_here,
     place_here,
     rename,
@@ -78,6 +68,12 @@ from samovar.router.openai.parse import (
     ParsedRequest,
     ParsedTokenize,
     RequestParser,
+    check_structure,
+    cursor,
+    declared_bytes,
+    no_such_cursor,
+    read_body,
+    whole_number,
 )
 from samovar.router.openai.schema import (
     CacheMark,

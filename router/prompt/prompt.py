@@ -1,9 +1,9 @@
 """Renders and tokenises a conversation or a text into the token ids of a prompt.
 
-The model's chat template and the tokenizer run in a few threads (`tokenizer_threads.py`), so that the event
+The model's chat template and the tokenizer run in a few threads (`tokenizer.py`), so that the event
 loop never waits long. A reply of ours that comes back unchanged gets the token ids that were sampled
 (`reply_memory.py`). What varies in front of a system prompt is put out of the way, and where a conversation
-leaves the prefix of its previous prompt all the same, the prompt says so (`prefix_memory.py`).
+leaves the prefix of its previous prompt all the same, the prompt says so (`prefix.py`).
 """
 
 from __future__ import annotations
@@ -37,29 +37,26 @@ from samovar.router.openai import (
     UnsupportedParameter,
     led,
 )
-from samovar.router.prompt.answer_form import BRACKETED, AnswerForm
-from samovar.router.prompt.prefix_memory import (
+from samovar.router.prompt.prefix import (
     KEY_BYTES,
+    JsonSpellings,
     PrefixLeft,
     PrefixMemory,
+    TokenSizes,
+    as_before,
     blamed,
     digest_of,
+    digest_of_texts,
     ids_of,
-    reasoning_lost,
-)
-from samovar.router.prompt.prompt_parts import TokenSizes, digest_of_texts, parts_of
-from samovar.router.prompt.reply_memory import Owner, ReplyMemory, key_of
-from samovar.router.prompt.same_prefix import (
-    JsonSpellings,
-    as_before,
     in_order,
+    parts_of,
+    reasoning_lost,
     tool_digest,
     without_volatile,
 )
-from samovar.router.prompt.shared_replies import SharedReplies, turns_of
-from samovar.router.prompt.tokenizer_threads import Result, TokenizerThreads
-from samovar.router.prompt.tool_template import inspect_template
-from samovar.router.prompt.vocabulary import ServedVocabulary
+from samovar.router.prompt.reply_memory import Owner, ReplyMemory, SharedReplies, key_of, turns_of
+from samovar.router.prompt.tokenizer import Result, ServedVocabulary, TokenizerThreads
+from samovar.router.prompt.tool_template import BRACKETED, AnswerForm, inspect_template
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,18 @@ Requests go to an ingress over a link, without a Serve call (docs/adr/018); Serv
 """
 
 from samovar.router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_error
-from samovar.router.proxy.carrier import EarlyBody, RequestCarrier
+from samovar.router.proxy.carrier import (
+    CUT,
+    GO,
+    READ_BYTES,
+    UNREACHED,
+    WHOLE,
+    EarlyBody,
+    RequestCarrier,
+    RetryBuffer,
+    packed_head,
+    read_request,
+)
 from samovar.router.proxy.environment import (
     CALLBACK,
     CALLBACK_VARIABLE,
@@ -14,10 +25,7 @@ from samovar.router.proxy.environment import (
     links_environment,
 )
 from samovar.router.proxy.known_ingresses import ADDRESS, KNOWN, KnownIngresses, ListedIngress
-from samovar.router.proxy.proxy_guard import proxy_environment
-from samovar.router.proxy.retry_buffer import RetryBuffer
-from samovar.router.proxy.serve_proxy import ServeProxy
-from samovar.router.proxy.wire import CUT, GO, READ_BYTES, UNREACHED, WHOLE, packed_head, read_request
+from samovar.router.proxy.proxy_guard import ServeProxy, proxy_environment
 
 __all__ = [
     "ADDRESS",

@@ -1,6 +1,13 @@
 """The proxy's end: requests go to ingresses over links, and their responses come back over others.
 
-Where no ingress is known, reached, or takes the request, it goes the way it always could: through Serve.
+Where no ingress is known, reached, or takes the request, it goes the way it always could: through Serve. An
+ingress that dies takes its requests with it: those of whose answer nothing was sent yet may go to another, if
+they do no more than read or generate, so their bodies are kept until then. The rest is the client's to
+repeat.
+
+As payloads of a link, plain data: a request is one, which has where its answer is awaited, its head, and what
+of its body had come. The rest of the body follows in pieces, once the ingress has said `GO`. A response is
+its head, pieces of its body, and `WHOLE` or `CUT`.
 """
 
 from __future__ import annotations
@@ -10,14 +17,16 @@ import contextlib
 import logging
 import uuid
 from collections import deque
+from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from samovar.replicas.links import FAILED, Inlet, Link, LinkLost, Links, Mailbox
+from samovar.replicas.messages import ReplyTo
 from samovar.router.proxy.known_ingresses import KnownIngresses, ListedIngress
-from samovar.router.proxy.wire import CUT, READ_BYTES, WHOLE, packed_request, read_head
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
+
 
 EARLY_WAIT_S = 0.002
 """How long the request waits for its body: clients often send it in a packet of its own."""
@@ -196,3 +205,116 @@ class _Carried:
     def _refuse(self, why: str) -> None:
         """Note that there will be no answer: the request was not taken, or has failed."""
         self._box.fail(_Failed() if why == FAILED else _NotTaken(why))
+
+
+GO = "go"
+"""The ingress has taken the request, and wants the rest of its body."""
+WHOLE, CUT = True, False
+"""The last payload of a body: that it was all; of a response also that it failed."""
+UNREACHED = "unreached"
+"""Why an ingress takes no request: it cannot reach the proxy with its answer."""
+READ_BYTES = 1 << 14
+"""A body goes over a link, and to its client, in pieces: one message must not fill what all streams share,
+and each piece that the client takes tells the ingress that it reads."""
+PLAIN = ("asgi", "http_version", "method", "scheme", "root_path", "path", "raw_path", "query_string")
+PAIRS = ("client", "server")
+
+
+def packed_request(scope: Scope, to: ReplyTo, ticket: str, body: bytes, *, more: bool) -> list[Any]:
+    """Return the first payload of a request. `more`: whether more of its body comes."""
+    head = {name: scope[name] for name in (*PLAIN, *PAIRS, "headers") if name in scope}
+    return [[to.host, to.port, to.secret], ticket, head, body, more]
+
+
+def read_request(payload: Any) -> tuple[ReplyTo, str, Scope, bytes, bool]:
+    """Return what `packed_request` was given, with a scope that an app may write to. Raises `ValueError`."""
+    try:
+        (host, port, secret), ticket, head, body, more = payload
+        scope: Scope = {"type": "http", **head, "state": {}}
+        scope["headers"] = [(name, value) for name, value in head["headers"]]
+        scope.update({name: tuple(head[name]) for name in PAIRS if head.get(name) is not None})
+        return ReplyTo(host, port, secret), ticket, scope, body, more
+    except (TypeError, LookupError, ValueError) as error:
+        raise ValueError(f"no request: {error}") from error
+
+
+def packed_head(message: Message) -> list[Any]:
+    """Return the head of a response."""
+    return [message["status"], [list(pair) for pair in message.get("headers", [])]]
+
+
+def read_head(payload: Any) -> Message:
+    """Return the ASGI message of a response's head."""
+    status, headers = payload
+    return {"type": "http.response.start", "status": status, "headers": [tuple(pair) for pair in headers]}
+
+
+SAFE_METHODS = frozenset({"GET", "HEAD"})
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+READING_PATHS = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
+
+
+class RetryBuffer:
+    """The room for the bodies of a proxy's open requests. Use it from one event loop.
+
+    `bytes_max`: of all together; a request whose body finds no room is not repeated. 0: none is.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.held_bytes = 0
+        self.repeated = 0
+        """Requests that were sent again."""
+
+    def of(self, scope: Scope, receive: Receive) -> RetryBody:
+        """Return the ASGI `receive` of a request, which keeps what it gives. Call `drop` in the end."""
+        path = scope["path"]
+        is_safe = scope["method"] in SAFE_METHODS or (
+            scope["method"] == "POST" and (path in GENERATION_PATHS or path in READING_PATHS)
+        )
+        return RetryBody(self, receive, is_kept=is_safe and self.bytes_max > 0)
+
+
+class RetryBody:
+    """ASGI `receive` of one request, which can begin again."""
+
+    def __init__(self, room: RetryBuffer, receive: Receive, *, is_kept: bool) -> None:
+        self._room = room
+        self._receive = receive
+        self._is_kept = is_kept
+        self._given: list[Message] = []
+        self._again: deque[Message] = deque()
+        self._held_bytes = 0
+
+    async def __call__(self) -> Message:
+        if self._again:
+            return self._again.popleft()
+        message = await self._receive()
+        if self._is_kept and message["type"] == "http.request":
+            self._keep(message)
+        return message
+
+    def rewind(self) -> bool:
+        """Begin again, once; return whether all that was given can be given again."""
+        if not self._is_kept:
+            return False
+        self._again.extend(self._given)
+        self._is_kept = False
+        self._room.repeated += 1
+        return True
+
+    def drop(self) -> None:
+        """Keep nothing from now on: the answer has begun. What is being given again is given to its end."""
+        self._is_kept = False
+        self._given.clear()
+        self._room.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+
+    def _keep(self, message: Message) -> None:
+        size = len(message.get("body", b""))
+        if self._room.held_bytes + size > self._room.bytes_max:
+            self.drop()
+            return
+        self._given.append(message)
+        self._room.held_bytes += size
+        self._held_bytes += size

@@ -14,7 +14,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import uvicorn.config
 from starlette.datastructures import Headers
@@ -39,9 +41,9 @@ from samovar.router.openai import (
     Unavailable,
     declared_bytes,
 )
-from samovar.router.openai import answers as sse
+from samovar.router.openai import dialect as sse
 from samovar.router.proxy.asgi import POLICY_VIOLATION, TRACED, request_id_of, send_error
-from samovar.router.proxy.carrier import EarlyBody, RequestCarrier
+from samovar.router.proxy.carrier import EarlyBody, RequestCarrier, RetryBuffer
 from samovar.router.proxy.environment import (
     CALLBACK,
     CALLBACK_VARIABLE,
@@ -49,10 +51,10 @@ from samovar.router.proxy.environment import (
     links_environment,
 )
 from samovar.router.proxy.http_guard import ConnectionLimits, guarded_protocol
-from samovar.router.proxy.retry_buffer import RetryBuffer
-from samovar.router.proxy.serve_proxy import ServeProxy
+from samovar.router.proxy.known_ingresses import KNOWN, KnownIngresses
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
+
 
 PREFIX = "SAMOVAR_PROXY_"
 LIMIT_FIELDS = (
@@ -411,3 +413,38 @@ def _cleaned(scope: Scope, request_id: str, traceparent: str = "") -> Scope:
 def _normal(name: bytes) -> bytes:
     """Return a header's name as Serve compares it."""
     return name.lower().replace(b"-", b"_")
+
+
+OURS = ("proxy_router", "_ongoing_requests_start", "_ongoing_requests_end")
+ROUTE = "/"
+
+
+class ServeProxy:
+    """Serve's routes, and its count of open requests: a proxy with some is not stopped with its node (ray
+    2.60).
+
+    `app`: what Serve passes requests to, the proxy itself or a middleware before it. Another version of Serve
+    may have neither; then it carries all requests.
+    """
+
+    def __init__(self, app: ASGIApp | None) -> None:
+        found: Any = app
+        while found is not None and not all(hasattr(found, name) for name in OURS):
+            found = getattr(found, "_app", None)
+        self._proxy = found
+
+    def ingresses(self, path: str) -> KnownIngresses | None:
+        """Return the ingresses that a path is routed to; None: it is not ours, or there is no app."""
+        if self._proxy is None:
+            return None
+        matched = self._proxy.proxy_router.match_route(path)
+        return None if matched is None or matched[0] != ROUTE else KNOWN.get(matched[1].deployment_id)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count an open request."""
+        self._proxy._ongoing_requests_start()
+        try:
+            yield
+        finally:
+            self._proxy._ongoing_requests_end()

@@ -1,7 +1,7 @@
 """Builds the OpenAPI 3.1 document of a table of operations.
 
 Schemas of bodies are those of the pydantic models that parse them, with the limits of the settings; those of
-answers are the types of `answers.py`. Pure.
+answers are the types of `reference/answers.py`. Pure.
 """
 
 from __future__ import annotations

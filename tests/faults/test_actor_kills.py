@@ -17,8 +17,7 @@ from samovar.cache_tiers.actors.staging import StagingBuffer, open_outbox
 from samovar.cache_tiers.actors.tier import actor_name, tier_actor
 from samovar.cache_tiers.blocks import record as codec
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
-from samovar.cache_tiers.blocks.layer_sums import SumsSetup
-from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss
+from samovar.cache_tiers.blocks.record import BadRecord, Record, SumsSetup, TierError, TierFull, TierMiss
 from samovar.cache_tiers.media.memory import ObjectStoreTier
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, StoreRequest

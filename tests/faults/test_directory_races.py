@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from samovar.cache_tiers.blocks.extent import Clear, Placement
-from samovar.cache_tiers.directory.clears import Clears
+from samovar.cache_tiers.directory.gone import Clears
 from samovar.cache_tiers.directory.transfers import Transfer
 from samovar.cache_tiers.directory.types import Held, ReservationRefused
 from samovar.cache_tiers.media.tier import Scanned

@@ -20,11 +20,10 @@ from samovar.cache_tiers.media.tier import Tier
 from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, LookupResult
 from samovar.cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
 from samovar.configs.sections import FaultSettings, TierSettings
-from samovar.replicas.offload.load import Expected, PieceLoad
-from samovar.replicas.offload.moves import PageMoves
+from samovar.replicas.offload.load import Expected, PageMoves, PieceLoad
 from samovar.replicas.offload.offload import Offload
 from samovar.replicas.offload.tier_client import TierLink
-from samovar.replicas.scheduling.preemption import Preemption
+from samovar.replicas.scheduling.queues import Preemption
 from samovar.replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
 from tests.support.constants import tuned

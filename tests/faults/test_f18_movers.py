@@ -11,7 +11,7 @@ import pytest
 
 from samovar.cache_tiers.blocks.extent import Address, Clear
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.extents import HeldExtent
+from samovar.cache_tiers.directory.index import HeldExtent
 from samovar.cache_tiers.directory.transfers import Transfer, TransferTable, _Drop
 from samovar.cache_tiers.directory.types import Eviction, ReservationRefused
 from tests.support.nodes.directory_world import ALICE, BOB, World, header, landed, record_bytes, tag

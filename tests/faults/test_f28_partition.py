@@ -13,7 +13,7 @@ from samovar.cache_tiers.blocks.extent import Clear, Placement
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.s3 import S3Tier
-from samovar.cache_tiers.media.s3_keys import S3Keys
+from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.messages import TierStats
 from samovar.configs.sections import S3TierSettings, TierSettings
 from tests.support.constants import tuned

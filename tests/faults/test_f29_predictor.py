@@ -23,8 +23,7 @@ from samovar.cache_tiers.forecast.learner import (
     save,
 )
 from samovar.cache_tiers.forecast.predictor import Predictor, State
-from samovar.cache_tiers.forecast.survival import COLD, resume_probability, resume_within
-from samovar.cache_tiers.forecast.turns import Turn
+from samovar.cache_tiers.forecast.turns import COLD, Turn, resume_probability, resume_within
 from samovar.cache_tiers.media.files import Syscalls
 from samovar.configs.atomic_file import atomic_write
 from samovar.configs.sections import PredictorSettings

@@ -14,8 +14,7 @@ from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.forecast import learner as predictor_file
 from samovar.cache_tiers.forecast.learner import FAILURES_MAX
 from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.survival import COLD, Curves
-from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
+from samovar.cache_tiers.forecast.turns import COLD, Curves, Hint, Opening, SessionKey, Turn
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Lookup, LookupResult
 from samovar.cache_tiers.node import resumption as node_returns

@@ -12,9 +12,8 @@ import pytest
 from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.media.memory import HeapTier
-from samovar.cache_tiers.media.s3 import S3Tier
-from samovar.cache_tiers.media.s3_clears import S3Clears
-from samovar.cache_tiers.media.s3_keys import S3Keys
+from samovar.cache_tiers.media.s3 import S3Clears, S3Tier
+from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.configs.sections import S3TierSettings, TierSettings
 from tests.support.inside import clears_of, join_scans, state_of

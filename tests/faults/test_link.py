@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from samovar.cache_tiers.blocks import record as codec
-from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Placement
-from samovar.cache_tiers.blocks.keys import ROOT
+from samovar.cache_tiers.blocks.extent import ROOT, BlockShape, Bytes, Placement
 from samovar.cache_tiers.blocks.record import BadRecord
 from samovar.cache_tiers.transport import nixl_agent
 from samovar.cache_tiers.transport.link import (

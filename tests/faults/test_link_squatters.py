@@ -23,10 +23,9 @@ from samovar.configs.settings import EngineSettings
 from samovar.replicas.links import EventSender, LinkCall, Links, Mailbox
 from samovar.replicas.messages import Delta, GenerateRequest, ReplyTo, Route, SamplingParams
 from samovar.replicas.serving.deployment import places
-from samovar.replicas.serving.requests import pack_request
-from samovar.replicas.serving.served import UNREACHED, call_handler
+from samovar.replicas.serving.served import UNREACHED, call_handler, pack_request
 from samovar.router.proxy import ListedIngress
-from samovar.router.proxy.wire import packed_request
+from samovar.router.proxy.carrier import packed_request
 from samovar.router.routing import roster
 from tests.faults.dead_listener import NOBODY
 from tests.support.engines.engines import prompt_of

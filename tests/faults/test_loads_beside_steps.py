@@ -20,7 +20,7 @@ from samovar.configs.sections import KIB, TierSettings
 from samovar.replicas.kv.block_io import PageIo, Ticket
 from samovar.replicas.kv.copy_device import CopyEvent
 from samovar.replicas.offload.tier_client import TierLink, WorkerPools
-from samovar.replicas.scheduling.preemption import Preemption
+from samovar.replicas.scheduling.queues import Preemption
 from samovar.replicas.scheduling.step import StepPlan
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of

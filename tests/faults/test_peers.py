@@ -107,7 +107,7 @@ def test_the_check_of_the_record_is_what_keeps_bad_bytes_out(monkeypatch: pytest
     from samovar.cache_tiers.blocks.record import decode_header
 
     monkeypatch.setattr(
-        "samovar.cache_tiers.node.peer_transfers.verified", lambda data, address, nbytes: decode_header(data)
+        "samovar.cache_tiers.node.peers.verified", lambda data, address, nbytes: decode_header(data)
     )
     _, a, b = pair()
     wanted = sample(1)

@@ -9,7 +9,7 @@ import pytest
 from samovar.cache_tiers.blocks.extent import Address, Bytes
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.tier import Deadline
-from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
+from samovar.cache_tiers.pricing.load_plan import BURST_EXTENTS, DOUBT_SHARE, Doubt
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import KIB, TierSettings
 from tests.support.clock import Clock
@@ -91,7 +91,7 @@ def test_where_loads_never_pay_a_share_is_moved_and_no_more(
     token_s = 20 * PREFILL.a_s
     engine, tier = engine_of(tiny_llama, tmp_path, token_s, wrong * token_s)
     loaded_tokens(engine)
-    most = BURST_EXTENTS * EXTENT_BYTES + SHARE * TURNS * (TOKENS + 16) * TOKEN_BYTES
+    most = BURST_EXTENTS * EXTENT_BYTES + DOUBT_SHARE * TURNS * (TOKENS + 16) * TOKEN_BYTES
     assert 0 < tier.bytes_held() <= 1.1 * most  # headers
     assert 0 < tier.read_bytes <= 1.1 * most
     assert engine.built.engine.stats().stores["skipped:price"] > 0

@@ -11,7 +11,7 @@ import pytest
 from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss, decode_header
 from samovar.cache_tiers.media.guard import TierLate
 from samovar.cache_tiers.media.s3 import SCAN_FAILURES_MAX, S3Tier
-from samovar.cache_tiers.media.s3_keys import S3Keys
+from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
 from tests.faults.test_s3_faults import HEADER, RECORD, WELL_S, error, guarded, make, put, read, stub
 from tests.support.nodes.s3_extents import sealed

@@ -23,7 +23,7 @@ from samovar.cache_tiers.blocks.record import (
     good_blocks,
 )
 from samovar.cache_tiers.media.s3 import S3Tier
-from samovar.cache_tiers.media.s3_keys import S3Keys
+from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.configs.sections import S3TierSettings
 from tests.support.nodes.s3_extents import NAMESPACE, SHAPE, TENANT, sealed

@@ -20,10 +20,9 @@ import httpx
 import pytest
 import yaml
 
-from samovar.cluster.dashboards.alerts import ALERTS
 from samovar.cluster.dashboards.files import FOLDER, dashboard
 from samovar.cluster.dashboards.monitor import monitors, write_files
-from samovar.cluster.dashboards.panels import RATE, ROWS
+from samovar.cluster.dashboards.panels import ALERTS, RATE, ROWS
 from samovar.configs.optional_sections import MonitoringSettings
 from samovar.configs.settings import AuthSettings, ServerSettings, Settings
 from samovar.router.metrics import CONTENT_TYPE, Metrics

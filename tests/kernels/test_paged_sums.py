@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
-from samovar.cache_tiers.blocks.layer_sums import PIECE_BYTES, plain_sums
+from samovar.cache_tiers.blocks.record import PIECE_BYTES, plain_sums
 from samovar.replicas.kv import page_sums
 from tests.support.nodes.damages import damages
 

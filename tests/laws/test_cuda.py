@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from samovar.cache_tiers.blocks.extent import BlockShape
-from samovar.cache_tiers.blocks.layer_sums import layer_sums
+from samovar.cache_tiers.blocks.record import layer_sums
 from samovar.configs.sections import MIB
 from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.forward.attention import GatherSdpa
@@ -24,8 +24,7 @@ from samovar.replicas.forward.attention_triton import TritonPaged
 from samovar.replicas.forward.runner import Runner, load_model
 from samovar.replicas.kv.block_io import page_io
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool, quantise
-from samovar.replicas.model.families import SERVED_TYPES
-from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.model.spec import SERVED_TYPES, inspect_model
 from samovar.replicas.sampling.draws import Sampled
 from samovar.replicas.sampling.sampler import NotNumbers, Sampler
 from samovar.replicas.scheduling.step import Chunk

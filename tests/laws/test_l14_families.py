@@ -1,6 +1,6 @@
 """L14 for every family that is served: its own code's answer, and the same one however it is computed.
 
-A type stands in `replicas/model/families.py` because it passes here: cached is uncached, chunked is whole,
+A type stands in `replicas/model/spec.py` because it passes here: cached is uncached, chunked is whole,
 alone is in a batch. Where the probe says that a family is exact on this CPU, that means bit for bit.
 """
 
@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from samovar.replicas.forward import experts
+from samovar.replicas.forward import runner
 from samovar.replicas.forward.plain import PLAIN_TYPES
-from samovar.replicas.model.families import FAMILIES, SERVED_TYPES
+from samovar.replicas.model.spec import FAMILIES, SERVED_TYPES
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.forward_bench import Bench
 from tests.support.engines.other_cpu import is_played
@@ -182,7 +182,7 @@ def test_experts_give_a_token_the_same_bits_beside_any_others(members: dict[str,
     """The part of exactness that a mixture adds: how many rows an expert gets depends on the batch."""
     bench = Bench(members["mixtral"], torch.float32, 16)
     layer = bench.model.model.layers[0].mlp.experts  # type: ignore[union-attr, index]
-    assert bench.model.config._experts_implementation == experts.EXPERTS_NAME  # type: ignore[union-attr]
+    assert bench.model.config._experts_implementation == runner.EXPERTS_NAME  # type: ignore[union-attr]
     rows, choices = torch.randn(40, 64), torch.randint(0, 4, (40, 2))
     shares = torch.rand(40, 2)
     together = layer(rows, choices, shares)

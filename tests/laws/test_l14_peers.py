@@ -144,7 +144,7 @@ def test_l14_fires_when_a_peer_gives_other_bytes_and_nobody_checks(
         "samovar.replicas.offload.load.good_blocks", lambda header, payload, first: header.blocks - first
     )
     monkeypatch.setattr(
-        "samovar.cache_tiers.node.peer_transfers.verified", lambda data, address, nbytes: decode_header(data)
+        "samovar.cache_tiers.node.peers.verified", lambda data, address, nbytes: decode_header(data)
     )
 
     def pulled(spoil: Callable[[Bytes], None] | None) -> Prefilled:

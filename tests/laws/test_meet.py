@@ -20,7 +20,7 @@ from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import TierSettings
 from samovar.replicas.offload.tier_client import TierLink
-from samovar.replicas.scheduling.preemption import Preemption
+from samovar.replicas.scheduling.queues import Preemption
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepPlan
 from tests.support.engines.tier_engines import (

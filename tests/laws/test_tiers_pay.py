@@ -16,7 +16,7 @@ import pytest
 
 from samovar.cache_tiers.blocks.tiers import LoadSource
 from samovar.cache_tiers.policy.policies import make_policy
-from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
+from samovar.cache_tiers.pricing.load_plan import BURST_EXTENTS, DOUBT_SHARE, Doubt
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
 from samovar.cluster.plan.simulator.fleet import Fleet
 from samovar.cluster.plan.simulator.node import PIECE_BLOCKS
@@ -174,7 +174,7 @@ def wrong_by(factor: float, load: TierPrice) -> TierPrice:
 def bound_bytes(machine: Machine, offered: float) -> float:
     """What may be moved against the price: see `Doubt`; each for stores and loads."""
     extent = max(TierSettings().extent_bytes_max, PIECE_BLOCKS * BLOCK * machine.token_bytes)
-    return BURST_EXTENTS * extent + 1.3 * SHARE * offered  # prompts grow
+    return BURST_EXTENTS * extent + 1.3 * DOUBT_SHARE * offered  # prompts grow
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])

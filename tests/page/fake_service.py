@@ -25,9 +25,9 @@ from starlette.routing import Route
 
 from samovar.configs.optional_sections import LiveSettings
 from samovar.router.observe.diagnosis import Snapshot
-from samovar.router.observe.live.advice import advice_of
-from samovar.router.observe.live.merge_patch import diff
-from samovar.router.observe.live.page_files import PageFiles
+from samovar.router.observe.live.feed import diff
+from samovar.router.observe.live.hub import advice_of
+from samovar.router.observe.live.routes import PageFiles
 from tests.support.router.snapshots import HEALTHY
 
 MODEL = "play-model"

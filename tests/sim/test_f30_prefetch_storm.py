@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from samovar.cache_tiers.forecast.survival import BINS, curve_of
+from samovar.cache_tiers.forecast.turns import BINS, curve_of
 from samovar.cache_tiers.policy.policies import LikelyReturn
 from samovar.cache_tiers.pricing.meters import TierMeter
 from samovar.cluster.plan.simulator.fleet import NVME_PRICE, Fleet
-from samovar.cluster.plan.simulator.node import SimNode
-from samovar.cluster.plan.simulator.prefetch import SimPrefetch
+from samovar.cluster.plan.simulator.node import SimNode, SimPrefetch
 from samovar.cluster.plan.simulator.tier import SimLink
 from samovar.configs.sections import GIB, MIB, PrefetchSettings
 from tests.support.clock import Clock

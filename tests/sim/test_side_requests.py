@@ -11,7 +11,7 @@ from bench._single_tier import Hits, hits_with
 from bench._trace_generator import GeneratorOptions, generate
 from bench._trace_patterns import parse_patterns
 from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.survival import LAST_S, Forecast, resume_within
+from samovar.cache_tiers.forecast.turns import LAST_S, Forecast, resume_within
 from samovar.cache_tiers.policy.policies import make_policy
 from samovar.cluster.plan.traces.replay import forecasts
 from samovar.cluster.plan.traces.trace import TraceTurn

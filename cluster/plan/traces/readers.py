@@ -1,18 +1,21 @@
-"""Opens a trace of any known schema, detected from the file, and reads three of the schemas.
+"""Opens a trace of any known schema, detected from the file, and reads it.
 
-These are our recordings, BurstGPT and Qwen-Bailian; `mooncake.py` and `weka.py` read theirs.
+These are our recordings, BurstGPT, Qwen-Bailian, Mooncake's published requests and WEKA's turns of agents.
 """
 
 from __future__ import annotations
 
+import random
 import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heapreplace
 from pathlib import Path
 
 import xxhash
 
+from samovar.cache_tiers.forecast import Role, Stop
 from samovar.cache_tiers.recording import SERVICE_S_MAX, RecordedRow, RecordingError, read_header, read_row
 from samovar.cluster.plan.traces.files import (
     Row,
@@ -23,7 +26,6 @@ from samovar.cluster.plan.traces.files import (
     lines,
     parse_object,
 )
-from samovar.cluster.plan.traces.mooncake import TURN_COLUMNS, mooncake, mooncake_turns
 from samovar.cluster.plan.traces.trace import (
     NO_STOP,
     ReadTally,
@@ -33,8 +35,6 @@ from samovar.cluster.plan.traces.trace import (
     TraceTurn,
     whole_blocks,
 )
-from samovar.cluster.plan.traces.weka import COLUMNS as WEKA_COLUMNS
-from samovar.cluster.plan.traces.weka import weka
 
 _JITTER_S = 60.0  # rows may be reordered on the way to the file
 
@@ -230,6 +230,254 @@ def _chained(row: Row, full: int, times: int) -> tuple[int, ...]:
         before = xxhash.xxh3_64_intdigest(struct.pack(f"<{times}Q", *ids[end - times : end]), seed=before)
         blocks.append(before)
     return tuple(blocks)
+
+
+MOONCAKE_BLOCK_TOKENS = 512
+MOONCAKE_SLACK_S = 60.0
+
+TURN_COLUMNS = frozenset(
+    {"session", "turn", "t_s", "input_tokens", "output_tokens", "shared_depth_blocks512", "idle_after_s"}
+)
+
+
+def mooncake(path: Path) -> Trace:
+    """Return the trace of Mooncake's published requests, with reconstructed sessions.
+
+    Source: "Mooncake: Trading More Storage for Less Computation", FAST'25. One JSON object per line:
+    `timestamp` in ms, `input_length`, `output_length`, `hash_ids`: one for each block of 512 tokens, the last
+    partial one included, chained with all before it. Sessions are not in the data: see `_Owners`.
+    """
+
+    def read(_: ReadTally) -> Iterator[TraceTurn]:
+        rows = ((row.number("timestamp", least=0) / 1000.0, row) for row in json_rows(path))
+        sessions, owners = SessionChains(), _Owners()
+        first_s: float | None = None
+        for at_s, row in in_time_order(rows, MOONCAKE_SLACK_S):
+            first_s = at_s if first_s is None else first_s
+            input_tokens = row.whole("input_length")
+            ids = row.ids("hash_ids")
+            full = input_tokens // MOONCAKE_BLOCK_TOKENS
+            if not full <= len(ids) <= full + 1:
+                raise row.error(
+                    "hash_ids", f"{len(ids)} blocks of {MOONCAKE_BLOCK_TOKENS} are not {input_tokens} tokens"
+                )
+            session = owners.find(ids)
+            if session is None:
+                session = sessions.add()
+            owners.owns(session, ids)
+            output_tokens = row.whole("output_length")
+            yield sessions.turn(
+                session,
+                at_s - first_s,
+                input_tokens,
+                output_tokens,
+                ids[:full],
+                block_tokens=MOONCAKE_BLOCK_TOKENS,
+            )
+
+    rebuilt = "sessions are rebuilt: a request that continues a prompt's blocks belongs to its session"
+    return Trace(path.name, "mooncake", MOONCAKE_BLOCK_TOKENS, read, (rebuilt, NO_STOP))
+
+
+def mooncake_turns(path: Path) -> Trace:
+    """Return the trace of the derived table: sessions, and blocks shared with the session's last prompt."""
+
+    def read(_: ReadTally) -> Iterator[TraceTurn]:
+        rows = ((row.number("t_s", least=0), row) for row in csv_rows(path, needed=TURN_COLUMNS))
+        sessions = SessionChains()
+        ids_given = 0
+        first_s: float | None = None
+        for at_s, row in in_time_order(rows, MOONCAKE_SLACK_S):
+            first_s = at_s if first_s is None else first_s
+            session = sessions.number(row.text("session"))
+            input_tokens = row.whole("input_tokens")
+            full = input_tokens // MOONCAKE_BLOCK_TOKENS
+            shared = min(row.whole("shared_depth_blocks512"), full)
+            kept = sessions.last_blocks(session)[:shared]
+            blocks = kept + tuple(range(ids_given, ids_given + full - len(kept)))
+            ids_given += full - len(kept)
+            output_tokens = row.whole("output_tokens")
+            yield sessions.turn(
+                session,
+                at_s - first_s,
+                input_tokens,
+                output_tokens,
+                blocks,
+                block_tokens=MOONCAKE_BLOCK_TOKENS,
+            )
+
+    alone = "blocks that sessions share (system prompts) are not recorded: none are shared"
+    return Trace(path.name, "mooncake-turns", MOONCAKE_BLOCK_TOKENS, read, (alone, NO_STOP))
+
+
+class _Owners:
+    """Maps blocks to the session that used them last; the deepest known block gives a prompt's session.
+
+    The first block alone does not count (the system prompt), nor one that `FORKS_MAX` prompts have continued
+    differently (a template). Ids are never dropped: some 100 bytes each.
+    """
+
+    FORKS_MAX = 8
+
+    def __init__(self) -> None:
+        self._owner: dict[int, int] = {}
+        self._forks: dict[int, int] = {}
+
+    def find(self, ids: tuple[int, ...]) -> int | None:
+        """Return the session that this prompt continues; None if unknown."""
+        known = 0
+        while known < len(ids) and ids[known] in self._owner:
+            known += 1
+        if known < 2 or self._forks.get(ids[known - 1], 0) >= self.FORKS_MAX:
+            return None
+        return self._owner[ids[known - 1]]
+
+    def owns(self, session: int, ids: tuple[int, ...]) -> None:
+        """Record these blocks as those of the session's last prompt."""
+        for before, block in zip((None, *ids), ids, strict=False):
+            if block not in self._owner and before is not None:
+                self._forks[before] = self._forks.get(before, 0) + 1
+            self._owner[block] = session
+
+
+WEKA_BLOCK_TOKENS = 64
+WEKA_COLUMNS = frozenset(
+    {
+        *("session", "is_subagent", "turn", "t", "input_tokens", "output_tokens", "input_types", "stop"),
+        *("api_s", "blocks64", "lcp_blocks64_prev"),
+    }
+)
+# An unknown end of an answer maps to a kind that no other turn of these has: its meaning can be learned,
+# and nothing is inferred from what came after it.
+STOPS: dict[str, Stop] = {"tool_use": "tool_calls", "end_turn": "stop", "max_tokens": "length", "": "length"}
+ROLES: dict[str, Role] = {"tool_result": "tool", "text": "user"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """One line in compact form: all of them are in memory at once."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: int
+    shared: int
+    service_s: float | None
+    stop: Stop
+    role: Role
+
+
+def weka(
+    path: Path,
+    block_tokens: int | None = None,
+    seed: int = 0,
+    spread_h: float = 24.0,
+    *,
+    subagents: bool = False,
+) -> Trace:
+    """Return WEKA's turns of coding agents (callanjfox/kv-cache-tester).
+
+    A CSV of turns, session by session, with times relative to the session's start: sessions are superposed,
+    with starts drawn at random within `spread_h` hours. `blocks64` and `lcp_blocks64_prev` (blocks shared
+    with the last prompt) give the length of each prompt and how much of it is a repeat; the rest is new and
+    unique.
+
+    `block_tokens`: a multiple of 64. `subagents`: include the turns of subagents. Raises `ValueError` for
+    invalid options.
+    """
+    size = whole_blocks(block_tokens, WEKA_BLOCK_TOKENS)
+    if not spread_h >= 0:
+        raise ValueError(f"spread_h is {spread_h}, and must be 0 or more")
+
+    def read(tally: ReadTally) -> Iterator[TraceTurn]:
+        sessions = _load(path, tally, subagents=subagents)
+        rng = random.Random(seed)
+        begins_s = [rng.uniform(0.0, spread_h * 3600.0) for _ in sessions]
+        first_s = min(begins_s, default=0.0)
+        yield from _superposed(sessions, [at_s - first_s for at_s in begins_s], size)
+
+    notes = (
+        f"sessions start at random within {spread_h:g} h (seed {seed})",
+        "an answer whose end is not recorded counts as cut off (length)",
+        "blocks that sessions share (system prompts) are not recorded: none are shared",
+    )
+    return Trace(path.name, "weka", size, read, notes)
+
+
+def _load(path: Path, tally: ReadTally, *, subagents: bool) -> list[list[_Kept]]:
+    sessions: dict[str, list[_Kept]] = {}
+    for row in csv_rows(path, needed=WEKA_COLUMNS):
+        if row.text("is_subagent") != "False" and not subagents:
+            tally.skipped += 1
+            continue
+        turns = sessions.setdefault(row.text("session"), [])
+        kept = _kept(row)
+        if turns and kept.at_s < turns[-1].at_s:
+            raise row.error("t", "is earlier than the session's turn before")
+        turns.append(kept)
+    return list(sessions.values())
+
+
+def _kept(row: Row) -> _Kept:
+    stop = STOPS.get(row.text("stop"))
+    if stop is None:
+        raise row.error("stop", f"{row.text('stop')!r} is not one of {', '.join(map(repr, STOPS))}")
+    return _Kept(
+        at_s=row.number("t", least=0),
+        input_tokens=row.whole("input_tokens"),
+        output_tokens=row.whole("output_tokens"),
+        blocks=row.whole("blocks64"),
+        shared=row.whole("lcp_blocks64_prev"),
+        service_s=row.optional("api_s", least=0),
+        stop=stop,
+        role=ROLES.get(row.text("input_types"), "other"),
+    )
+
+
+def _superposed(sessions: list[list[_Kept]], begins_s: list[float], block_tokens: int) -> Iterator[TraceTurn]:
+    """Yield all turns by time; a session's chain is built as its turns are yielded."""
+    chains = SessionChains()
+    heap = [(begins_s[key] + turns[0].at_s, key, 0) for key, turns in enumerate(sessions)]
+    heapify(heap)
+    ids_given = 0
+    times = block_tokens // WEKA_BLOCK_TOKENS
+    while heap:
+        at_s, key, index = heap[0]
+        kept = sessions[key][index]
+        session = chains.number(key)
+        full = kept.blocks // times
+        before = chains.last_blocks(session)[: min(kept.shared // times, full)]
+        blocks = before + tuple(range(ids_given, ids_given + full - len(before)))
+        ids_given += full - len(before)
+        chains.remember(session, kept.input_tokens + kept.output_tokens, blocks)
+        yield TraceTurn(
+            session=session,
+            started_s=at_s,
+            input_tokens=kept.input_tokens,
+            output_tokens=kept.output_tokens,
+            blocks=blocks,
+            block_tokens=block_tokens,
+            kept_tokens=_kept_tokens(sessions[key], index),
+            service_s=kept.service_s,
+            stop=kept.stop,
+            role=kept.role,
+            tool="",
+            profile="agent",
+        )
+        if index + 1 < len(sessions[key]):
+            heapreplace(heap, (begins_s[key] + sessions[key][index + 1].at_s, key, index + 1))
+        else:
+            heappop(heap)
+
+
+def _kept_tokens(turns: list[_Kept], index: int) -> int:
+    """Return the kept tokens as `SessionChains.follow` does, in the file's blocks."""
+    if index == 0:
+        return 0
+    before, turn = turns[index - 1], turns[index]
+    if turn.shared < before.blocks:
+        return min(turn.shared * WEKA_BLOCK_TOKENS, turn.input_tokens)
+    return min(before.input_tokens + before.output_tokens, turn.input_tokens)
 
 
 _BY_KEYS: tuple[tuple[TraceKind, frozenset[str]], ...] = (

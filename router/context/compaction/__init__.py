@@ -3,13 +3,11 @@
 Nothing imports it while `compaction.enabled` is false.
 """
 
-from samovar.router.context.compaction.compactor import Compactor
+from samovar.router.context.compaction.compactor import Compactor, IdleQueue, IdleWork, open_compaction
 from samovar.router.context.compaction.compose import Summary, composed, fenced_summary, usable_summary
 from samovar.router.context.compaction.errands import Errands, Served
 from samovar.router.context.compaction.fitter import Fitted, Fitter, Wish
-from samovar.router.context.compaction.idle import IdleQueue, IdleWork
 from samovar.router.context.compaction.memory import CutMemory, chain
-from samovar.router.context.compaction.opening import open_compaction
 from samovar.router.context.compaction.pieces import (
     FoundPiece,
     OldPiece,

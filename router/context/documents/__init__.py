@@ -3,9 +3,7 @@
 Nothing imports it while `knowledge.enabled` is false.
 """
 
-from samovar.router.context.documents.body import DocumentBody, PrefillBody
 from samovar.router.context.documents.document import Document, DocumentFailed, Quota
-from samovar.router.context.documents.pdf import read_pdf
 from samovar.router.context.documents.placement import (
     PlacedDocuments,
     Whole,
@@ -15,10 +13,10 @@ from samovar.router.context.documents.placement import (
     place_documents,
 )
 from samovar.router.context.documents.prefill import Front, Prefill, PrefillBusy, document_session, pinned
-from samovar.router.context.documents.routes import document_routes, open_documents
+from samovar.router.context.documents.routes import DocumentBody, PrefillBody, document_routes, open_documents
 from samovar.router.context.documents.shelf import DocumentShelf
 from samovar.router.context.documents.store import DocumentStore
-from samovar.router.context.documents.text import chunks_of, text_of
+from samovar.router.context.documents.text import chunks_of, read_pdf, text_of
 
 __all__ = [
     "Document",

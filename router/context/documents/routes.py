@@ -1,29 +1,40 @@
-"""Routes of /v1/documents, and the documents of an ingress over its parts.
+"""Routes of /v1/documents, their bodies, and the documents of an ingress over its parts.
 
 Imported only where the knowledge base is switched on.
 """
 
 from __future__ import annotations
 
+from binascii import a2b_base64
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from samovar.configs.settings import Settings
 from samovar.router.auth import ConcurrencyLimit, tenant_of
-from samovar.router.context.documents.body import DocumentBody, PrefillBody, source_of, title_of
-from samovar.router.context.documents.document import ForgetBlocks, ForgetEntries
+from samovar.router.context.documents.document import ForgetBlocks, ForgetEntries, Format, Wanted
 from samovar.router.context.documents.prefill import Front, Prefill
 from samovar.router.context.documents.shelf import DocumentShelf
 from samovar.router.context.documents.store import FILE_NAME, SCHEMAS, DocumentStore
-from samovar.router.context.knowledge import KnowledgeBase, PromptText
+from samovar.router.context.documents.text import TITLE_CHARS_MAX
+from samovar.router.context.knowledge import KnowledgeBase, PromptText, clean
 from samovar.router.erasure import Cleared, Erasure
 from samovar.router.generation import IngressServices
-from samovar.router.openai import check_structure, cursor, read_body, validated, whole_number
+from samovar.router.openai import (
+    InvalidValue,
+    MissingField,
+    StrictModel,
+    check_structure,
+    cursor,
+    read_body,
+    validated,
+    whole_number,
+)
 from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
 from samovar.router.prompt import PromptBuilder
 from samovar.router.routing import ReplicaClient, SessionDirectory
@@ -136,3 +147,56 @@ class DocumentRoutes:
         raw = await read_body(request.receive, request.headers, self._limits)
         check_structure(raw, self._limits)
         return tenant, validated(model, raw or b"{}")
+
+
+PIECE_CHARS = 4 * 65536
+"""Decoded at once: other threads run in between, which the decoder itself does not let them."""
+
+
+class DocumentBody(StrictModel):
+    """A document: `text`, or for a PDF `data` in base64. `prefill`: None is `documents.prefill`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Format = "text"
+    title: Annotated[str, Field(max_length=TITLE_CHARS_MAX)] = ""
+    text: Annotated[str, Field(min_length=1)] | None = None
+    data: Annotated[str, Field(min_length=1)] | None = None
+    prefill: Wanted | None = None
+
+
+class PrefillBody(StrictModel):
+    """Whether its blocks are stored in any case, or where that is cheaper than computing them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prefill: Wanted = "auto"
+
+
+def source_of(body: DocumentBody) -> bytes:
+    """Return what was sent, as bytes. Not for the event loop. Raises `InvalidValue` or `MissingField`."""
+    wanted, other = ("data", "text") if body.format == "pdf" else ("text", "data")
+    if getattr(body, other) is not None:
+        raise InvalidValue(other, f"{other} is not for format={body.format!r}. Send {wanted}.")
+    given: str | None = getattr(body, wanted)
+    if given is None:
+        raise MissingField(wanted)
+    if body.format != "pdf":
+        return given.encode("utf-8", "replace")
+    try:
+        return b"".join(_decoded(given))
+    except ValueError:
+        raise InvalidValue("data", "data is no base64.") from None
+
+
+def _decoded(text: str) -> Iterator[bytes]:
+    for at in range(0, len(text), PIECE_CHARS):
+        piece = text[at : at + PIECE_CHARS]
+        if piece.endswith("=") and at + PIECE_CHARS < len(text):
+            raise ValueError("padding in front of more")
+        yield a2b_base64(piece, strict_mode=True)
+
+
+def title_of(body: DocumentBody) -> str:
+    """Return the title on one line, without characters that are not seen."""
+    return " ".join(clean(body.title).split())

@@ -1,7 +1,8 @@
 """A tenant's documents: taken in, read, chunked, prefilled, placed in chats, erased.
 
 `DocumentShelf` belongs to one event loop. What it does to a document is written down before and after each
-stage, so that another ingress, or this one after a restart, goes on where it was left.
+stage, so that another ingress, or this one after a restart, goes on where it was left. Whose document is
+worked on next: tenants take turns, by the time that their documents take.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from samovar.configs.optional_sections import DocumentsSettings
+from samovar.replicas.turns import FairQueue
 from samovar.router.context.documents.document import (
     Document,
     DocumentFailed,
@@ -30,7 +32,6 @@ from samovar.router.context.documents.document import (
     Wanted,
     new_document_id,
 )
-from samovar.router.context.documents.pdf import read_pdf
 from samovar.router.context.documents.placement import (
     PlacedDocuments,
     Whole,
@@ -42,8 +43,7 @@ from samovar.router.context.documents.placement import (
 )
 from samovar.router.context.documents.prefill import Prefill, PrefillBusy, document_session
 from samovar.router.context.documents.store import UNKNOWN, DocumentStore
-from samovar.router.context.documents.text import chunks_of, text_of
-from samovar.router.context.documents.turns import DocumentTurns
+from samovar.router.context.documents.text import chunks_of, read_pdf, text_of
 from samovar.router.context.knowledge import (
     Change,
     Content,
@@ -67,10 +67,41 @@ from samovar.router.openai import (
 )
 from samovar.router.routing import ReplicaFailed, ReplicaLost
 
+logger = logging.getLogger(__name__)
+
+
+TURN_S = 1.0
+"""What a turn of a tenant is worth."""
+
+
+class DocumentTurns:
+    """Of a tenant one document at a time: its slow one leaves the other workers to the other tenants."""
+
+    def __init__(self) -> None:
+        self._turns: FairQueue[str, str] = FairQueue(TURN_S)  # each tenant is an item of its own
+        self._busy: set[str] = set()
+
+    def begin(self, waiting: Sequence[str]) -> str | None:
+        """Return the tenant whose turn it is among those with open work; None: all are worked on."""
+        for gone in [one for one in self._turns if one not in waiting]:
+            self._turns.remove(gone)
+        for one in waiting:
+            if one not in self._turns:
+                self._turns.put(one, one, 0.0)
+        tenant = self._turns.pick(lambda one: one not in self._busy)
+        if tenant is not None:
+            self._turns.take(tenant)
+            self._busy.add(tenant)
+        return tenant
+
+    def over(self, tenant: str, seconds: float) -> None:
+        """Charge a tenant for what its document has taken, and let its next one begin."""
+        self._busy.discard(tenant)
+        self._turns.charge(tenant, seconds)
+
+
 Result = TypeVar("Result")
 CHUNKS: tuple[Kind, ...] = ("document_chunk",)
-
-logger = logging.getLogger(__name__)
 
 IDLE_S = 2.0
 """How often an ingress without work looks whether another one has left some."""

@@ -12,17 +12,19 @@ from samovar.router.context.learning.bodies import (
     RejectBody,
 )
 from samovar.router.context.learning.candidates import (
+    AUTHOR,
     CandidateEntry,
+    CaptureCounts,
     Evidence,
     NotedTurn,
     State,
     TurnCall,
+    capture_refusals,
     says_the_same,
 )
 from samovar.router.context.learning.feedback_routes import FEEDBACK, feedback_routes
 from samovar.router.context.learning.gate import Gate, asked
 from samovar.router.context.learning.learning import LearningLoop, LoopMemory
-from samovar.router.context.learning.policy import AUTHOR, CaptureCounts, capture_refusals
 
 __all__ = [
     "AUTHOR",

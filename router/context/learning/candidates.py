@@ -1,4 +1,5 @@
-"""A turn as it is kept, and the candidate for the knowledge base that feedback makes of it. Pure."""
+"""A turn as it is kept, the candidate for the knowledge base that feedback makes of it, and its way in.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from samovar.configs.json_text import parse_json
+from samovar.configs.optional_sections import LoopSettings
 from samovar.router.context.knowledge import Check, Content, EntryRef, Kind, as_data, broken, words_of
 
 State = Literal["open", "confirmed", "captured", "rejected"]
@@ -202,3 +204,49 @@ def passed_calls(
         for call, text in results
         if call.tool in patterns and broken(Check(regex=patterns[call.tool]), text) is None
     )
+
+
+AUTHOR = "auto-capture"
+"""`who` of versions that no person has confirmed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureCounts:
+    """What a tenant's base has at a moment. `of_auto`: entries whose newest version is auto-capture's.
+
+    `of_window`: auto-captures in the last `auto_window_s`; `of_session`: of this conversation.
+    """
+
+    entries: int
+    of_auto: int
+    of_window: int
+    of_session: int
+
+
+def capture_refusals(
+    candidate: CandidateEntry, tenant: str, counts: CaptureCounts, settings: LoopSettings
+) -> list[str]:
+    """Return why a candidate has to wait for a person; nothing: it may enter."""
+    if tenant not in settings.auto_of:
+        return ["auto-capture is off (knowledge.loop.auto_of)"]
+    reasons = []
+    if candidate.is_correction:
+        reasons.append("a correction is the client's text: it needs a person")
+    if settings.auto_evidence == "tool" and not candidate.evidence.tool:
+        reasons.append("no tool's result confirms it (knowledge.loop.auto_evidence)")
+    if candidate.similar:
+        reasons.append("there is something about the same")
+    if counts.of_session >= settings.auto_per_session:
+        reasons.append(
+            f"{counts.of_session} of this conversation have entered (knowledge.loop.auto_per_session)"
+        )
+    if counts.of_window >= settings.auto_per_window:
+        reasons.append(
+            f"{counts.of_window} have entered in {settings.auto_window_s:g} s "
+            "(knowledge.loop.auto_per_window)"
+        )
+    if counts.of_auto + 1 > settings.auto_share_max * (counts.entries + 1):
+        reasons.append(
+            f"{counts.of_auto} of {counts.entries} entries are auto-captures (knowledge.loop.auto_share_max)"
+        )
+    return reasons

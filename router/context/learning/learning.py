@@ -33,19 +33,21 @@ from samovar.router.context.knowledge import (
 )
 from samovar.router.context.learning.bodies import ConfirmBody, FeedbackBody, QuestionsBody
 from samovar.router.context.learning.candidates import (
+    AUTHOR,
     CandidateEntry,
+    CaptureCounts,
     Evidence,
     NotedTurn,
     State,
     TurnCall,
     candidate_of,
+    capture_refusals,
     card,
     passed_calls,
     question_key,
     says_the_same,
 )
 from samovar.router.context.learning.gate import Gate
-from samovar.router.context.learning.policy import AUTHOR, CaptureCounts, capture_refusals
 from samovar.router.openai import ApiError, ChatMessage, InvalidValue, no_such_cursor, shown
 
 TURN_PREFIX, FEEDBACK_PREFIX, CANDIDATE_PREFIX = "turn_", "fb_", "cand_"

@@ -1,6 +1,7 @@
 """Who watches: streams by audience, what each has still to be sent, and how many there may be. Pure.
 
-No queue grows: a stream that reads slowly gets the latest state once, and its oldest turns are left out.
+No queue grows: a stream that reads slowly gets the latest state once, and its oldest turns are left out. What
+is sent are JSON merge patches (RFC 7386) between states that hold no null.
 """
 
 from __future__ import annotations
@@ -9,10 +10,27 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from samovar.configs.optional_sections import LiveSettings
-from samovar.router.observe.live.merge_patch import Json, diff
 from samovar.router.openai import TooManyRequests
+
+Json = dict[str, Any]
+
+
+def diff(old: Json, new: Json) -> Json:
+    """Return the patch that makes `new` of `old`; empty if they are equal. Neither may hold null."""
+    patch: Json = dict.fromkeys(old.keys() - new.keys())
+    for key, value in new.items():
+        was = old.get(key)
+        if isinstance(value, dict) and isinstance(was, dict):
+            inner = diff(was, value)
+            if inner:
+                patch[key] = inner
+        elif was != value or type(was) is not type(value):
+            patch[key] = value
+    return patch
+
 
 CODE = "too_many_streams"
 

@@ -1,10 +1,18 @@
-"""Routes of the live page's data: the stream, and a tenant's usage."""
+"""Routes of the live page: its files, and its data: the stream, and a tenant's usage.
+
+The files are read once from the package and served with headers that forbid everything else. One is found by
+its whole name among those that were read, so no request can name another path.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,16 +27,17 @@ from samovar.router.generation import (
     cancel_on_disconnect,
     summed,
 )
+from samovar.router.observe.live.feed import Json
 from samovar.router.observe.live.hub import LiveHub
-from samovar.router.observe.live.merge_patch import Json
 from samovar.router.observe.live.state import totals_of
-from samovar.router.openai import Unavailable
+from samovar.router.openai import RouteNotFound, Unavailable
 from samovar.router.routing import DirectoryLost
 
 logger = logging.getLogger(__name__)
 
+
 PING = b": ping\n\n"
-HEADERS = [
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # else nginx buffers the stream
@@ -54,7 +63,7 @@ class LiveRoutes:
     async def _stream(self, caller: Caller, method: str, send: Send) -> None:
         settings, keepalive_s = self._service.settings.live, self._service.settings.server.sse_keepalive_s
         with self._hub.stream(caller) as (outbox, wake):
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             try:
                 async with asyncio.timeout(0 if method == "HEAD" else settings.stream_s_max):
                     while not self._hub.is_closing:
@@ -116,3 +125,81 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+FOLDER = Path(__file__).resolve().parent / "page"
+INDEX = "index.html"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".woff2": "font/woff2",
+    ".txt": "text/plain; charset=utf-8",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"  # no text ever becomes markup or code
+)
+FILE_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",  # asked for again each time; the tag says that nothing has changed
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file: its bytes, their type and their tag."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+
+def read_files(folder: Path) -> dict[str, PageFile]:
+    """Return the files below `folder` of the types that are served, by name relative to it."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.suffix in TYPES and path.is_file() and not any(part.startswith(".") for part in name.parts):
+            content = path.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[name.as_posix()] = PageFile(content, TYPES[path.suffix], etag)
+    return found
+
+
+class PageFiles:
+    """Handlers of `/` and `/page/...`. They raise `ApiError`. `files`: by default those of the package."""
+
+    def __init__(self, files: Mapping[str, PageFile] | None = None) -> None:
+        self._files = read_files(FOLDER) if files is None else files
+
+    async def index(self, request: Request) -> Response:
+        """Handle GET /."""
+        return self._answer(INDEX, request)
+
+    async def one(self, request: Request) -> Response:
+        """Handle GET /page/{name}."""
+        return self._answer(request.path_params["name"], request)
+
+    def _answer(self, name: str, request: Request) -> Response:
+        file = self._files.get(name)
+        if file is None:
+            raise RouteNotFound(request.method, request.url.path)
+        headers = {**FILE_HEADERS, "etag": file.etag}
+        if file.etag in (tag.strip().removeprefix("W/") for tag in _tags(request)):
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, headers={**headers, "content-type": file.content_type})
+
+
+def _tags(request: Request) -> list[str]:
+    return request.headers.get("if-none-match", "").split(",")

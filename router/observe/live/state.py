@@ -14,8 +14,7 @@ from samovar.cache_tiers.sessions import SessionRow, SessionView
 from samovar.configs.optional_sections import LiveSettings
 from samovar.replicas.messages import EngineStats, ReplicaGlance, ReplicaInfo
 from samovar.router.generation import EndedTurn, TenantUsage
-from samovar.router.observe.live.feed import Audience, encoded
-from samovar.router.observe.live.merge_patch import Json
+from samovar.router.observe.live.feed import Audience, Json, encoded
 from samovar.router.routing import Outcome, session_name
 
 FORECAST_AT_S = (8.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0, 14400.0, 86400.0)

@@ -10,8 +10,7 @@ from typing import Any
 
 from samovar.replicas.forward.runner import load_model
 from samovar.replicas.ranks import weights
-from samovar.replicas.ranks.group import Launch
-from samovar.replicas.ranks.processes import RankSubprocess
+from samovar.replicas.ranks.group import Launch, RankSubprocess
 from samovar.replicas.ranks.worker import Rank, RankStart
 from samovar.replicas.start.build import BuiltEngine
 from tests.support.engines.engines import small_engine

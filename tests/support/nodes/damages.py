@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
-from samovar.cache_tiers.blocks.layer_sums import PIECE_BYTES, PIECE_WORDS
-from samovar.cache_tiers.blocks.record import decode_header, header_bytes
+from samovar.cache_tiers.blocks.record import PIECE_BYTES, PIECE_WORDS, decode_header, header_bytes
 
 
 def damages(payload: Bytes, shape: BlockShape, seed: int = 1) -> Iterator[tuple[str, Bytes]]:

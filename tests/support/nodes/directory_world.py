@@ -7,12 +7,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement
-from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from samovar.cache_tiers.blocks.extent import (
+    ROOT,
+    TAG_BYTES,
+    BlockShape,
+    ExtentHeader,
+    Placement,
+    block_key,
+    namespace_digest,
+)
 from samovar.cache_tiers.blocks.record import header_bytes
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.clears import Clears
 from samovar.cache_tiers.directory.directory import Directory
+from samovar.cache_tiers.directory.gone import Clears
 from samovar.cache_tiers.directory.transfers import Transfer
 from samovar.cache_tiers.directory.types import Eviction, Held, ReservationRefused
 from samovar.cache_tiers.media.tier import Scanned

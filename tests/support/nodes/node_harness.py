@@ -12,8 +12,7 @@ import numpy as np
 
 from samovar.cache_tiers.actors.staging import StagingBuffer
 from samovar.cache_tiers.blocks import record as codec
-from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement
-from samovar.cache_tiers.blocks.keys import ROOT, block_key
+from samovar.cache_tiers.blocks.extent import ROOT, BlockShape, Bytes, ExtentHeader, Placement, block_key
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.directory.transfers import no_fault

@@ -13,8 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from samovar.cache_tiers.blocks.extent import Address, BlockShape, Bytes, ExtentHeader, Placement
-from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from samovar.cache_tiers.blocks.extent import (
+    ROOT,
+    Address,
+    BlockShape,
+    Bytes,
+    ExtentHeader,
+    Placement,
+    block_key,
+    namespace_digest,
+)
 from samovar.cache_tiers.blocks.record import (
     BadRecord,
     Record,

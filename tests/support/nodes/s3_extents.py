@@ -6,8 +6,7 @@ import hashlib
 
 import numpy as np
 
-from samovar.cache_tiers.blocks.extent import BlockShape, ExtentHeader, Placement
-from samovar.cache_tiers.blocks.keys import ROOT
+from samovar.cache_tiers.blocks.extent import ROOT, BlockShape, ExtentHeader, Placement
 from samovar.cache_tiers.blocks.record import Record, header_bytes, seal
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=16)

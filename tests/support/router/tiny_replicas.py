@@ -21,11 +21,10 @@ from samovar.replicas.links import Inlet, Links
 from samovar.replicas.messages import Delta, Event, GenerateRequest, LoggedAnswer, ReplyTo
 from samovar.replicas.serving.deployment import Replica, _call_later, places
 from samovar.replicas.serving.ingress_loads import IngressLoads
-from samovar.replicas.serving.requests import pack_request
+from samovar.replicas.serving.served import pack_request
 from samovar.replicas.turns import TenantThreads
 from samovar.router.routing import ReplicaLost
-from samovar.router.routing.answer_search import AnswerSearch
-from samovar.router.routing.direct_call import DirectCall
+from samovar.router.routing.ray_clients import AnswerSearch, DirectCall
 from samovar.router.routing.replica_client import choices_ended
 from tests.support.clock import Clock
 from tests.support.engines.engines import small_engine

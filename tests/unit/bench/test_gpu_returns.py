@@ -16,7 +16,7 @@ from bench._gpu_returns import measure_returns
 from bench._gpu_run import Rows
 from bench._gpu_stage import Stage
 from samovar.cache_tiers.blocks.extent import Bytes
-from samovar.cache_tiers.pricing.doubt import Doubt
+from samovar.cache_tiers.pricing.load_plan import Doubt
 from samovar.cache_tiers.pricing.meters import TierMeter, TierPrice
 from samovar.replicas.kv.block_io import PageIo, Ticket
 from samovar.replicas.kv.copy_device import CopyEvent

@@ -12,7 +12,7 @@ from bench import loadpath
 from bench._gpu_model import TINY
 from bench._load_trace import STAGES, Passed, trace_of
 from samovar.cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
-from samovar.replicas.scheduling.restore import Restore, RestorePiece
+from samovar.replicas.scheduling.sequence import Restore, RestorePiece
 
 
 def test_stages_are_told_since_the_request_and_summed_over_pieces() -> None:

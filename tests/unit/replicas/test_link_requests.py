@@ -27,8 +27,13 @@ from samovar.replicas.messages import (
 )
 from samovar.replicas.reply import ReplyReading
 from samovar.replicas.reply.formats import format_named
-from samovar.replicas.serving.requests import BadRequestBytes, pack_request, request_form, unpack_request
-from samovar.replicas.serving.served import Places
+from samovar.replicas.serving.served import (
+    BadRequestBytes,
+    Places,
+    pack_request,
+    request_form,
+    unpack_request,
+)
 from tests.support.router.router_harness import until
 
 KEEP = Keep(

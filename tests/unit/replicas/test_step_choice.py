@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from samovar.configs.settings import EngineSettings
-from samovar.replicas.checkpoint import PlainRecipe
 from samovar.replicas.engine.audit import Probe, ProbeResult
 from samovar.replicas.forward.runner import load_model
 from samovar.replicas.kv.kv_pool import KvGeometry
@@ -20,6 +19,7 @@ from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.native import NotNative
 from samovar.replicas.native.build import AVX512_BF16
+from samovar.replicas.start.checkpoint import PlainRecipe
 from samovar.replicas.start.step_choice import ChosenStep, StepChoice, expects_native
 from tests.support.engines.engines import small_engine
 from tests.support.engines.tiny_models import make_tiny_model

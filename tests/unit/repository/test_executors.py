@@ -30,7 +30,7 @@ REASONS = {
     "configs/telemetry/tracing.py Tracer.close": END,
     "cache_tiers/actors/cluster_watch.py ClusterWatch.__init__": OWN,
     "cache_tiers/actors/cluster_watch.py SpotWatch.__init__": OWN,
-    "cache_tiers/sessions/ingress_deaths.py IngressDeaths.look": OWN,
+    "cache_tiers/sessions/actor.py IngressDeaths.look": OWN,
     "cache_tiers/actors/rpc.py ActorRef._found": OWN,
     "cache_tiers/actors/rpc.py ActorRef.call_async": "looks for an actor that is away, once for all who ask",
     "cache_tiers/sessions/actor.py SessionActor.__init__": OWN,
@@ -68,7 +68,7 @@ REASONS = {
     "replicas/ranks/worker.py Rank.serve": OWN,
     "router/context/compaction/compactor.py Compactor.forget": DELETES,
     "router/context/compaction/compactor.py Compactor.forget_entries": DELETES,
-    "router/context/documents/pdf.py read_pdf": "one document of a tenant at once, within limits",
+    "router/context/documents/text.py read_pdf": "one document of a tenant at once, within limits",
     "router/erasure/erasures.py Erasures._save": DELETES,
     "router/erasure/erasures.py Erasures.start": COMMAND,
     "router/generation/recorder.py IngressRecorder.__init__": "a line a turn, for the file; beyond its bound "
@@ -77,11 +77,11 @@ REASONS = {
     "router/ingress/app.py _SimpleRoutes.openapi": "made once",
     "router/ingress/app.py build_api.lifespan": END,
     "router/prompt/prompt.py PromptBuilder.forget": DELETES,
-    "replicas/templates/limits.py _Watchdog._wake": OWN,
+    "replicas/templates/rendering.py _Watchdog._wake": OWN,
     "cluster/doctor/check.py run_check": COMMAND,
     "cluster/launch/up.py run_shown": COMMAND,
     "cluster/plan/runs.py run_all": COMMAND,
-    "cluster/serve/ingresses.py OneIngressPerNode.__call__": OWN,
+    "cluster/serve/autoscale.py OneIngressPerNode.__call__": OWN,
     "cluster/serve/s3_demo.py S3Demo.start": COMMAND,
 }
 

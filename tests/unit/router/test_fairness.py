@@ -10,7 +10,7 @@ import pytest
 from samovar.cache_tiers.sessions.session_table import SessionRow, SessionTable, SessionView
 from samovar.configs.settings import AuthSettings, LimitsSettings, Settings
 from samovar.router.openai.errors import TooManyRequests
-from samovar.router.prompt.tokenizer_threads import TokenizerThreads
+from samovar.router.prompt.tokenizer import TokenizerThreads
 from tests.support.router.router_harness import (
     KEY,
     MODEL,

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from samovar.cache_tiers.messages import NodeStats, PrefetchStats, ResumptionStats
 from samovar.cluster.cli.status import RETURNS_HEAD, Status, returns_rows
-from samovar.router.tier_metrics import tier_metrics
+from samovar.router.metrics import tier_metrics
 
 PREFETCH = PrefetchStats(
     started={"pause": 3 * 1024, "hint": 1024},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from samovar.router.waits import BoundedWaits
+from samovar.router.generation.response_sender import BoundedWaits
 
 LONG_S = 60.0
 SHORT_S = 0.01

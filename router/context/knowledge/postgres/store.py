@@ -29,6 +29,7 @@ from samovar.router.context.knowledge.entries import (
     Limits,
     PlacedTurn,
     QuotaExceeded,
+    Rows,
     StateChanged,
     Vector,
     VersionConflict,
@@ -38,7 +39,6 @@ from samovar.router.context.knowledge.postgres.connections import Connection
 from samovar.router.context.knowledge.postgres.database import Database
 from samovar.router.context.knowledge.postgres.index import as_text, index, unindex
 from samovar.router.context.knowledge.postgres.schema import VECTORS
-from samovar.router.context.knowledge.postgres.tables import PostgresTables, take_turns
 from samovar.router.context.knowledge.postgres.transfer import backup, copy_newest, restore
 from samovar.router.context.knowledge.postgres.words import Tokenizer, best
 from samovar.router.context.knowledge.records import StoredRecords
@@ -516,3 +516,52 @@ def _row(tenant: str, ref: EntryRef, change: Change, at_s: float) -> tuple[Any, 
     said = (change.operation, content.kind, content.title, content.text, topics)
     made = (origin.who, origin.why, origin.turn, at_s, change.of_number, version_bytes(change))
     return (tenant, ref.entry, ref.number, *said, *made)
+
+
+class _Statements:
+    """See `Rows`: statements whose values are `?`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> Any:
+        return self.connection.execute(statement.replace("?", "%s").encode(), values)
+
+
+def take_turns(db: Connection, tenant: str, of: str) -> None:
+    """Let other writers of a tenant's rows wait: what is counted, or erased, must be all."""
+    db.execute("SELECT pg_advisory_xact_lock(hashtext(%s), hashtext(%s))", (f"samovar {of}", tenant))
+
+
+class PostgresTables:
+    """See `Tables`."""
+
+    skip_locked = " FOR UPDATE SKIP LOCKED"
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def by(self, index: str) -> str:
+        return ""
+
+    @contextmanager
+    def writing(self, tenant: str, of: str = "") -> Iterator[Rows]:
+        with self._database.transaction(tenant) as db:
+            if of:
+                take_turns(db, tenant, of)
+            yield _Statements(db)
+
+    @contextmanager
+    def reading(self, tenant: str) -> Iterator[Rows]:
+        with self._database.transaction(tenant, "read") as db:
+            yield _Statements(db)
+
+    def everyone(self, rows: Rows) -> AbstractContextManager[None]:
+        assert isinstance(rows, _Statements)
+        return self._database.everyone(rows.connection)
+
+    def erased(self) -> None:
+        self._database.vacuum()
+
+    def close(self) -> None:
+        """Leave the database open: it is the store's."""

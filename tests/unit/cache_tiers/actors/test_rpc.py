@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from samovar.cache_tiers.actors import rpc, tier
-from samovar.cache_tiers.actors.peer_calls import PeerActors
+from samovar.cache_tiers.actors.rpc import PeerActors
 from samovar.cache_tiers.messages import Fetched, Lookup
 from samovar.cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
 from samovar.configs.sections import TierSettings

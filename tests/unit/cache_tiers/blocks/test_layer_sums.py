@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samovar.cache_tiers.blocks import layer_sums
+from samovar.cache_tiers.blocks import record as records
 from samovar.cache_tiers.blocks.compiled_sums import SOURCE, THREAD_BYTES_MIN, CompiledSums
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
-from samovar.cache_tiers.blocks.layer_sums import (
+from samovar.cache_tiers.blocks.record import (
     PIECE_BYTES,
     Sums,
     SumsSetup,
@@ -73,7 +73,7 @@ def compute(request: pytest.FixtureRequest) -> Sums:
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_sums, "_here", [plain_sums])
+    monkeypatch.setattr(records, "_here", [plain_sums])
 
 
 def of(compute: Sums, payload: Bytes, seeds: list[int], shape: BlockShape) -> list[list[int]]:
@@ -183,7 +183,7 @@ def test_g1_zeros_are_other_zeros_elsewhere(compute: Sums) -> None:
 
 def test_keys_differ_in_both_halves() -> None:
     """Or a word whose other half is what cancels a key would not be seen by either sum."""
-    first, second = layer_sums.piece_keys()
+    first, second = records.piece_keys()
     assert (first != second).all()
     assert len({*first.ravel().tolist(), *second.ravel().tolist()}) == first.size + second.size
 
@@ -191,7 +191,7 @@ def test_keys_differ_in_both_halves() -> None:
 def test_a_half_that_a_key_cancels_is_seen_by_the_other_sum(compute: Sums) -> None:
     """The weakness of one product: (low + key) * 0 is 0, whatever low is."""
     shape = BlockShape(1, 64, 1)
-    for keys in layer_sums.piece_keys():
+    for keys in records.piece_keys():
         cancelled = np.zeros((8, 2), np.uint32)
         cancelled[:, 1] = -keys[:8, 1]
         other = cancelled.copy()
@@ -203,21 +203,21 @@ def test_a_half_that_a_key_cancels_is_seen_by_the_other_sum(compute: Sums) -> No
 def test_only_blocks_in_one_run_have_checksums() -> None:
     shape, keys = BlockShape(1, 40, 16), [b"k" * 32, b"l" * 32]
     payload = random_bytes(160)
-    assert layer_sums.layer_sums(payload[:80], keys, shape).shape == (2, 1)
-    assert layer_sums.layer_sums(payload[:0], [], shape).shape == (0, 1)
+    assert records.layer_sums(payload[:80], keys, shape).shape == (2, 1)
+    assert records.layer_sums(payload[:0], [], shape).shape == (0, 1)
     for wrong in (payload[:79], payload[:80].view(np.int8), payload[:80].reshape(2, 40), payload[::2]):
         with pytest.raises(ValueError, match=r"."):
-            layer_sums.layer_sums(wrong, keys, shape)
+            records.layer_sums(wrong, keys, shape)
 
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test_the_library_serves_where_it_is_compiled(tmp_path: Path) -> None:
     library()
-    before = layer_sums.layer_sums(random_bytes(80), [b"k" * 32, b"l" * 32], BlockShape(1, 40, 16))
+    before = records.layer_sums(random_bytes(80), [b"k" * 32, b"l" * 32], BlockShape(1, 40, 16))
     found = compile_sums(SumsSetup(tmp_path / "native", 600.0, 4))
     assert found is not None
-    assert isinstance(layer_sums._here[0], CompiledSums)
-    after = layer_sums.layer_sums(random_bytes(80), [b"k" * 32, b"l" * 32], BlockShape(1, 40, 16))
+    assert isinstance(records._here[0], CompiledSums)
+    after = records.layer_sums(random_bytes(80), [b"k" * 32, b"l" * 32], BlockShape(1, 40, 16))
     assert np.array_equal(before, after)
     made = found.stat().st_mtime_ns
     assert compile_sums(SumsSetup(tmp_path / "native", 600.0, 4)) == found
@@ -234,7 +234,7 @@ def test_without_a_compiler_numpy_serves_and_the_log_says_so(
     assert "computed by numpy" in caplog.text
     assert "no C++ compiler on the PATH" in caplog.text
     payload = random_bytes(80)
-    found = layer_sums.layer_sums(payload, [b"k" * 32, b"l" * 32], BlockShape(1, 40, 16))
+    found = records.layer_sums(payload, [b"k" * 32, b"l" * 32], BlockShape(1, 40, 16))
     assert found[0, 0] == by_definition(payload[:40].tobytes(), int.from_bytes(b"k" * 8, "little"), 0)
 
 
@@ -274,7 +274,7 @@ def planted(compute: Sums) -> Sums:
 @planted
 def of_words_alone(payload: Bytes, seeds: Words, shape: BlockShape, sums: Checksums) -> None:
     words = payload[: len(payload) // 8 * 8].view(np.uint64).reshape((*sums.shape, -1))
-    sums[:] = layer_sums.mixed(words.sum(axis=2, dtype=np.uint64) ^ seeds[:, None])
+    sums[:] = records.mixed(words.sum(axis=2, dtype=np.uint64) ^ seeds[:, None])
 
 
 @planted

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks import record as codec
-from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement
-from samovar.cache_tiers.blocks.keys import ROOT
+from samovar.cache_tiers.blocks.extent import ROOT, BlockShape, Bytes, ExtentHeader, Placement
 from samovar.cache_tiers.blocks.record import BadRecord
 from tests.support.nodes.old_records import as_version, forge
 

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from samovar.cache_tiers.blocks.extent import Clear, Placement
-from samovar.cache_tiers.blocks.keys import namespace_digest
+from samovar.cache_tiers.blocks.extent import Clear, Placement, namespace_digest
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.extents import SESSIONS_MAX, HeldExtent
-from samovar.cache_tiers.directory.index import ROW_SCAN_MAX, TAILS_MAX
+from samovar.cache_tiers.directory.index import ROW_SCAN_MAX, SESSIONS_MAX, TAILS_MAX, HeldExtent
 from samovar.cache_tiers.directory.types import Held, ReservationRefused
-from samovar.cache_tiers.forecast.survival import Floats
+from samovar.cache_tiers.forecast.turns import Floats
 from samovar.cache_tiers.messages import Lookup
 from samovar.cache_tiers.policy.eviction_queue import LazyHeap
 from samovar.cache_tiers.policy.policies import Candidates, LeastRecentlyUsed

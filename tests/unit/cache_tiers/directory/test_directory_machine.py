@@ -7,8 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from samovar.cache_tiers.blocks.extent import Address, Clear, ExtentHeader, Placement, session_of
-from samovar.cache_tiers.blocks.keys import KEY_BYTES, ROOT
+from samovar.cache_tiers.blocks.extent import (
+    KEY_BYTES,
+    ROOT,
+    Address,
+    Clear,
+    ExtentHeader,
+    Placement,
+    session_of,
+)
 from samovar.cache_tiers.blocks.tiers import TIERS, TierName
 from samovar.cache_tiers.directory.transfers import Transfer
 from samovar.cache_tiers.directory.types import Eviction, Held, Pin, ReservationRefused

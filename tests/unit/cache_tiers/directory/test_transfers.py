@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks.tiers import TIERS, TierName
-from samovar.cache_tiers.directory.accounting import Ledger
-from samovar.cache_tiers.directory.extents import HeldExtent
+from samovar.cache_tiers.directory.index import HeldExtent
 from samovar.cache_tiers.directory.transfers import (
     NEXT,
+    Ledger,
     Source,
     StaleTransfer,
     State,

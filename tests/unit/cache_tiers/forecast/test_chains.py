@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samovar.cache_tiers.blocks.keys import KEY_BYTES, marks_of
-from samovar.cache_tiers.forecast.chains import CHAINS_MAX, RUNNING_MAX, LineageChains, roots_of
+from samovar.cache_tiers.blocks.extent import KEY_BYTES, marks_of
+from samovar.cache_tiers.forecast.lineages import CHAINS_MAX, RUNNING_MAX, LineageChains, roots_of
 from samovar.cache_tiers.forecast.turns import TURN_S_MAX
 
 BT = 16

@@ -16,8 +16,7 @@ from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.learner import decode, encode
 from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, Lineages
 from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.survival import LAST_S, Curves, resume_within
-from samovar.cache_tiers.forecast.turns import Opening, Stop, Turn
+from samovar.cache_tiers.forecast.turns import LAST_S, Curves, Opening, Stop, Turn, resume_within
 from samovar.configs.sections import PredictorSettings
 from tests.support.constants import tuned
 

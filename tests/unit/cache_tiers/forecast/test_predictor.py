@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from bench._forecast_scores import auc, ece
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.predictor import Outcome, Predictor, ReplayTurns, Rows
-from samovar.cache_tiers.forecast.survival import (
+from samovar.cache_tiers.forecast.turns import (
     COLD,
     EDGES,
     Curves,
     Floats,
+    Hint,
+    Turn,
     resume_probability,
     resume_within,
 )
-from samovar.cache_tiers.forecast.turns import Hint, Turn
 from samovar.configs.sections import PredictorSettings
 from tests.support.constants import tuned
 from tests.support.inside import turns_of

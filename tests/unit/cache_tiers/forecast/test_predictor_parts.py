@@ -19,8 +19,7 @@ from samovar.cache_tiers.forecast.features import (
 from samovar.cache_tiers.forecast.hazard_net import HazardModel, log_odds
 from samovar.cache_tiers.forecast.kaplan_meier import KINDS, SHRINKAGE, TAIL_RETURNS_MIN, KaplanMeier, kind_of
 from samovar.cache_tiers.forecast.predictor import Outcome, ReplayTurns
-from samovar.cache_tiers.forecast.survival import BINS, COLD, EDGES, EDGES_S, LAST_S, curve_of
-from samovar.cache_tiers.forecast.turns import Turn
+from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES, EDGES_S, LAST_S, Turn, curve_of
 
 TURN = Turn("s", 0.0, 1.0, 1000, 50)
 OFFSET = log_odds(-np.expm1(np.diff(COLD.astype(np.float64))))

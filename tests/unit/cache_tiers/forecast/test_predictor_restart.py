@@ -29,8 +29,7 @@ from samovar.cache_tiers.forecast.learner import (
     save,
 )
 from samovar.cache_tiers.forecast.predictor import LINEAGE_ARRAYS, TURNS_ARRAYS, Predictor, ReplayTurns, State
-from samovar.cache_tiers.forecast.survival import EDGES, Curves, resume_probability
-from samovar.cache_tiers.forecast.turns import Turn
+from samovar.cache_tiers.forecast.turns import EDGES, Curves, Turn, resume_probability
 from samovar.configs.sections import PredictorSettings
 from tests.support.constants import tuned
 from tests.support.inside import turns_of

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samovar.cache_tiers.forecast.ratios import RATIO_MAX, RATIO_MIN, WINDOW, ReturnRatios
-from samovar.cache_tiers.forecast.survival import BINS, EDGES_S, curve_of, times
+from samovar.cache_tiers.forecast.lineages import RATIO_MAX, RATIO_MIN, WINDOW, ReturnRatios
+from samovar.cache_tiers.forecast.turns import BINS, EDGES_S, curve_of, times
 
 HAZARDS = np.full(BINS, 0.05)
 CURVE = curve_of(HAZARDS)

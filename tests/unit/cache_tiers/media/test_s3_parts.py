@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from samovar.cache_tiers.blocks.extent import Address
 from samovar.cache_tiers.blocks.record import TierError, TierFull
 from samovar.cache_tiers.media.s3 import PENDING_MAX, S3Ledger
-from samovar.cache_tiers.media.s3_keys import S3Keys
+from samovar.cache_tiers.media.s3_client import S3Keys
 
 
 def address(number: int) -> Address:

@@ -264,7 +264,7 @@ def test_l14_a_returning_turn_is_the_same_from_it(
     """Also where replica and ingress are of settings without it: the tier actor outlives them."""
     if not is_known:
         for counter in (
-            "samovar.replicas.engine.receipts",
+            "samovar.replicas.engine.requests",
             "samovar.router.generation.answer",
             "samovar.router.generation.usage",
         ):

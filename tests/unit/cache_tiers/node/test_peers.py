@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samovar.cache_tiers.blocks.extent import Clear, Placement
-from samovar.cache_tiers.blocks.keys import KEY_BYTES
-from samovar.cache_tiers.directory.clears import Clears
+from samovar.cache_tiers.blocks.extent import KEY_BYTES, Clear, Placement
+from samovar.cache_tiers.directory.gone import Clears
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import (
     BlockRange,

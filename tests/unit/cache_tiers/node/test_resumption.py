@@ -9,13 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from samovar.cache_tiers.blocks.extent import Address, Clear, Placement, session_of
-from samovar.cache_tiers.blocks.keys import ChainMarks, marks_of
+from samovar.cache_tiers.blocks.extent import Address, ChainMarks, Clear, Placement, marks_of, session_of
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.directory.types import ExtentInfo
 from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, Forecast, curve_of
-from samovar.cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
+from samovar.cache_tiers.forecast.turns import (
+    BINS,
+    COLD,
+    EDGES,
+    Curves,
+    Forecast,
+    Hint,
+    Opening,
+    SessionKey,
+    Turn,
+    curve_of,
+)
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
 from samovar.cache_tiers.node.resumption import runs_of

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samovar.cache_tiers.forecast.survival import (
+from samovar.cache_tiers.forecast.turns import (
     COLD,
     EDGES_S,
     Forecast,

@@ -10,11 +10,10 @@ from hypothesis import settings as runs
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from samovar.cache_tiers.blocks.keys import MARKS_MAX, kept_blocks, marks_of
-from samovar.cache_tiers.forecast.survival import BINS, Curves, curve_of
+from samovar.cache_tiers.blocks.extent import MARKS_MAX, kept_blocks, marks_of
+from samovar.cache_tiers.forecast.turns import BINS, Curves, curve_of
 from samovar.cache_tiers.policy.idle_sessions import IdleSessions
-from samovar.cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchGate, PrefetchRegret
-from samovar.cache_tiers.policy.prefetcher import Guess, Prefetcher
+from samovar.cache_tiers.policy.prefetcher import ByteBudget, Guess, Prefetcher, PrefetchGate, PrefetchRegret
 from samovar.configs.sections import PrefetchSettings
 from tests.support.amounts import examples
 from tests.support.constants import tuned

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, SHARE, Doubt
-from samovar.cache_tiers.pricing.load_plan import LoadPiece, plan_load
+from samovar.cache_tiers.pricing.load_plan import BURST_EXTENTS, DOUBT_SHARE, Doubt, LoadPiece, plan_load
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierMeter, TierPrice
 from tests.support.clock import Clock
 
@@ -43,7 +42,7 @@ def test_never_more_than_the_burst_and_the_share(turns: list[tuple[int, int]]) -
         decided += offered
         tried += wanted * doubt.tries(wanted, DEAR)
         doubt.check_integrity()
-        assert tried <= BURST_EXTENTS * EXTENT + SHARE * decided + 1
+        assert tried <= BURST_EXTENTS * EXTENT + DOUBT_SHARE * decided + 1
 
 
 def _plan(doubt: Doubt | None, *, is_proved: bool = False) -> tuple[str, int]:

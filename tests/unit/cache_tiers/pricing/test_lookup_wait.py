@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks.tiers import LoadSource
-from samovar.cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
+from samovar.cache_tiers.pricing.load_plan import LookupWait, plan_wait
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 CPU = PrefillPrice(0.04, 3.54e-3, 0.0)

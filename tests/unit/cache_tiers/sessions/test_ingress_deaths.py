@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from samovar.cache_tiers.sessions import Use
-from samovar.cache_tiers.sessions.ingress_deaths import IngressDeaths
+from samovar.cache_tiers.sessions.actor import IngressDeaths
 from samovar.cache_tiers.sessions.session_table import Sync
 from tests.support.router.fake_directory import StillActor
 

@@ -19,8 +19,7 @@ from prompt_toolkit.history import InMemoryHistory
 from rich.console import Console
 
 from samovar.cluster.cli import chat as chat_module
-from samovar.cluster.cli.chat import Chat
-from samovar.cluster.cli.chat_client import ChatClient
+from samovar.cluster.cli.chat import Chat, ChatClient
 from samovar.cluster.cli.conversation import (
     RETRY_TEMPERATURE,
     TOY_PENALTY,

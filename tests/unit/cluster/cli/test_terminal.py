@@ -11,7 +11,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from samovar.cluster.cli.terminal import MarkdownView, PlainView, unseen_keys, whole_blocks
+from samovar.cluster.cli.chat import MarkdownView, PlainView, unseen_keys, whole_blocks
 
 ANSWER = """# Title
 

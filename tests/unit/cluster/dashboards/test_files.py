@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from samovar.cluster.dashboards.alerts import ALERTS
 from samovar.cluster.dashboards.files import FOLDER, OPERATIONS, dashboard, texts, with_tables
-from samovar.cluster.dashboards.panels import ROWS
+from samovar.cluster.dashboards.panels import ALERTS, ROWS
 from samovar.configs.fields import setting_fields
 from samovar.router.metrics import FORMER_NAMES, Metrics
 from tests.support.full_metrics import filled_metrics

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from samovar.cluster.launch.home import nvme_script
+from samovar.cluster.launch.up import nvme_script
 
 SCRIPT = str(resources.files("samovar.cluster") / "scripts" / "kv-nvme.sh")
 STORE = r"Amazon\x20EC2\x20NVMe\x20Instance\x20Storage"

@@ -17,15 +17,16 @@ from typer.testing import CliRunner
 
 from samovar.cluster.cli.main import register
 from samovar.cluster.launch import up as up_module
-from samovar.cluster.launch.home import ClusterHome, cluster_home
 from samovar.cluster.launch.settings import RenderFailed
 from samovar.cluster.launch.terraform import CloudOutputs
 from samovar.cluster.launch.up import (
+    ClusterHome,
     CommandFailed,
     Launch,
     UpFailed,
     check_key,
     cleaning,
+    cluster_home,
     deploy_command,
     down,
     run_shown,

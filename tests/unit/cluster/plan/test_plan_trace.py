@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bench._trace_generator import GeneratorOptions, generate
-from samovar.cluster.plan import report
+from samovar.cluster.plan import plan as planning
 from samovar.cluster.plan.plan import Plan, PlanAsk, check, fleet_of, make_plan, run_plan
 from samovar.cluster.plan.runs import (
     PlanRefused,
@@ -115,7 +115,7 @@ def test_the_plan_of_a_small_trace(small_plan: Plan) -> None:
         assert 0 < result.hit_rate <= traffic.most_found() + 1e-9
         assert result.turns == sum(turn.started_s >= traffic.count_from_s for turn in traffic.turns)
         assert 0 < result.ttft_s[0] <= result.ttft_s[1] <= result.ttft_s[2]
-        assert 0 < report.busy_share(result, traffic) < 1
+        assert 0 < planning.busy_share(result, traffic) < 1
     assert sweep is not None
     assert [size // GIB for size in sweep.sizes] == sorted({size // GIB for size in sweep.sizes})
     assert all(large == 2 * small for small, large in zip(sweep.sizes, sweep.sizes[1:], strict=False))
@@ -178,53 +178,53 @@ def result_of(hit_rate: float, *, policy: str = "learned", gpu_s: float = 10.0) 
     return Result(policy, fleet, 10, 1_000_000, hits, (0.1, 0.2, 0.3), moved, GIB, GIB // 2, gpu_s)
 
 
-def swept(hits: Sequence[float], tier: str = "cpu", most: float = 0.4) -> report.Sweep:
+def swept(hits: Sequence[float], tier: str = "cpu", most: float = 0.4) -> planning.Sweep:
     sizes = [GIB << at for at in range(len(hits))]
     return sweep_of(tier, sizes, {"learned": [result_of(one) for one in hits]}, most)  # type: ignore[arg-type]
 
 
 def test_the_answer_is_one_sentence_with_both_sizes(small_plan: Plan) -> None:
     traffic, fleet = small_plan.traffic, Fleet()
-    said = report.answer(swept([0.1, 0.2, 0.3, 0.33, 0.39]), traffic, fleet)
+    said = planning.answer(swept([0.1, 0.2, 0.3, 0.33, 0.39]), traffic, fleet)
     assert said.startswith("With learned this traffic needs about 4 GiB of RAM a node, where 30%")
     assert "12 GiB of NVMe below it raise that to 39% of 40%" in said
     assert "times as quick as computing it" in said
     slow = replace(fleet, nvme=replace(fleet.nvme, bytes_per_s=1e6))
-    assert "leave NVMe out" in report.answer(swept([0.1, 0.2, 0.3, 0.33, 0.39]), traffic, slow)
-    said = report.answer(swept([0.1, 0.3, 0.4, 0.4]), traffic, fleet)
+    assert "leave NVMe out" in planning.answer(swept([0.1, 0.2, 0.3, 0.33, 0.39]), traffic, slow)
+    said = planning.answer(swept([0.1, 0.3, 0.4, 0.4]), traffic, fleet)
     assert said.endswith("of 40% that any cache could find.")
     assert "NVMe" not in said
-    assert "8 GiB raises that to 39%" in report.answer(swept([0.1, 0.3, 0.33, 0.39], "gpu"), traffic, fleet)
-    said = report.answer(swept([0.1, 0.15, 0.25, 0.38]), traffic, fleet)
+    assert "8 GiB raises that to 39%" in planning.answer(swept([0.1, 0.3, 0.33, 0.39], "gpu"), traffic, fleet)
+    said = planning.answer(swept([0.1, 0.15, 0.25, 0.38]), traffic, fleet)
     assert said.startswith("With learned this traffic needs 8 GiB of RAM a node or more: 38%")
-    assert "has no effect: 30%" in report.answer(swept([0.3, 0.3, 0.305]), traffic, fleet)
+    assert "has no effect: 30%" in planning.answer(swept([0.3, 0.3, 0.305]), traffic, fleet)
 
 
 def test_the_oracle_is_not_what_is_recommended() -> None:
     hits = [result_of(0.2), result_of(0.3)]
     both = sweep_of("cpu", [GIB, 2 * GIB], {"lru": hits, "oracle": hits}, 0.4)
-    assert report.chosen(both) == "lru"
-    assert report.chosen(sweep_of("cpu", [GIB, 2 * GIB], {"oracle": hits}, 0.4)) == "oracle"
+    assert planning.chosen(both) == "lru"
+    assert planning.chosen(sweep_of("cpu", [GIB, 2 * GIB], {"oracle": hits}, 0.4)) == "oracle"
 
 
 def test_bytes_and_money_are_counted_once(small_plan: Plan) -> None:
     traffic = small_plan.traffic
     result = result_of(0.3, gpu_s=0.6 * traffic.lasts_s)
-    assert report.moved(result) == (4 * GIB, 2 * GIB)
-    assert report.busy_share(result, traffic) == pytest.approx(0.6)
+    assert planning.moved(result) == (4 * GIB, 2 * GIB)
+    assert planning.busy_share(result, traffic) == pytest.approx(0.6)
     prices = Prices(gpu_hour=3.0, cpu_gib_month=730.0)
     assert result.fleet.usd_per_h(prices) == pytest.approx(4.0)
-    assert report.usd_per_h_needed(result, traffic, prices) == pytest.approx(4.0)
+    assert planning.usd_per_h_needed(result, traffic, prices) == pytest.approx(4.0)
     half = replace(result, gpu_s=result.gpu_s / 2)
-    assert report.usd_per_h_needed(half, traffic, prices) == pytest.approx(2.5)
+    assert planning.usd_per_h_needed(half, traffic, prices) == pytest.approx(2.5)
 
 
 def test_an_overload_is_said(small_plan: Plan) -> None:
     traffic, calm = small_plan.traffic, result_of(0.3)
-    assert not list(report.warnings([calm], swept([0.2, 0.3]), traffic))
+    assert not list(planning.warnings([calm], swept([0.2, 0.3]), traffic))
     slow = replace(calm, ttft_s=(1.0, 900.0, 1000.0))
     sweep = sweep_of("cpu", [GIB, 2 * GIB], {"lru": [slow, calm]}, 0.4)
-    (said,) = report.warnings([slow, calm], sweep, traffic)
+    (said,) = planning.warnings([slow, calm], sweep, traffic)
     assert "learned (TTFT p95 900 s), lru with 1 GiB of cpu (TTFT p95 900 s); computing" in said
     assert "--replicas" in said
 
@@ -280,9 +280,9 @@ def test_what_is_printed_can_be_read(small_plan: Plan, tmp_path: Path) -> None:
 
 def report_all(plan: Plan, console: Console) -> None:
     assert plan.sweep is not None
-    console.print(report.facts(plan.traffic, plan.fleet, Prices(), "as given", is_enough=True))
-    console.print(report.policy_table(plan.results, plan.traffic, Prices()))
-    console.print(report.sweep_table(plan.sweep))
+    console.print(planning.facts(plan.traffic, plan.fleet, Prices(), "as given", is_enough=True))
+    console.print(planning.policy_table(plan.results, plan.traffic, Prices()))
+    console.print(planning.sweep_table(plan.sweep))
 
 
 def test_settings_of_a_run_are_its_policys() -> None:

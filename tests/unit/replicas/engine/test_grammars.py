@@ -16,7 +16,7 @@ from samovar.replicas.messages import GenerateRequest, Grammar, Resume, Sampling
 from samovar.replicas.reply import ReplyReading, format_named, read_reply
 from samovar.router.openai.messages import offer_of
 from samovar.router.openai.schema import OfferedFunction, OfferedTool
-from samovar.router.prompt.answer_form import AnswerForm
+from samovar.router.prompt.tool_template import AnswerForm
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_deltas
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from samovar.replicas.messages import TokenLogprob
-from samovar.replicas.scheduling.preemption import Preemption
+from samovar.replicas.scheduling.queues import Preemption
 from samovar.replicas.scheduling.step import StepPlan
 from samovar.replicas.start.build import BuiltEngine
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine

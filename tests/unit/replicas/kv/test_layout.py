@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Placement
-from samovar.cache_tiers.blocks.keys import ROOT
+from samovar.cache_tiers.blocks.extent import ROOT, BlockShape, Bytes, Placement
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.kv.block_io import page_io
 from samovar.replicas.kv.copy_device import DONE
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.spec import ModelSpec
-from samovar.replicas.offload.block_runs import StoreRun
-from samovar.replicas.offload.store import Origin, sealed_record
+from samovar.replicas.offload.store import Origin, StoreRun, sealed_record
 from samovar.replicas.start.build import kv_geometry, model_namespace
 
 ONE = KvGeometry(layers=3, block_tokens=4, kv_heads=4, head_dim=8, dtype=torch.bfloat16)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES
-from samovar.cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
-from samovar.cache_tiers.forecast.survival import BINS, COLD, curve_of, resume_within
+from samovar.cache_tiers.blocks.extent import ROOT, block_key, namespace_digest
+from samovar.cache_tiers.forecast.turns import BINS, COLD, curve_of, resume_within
 from samovar.cache_tiers.policy.policies import LikelyReturn, make_policy
 from samovar.configs.sections import PolicySettings
 from samovar.replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool

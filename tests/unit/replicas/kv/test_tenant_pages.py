@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samovar.cache_tiers.blocks.extent import TAG_BYTES
-from samovar.cache_tiers.blocks.keys import namespace_digest
+from samovar.cache_tiers.blocks.extent import TAG_BYTES, namespace_digest
 from samovar.configs.settings import Settings
 from samovar.replicas.kv.page_pool import OutOfPages, PagePool
 from samovar.replicas.start.tier_access import shared_tiers

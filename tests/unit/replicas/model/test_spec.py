@@ -26,8 +26,7 @@ from transformers import (
 )
 
 from samovar.replicas.kv.kv_pool import KvGeometry
-from samovar.replicas.model.families import SERVED_TYPES
-from samovar.replicas.model.spec import ModelRefused, ModelSpec, inspect_model
+from samovar.replicas.model.spec import SERVED_TYPES, ModelRefused, ModelSpec, inspect_model
 from samovar.replicas.start.build import model_namespace
 from tests.support.engines.tiny_models import EOS_ID, PAD_ID, Family, make_tiny_model
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from samovar.cache_tiers.blocks.keys import ROOT, block_key
+from samovar.cache_tiers.blocks.extent import ROOT, block_key
 from samovar.cache_tiers.messages import BlockRange, LookupResult, PartialBlock
-from samovar.replicas.offload.block_runs import LoadCut, StoreRun, load_cuts, store_runs
+from samovar.replicas.offload.lookups import LoadCut, load_cuts
+from samovar.replicas.offload.store import StoreRun, store_runs
 
 BT = 4
 NAMESPACE = bytes(range(32))

@@ -11,7 +11,7 @@ from samovar.cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import TierSettings
-from samovar.replicas.offload.handover import Handover
+from samovar.replicas.offload.offload import Handover
 from samovar.replicas.serving.deployment import ReplicaLoad, load_of
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered

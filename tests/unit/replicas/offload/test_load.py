@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, Placement
-from samovar.cache_tiers.blocks.keys import KEY_BYTES, ROOT
+from samovar.cache_tiers.blocks.extent import KEY_BYTES, ROOT, TAG_BYTES, BlockShape, Bytes, Placement
 from samovar.cache_tiers.blocks.record import BadRecord, header_bytes, seal
 from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed
 from samovar.replicas.offload.load import Expected, PieceLoad, PieceLoads, unpack

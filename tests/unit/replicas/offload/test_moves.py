@@ -19,8 +19,8 @@ from samovar.replicas.kv.block_io import PageIo, Ticket
 from samovar.replicas.kv.copy_device import CopyEvent, Told
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.kv.page_pool import PagePool
-from samovar.replicas.offload import load, store, swap
-from samovar.replicas.offload.moves import PageMoves
+from samovar.replicas.offload import load, offload, store
+from samovar.replicas.offload.load import PageMoves
 from samovar.replicas.offload.tier_client import CompletionQueue, WorkerPools, begin
 from samovar.replicas.scheduling import RestorePiece
 from tests.support.engines.engines import prompt_of
@@ -221,7 +221,7 @@ def test_no_copy_and_no_checksum_on_the_engines_thread(
     monkeypatch.setattr(PageIo, "begin_out", watched("out", PageIo.begin_out))
     monkeypatch.setattr(store, "seal", watched("seal", store.seal))
     monkeypatch.setattr(load, "unpack", watched("check", load.unpack))
-    monkeypatch.setattr(swap, "unpack", watched("check swapped", swap.unpack))
+    monkeypatch.setattr(offload, "unpack", watched("check swapped", offload.unpack))
     lanes = WorkerPools.of_threads(2, 2)
     engine = tiered(tiny_llama, tmp_path, lanes=lanes, pool_tokens=256, preemption="swap")
     join_scans(engine.node, SCAN_S)  # the clock stands still: nobody asks again

@@ -11,9 +11,8 @@ from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import LoadReport
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.replicas.messages import Receipt
-from samovar.replicas.offload.reports import TierReporter
-from samovar.replicas.offload.tier_client import TierLink
-from samovar.replicas.scheduling.restore import Restore, RestorePiece
+from samovar.replicas.offload.tier_client import TierLink, TierReporter
+from samovar.replicas.scheduling.sequence import Restore, RestorePiece
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, tiered
 from tests.support.inside import guards_of

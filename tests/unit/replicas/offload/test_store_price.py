@@ -7,7 +7,7 @@ from pathlib import Path
 from samovar.cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Clear, Placement
 from samovar.cache_tiers.blocks.record import record_bytes
 from samovar.cache_tiers.media.memory import HeapTier
-from samovar.cache_tiers.pricing.doubt import BURST_EXTENTS, Doubt
+from samovar.cache_tiers.pricing.load_plan import BURST_EXTENTS, Doubt
 from samovar.cache_tiers.pricing.meters import PrefillPrice, TierPrice
 from samovar.configs.sections import TierSettings
 from samovar.replicas.offload.store import largest_extent_bytes

@@ -14,7 +14,7 @@ from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.kv.block_io import PageIo, Ticket
 from samovar.replicas.kv.copy_device import CopyEvent, HostDevice
 from samovar.replicas.kv.kv_pool import KvPool
-from samovar.replicas.scheduling.preemption import Preemption
+from samovar.replicas.scheduling.queues import Preemption
 from samovar.replicas.scheduling.step import StepPlan
 from samovar.replicas.start import measure as measuring
 from tests.support.clock import Clock

@@ -26,8 +26,8 @@ from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.messages import Delta, Event, GenerateRequest, SamplingParams
 from samovar.replicas.ranks import worker
 from samovar.replicas.ranks.channel import RankLost
+from samovar.replicas.ranks.group import RankSubprocess
 from samovar.replicas.ranks.page_io import SharedPageIo
-from samovar.replicas.ranks.processes import RankSubprocess
 from samovar.replicas.ranks.worker import Rank
 from tests.support.engines.engines import Driver, prompt_of
 from tests.support.engines.ranks import Started, ThreadRank, split_engine

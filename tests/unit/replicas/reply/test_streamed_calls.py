@@ -12,9 +12,8 @@ import pytest
 from pydantic_core import from_json
 
 from samovar.replicas.reply import FORMATS, Piece, Reply, ReplyReader, ReplyReading, format_named, read_reply
-from samovar.replicas.reply.calls import typed
-from samovar.replicas.reply.json_scan import JsonScan
-from samovar.router.anthropic.answers import input_of
+from samovar.replicas.reply.calls import JsonScan, typed
+from samovar.router.anthropic.dialect import input_of
 from samovar.router.openai import json_bytes
 from tests.unit.replicas.reply.test_reader import calls_of, joined
 

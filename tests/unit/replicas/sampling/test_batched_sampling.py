@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from samovar.replicas.sampling import draws, sampler
-from samovar.replicas.sampling.draws import Sampled
+from samovar.replicas.sampling.draws import Sampled, packed, unpacked, upload
 from samovar.replicas.sampling.sampler import NotNumbers, Sampler
-from samovar.replicas.sampling.transfer import packed, unpacked, upload
 from tests.support.engines import rowwise_sampler
 from tests.support.engines.rowwise_sampler import sample_row
 from tests.support.engines.sampled_batches import (

@@ -12,7 +12,7 @@ from samovar.cache_tiers.blocks import TAG_BYTES
 from samovar.replicas.kv import PagePool
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.scheduling import Drafter, Scheduler, Sequence, StepBudget, StepPlan
-from samovar.replicas.scheduling.preemption import DropNewest
+from samovar.replicas.scheduling.queues import DropNewest
 
 BLOCK = 16
 ALICE, BOB = (bytes([number]) * TAG_BYTES for number in (1, 2))

@@ -8,9 +8,8 @@ import pytest
 
 from samovar.replicas.kv import PagePool
 from samovar.replicas.messages import SamplingParams
-from samovar.replicas.scheduling.admission import JOINED_TOKENS
-from samovar.replicas.scheduling.preemption import DropNewest
-from samovar.replicas.scheduling.scheduler import Scheduler
+from samovar.replicas.scheduling.queues import DropNewest
+from samovar.replicas.scheduling.scheduler import JOINED_TOKENS, Scheduler
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepBudget
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Listing
 from samovar.cache_tiers.blocks.extent import TAG_BYTES
 from samovar.replicas.kv.page_pool import PagePool
 from samovar.replicas.messages import SamplingParams
-from samovar.replicas.scheduling.preemption import SwapNewest
+from samovar.replicas.scheduling.queues import SwapNewest
 from samovar.replicas.scheduling.scheduler import Scheduler
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepBudget

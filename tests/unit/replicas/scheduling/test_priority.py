@@ -15,7 +15,7 @@ from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
 from samovar.replicas.engine.requests import EngineLimits, refusal
 from samovar.replicas.messages import GenerateRequest, SamplingParams
 from samovar.replicas.scheduling.order import SHARED_STEPS, gives
-from samovar.replicas.scheduling.preemption import AnswerLengths, ByPrice
+from samovar.replicas.scheduling.queues import AnswerLengths, ByPrice
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepPlan
 from samovar.replicas.turns.fair_queue import PRIORITY_SHARE, FairQueue

@@ -16,7 +16,7 @@ from samovar.replicas.kv import PagePool
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.scheduling import OffloadState, Restore, RestorePiece, Scheduler, Sequence
 from samovar.replicas.scheduling.order import expected_tokens
-from samovar.replicas.scheduling.preemption import DropNewest
+from samovar.replicas.scheduling.queues import DropNewest
 from samovar.replicas.scheduling.step import CHUNK_TOKENS, StepBudget
 
 BT = 16

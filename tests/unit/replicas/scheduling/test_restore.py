@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from samovar.replicas.scheduling.restore import Restore, RestorePiece
+from samovar.replicas.scheduling.sequence import Restore, RestorePiece
 
 BT = 4
 

@@ -16,8 +16,7 @@ from samovar.replicas.engine.engine import Engine
 from samovar.replicas.engine.requests import EngineLimits, refusal
 from samovar.replicas.kv.page_pool import PagePool
 from samovar.replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
-from samovar.replicas.scheduling.page_tables import PageTables
-from samovar.replicas.scheduling.preemption import DropNewest
+from samovar.replicas.scheduling.queues import DropNewest, PageTables
 from samovar.replicas.scheduling.scheduler import Scheduler
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepBudget, StepPlan

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from samovar.replicas.messages import ReplicaInfo
-from samovar.router.generation import readiness as readiness_module
-from samovar.router.generation.readiness import LOOKS_A_POLL, Readiness, is_due
+from samovar.router.generation import services
+from samovar.router.generation.services import LOOKS_A_POLL, Readiness, is_due
 from tests.support.router.fake_replica import INFO, FakeReplicas, say
 from tests.support.router.router_harness import until
 
@@ -97,7 +97,7 @@ def test_replicas_are_polled_seldom_while_they_are_the_same(
 
 
 async def test_a_replica_that_comes_is_seen_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness_module, "POLL_READY_S", 0.0)
+    monkeypatch.setattr(services, "POLL_READY_S", 0.0)
     client, known, looks = replicas(are_up=True), {INFO.replica_id}, 0
     polls: list[int] = []
     describe = client.describe

@@ -13,7 +13,7 @@ from openai._streaming import SSEDecoder
 
 from samovar.replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, TokenLogprob
 from samovar.router.openai import PING, PING_BEHIND_IDS
-from samovar.router.openai.answers import DONE
+from samovar.router.openai.dialect import DONE
 from samovar.router.routing.replica_client import ReplicaLost
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import MODEL, House, chat, make_settings, spoken, until

@@ -12,14 +12,13 @@ import pytest
 
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.cache_tiers.sessions import Quotas, Use
+from samovar.cluster.serve.autoscale import OneIngressPerNode, one_ingress_per_node, one_per_node
 from samovar.cluster.serve.graph import build_front_app
-from samovar.cluster.serve.ingresses import OneIngressPerNode, one_ingress_per_node, one_per_node
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.replicas.messages import GenerateRequest, Route, SamplingParams
 from samovar.replicas.serving.ingress_loads import IngressLoad, IngressLoads, others_load
 from samovar.router.auth import ConcurrencyLimit, Need
-from samovar.router.ingresses.all_ingresses import ingress_count
-from samovar.router.ingresses.ingress_metrics import merged
+from samovar.router.ingresses.all_ingresses import ingress_count, merged
 from samovar.router.ingresses.tenant_shares import IngressShares
 from samovar.router.openai import TooManyRequests
 from samovar.router.proxy.known_ingresses import by_session

@@ -17,7 +17,7 @@ from samovar.replicas.reply import FORMATS, Call, Reply, ReplyFormat, ReplyReadi
 from samovar.router.openai import ApiError, ToolOffer
 from samovar.router.openai.messages import offer_of
 from samovar.router.openai.schema import NamedTool, OfferedTool
-from samovar.router.prompt.answer_form import BRACKETED, AnswerForm
+from samovar.router.prompt.tool_template import BRACKETED, AnswerForm
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
 DISHES = ["tea", 'a "b" // #\n\u2028\x7f']

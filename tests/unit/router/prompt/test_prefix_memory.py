@@ -9,15 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from samovar.router.prompt.prefix_memory import (
+from samovar.router.prompt.prefix import (
     KEY_BYTES,
     PrefixLeft,
     PrefixMemory,
     PromptDigest,
+    PromptPart,
     digest_of,
     ids_of,
 )
-from samovar.router.prompt.prompt_parts import PromptPart
 from samovar.router.prompt.reply_memory import Owner
 
 KEY = bytes(range(KEY_BYTES))

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from samovar.router.openai.messages import ChatMessage
-from samovar.router.prompt.prefix_memory import ids_of
-from samovar.router.prompt.prompt_parts import PromptPart, TokenSizes, parts_of
+from samovar.router.prompt.prefix import PromptPart, TokenSizes, ids_of, parts_of
 from tests.support.engines.tiny_models import make_tiny_tokenizer
 
 TOKENIZER: Any = make_tiny_tokenizer()

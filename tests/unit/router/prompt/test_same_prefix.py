@@ -11,9 +11,9 @@ import pytest
 
 from samovar.configs.json_text import parse_json
 from samovar.router.openai.messages import Tool
+from samovar.router.prompt.prefix import JsonSpellings, canonical_json, canonical_schema, tool_digest
 from samovar.router.prompt.prompt import PromptBuilder
 from samovar.router.prompt.reply_memory import Owner
-from samovar.router.prompt.same_prefix import JsonSpellings, canonical_json, canonical_schema, tool_digest
 from tests.unit.router.prompt.test_tool_template import QWEN3, built, made, parsed
 
 __all__ = ["made"]

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from samovar.router.openai import ChatMessage, ParsedChat
 from samovar.router.prompt import Owner, SharedReplies
-from samovar.router.prompt.reply_memory import RememberedReply, ReplyMemory
-from samovar.router.prompt.shared_replies import NotOurs, packed, turns_of, unpacked
+from samovar.router.prompt.reply_memory import (
+    NotOurs,
+    RememberedReply,
+    ReplyMemory,
+    packed,
+    turns_of,
+    unpacked,
+)
 
 SALT, OTHER = b"salt of one tenant", b"salt of another"
 OWNER = Owner("t", bytes(16))

@@ -12,8 +12,8 @@ import pytest
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.reply import ReplyReading, declared_format, formats, patterns, read_reply
-from samovar.replicas.templates import limits as template_limits
-from samovar.replicas.templates.limits import TemplateLimit, within_limits
+from samovar.replicas.templates import rendering as template_limits
+from samovar.replicas.templates.rendering import TemplateLimit, within_limits
 from samovar.router.prompt import PromptBuilder
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 from tests.support.inside import thread_of

@@ -14,8 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 from samovar.configs.cluster import LinkSettings
 from samovar.configs.settings import LimitsSettings
 from samovar.router.proxy import RetryBuffer
+from samovar.router.proxy.carrier import packed_request, read_request
 from samovar.router.proxy.proxy_guard import ProxyGuard
-from samovar.router.proxy.wire import packed_request, read_request
 from tests.support.constants import tuned
 from tests.support.inside import carrier_of, links_of
 from tests.support.router.linked_replicas import LINKS, Proxied, proxied

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 
 from samovar.replicas.messages import LoggedAnswer
-from samovar.router.routing.answer_search import SILENT_S, AnswerSearch, Told
+from samovar.router.routing.ray_clients import SILENT_S, AnswerSearch, Told
 from tests.support.clock import Clock
 
 FOREVER_S = 600.0

@@ -20,11 +20,11 @@ from samovar.router.context.documents import (
     DocumentFailed,
     document,
     fenced_document,
-    pdf,
     placement,
+    routes,
     shelf,
+    text,
 )
-from samovar.router.context.documents import body as bodies
 from samovar.router.context.documents.placement import BEGIN, END
 from samovar.router.context.knowledge import KnowledgeBase
 from samovar.router.openai import InvalidValue
@@ -121,15 +121,15 @@ async def test_a_reader_of_a_pdf_has_the_memory_that_it_may_have_and_no_more(
 ) -> None:
     """A reader that takes a quarter of `documents.pdf_bytes_max` at once, and one that takes all."""
     program = tmp_path / "reader.py"
-    monkeypatch.setattr(pdf, "PROGRAM", program)
+    monkeypatch.setattr(text, "PROGRAM", program)
     settings = DocumentsSettings(pdf_bytes_max=256 << 20)
     for share in (4, 1):
-        program.write_text(HUNGRY.format(folder=str(Path(pdf.__file__).parent), share=share))
+        program.write_text(HUNGRY.format(folder=str(Path(text.__file__).parent), share=share))
         if share == 1:
             with pytest.raises(DocumentFailed, match="pdf_bytes_max"):
-                await pdf.read_pdf(b"", settings)
+                await text.read_pdf(b"", settings)
         else:
-            assert await pdf.read_pdf(b"", settings) == (str(64 << 20), 1)
+            assert await text.read_pdf(b"", settings) == (str(64 << 20), 1)
 
 
 def injection(rng: random.Random) -> str:
@@ -219,11 +219,11 @@ def test_ids_are_those_that_routes_take() -> None:
 
 def test_base64_is_decoded_in_pieces_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(6)
-    monkeypatch.setattr(bodies, "PIECE_CHARS", 16)
+    monkeypatch.setattr(routes, "PIECE_CHARS", 16)
     for size in [*range(1, 60), 4096]:
         raw = rng.randbytes(size)
         text = base64.b64encode(raw).decode()
-        assert bodies.source_of(DocumentBody(format="pdf", data=text)) == raw
+        assert routes.source_of(DocumentBody(format="pdf", data=text)) == raw
         for wrong in (
             text[:-1] + "\n",
             "=" + text,
@@ -234,11 +234,11 @@ def test_base64_is_decoded_in_pieces_as_at_once(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(ValueError, match=r"."):
                 base64.b64decode(wrong, validate=True)
             with pytest.raises(InvalidValue, match="no base64"):
-                bodies.source_of(DocumentBody(format="pdf", data=wrong))
+                routes.source_of(DocumentBody(format="pdf", data=wrong))
     halves = [base64.b64encode(rng.randbytes(11)).decode() for _ in range(2)]
     assert halves[0].endswith("=")
     with pytest.raises(InvalidValue, match="no base64"):
-        bodies.source_of(DocumentBody(format="pdf", data="".join(halves)))
+        routes.source_of(DocumentBody(format="pdf", data="".join(halves)))
 
 
 async def test_uploads_are_decoded_in_threads_and_only_so_many_wait(
@@ -254,10 +254,10 @@ async def test_uploads_are_decoded_in_threads_and_only_so_many_wait(
 
         return call
 
-    monkeypatch.setattr("samovar.router.context.documents.body.a2b_base64", noted(binascii.a2b_base64))
+    monkeypatch.setattr("samovar.router.context.documents.routes.a2b_base64", noted(binascii.a2b_base64))
     for name in ("text_of", "chunks_of", "fenced_document"):
         monkeypatch.setattr(f"samovar.router.context.documents.shelf.{name}", noted(getattr(shelf, name)))
-    monkeypatch.setattr("samovar.router.context.documents.pdf.parse_json", noted(parse_json))
+    monkeypatch.setattr("samovar.router.context.documents.text.parse_json", noted(parse_json))
     from tests.support.pdfs import pdf_of
 
     sent = {"format": "pdf", "data": base64.b64encode(pdf_of(["The tap is Zarya-7."])).decode()}

@@ -28,8 +28,8 @@ from samovar.router.context.documents import (
     read_pdf,
     text_of,
 )
-from samovar.router.context.documents.pdf import PROGRAM
 from samovar.router.context.documents.pdf_reader import text_of_pdf
+from samovar.router.context.documents.text import PROGRAM
 from samovar.router.openai import ChatMessage
 from tests.support.pdfs import bomb, file_of, pdf_of
 
@@ -126,11 +126,11 @@ def test_a_bomb_unpacks_to_nothing_or_is_refused() -> None:
 
 
 async def test_a_reader_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from samovar.router.context.documents import pdf
+    from samovar.router.context.documents import text
 
     endless = tmp_path / "endless.py"
     endless.write_text("import time\nwhile True: time.sleep(1)\n")
-    monkeypatch.setattr(pdf, "PROGRAM", endless)
+    monkeypatch.setattr(text, "PROGRAM", endless)
     with pytest.raises(DocumentFailed, match=r"documents\.pdf_s_max"):
         await read_pdf(b"x", settings(pdf_s_max=0.2))
     endless.write_text("raise SystemExit(3)\n")

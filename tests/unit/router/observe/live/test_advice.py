@@ -16,9 +16,8 @@ from samovar.configs.optional_sections import LiveSettings
 from samovar.router.generation import TenantUsage
 from samovar.router.observe.diagnosis import CONDITIONS, Snapshot, diagnose, size_live, snapshot_of
 from samovar.router.observe.live import hub as hub_module
-from samovar.router.observe.live.advice import CONTEXTS, advice_of
-from samovar.router.observe.live.feed import Audience, encoded
-from samovar.router.observe.live.merge_patch import Json, diff
+from samovar.router.observe.live.feed import Audience, Json, diff, encoded
+from samovar.router.observe.live.hub import CONTEXTS, advice_of
 from samovar.router.observe.live.state import LEFT_OUT, Seen, Shown, fitted, state_of
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.fake_replica import say

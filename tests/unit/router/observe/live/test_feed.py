@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.configs.optional_sections import LiveSettings
-from samovar.router.observe.live.feed import Audience, Feed, Feeds, LookPace, Outbox
-from samovar.router.observe.live.merge_patch import Json, diff
+from samovar.router.observe.live.feed import Audience, Feed, Feeds, Json, LookPace, Outbox, diff
 from samovar.router.openai import TooManyRequests
 from tests.support.amounts import examples
 from tests.support.router.live_reader import events_of, patched

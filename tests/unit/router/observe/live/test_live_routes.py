@@ -13,8 +13,8 @@ from samovar.cache_tiers.messages import LineageGlance, NodeGlance, NodeStats
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.configs.optional_sections import LiveSettings
 from samovar.replicas.messages import Receipt
+from samovar.router.observe.live.feed import Json
 from samovar.router.observe.live.hub import LiveHub
-from samovar.router.observe.live.merge_patch import Json
 from samovar.router.observe.live.routes import LiveRoutes
 from samovar.router.observe.live.state import owner_of
 from tests.support.router.fake_directory import FakeLink

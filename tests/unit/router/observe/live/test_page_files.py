@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from samovar.router.ingress import app as http_app
-from samovar.router.observe.live.page_files import POLICY, PageFiles, read_files
+from samovar.router.observe.live.routes import POLICY, PageFiles, read_files
 from tests.support.router.router_harness import KEY, House, error_of, make_settings
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from samovar.cluster.cli.conversation import TOY_PENALTY
 from samovar.configs.model_reference import DEFAULT_NAME
-from samovar.router.observe.live.page_files import FOLDER, POLICY, TYPES
+from samovar.router.observe.live.routes import FOLDER, POLICY, TYPES
 
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 VENDORED = [path for path in FILES if path.parent.name == "vendor"]

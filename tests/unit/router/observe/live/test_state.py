@@ -12,8 +12,7 @@ from samovar.cache_tiers.sessions.session_table import SessionRow, SessionView
 from samovar.configs.optional_sections import LiveSettings
 from samovar.replicas.messages import EngineStats, ReplicaGlance
 from samovar.router.generation import TenantUsage
-from samovar.router.observe.live.feed import Audience, encoded
-from samovar.router.observe.live.merge_patch import Json
+from samovar.router.observe.live.feed import Audience, Json, encoded
 from samovar.router.observe.live.state import LEFT_OUT, Seen, Shown, fitted, owner_of, state_of
 from tests.support.router.fake_replica import INFO
 

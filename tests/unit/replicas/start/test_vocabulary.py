@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from samovar.replicas.checkpoint import load_vocabulary, vocabulary
 from samovar.replicas.engine.output import _printable_stand_ins
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.model import load_tokenizer
+from samovar.replicas.start import checkpoint
+from samovar.replicas.start.checkpoint import load_vocabulary
 from tests.support.engines.tiny_models import Family, make_tiny_model
 
 TEXT = "<|im_start|>user\nThe samovar: größer, 12 cups of tea  and 茶<|im_end|>\n"
@@ -23,14 +24,14 @@ class Loads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = 0
-        monkeypatch.setattr(vocabulary, "load_tokenizer", self._load)
+        monkeypatch.setattr(checkpoint, "load_tokenizer", self._load)
 
     def _load(self, path: Path) -> object:
         self.asked += 1
         return load_tokenizer(path)
 
 
-def start(model: Path, keep: Path | None) -> vocabulary.Vocabulary:
+def start(model: Path, keep: Path | None) -> checkpoint.Vocabulary:
     kept = MeasurementCache(keep, 60.0, "a model")
     found = load_vocabulary(model, kept)
     kept.save()
@@ -48,7 +49,7 @@ def test_a_second_start_reads_the_same_from_the_file(
         assert ours.tokenizer.to_str() == theirs.backend_tokenizer.to_str()
         assert ours.special_ids == frozenset(theirs.all_special_ids)
         assert ours.tokenizer.encode(TEXT).ids == theirs(TEXT)["input_ids"]
-    is_file = vocabulary._from_file(model).to_str() == theirs.backend_tokenizer.to_str()
+    is_file = checkpoint._from_file(model).to_str() == theirs.backend_tokenizer.to_str()
     assert loads.asked == (1 if is_file else 2)
 
 
@@ -61,7 +62,7 @@ def test_what_transformers_sets_up_in_another_way_is_asked_each_time(
     more = {"additional_special_tokens": ["<|of_the_config|>"], "extra_special_tokens": ["<|of_the_config|>"]}
     stated.write_text(json.dumps(json.loads(stated.read_text()) | more))
     theirs = load_tokenizer(model).backend_tokenizer.to_str()
-    assert vocabulary._from_file(model).to_str() != theirs
+    assert checkpoint._from_file(model).to_str() != theirs
     for number in (1, 2):
         assert start(model, tmp_path / "kept").tokenizer.to_str() == theirs
         assert loads.asked == number

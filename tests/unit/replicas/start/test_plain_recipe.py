@@ -12,10 +12,10 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from samovar.replicas.checkpoint import PlainRecipe, recipe_of
 from samovar.replicas.forward.plain import PLAIN_TYPES, PlainLayer, PlainModel, plain_model
 from samovar.replicas.forward.runner import load_model
 from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.start.checkpoint import PlainRecipe, recipe_of
 from tests.house import ROOT
 from tests.support.engines.tiny_models import Family, make_tiny_model
 
