@@ -205,6 +205,16 @@ def importers(root: Path = ROOT) -> dict[str, set[str]]:
     return found
 
 
+def of_one_importer(root: Path = ROOT) -> list[str]:
+    """Files that one other imports: satellites, leaves of a composition root, what is imported lazily."""
+    known = importers(root)
+    return [
+        str(path.relative_to(root))
+        for path in sources(root)
+        if path.name != "__init__.py" and len(known.get(module_of(path, root), ())) == 1
+    ]
+
+
 def diagram(package: str, root: Path = ROOT) -> str:
     """The arrows between a package's folders, as Mermaid; files of its top folder are left out."""
     graph = {
@@ -233,15 +243,13 @@ def main(root: Path) -> None:
     console = Console(width=110)
     modules = [path for path in sources(root) if path.name != "__init__.py"]
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(root)}
-    known = importers(root)
-    single = [path for path in modules if len(known.get(module_of(path, root), ())) == 1]
     wide = [name for path in modules for name, count in constructors(path) if count > 8]
     rows = {
         "files": len(modules),
         "lines": sum(lines.values()),
         "folders": len(folders(root)),
         "files in the largest folder": max(Counter(path.parent for path in modules).values()),
-        "files with one importer": len(single),
+        "files with one importer": len(of_one_importer(root)),
         "class names used twice": len(classes_of_one_name(root)),
         "constructors with more than 8 parameters": len(wide),
         "argument tuples": sum(len(argument_tuples(path)) for path in modules),

@@ -37,6 +37,8 @@ LARGE = {
 }
 """Classes that are larger still: lines, public methods. This list only shrinks."""
 FOLDER_FILES_MAX = 12
+ONE_IMPORTER_MAX = 71
+"""Files that one other imports. This only falls: a small one about its importer's noun goes into it."""
 PARAMETERS_MAX = 8
 WIDE = {"SimTier": 9}
 """Constructors that are wider still. This list only shrinks."""
@@ -159,6 +161,10 @@ def test_every_folder_says_what_it_is_for_and_is_not_crowded() -> None:
         assert len(paths) <= FOLDER_FILES_MAX, folder
 
 
+def test_satellites_do_not_come_back() -> None:
+    assert len(house.of_one_importer()) <= ONE_IMPORTER_MAX, "`python -m tests.house` counts them"
+
+
 def test_constructors_do_not_grow_wide() -> None:
     found = {
         name: count
@@ -206,6 +212,7 @@ def test_planted_faults_of_the_house_are_found(tmp_path: Path) -> None:
     assert len(house.past_faces(score, tmp_path)) == 1
     assert house.past_faces(errors, tmp_path) == []
     assert house.circles(house.arrows(tmp_path)) == [["router.openai", "router.routing", "router.openai"]]
+    assert house.of_one_importer(tmp_path) == ["router/openai/errors.py"]  # `router.routing` is no file
     wide = tmp_path / "wide.py"
     wide.write_text("class A:\n    def __init__(self, a, b, *, c): ...\n\nf(*(1, 2), x)\n")
     assert list(house.constructors(wide)) == [("A", 3)]

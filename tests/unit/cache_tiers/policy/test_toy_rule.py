@@ -1,7 +1,7 @@
-"""An eviction rule made by docs/ARCHITECTURE.md alone ("to change X, start at Y"): the latest used goes first.
+"""An eviction rule made by docs/ARCHITECTURE.md alone ("to change X, start at Y"): the latest goes first.
 
-One class, in the place of another that `make_policy` gives. A node's tiers, a replica's pool and the simulator
-follow; nothing of them knows which rule it is given.
+One class, in the place of another that `make_policy` gives. A node's tiers, a replica's pool and the
+simulator follow; nothing of them knows which rule it is given.
 """
 
 from __future__ import annotations
