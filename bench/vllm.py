@@ -34,6 +34,8 @@ SHORT_TOKENS, SHORTS = 64, 12
 FILL_TOKENS, FILLS = 2200, 2
 DECODE_PROMPT, DECODE_TOKENS = 300, 96
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = (4, 16), 100, 48
+REPEATS = 3
+"""Of decodes in a round: their medians are to differ by no more than some percent."""
 OURS, ALONE, LMCACHE = "vllm+samovar", "vllm", "vllm+lmcache"
 FIELDS = ("ttft_s", "cpu_s", "after_cpu_s", "gap_s")
 Row = dict[str, Any]
@@ -72,10 +74,13 @@ class Run:
             for fill in range(FILLS):
                 self._ask(number, "fill", [prompt((number, tokens, fill), FILL_TOKENS)])
             self._ask(number, "return_ram", [prompt((number, tokens), tokens)])
-        self._ask(number, "decode", [prompt(("decode", number), DECODE_PROMPT)], DECODE_TOKENS)
-        for streams in STREAMS:
-            prompts = [prompt(("stream", number, streams, one), STREAM_PROMPT) for one in range(streams)]
-            self._ask(number, f"streams_{streams}", prompts, STREAM_TOKENS)
+        for again in range(REPEATS):
+            turn = number + again
+            self._ask(turn, "decode", [prompt(("decode", number, again), DECODE_PROMPT)], DECODE_TOKENS)
+            for streams in STREAMS:
+                seeds = [("stream", number, again, streams, one) for one in range(streams)]
+                prompts = [prompt(seed, STREAM_PROMPT) for seed in seeds]
+                self._ask(turn, f"streams_{streams}", prompts, STREAM_TOKENS)
 
     def compute(self, number: int, tokens: int) -> None:
         self._ask(number, "cold", [prompt((number, tokens), tokens)])
