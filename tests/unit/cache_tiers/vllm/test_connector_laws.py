@@ -199,7 +199,7 @@ def test_pages_that_are_read_too_late_are_noticed(engines: Any) -> None:
     engine.pages.before_gather = overwrite
     engine.run(engine.request(ids))
     engine.settle()
-    assert engine.worker.counts["stores read too early"] == 1
+    assert engine.counts["stores", "read too early"] == 1
     engine.pages.before_gather = lambda: None
     assert engine.run(engine.request(ids)) == 0
 
@@ -215,7 +215,7 @@ def test_a_load_is_asked_for_once(engines: Any) -> None:
     assert engine.scheduler.matched(request, 0) == tokens  # until it is scheduled
     engine.scheduler.allocated(request, engine.free[:10], tokens)
     assert engine.scheduler.matched(request, 0) == 0
-    engine.worker.start(engine.scheduler.step(0, 0).loads, (), lambda: None)
+    engine.start(engine.scheduler.step(0, 0))
     engine.received(request)
     engine.scheduler.ended(request, [], "abort")
 
@@ -230,7 +230,7 @@ def test_a_load_that_was_not_planned_is_computed(engines: Any) -> None:
     for unplanned, one in ((tokens - BLOCK_TOKENS, request), (tokens, engine.request(ids))):
         pages = engine.free[: unplanned // BLOCK_TOKENS]
         engine.scheduler.allocated(one, pages, unplanned)
-        engine.worker.start(engine.scheduler.step(0, 0).loads, (), lambda: None)
+        engine.start(engine.scheduler.step(0, 0))
         assert engine.received(one) == set(pages)
         engine.scheduler.ended(one, [], "abort")
 
