@@ -29,7 +29,7 @@ from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs
 from samovar.cache_tiers.vllm.names.chain import extra_digest
 from samovar.cache_tiers.vllm.names.identity import Adapters, model_path, namespace_of, weights_digest
-from samovar.cache_tiers.vllm.pages import open_pages
+from samovar.cache_tiers.vllm.pages.tensors import open_pages
 from samovar.cache_tiers.vllm.refusals import check_config, check_ranks, check_version
 from samovar.cache_tiers.vllm.scheduler import FETCHES_AT_ONCE, SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.told import (

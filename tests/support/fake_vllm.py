@@ -103,6 +103,16 @@ class FakePages:
     def scatter(self, pages: Sequence[int], blocks: Bytes) -> None:
         self.memory[list(pages)] = blocks
 
+    def compute(self, page: int, block: Bytes | int) -> None:
+        """Have a step write a page: of a device some time later."""
+        self.memory[page] = block
+
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
+
+    def settle(self) -> None:
+        """Let all computing happen: vLLM gives pages to nobody else before."""
+
 
 class FakeVllm:
     """Runs one request after the other through both halves of the connector. `world`: whose weights.
@@ -121,6 +131,7 @@ class FakeVllm:
         events: bool = False,
         extra_of: Callable[[FakeRequest, int], Sequence[bytes]] | None = None,
         worker_pool: Executor | None = None,
+        make_pages: Callable[[int], FakePages] = FakePages,
     ) -> None:
         self.world = world
         self.options = ConnectorOptions(socket, lookup_s_max=30.0, load_s_max=30.0, trusts_clients=True)
@@ -128,7 +139,7 @@ class FakeVllm:
         self.links = [SocketLink(socket, name, call_s=30.0) for name in names]
         self.lookups = Lane()
         self.pools = [self.lookups, *(ThreadPoolExecutor(THREADS) for _ in range(1 + ranks))]
-        self.rank_pages = [FakePages(pages) for _ in range(ranks)]
+        self.rank_pages = [make_pages(pages) for _ in range(ranks)]
         self.pages = self.rank_pages[0]
         self.free = list(range(1, pages))
         self.kept: dict[str, list[int]] = {}
@@ -225,8 +236,8 @@ class FakeVllm:
             time.sleep(0.001)
 
     def start(self, jobs: Jobs) -> None:
-        for worker in self.workers:
-            worker.start(jobs.loads, jobs.stores, lambda: None)
+        for worker, own in zip(self.workers, self.rank_pages, strict=True):
+            worker.start(jobs.loads, jobs.stores, own.mark())
 
     def step_over(self) -> tuple[set[str], set[int]]:
         """End a step: return the requests that are loaded on all ranks, and pages that are bad on one."""
@@ -262,9 +273,9 @@ class FakeVllm:
         for block in range(first, len(pages)):
             for rank, own in enumerate(self.rank_pages):
                 if (block + 1) * BLOCK_TOKENS <= sure:
-                    own.memory[pages[block]] = self.truth(request, block, rank)
+                    own.compute(pages[block], self.truth(request, block, rank))
                 else:
-                    own.memory[pages[block]] = GARBAGE  # half a block, or nothing yet
+                    own.compute(pages[block], GARBAGE)  # half a block, or nothing yet
         # A step is under way whose tokens vLLM counts already.
         request.num_computed_tokens = sure + 2 * BLOCK_TOKENS
         request.num_in_flight_tokens = 2 * BLOCK_TOKENS
@@ -290,6 +301,7 @@ class FakeVllm:
     def _scribble(self, pages: list[int]) -> None:
         """Give pages back: what reads them from now on reads what others write there."""
         for own in self.rank_pages:
+            own.settle()
             own.memory[pages] = GARBAGE
         self.free.extend(pages)
 
