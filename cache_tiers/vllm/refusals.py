@@ -20,6 +20,11 @@ with its classes.
 UNFIT = {"0.22": "it does not say which tokens are still being computed (`num_in_flight_tokens`)"}
 """Minors whose contract cannot be met, and why."""
 
+CACHE_DTYPES = {"auto", "float16", "bfloat16"}
+"""Of which a page has all that there is. What a checkpoint chooses besides, its tensors show (`layout_of`)."""
+SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
+"""vLLM's kinds of KV layers whose pages keep every token, each in its own place."""
+
 
 def check_version(version: str) -> None:
     """Raise `ValueError` for a minor that is not tested, naming those that are; warn if it was only read."""
@@ -53,10 +58,10 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     if transfer.kv_role != "kv_both":
         raise ValueError(f"kv_role is {transfer.kv_role!r}: SamovarConnector needs 'kv_both'")
-    if "fp8" in str(cache.cache_dtype):
+    if cache.cache_dtype not in CACHE_DTYPES:
         raise ValueError(
-            f"kv_cache_dtype {cache.cache_dtype}: its scales lie outside of the pages; use 'auto', or leave "
-            "the connector out"
+            f"kv_cache_dtype {cache.cache_dtype}: its scales or tables lie outside of the pages; use 'auto', "
+            "or leave the connector out"
         )
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size", "nnodes"):
         size = getattr(parallel, name, 1)
@@ -71,6 +76,14 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> None:
             f"{groups} groups of KV layers: SamovarConnector stores models with one kind of layer. Leave "
             "--no-disable-hybrid-kv-cache-manager out; what needs several (Mamba) is not stored"
         )
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        # By name: what is derived of these has other pages.
+        if type(one).__name__ not in SPECS or one.tokens_per_state != 1:
+            raise ValueError(
+                f"KV layers of kind {type(one).__name__}: SamovarConnector stores full attention alone "
+                f"({', '.join(sorted(SPECS))}), whose pages have all of a block and nothing else"
+            )
 
 
 def check_ranks(told: Mapping[tuple[int, int], Any], tp: int, pp: int, machine: str) -> list[PageLayout]:

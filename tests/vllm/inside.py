@@ -24,6 +24,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from samovar.cache_tiers.socket.process import TierProcess
@@ -94,7 +95,8 @@ class Engine:
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
         config = configured(folder)
-        kv = SimpleNamespace(num_blocks=PAGES, kv_cache_groups=[SimpleNamespace()])
+        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        kv = SimpleNamespace(num_blocks=PAGES, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
         made = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
         self.scheduler = made(config, KVConnectorRole.SCHEDULER, kv)
         self.workers = [made(config, KVConnectorRole.WORKER, kv) for _ in range(RANKS)]

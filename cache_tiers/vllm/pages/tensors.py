@@ -12,9 +12,14 @@ from samovar.cache_tiers.blocks import Bytes
 from samovar.cache_tiers.vllm.messages import PageLayout
 from samovar.cache_tiers.vllm.pages.staged import PageEvent, PageStream, StagedPages
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Of KV that stands for itself."""
+
 
 def _by_page(name: str, tensor: torch.Tensor, pages: int) -> torch.Tensor:
     """Return a view of a layer's tensor whose first dimension is the page. Raises `ValueError`."""
+    if not isinstance(tensor, torch.Tensor):  # states of Mamba come as lists
+        raise ValueError(f"layer {name} is a {type(tensor).__name__}: only KV of attention is stored")
     for dim, size in enumerate(tensor.shape):
         if size == pages:
             return tensor.movedim(dim, 0)
@@ -24,6 +29,12 @@ def _by_page(name: str, tensor: torch.Tensor, pages: int) -> torch.Tensor:
 def layout_of(tensors: Mapping[str, torch.Tensor], pages: int) -> tuple[PageLayout, list[torch.Tensor]]:
     """Return what a page's bytes mean, and each layer by page. Raises `ValueError` if sizes differ."""
     layers = {name: _by_page(name, tensor, pages) for name, tensor in tensors.items()}
+    strange = {str(layer.dtype) for layer in layers.values()} - {str(one) for one in DTYPES}
+    if strange:
+        raise ValueError(
+            f"KV of {', '.join(sorted(strange))}: its scales lie outside of the pages; set kv_cache_dtype to "
+            "'bfloat16', or leave the connector out"
+        )
     sizes = {layer[0].numel() * layer.element_size() for layer in layers.values()}
     if len(sizes) != 1:
         raise ValueError(

@@ -87,6 +87,15 @@ def test_layers_that_are_not_alike_are_refused() -> None:
         open_pages({"a": torch.zeros(PAGES, 4), "b": torch.zeros(PAGES, 5)}, PAGES)
     with pytest.raises(ValueError, match="no dimension of"):
         open_pages({"a": torch.zeros(PAGES + 1, 4)}, PAGES)
+    with pytest.raises(ValueError, match="only KV of attention"):
+        open_pages({"a": [torch.zeros(PAGES, 4)]}, PAGES)  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_quantised_kv_is_refused_whoever_chose_it(dtype: torch.dtype) -> None:
+    """`auto` may be what the checkpoint says."""
+    with pytest.raises(ValueError, match="its scales lie outside of the pages"):
+        open_pages({"a": torch.zeros(PAGES, 4, dtype=dtype)}, PAGES)
 
 
 def test_the_layout_says_how_bytes_lie() -> None:

@@ -12,10 +12,25 @@ from samovar.cache_tiers.vllm.messages import ConnectorOptions
 from samovar.cache_tiers.vllm.refusals import TESTED, UNFIT, check_config, check_ranks, check_version
 
 
+def spec_of(name: str, tokens_per_state: int = 1) -> Any:
+    """One of vLLM's kinds of KV layers."""
+    return type(name, (), {"tokens_per_state": tokens_per_state})()
+
+
+def group(name: str, tokens_per_state: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_spec=spec_of(name, tokens_per_state))
+
+
+def several(*names: str) -> SimpleNamespace:
+    """A group whose layers are of one type for vLLM, each with a kind of its own."""
+    return SimpleNamespace(kv_cache_spec=SimpleNamespace(kv_cache_specs={one: spec_of(one) for one in names}))
+
+
 def configured(**changed: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
     """vLLM's configuration as it is served; `changed`: one of its values by name."""
     values = {"kv_load_failure_policy": "recompute", "kv_role": "kv_both", "cache_dtype": "auto"}
-    values |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "kv_cache_groups": [1]} | changed
+    values |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    values |= {"kv_cache_groups": [group("FullAttentionSpec")]} | changed
     all_in_one = SimpleNamespace(**values)
     config = SimpleNamespace(
         kv_transfer_config=all_in_one, cache_config=all_in_one, parallel_config=all_in_one
@@ -23,7 +38,17 @@ def configured(**changed: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
     return config, all_in_one
 
 
-@pytest.mark.parametrize("changed", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 3}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"cache_dtype": "bfloat16"},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 3},
+        {"kv_cache_groups": [group("MLAAttentionSpec")]},
+        {"kv_cache_groups": [several("FullAttentionSpec", "FullAttentionSpec")]},
+    ],
+)
 def test_what_is_served_is_not_refused(changed: dict[str, Any]) -> None:
     check_config(*configured(**changed))
 
@@ -34,11 +59,19 @@ def test_what_is_served_is_not_refused(changed: dict[str, Any]) -> None:
         ({"kv_load_failure_policy": "fail"}, "'fail': set it to 'recompute'"),
         ({"kv_role": "kv_producer"}, "needs 'kv_both'"),
         ({"cache_dtype": "fp8_e4m3"}, "use 'auto'"),
+        ({"cache_dtype": "nvfp4"}, "kv_cache_dtype nvfp4"),
+        ({"cache_dtype": "int8_per_token_head"}, "its scales or tables lie outside"),
+        ({"cache_dtype": "turboquant_k8v4"}, "leave the connector out"),
         ({"nnodes": 2}, "nnodes is 2: set it to 1"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4"),
         ({"kv_cache_groups": [1, 2]}, "2 groups"),
         ({"kv_cache_groups": []}, "0 groups"),
+        ({"kv_cache_groups": [group("MambaSpec", -1)]}, "of kind MambaSpec"),
+        ({"kv_cache_groups": [group("SlidingWindowSpec")]}, "of kind SlidingWindowSpec"),
+        ({"kv_cache_groups": [group("SinkFullAttentionSpec")]}, "of kind SinkFullAttentionSpec"),
+        ({"kv_cache_groups": [group("MLAAttentionSpec", 4)]}, "whose pages have all of a block"),
+        ({"kv_cache_groups": [several("FullAttentionSpec", "MambaSpec")]}, "of kind MambaSpec"),
     ],
 )
 def test_what_has_no_namespace_is_refused(changed: dict[str, Any], words: str) -> None:
