@@ -82,7 +82,7 @@ class Announced:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._known: dict[bytes, _Believed] = {}
+        self._believed: dict[bytes, _Believed] = {}
         self._storing: dict[str, _Storing] = {}
         self._events: deque[Stored | Removed] = deque()
         self._life = ""
@@ -99,7 +99,7 @@ class Announced:
         """Learn from a lookup which of the prompt's blocks the tiers have, up to the first that they lack."""
         found = prompt.found
         if self._life not in ("", found[0].incarnation):  # its main memory is empty
-            self._remove([key for key, one in self._known.items() if one.place == PLACES[CPU.name]])
+            self._remove([key for key, one in self._believed.items() if one.place == PLACES[CPU.name]])
         self._life = found[0].incarnation
         blocks = min((prompt.tokens - 1) // chain.block_tokens, len(chain.hashes))
         there = segments(found, 0, min(kept_front(found), blocks), found[0].prices)
@@ -107,8 +107,8 @@ class Announced:
             place = PLACES.get(one.tier, REMOTE)
             self._add(chain, prompt.keys, one.first, one.first + one.blocks, place)
         end = there[-1].first + there[-1].blocks if there else 0
-        lacking = [key for key in prompt.keys[end:blocks] if key in self._known]
-        self._remove([key for key in lacking if self._known[key].since_s < prompt.began_s])
+        lacking = [key for key in prompt.keys[end:blocks] if key in self._believed]
+        self._remove([key for key in lacking if self._believed[key].since_s < prompt.began_s])
 
     def storing(self, request_id: str, chain: Chain, keys: list[bytes], first: int) -> None:
         """Remember a store that has begun, of the blocks from `first` on."""
@@ -128,7 +128,7 @@ class Announced:
     def gone(self) -> None:
         """Tell that nothing is there any more."""
         self._storing.clear()
-        self._remove(list(self._known))
+        self._remove(list(self._believed))
 
     def take(self) -> list[Stored | Removed]:
         """Return what is to be told, in order, and forget it."""
@@ -137,7 +137,7 @@ class Announced:
 
     def _add(self, chain: Chain, keys: Sequence[bytes], first: int, end: int, place: Place) -> None:
         def is_news(number: int) -> bool:
-            known = self._known.get(keys[number])
+            known = self._believed.get(keys[number])
             return known is None or known.place != place
 
         now_s = self._clock()
@@ -147,12 +147,12 @@ class Announced:
                 self._tell(Stored(chain, numbers[0], numbers[-1] + 1, place))
                 self._remove([keys[number] for number in numbers])  # from where it was
             for number in numbers:
-                self._known.pop(keys[number], None)  # it becomes the youngest
-                self._known[keys[number]] = _Believed(chain.hashes[number], place, now_s)
-        self._remove(list(self._known)[: max(0, len(self._known) - KEYS_MAX)])
+                self._believed.pop(keys[number], None)  # it becomes the youngest
+                self._believed[keys[number]] = _Believed(chain.hashes[number], place, now_s)
+        self._remove(list(self._believed)[: max(0, len(self._believed) - KEYS_MAX)])
 
     def _remove(self, keys: Sequence[bytes]) -> None:
-        gone = [known for key in keys if (known := self._known.pop(key, None)) is not None]
+        gone = [known for key in keys if (known := self._believed.pop(key, None)) is not None]
         for place, run in groupby(sorted(gone, key=lambda one: one.place), lambda one: one.place):
             self._tell(Removed(tuple(one.hash for one in run), place))
 

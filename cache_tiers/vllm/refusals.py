@@ -21,7 +21,7 @@ UNFIT = {"0.22": "it does not say which tokens are still being computed (`num_in
 """Minors whose contract cannot be met, and why."""
 
 CACHE_DTYPES = {"auto", "float16", "bfloat16"}
-"""Of which a page has all that there is. What a checkpoint chooses besides, its tensors show (`layout_of`)."""
+"""Of which a page has all that there is. What a checkpoint chooses, its tensors show (`layout_of`)."""
 SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 """vLLM's kinds of KV layers whose pages keep every token, each in its own place."""
 

@@ -245,6 +245,24 @@ def test_after_a_clear_nothing_is_found_whosoever_it_was(engines: Any) -> None:
     assert until_held(engine, ids) == 6 * BLOCK_TOKENS
 
 
+def test_what_began_before_a_clear_is_neither_loaded_nor_stored(engines: Any) -> None:
+    """The weights may have been changed in place: KV of before is that of others."""
+    engine, ids = engines(), prompt(1, 6)
+    until_held(engine, ids)
+    engine.settle()
+    waits, runs = engine.request(ids), engine.request(ids)
+    for request in (waits, runs):
+        engine.scheduler.begin(request)
+        assert engine.matched(request) == 6 * BLOCK_TOKENS
+    assert engine.scheduler.clear(30.0)
+    assert engine.scheduler.matched(waits, 0) == 0
+    pages = [engine.free.pop() for _ in range(8)]
+    engine.compute(runs, pages, 0, 5, None)
+    keeps, params = engine.scheduler.ended(runs, pages, "stop")
+    assert not keeps
+    assert "stored_blocks" not in params["samovar"]
+
+
 def test_many_turns_in_any_order(node: Node, engines: Any) -> None:
     """Conversations that grow, fork, are aborted, over a node that comes and goes and a tiny main memory."""
     rng = random.Random(11)

@@ -93,6 +93,26 @@ def test_a_rank_that_finds_nothing_of_its_own_says_so(engines: object) -> None:
     assert engine.receipts[-1] == engine.receipts[-1] | {"tokens_by_tier": {}, "missed": "a block was bad"}
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_bad_pages_count_whichever_step_tells_them(engines: object, last: int) -> None:
+    """A rank's bad pages come with its own end, a step before the other's."""
+    engine: FakeVllm = engines(ranks=2)  # type: ignore[operator]
+    ids = prompt(1, 6)
+    until_held(engine, ids)
+    engine.settle()
+    request = engine.request(ids)
+    engine.scheduler.begin(request)
+    tokens = engine.matched(request)
+    pages = engine.free[:7]
+    engine.scheduler.allocated(request, pages, tokens)
+    engine.scheduler.step(0, 0)
+    engine.scheduler.stepped((), (), [pages[2], pages[5]], {})
+    engine.scheduler.stepped((), (), [pages[4]] if last else (), {})
+    engine.scheduler.stepped([request.request_id], (), (), {})
+    assert engine.scheduler.loaded_from(request) == {CPU.name: 2 * BLOCK_TOKENS}
+    engine.scheduler.ended(request, [], "abort")
+
+
 def test_names_of_ranks_are_all_others() -> None:
     keys = [rank_name(bytes([key]) * KEY_BYTES, rank) for key in range(1, 5) for rank in range(8)]
     assert len(set(keys)) == len(keys)
