@@ -250,13 +250,13 @@ def test_what_began_before_a_clear_is_neither_loaded_nor_stored(engines: Any) ->
     engine, ids = engines(), prompt(1, 6)
     until_held(engine, ids)
     engine.settle()
-    waits, runs = engine.request(ids), engine.request(ids)
+    waits, runs = engine.request(ids), engine.request(ids[:-1] + prompt(2, 3))
     for request in (waits, runs):
         engine.scheduler.begin(request)
         assert engine.matched(request) == 6 * BLOCK_TOKENS
     assert engine.scheduler.clear(30.0)
     assert engine.scheduler.matched(waits, 0) == 0
-    pages = [engine.free.pop() for _ in range(8)]
+    pages = [engine.free.pop() for _ in range(11)]
     engine.compute(runs, pages, 0, 5, None)
     keeps, params = engine.scheduler.ended(runs, pages, "stop")
     assert not keeps
