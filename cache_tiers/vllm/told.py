@@ -22,14 +22,14 @@ from samovar.cache_tiers.vllm.messages import Jobs, PageLayout, StoresTaken
 OWNER = "samovar"
 
 FAMILIES = {
-    "hit_tokens": ("tier", "Prompt tokens that were loaded from Samovar's tiers"),
-    "missed": ("reason", "Requests of which something was not loaded"),
-    "failed_loads": ("reason", "Fetches of the workers that failed"),
-    "bad_records": ("kind", "Records that were not what they should be"),
-    "loaded_blocks": ("tier", "Blocks that were copied into pages, of each rank"),
-    "stores": ("outcome", "Records that were offered to the tiers"),
+    "hit_tokens": ("samovar_hit_tokens", "tier", "Prompt tokens that were loaded from Samovar's tiers"),
+    "missed": ("samovar_missed", "reason", "Requests of which something was not loaded"),
+    "failed_loads": ("samovar_failed_loads", "reason", "Fetches of the workers that failed"),
+    "bad_records": ("samovar_bad_records", "kind", "Records that were not what they should be"),
+    "loaded_blocks": ("samovar_loaded_blocks", "tier", "Blocks that were copied into pages, of each rank"),
+    "stores": ("samovar_stores", "outcome", "Records that were offered to the tiers"),
 }
-"""Counters of `/metrics`, `vllm:samovar_NAME_total`: label, help."""
+"""What is counted -> name in `/metrics` behind `vllm:`, label, help."""
 
 
 @dataclass
@@ -108,9 +108,9 @@ class SamovarMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._families = {
             family: metric_types[PromCounter](
-                name=f"vllm:samovar_{family}", documentation=text, labelnames=[*labelnames, label]
+                name=f"vllm:{name}", documentation=text, labelnames=[*labelnames, label]
             )
-            for family, (label, text) in FAMILIES.items()
+            for family, (name, label, text) in FAMILIES.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -87,7 +87,7 @@ class CpuPages:
         return lambda: None
 
 
-class Rows:
+class PageRows:
     """Layers of pages on a device: a block's bytes to and from rows u8 `[blocks, layers, layer_bytes]`.
 
     Where all layers of a page lie one behind the other (vLLM's `BLHNC`) a run of pages is one copy. Otherwise
@@ -161,7 +161,7 @@ class TorchDevice:
     """A GPU: streams of this object's own beside that of the steps. See `PageDevice`."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        self._rows = Rows(layers)
+        self._rows = PageRows(layers)
         self._device = layers[0].device
 
     def mark(self) -> PageEvent:
@@ -190,7 +190,7 @@ class _TorchEvent:
 
 
 class _TorchStream:
-    def __init__(self, rows: Rows, stream: Any) -> None:
+    def __init__(self, rows: PageRows, stream: Any) -> None:
         self._rows = rows
         self._stream = stream
 

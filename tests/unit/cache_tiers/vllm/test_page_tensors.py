@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from samovar.cache_tiers.vllm.pages.tensors import CpuPages, Rows, as_blocks, layout_of, open_pages, runs_of
+from samovar.cache_tiers.vllm.pages.tensors import (
+    CpuPages,
+    PageRows,
+    as_blocks,
+    layout_of,
+    open_pages,
+    runs_of,
+)
 
 PAGES, LAYERS, TOKENS = 11, 3, 4
 SHAPE = (2, TOKENS, 8)  # of a page of a layer
@@ -52,7 +59,7 @@ def test_pages_are_read_and_written(name: str, is_device: bool, seed: int) -> No
     want = [expected(layers, page) for page in chosen]
     others = [expected(layers, page) for page in range(PAGES) if page not in chosen]
     if is_device:
-        rows = Rows(views)
+        rows = PageRows(views)
         rows.read(chosen, torch.from_numpy(out))
         rows.write(torch.from_numpy(given), chosen)
     else:
