@@ -51,7 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: wheel-vllm vllm-env test-vllm bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -145,6 +145,23 @@ vllm-env: wheel-vllm
 
 test-vllm: vllm-env ## conversations, restarts and faults of the tiers under a real vLLM (needs PyPI; ten minutes)
 	TESTS_VLLM=$(abspath $(VLLM_ENV)) $(PY) -m pytest -s tests/vllm $(ARGS)
+
+# Of other minors the Python files: their wheels are 300 MB each.
+VLLM_SOURCES ?= build/vllm-sources
+VLLM_READ ?= 0.22.0 0.29.0 0.33.0
+vllm-sources:
+	@mkdir -p $(VLLM_SOURCES)
+	for version in $(VLLM_READ); do test -d $(VLLM_SOURCES)/$$version || { \
+	  $(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --dest $(VLLM_SOURCES)/wheel vllm==$$version && \
+	  $(PYTHON) -m zipfile -e $(VLLM_SOURCES)/wheel/vllm-$$version-*.whl $(VLLM_SOURCES)/whole && mkdir $(VLLM_SOURCES)/$$version && \
+	  mv $(VLLM_SOURCES)/whole/vllm $(VLLM_SOURCES)/whole/vllm-$$version.dist-info $(VLLM_SOURCES)/$$version/ && \
+	  find $(VLLM_SOURCES)/$$version -name '*.so' -delete && rm -r $(VLLM_SOURCES)/whole $(VLLM_SOURCES)/wheel; } || exit 1; done
+
+test-vllm-contract: vllm-env vllm-sources ## the connector against the source and the classes of each minor of vLLM (needs PyPI; two minutes)
+	TESTS_VLLM=$(abspath $(VLLM_ENV)) TESTS_VLLM_SOURCES=$(abspath $(VLLM_SOURCES)) $(PY) -m pytest tests/vllm/test_contract.py $(ARGS)
+
+test-vllm-gpu: $(STAMP) ## on a machine with a GPU: copies between pages and records beside steps (a minute)
+	$(PY) -m pytest -rs tests/laws/test_vllm_cuda.py $(ARGS)
 
 test-wheel: $(STAMP) ## the wheel in a bare environment, outside of the checkout: serve, second turn cached (a minute)
 	TESTS_SLOW=1 $(PY) -m pytest tests/unit/repository/test_wheel.py tests/e2e/test_wheel.py $(ARGS)

@@ -1,6 +1,7 @@
 """Prices of prefill and of tier loads, measured while serving, and the load plan they imply."""
 
 from samovar.cache_tiers.pricing.load_plan import (
+    AGAIN_S,
     BURST_EXTENTS,
     Doubt,
     LoadPiece,
@@ -8,6 +9,7 @@ from samovar.cache_tiers.pricing.load_plan import (
     LookupWait,
     break_even_tokens,
     in_digits,
+    next_again_s,
     plan_load,
     plan_wait,
 )
@@ -26,6 +28,7 @@ from samovar.cache_tiers.pricing.meters import (
 )
 
 __all__ = [
+    "AGAIN_S",
     "BURST_EXTENTS",
     "UNKNOWN_PREFILL",
     "Doubt",
@@ -41,6 +44,7 @@ __all__ = [
     "fit_prefill",
     "in_digits",
     "moving_seconds",
+    "next_again_s",
     "pairs_of",
     "plan_load",
     "plan_wait",

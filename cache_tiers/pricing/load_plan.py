@@ -248,6 +248,15 @@ class Doubt:
         assert 0 <= self._bytes <= self._burst_bytes, f"{self._bytes} bytes may be tried"
 
 
+AGAIN_S, AGAIN_S_MAX = 0.02, 0.25
+"""Until the tiers are asked again for what they were still being listed for, at first and at most."""
+
+
+def next_again_s(again_s: float) -> float:
+    """Return how long to wait the next time, if it was `again_s` this time."""
+    return min(2 * again_s, AGAIN_S_MAX)
+
+
 @dataclass(frozen=True, slots=True)
 class LookupWait:
     """Seconds from a prompt's arrival.

@@ -1,4 +1,4 @@
 """Samovar's tiers under vLLM: `SamovarConnector`, loaded by vLLM from `samovar.cache_tiers.vllm.connector`.
 
-Nothing here imports vLLM or torch but `connector.py` and `pages.py`, which vLLM imports.
+Nothing here imports vLLM or torch but `connector.py`, `told.py` and `pages/tensors.py`, which vLLM imports.
 """

@@ -15,28 +15,31 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from samovar.cache_tiers.blocks import CPU, NVME, PEER, SumsSetup, compile_sums
 from samovar.cache_tiers.socket.client import SocketLink
-from samovar.cache_tiers.vllm.chain import extra_digest
-from samovar.cache_tiers.vllm.identity import namespace_of, weights_digest
-from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, PageLayout
-from samovar.cache_tiers.vllm.pages import open_pages
-from samovar.cache_tiers.vllm.refusals import check_config, check_version
+from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs
+from samovar.cache_tiers.vllm.names.chain import extra_digest
+from samovar.cache_tiers.vllm.names.identity import Adapters, model_path, namespace_of, weights_digest
+from samovar.cache_tiers.vllm.pages.tensors import open_pages
+from samovar.cache_tiers.vllm.refusals import check_config, check_ranks, check_version
 from samovar.cache_tiers.vllm.scheduler import FETCHES_AT_ONCE, SchedulerHalf, Threads
+from samovar.cache_tiers.vllm.told import (
+    SamovarHandshake,
+    SamovarMetadata,
+    SamovarMetrics,
+    SamovarStats,
+    SamovarTaken,
+    event_of,
+)
 from samovar.cache_tiers.vllm.worker import WorkerHalf
 from samovar.configs.loader import load
 
@@ -47,20 +50,6 @@ CLEAR_S_MAX = 5.0
 KNOWN_WEIGHTS = Path("~/.cache/samovar/vllm-weights.json")
 
 Result = TypeVar("Result")
-
-
-@dataclass
-class SamovarMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """A step's jobs, from the scheduler to the workers."""
-
-    jobs: Jobs = field(default_factory=Jobs)
-
-
-@dataclass
-class SamovarHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker's pages are, for the scheduler's namespace."""
-
-    layout: PageLayout
 
 
 def guarded(nothing: Callable[[], Result]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
@@ -88,6 +77,14 @@ def _no_sources() -> dict[Any, int]:
     return {}
 
 
+def _no_events() -> Sequence[Any]:
+    return ()
+
+
+def _no_stats() -> SamovarStats | None:
+    return None
+
+
 def _not_kept() -> tuple[bool, dict[str, Any] | None]:
     return False, None
 
@@ -96,52 +93,32 @@ def _not_cleared() -> bool | None:
     return False
 
 
-class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """See the module. Raises `ValueError` at the start for what has no namespace, naming the fix."""
+class _SchedulerCalls:
+    """What vLLM calls in the process of its scheduler."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        check_version(vllm.__version__)
-        transfer = vllm_config.kv_transfer_config
-        self._options = ConnectorOptions.of(transfer.kv_connector_extra_config)
-        check_config(vllm_config, kv_cache_config)
-        self._block_tokens: int = vllm_config.cache_config.block_size
-        self._page_count: int = kv_cache_config.num_blocks
-        self._link = SocketLink(self._options.socket, f"vllm {role.name.lower()} {os.getpid()}")
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
-        self._mark: Callable[[], Callable[[], None]] | None = None
-        self._layout: PageLayout | None = None
-        self._bad: set[int] = set()  # pages whose load failed, until vLLM asks for them
-        if role == KVConnectorRole.SCHEDULER:
-            self._weights = weights_digest(model_path(vllm_config), KNOWN_WEIGHTS.expanduser())
-            self._scheduler = SchedulerHalf(
-                self._options,
-                self._link,
-                Threads(
-                    ThreadPoolExecutor(LOOKUP_THREADS, "samovar-lookup"),
-                    ThreadPoolExecutor(FETCHES_AT_ONCE, "samovar-fetch"),
-                ),
-                block_tokens=self._block_tokens,
-                pages=self._page_count,
-                extra_of=self._extra_of,
-            )
+    _vllm_config: Any
+    _scheduler: SchedulerHalf | None
+    _block_tokens: int
+    _ranks: tuple[int, int]  # tensor parallel, pipeline parallel
+    _weights: bytes
+    _adapters: Adapters
 
-    # ---- the scheduler's half
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Take in the layouts of the workers' pages: from now on there is a namespace.
 
-    @guarded(lambda: None)
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Take in the layout of the worker's pages: from now on there is a namespace."""
+        Raises `ValueError` at the start if a rank is not there or on another machine.
+        """
         assert self._scheduler is not None
-        (handshake,) = metadata.values()
-        self._scheduler.namespace = namespace_of(
-            weights=self._weights,
-            vllm=vllm.__version__,
-            config=config_text(self._vllm_config),
-            block_tokens=self._block_tokens,
-            layout=handshake.layout,
-            rank=0,
-            ranks=1,
+        layouts = check_ranks(metadata, *self._ranks, machine_id())
+        self._scheduler.named(
+            namespace_of(
+                weights=self._weights,
+                vllm=vllm.__version__,
+                config=config_text(self._vllm_config),
+                block_tokens=self._block_tokens,
+                layouts=layouts,
+            ),
+            len(layouts),
         )
 
     @guarded(lambda: None)
@@ -187,16 +164,20 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what a step has ended."""
         assert self._scheduler is not None
-        out = connector_output
+        out, said = connector_output, connector_output.kv_connector_worker_meta
         self._scheduler.stepped(
-            out.finished_recving or (), out.finished_sending or (), out.invalid_block_ids or ()
+            out.finished_recving or (),
+            out.finished_sending or (),
+            out.invalid_block_ids or (),
+            said.stores if isinstance(said, SamovarTaken) else {},
         )
 
-    @guarded(lambda: None)
-    def get_kv_connector_stats(self) -> None:
-        """Take the time of a step: vLLM asks once at the end of each. There are no counters."""
-        if self._scheduler is not None:
-            self._scheduler.worth.step_over()
+    @guarded(_no_events)
+    def take_events(self) -> Sequence[Any]:
+        """Return what routers are to be told since the last call."""
+        if self._scheduler is None or self._scheduler.announced is None:
+            return ()
+        return [event_of(one) for one in self._scheduler.announced.take()]
 
     @guarded(_not_kept)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -210,40 +191,68 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Whether stores will free pages soon: vLLM waits for them, instead of preempting."""
         return self._scheduler is not None and self._scheduler.is_saving
 
-    has_pending_push_work = has_pending_block_frees  # and it steps on, or nothing would tell it
+    def has_pending_push_work(self) -> bool:
+        """Whether something is under way of which vLLM would hear only if it steps on."""
+        return self._scheduler is not None and self._scheduler.is_waiting
 
     @guarded(_not_cleared)
     def reset_cache(self) -> bool | None:
         """Clear what this connector's tenant has in the tiers."""
         return None if self._scheduler is None else self._scheduler.clear(CLEAR_S_MAX)
 
-    def _extra_of(self, request: Any, tokens: int) -> Sequence[bytes]:
-        return extra_of(request, tokens, self._block_tokens)
+    def _extra_of(self, request: Any) -> Callable[[int], Sequence[bytes]]:
+        """Return what names the blocks of a request besides tokens. May take long; raises `ValueError`."""
+        adapter = self._adapters.name(request.lora_request)
+        return functools.partial(extra_of, request, adapter, self._block_tokens)
 
-    # ---- the worker's half
+
+class _WorkerCalls:
+    """What vLLM calls in the process of a rank."""
+
+    _connector_metadata: Any
+    _options: ConnectorOptions
+    _link: SocketLink
+    _worker: WorkerHalf | None
+    _block_tokens: int
+    _page_count: int
+    _ranks: tuple[int, int]
+    _tells: bool
+    _mark: Callable[[], Callable[[], None]] | None = None
+    _handshake: SamovarHandshake | None = None
+    _bad: frozenset[int] = frozenset()  # pages whose load failed, until vLLM asks for them
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take vLLM's KV tensors. Raises `ValueError` at the start if they are not pages of like layers."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
         # It may take minutes, once: until then numpy computes the same sums.
         threading.Thread(target=compile_checksums, name="samovar-sums", daemon=True).start()
         pages = open_pages(kv_caches, self._page_count)
-        self._layout, self._mark = pages.layout, pages.mark
+        rank = get_pp_group().rank_in_group * self._ranks[0] + get_tp_group().rank_in_group
+        self._handshake, self._mark = SamovarHandshake(pages.layout, rank, machine_id()), pages.mark
         self._worker = WorkerHalf(
             self._options,
             self._link,
             ThreadPoolExecutor(LOAD_THREADS, "samovar"),
             pages,
             block_tokens=self._block_tokens,
+            rank=rank,
         )
 
     def get_handshake_metadata(self) -> SamovarHandshake | None:
         """Return the layout of the pages, for the scheduler."""
-        return None if self._layout is None else SamovarHandshake(self._layout)
+        return self._handshake
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads."""
-        if self._worker is not None:
-            self._worker.start(self._jobs().loads, (), lambda: None)
+        """Begin the step's loads, and its stores: of turns that ended before it.
+
+        Stores not in `wait_for_save`: 0.29 does not call that in a step without a forward pass.
+        """
+        metadata = self._connector_metadata
+        jobs = metadata.jobs if isinstance(metadata, SamovarMetadata) else Jobs()
+        if self._worker is not None and (jobs.loads or jobs.stores):
+            assert self._mark is not None
+            self._worker.start(jobs.loads, jobs.stores, self._mark())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no step reads what is still being loaded."""
@@ -252,11 +261,7 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Nothing: a turn's blocks are stored when it has ended."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's stores, of turns that ended before it."""
-        stores = self._jobs().stores
-        if self._worker is not None and stores:
-            assert self._mark is not None
-            self._worker.start((), stores, self._mark())
+        """Nothing: pages of a store are kept until it is over."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return requests whose stores and whose loads are over."""
@@ -268,16 +273,83 @@ class SamovarConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return pages whose load failed: vLLM computes them."""
-        bad, self._bad = self._bad, set()
-        return bad
+        bad, self._bad = self._bad, frozenset()
+        return set(bad)
+
+    def build_connector_worker_meta(self) -> SamovarTaken | None:
+        """Return the stores that the tiers have taken, if there are routers to hear of it."""
+        taken = {} if self._worker is None else self._worker.taken()
+        return SamovarTaken(taken) if taken and self._tells else None
+
+
+class SamovarConnector(_SchedulerCalls, _WorkerCalls, KVConnectorBase_V1):  # type: ignore[misc]
+    """See the module. Raises `ValueError` at the start for what has no namespace, naming the fix."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_version(vllm.__version__)
+        transfer = vllm_config.kv_transfer_config
+        self._options = ConnectorOptions.of(transfer.kv_connector_extra_config)
+        check_config(vllm_config, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        self._ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self._block_tokens: int = vllm_config.cache_config.block_size
+        self._page_count: int = kv_cache_config.num_blocks
+        self._link = SocketLink(self._options.socket, f"vllm {role.name.lower()} {os.getpid()}")
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        events = vllm_config.kv_events_config
+        self._tells = events is not None and events.enable_kv_cache_events
+        if role == KVConnectorRole.SCHEDULER:
+            known = KNOWN_WEIGHTS.expanduser()
+            self._weights = weights_digest(model_path(vllm_config), known)
+            self._adapters = Adapters(known)
+            self._scheduler = SchedulerHalf(
+                self._options,
+                self._link,
+                Threads(
+                    ThreadPoolExecutor(LOOKUP_THREADS, "samovar-lookup"),
+                    ThreadPoolExecutor(FETCHES_AT_ONCE, "samovar-fetch"),
+                ),
+                block_tokens=self._block_tokens,
+                pages=self._page_count,
+                extra_of=self._extra_of,
+                events=self._tells,
+            )
+
+    @guarded(_no_stats)
+    def get_kv_connector_stats(self) -> SamovarStats | None:
+        """Return what was counted since the last call: vLLM asks each half once at the end of a step."""
+        if self._scheduler is not None:
+            self._scheduler.worth.step_over()
+            counts, self._scheduler.counts = self._scheduler.counts, Counter()
+            return SamovarStats.of(counts)
+        return None if self._worker is None else SamovarStats.of(self._worker.counted())
 
     def shutdown(self) -> None:
         """Close the connections."""
         self._link.close()
 
-    def _jobs(self) -> Jobs:
-        metadata = self._connector_metadata
-        return metadata.jobs if isinstance(metadata, SamovarMetadata) else Jobs()
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SamovarStats:
+        """Return what a step has counted, as it came from another process."""
+        return SamovarStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> SamovarMetrics:
+        """Return the counters of vLLM's `/metrics`."""
+        return SamovarMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Whether pages may move (asked from 0.33 on): they may not, copies know where they lie."""
+        return False
 
 
 @guarded(lambda: None)
@@ -286,33 +358,31 @@ def compile_checksums() -> None:
     compile_sums(SumsSetup.of(load(None, os.environ, []).settings))
 
 
-def extra_of(request: Any, tokens: int, block_tokens: int) -> list[bytes]:
+def machine_id() -> str:
+    """Return what tells this machine, as it runs now, from others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def extra_of(request: Any, adapter: tuple[object, ...], block_tokens: int, tokens: int) -> list[bytes]:
     """Return the extra digest of each block up to a token, shortened by trailing empty ones.
 
-    By vLLM's own rule of what besides tokens a block depends on: images, adapter, salt. Raises `ValueError`
-    for an adapter whose content is not named by a path.
+    By vLLM's own rule of what besides tokens a block depends on: images, adapter, salt. `adapter`: what names
+    its content. Raises `ValueError` for what has no name.
     """
-    lora = request.lora_request
-    if not (request.mm_features or lora or request.cache_salt):
+    if not (request.mm_features or request.lora_request or request.cache_salt):
         return []
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-    found, image, adapter = [], 0, () if lora is None else adapter_name(lora)
+    found, image = [], 0
     for start in range(0, tokens // block_tokens * block_tokens, block_tokens):
         keys, image = generate_block_hash_extra_keys(request, start, start + block_tokens, image)
-        all_keys = (*(keys or ()), *adapter)
+        # Older minors do not say which key is the salt: it could be another image's name.
+        salt = ("salt", request.cache_salt) if request.cache_salt and not start else ()
+        all_keys = (*(keys or ()), *adapter, *salt)
         found.append(extra_digest(all_keys) if all_keys else b"")
     while found and not found[-1]:
         found.pop()
     return found
-
-
-def adapter_name(lora: Any) -> tuple[object, ...]:
-    """Return what names an adapter by its content: two may have one name. Raises `ValueError`."""
-    path = Path(lora.lora_path)
-    if not path.is_dir():
-        raise ValueError(f"the adapter {lora.lora_name} is no local directory")
-    return ("lora", weights_digest(path, KNOWN_WEIGHTS.expanduser()))
 
 
 def step_size(output: Any) -> tuple[int, int]:
@@ -331,36 +401,15 @@ def step_size(output: Any) -> tuple[int, int]:
     return new, context // new if new else 0
 
 
-def model_path(vllm_config: Any) -> Path:
-    """Return where the model's weights lie. Raises `ValueError` if they are not on this machine."""
-    model = vllm_config.model_config
-    path = Path(model.model)
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                model.model,
-                revision=model.revision,
-                cache_dir=vllm_config.load_config.download_dir,
-                local_files_only=True,
-            )
-        )
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"the weights of {model.model} are not on this machine: {error}") from error
-
-
 def config_text(vllm_config: Any) -> str:
     """Return one text of what, besides weights, makes a model's KV: its configuration as vLLM runs it."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     parts = {
         "hf": model.hf_config.to_dict(),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": str(cache.cache_dtype),
         "sliding_window": str(getattr(cache, "sliding_window", None)),
+        "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
     }
     return json.dumps(parts, sort_keys=True, default=str)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, tenant_tag
 from samovar.cache_tiers.messages import BlockRange
 
 EXTENT_BYTES_MAX = 16 * 1024 * 1024
@@ -19,13 +20,13 @@ class ConnectorOptions:
 
     `socket`: the tiers'. `tenant`: whose blocks these are, for quotas and clears. `trusts_clients`: the
     `tenant` and `session` in a request's `kv_transfer_params` are believed. `lookup_s_max`: a request waits
-    so long for an answer of the tiers, `load_s_max` for its blocks. `secret`: of the tags.
+    so long for an answer of the tiers at most, `load_s_max` for its blocks. `secret`: of the tags.
     """
 
     socket: Path
     tenant: str = "vllm"
     trusts_clients: bool = False
-    lookup_s_max: float = 0.25
+    lookup_s_max: float = 4.0
     load_s_max: float = 10.0
     secret: str = ""
 
@@ -53,6 +54,21 @@ class ConnectorOptions:
             )
         return ConnectorOptions(**{**extra, "socket": Path(extra["socket"]).expanduser()})
 
+    def owner_of(self, request: Any) -> tuple[bytes, bytes]:
+        """Return the tags of tenant and session. What a client says of itself counts only where it may."""
+        said = getattr(request, "kv_transfer_params", None) or {}
+        trusts = self.trusts_clients and isinstance(said, dict)
+        tenant = said.get("tenant") if trusts else None
+        session = (said.get("session") if trusts else None) or getattr(request, "session_id", None)
+        tag = self.tag_of(tenant if isinstance(tenant, str) and tenant else self.tenant)
+        if not isinstance(session, str) or not session:
+            session = request.request_id
+        return tag, tenant_tag(tag, session)[:SESSION_BYTES].ljust(TAG_BYTES, b"\0")
+
+    def tag_of(self, tenant: str) -> bytes:
+        """Return what stands for a tenant on disk."""
+        return tenant_tag(self.secret.encode() or b"samovar vllm", tenant)
+
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
@@ -67,11 +83,14 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks `[first, first + len(keys))` of a request into `pages`, from `spans` one behind the other."""
+    """Blocks `[first, first + len(keys))` of a request into `pages`, of each rank from its own records.
+
+    `ranks`: the spans of each rank, one behind the other. `namespace`, `keys`: see `chain.rank_name`.
+    """
 
     request_id: str
     namespace: bytes
-    spans: tuple[BlockRange, ...]
+    ranks: tuple[tuple[BlockRange, ...], ...]
     first: int
     keys: tuple[bytes, ...]
     pages: tuple[int, ...]
@@ -79,9 +98,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Blocks `[first, first + len(pages))` of a request, which are complete.
+    """Blocks `[first, first + len(pages))` of a request, which are complete: each rank stores its own.
 
-    `parent`: key of the block before; `token_ids`: theirs; `extra`: see `chain.Chain`.
+    `namespace`, `parent` (key of the block before): see `chain.rank_name`. `token_ids`: of the blocks;
+    `extra`: see `chain.chain_keys`.
     """
 
     request_id: str
@@ -104,3 +124,7 @@ class Jobs:
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+
+
+StoresTaken = Mapping[str, Mapping[int, int]]
+"""Request -> rank -> blocks of its store that the tiers have now."""

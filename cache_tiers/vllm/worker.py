@@ -34,8 +34,15 @@ from samovar.cache_tiers.media import MemoryFile, SharedRecord
 from samovar.cache_tiers.messages import BadReport, BlockRange, Fetch, FetchFailed, LoadReport
 from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.socket.messages import Offer
-from samovar.cache_tiers.vllm.chain import chain_keys
-from samovar.cache_tiers.vllm.messages import EXTENT_BYTES_MAX, ConnectorOptions, Load, PageLayout, Store
+from samovar.cache_tiers.vllm.messages import (
+    EXTENT_BYTES_MAX,
+    ConnectorOptions,
+    Load,
+    PageLayout,
+    Store,
+    StoresTaken,
+)
+from samovar.cache_tiers.vllm.names.chain import chain_keys, rank_name
 from samovar.cache_tiers.vllm.scheduler import fetch_of
 
 logger = logging.getLogger(__name__)
@@ -59,7 +66,7 @@ class WorkerCalls(Protocol):
 
 
 class WorkerHalf:
-    """Carries out loads and stores on the threads of `pool`. Thread-safe."""
+    """Carries out loads and stores of one rank on the threads of `pool`. Thread-safe."""
 
     def __init__(
         self,
@@ -69,6 +76,7 @@ class WorkerHalf:
         pages: Pages,
         *,
         block_tokens: int,
+        rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -77,6 +85,7 @@ class WorkerHalf:
         self._pool = pool
         self._pages = pages
         self._block_tokens = block_tokens
+        self._rank = rank
         self._shape = BlockShape(len(pages.layout.layers), pages.layout.layer_bytes, block_tokens)
         self._clock = clock
         self._wall_clock = wall_clock
@@ -84,7 +93,8 @@ class WorkerHalf:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._bad_pages: set[int] = set()
-        self.counts: Counter[str] = Counter()
+        self._taken: dict[str, dict[int, int]] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def start(self, loads: Iterable[Load], stores: Iterable[Store], until: Callable[[], None]) -> None:
         """Begin a step's loads and stores. `until`: waits, on a thread of the pool, for the step's KV."""
@@ -102,6 +112,22 @@ class WorkerHalf:
             self._sent, self._received, self._bad_pages = set(), set(), set()
         return found
 
+    def taken(self) -> StoresTaken:
+        """Return the stores that ended since the last call, and how many blocks the tiers have now."""
+        with self._lock:
+            found, self._taken = self._taken, {}
+        return found
+
+    def counted(self) -> Counter[tuple[str, str]]:
+        """Return what was counted since the last call."""
+        with self._lock:
+            found, self._counts = self._counts, Counter()
+        return found
+
+    def _count(self, family: str, label: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counts[family, label] += amount
+
     def _begin(self, work: Callable[..., None], *args: object) -> bool:
         try:
             self._pool.submit(work, *args)
@@ -112,28 +138,29 @@ class WorkerHalf:
     def _load(self, load: Load) -> None:
         done = 0
         try:
-            for span in load.spans:
+            for span in load.ranks[self._rank] if load.ranks else ():
                 good = self._load_span(load, span, done)
                 done += good
                 if good < span.blocks:
                     break
         except Exception:  # what is not loaded is computed
             logger.exception("a load failed")
-            self.counts["loads failed: error"] += 1
+            self._count("failed_loads", "error")
         self._loaded(load, done)
 
     def _load_span(self, load: Load, span: BlockRange, done: int) -> int:
         """Return how many blocks of a span are in their pages, and what they should be."""
         began_s = self._clock()
-        reply = self._calls.fetch(fetch_of(load.namespace, span, self._options.load_s_max))
+        namespace = rank_name(load.namespace, self._rank)
+        reply = self._calls.fetch(fetch_of(namespace, span, self._options.load_s_max))
         if isinstance(reply, FetchFailed):
-            self.counts[f"loads failed: {reply.reason}"] += 1
+            self._count("failed_loads", reply.reason)
             return 0
         tier: LoadSource = reply.found.tier or span.tier
-        keys = load.keys[done : done + span.blocks]
+        keys = [rank_name(key, self._rank) for key in load.keys[done : done + span.blocks]]
         try:
             header = decode_header(reply.record.data)
-            check_belongs(header, load.namespace, self._shape, span.offset, load.first + done, keys)
+            check_belongs(header, namespace, self._shape, span.offset, load.first + done, keys)
             start = header_bytes(header.blocks, self._shape.layers)
             start += (span.offset - reply.first) * self._shape.block_bytes
             payload = reply.record.data[start : start + span.blocks * self._shape.block_bytes]
@@ -150,14 +177,15 @@ class WorkerHalf:
         if good < span.blocks:
             self._bad(load, span, tier, "checksum")
             return good
-        self.counts[f"loaded blocks: {tier}"] += good
+        self._count("loaded_blocks", tier, good)
         self._calls.report([], [LoadReport(tier, payload.nbytes, self._clock() - began_s)])
         return good
 
     def _bad(self, load: Load, span: BlockRange, tier: LoadSource, kind: str) -> None:
-        self.counts[f"bad records: {kind}"] += 1
+        self._count("bad_records", kind)
         logger.warning("a record from %s is bad (%s): its blocks are computed", tier, kind)
-        self._calls.report([BadReport(load.namespace, span.tenant, span.extent_id, tier, kind)], [])
+        namespace = rank_name(load.namespace, self._rank)
+        self._calls.report([BadReport(namespace, span.tenant, span.extent_id, tier, kind)], [])
 
     def _loaded(self, load: Load, done: int) -> None:
         with self._lock:
@@ -165,27 +193,32 @@ class WorkerHalf:
             self._received.add(load.request_id)
 
     def _store(self, store: Store, until: Callable[[], None]) -> None:
-        outcome = "error"
+        outcome, most = "error", max(1, EXTENT_BYTES_MAX // self._shape.block_bytes)
         try:
             until()
             keys = chain_keys(store.namespace, store.token_ids, store.extra, self._block_tokens, store.parent)
-            most = max(1, EXTENT_BYTES_MAX // self._shape.block_bytes)
             records = [
                 self._record(store, keys, first, min(most, len(keys) - first))
                 for first in range(0, len(keys), most)
             ]
         except TierError as error:
-            records, outcome = [], f"refused: {error}"
+            logger.info("a store is left out: %s", error)
+            records, outcome = [], "refused: no memory or changed"
         except Exception:
             logger.exception("a store failed")
             records = []
         self._stored(store, "" if records else outcome)  # its pages are copied: vLLM may have them
+        blocks, is_whole = 0, True
         try:
-            for offer, record in records:
+            for (offer, record), first in zip(records, range(0, len(store.pages), most), strict=False):
                 (said,) = self._calls.offer([(offer, record)])
-                self.counts[f"stores {said}"] += 1
+                self._count("stores", said)
+                is_whole = is_whole and said in ("taken", "held")
+                blocks = min(first + most, len(store.pages)) if is_whole else blocks
         except Exception:
             logger.exception("a store was not offered")
+        with self._lock:
+            self._taken[store.request_id] = {self._rank: blocks}
 
     def _record(self, store: Store, keys: list[bytes], first: int, blocks: int) -> tuple[Offer, SharedRecord]:
         """Copy blocks out of their pages and seal them. Raises `TierError`, `TierFull`."""
@@ -197,13 +230,13 @@ class WorkerHalf:
         self._pages.gather(pages, rows)
         header = seal(
             file.data,
-            namespace=store.namespace,
+            namespace=rank_name(store.namespace, self._rank),
             tenant=store.tenant,
             session=store.session,
             shape=self._shape,
-            parent=keys[first - 1] if first else store.parent,
+            parent=rank_name(keys[first - 1] if first else store.parent, self._rank),
             first_block=store.first + first,
-            keys=keys[first : first + blocks],
+            keys=[rank_name(key, self._rank) for key in keys[first : first + blocks]],
             token_counts=[self._block_tokens] * blocks,
             placement=Placement(),
             created_unix_s=self._wall_clock(),
@@ -215,7 +248,7 @@ class WorkerHalf:
         is_same = np.array_equal(again[0], rows[number])
         del rows
         if not is_same:
-            self.counts["stores read too early"] += 1
+            self._count("stores", "read too early")
             logger.error("a block changed while it was stored: it is not kept")
             raise TierError("read too early")
         nbytes = int(file.data.nbytes)
@@ -224,6 +257,6 @@ class WorkerHalf:
 
     def _stored(self, store: Store, outcome: str) -> None:
         if outcome:
-            self.counts[f"stores {outcome}"] += 1
+            self._count("stores", outcome)
         with self._lock:
             self._sent.add(store.request_id)

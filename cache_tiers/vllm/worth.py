@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from samovar.cache_tiers.blocks import LoadSource
-from samovar.cache_tiers.messages import BlockRange
+from samovar.cache_tiers.messages import LookupResult
 from samovar.cache_tiers.pricing import (
     Doubt,
     LoadPiece,
@@ -15,8 +15,13 @@ from samovar.cache_tiers.pricing import (
     fit_prefill,
     pairs_of,
     plan_load,
+    plan_wait,
 )
 from samovar.cache_tiers.vllm.messages import EXTENT_BYTES_MAX
+from samovar.cache_tiers.vllm.spans import CommonRun
+
+LOOKUP_SHARE = 0.5
+"""As `tiers.lookup_share` is by default: a lookup is waited for this share of what loading could save."""
 
 STEP_TOKENS_MIN = 16
 """A step of fewer new tokens says little of what a prompt costs."""
@@ -33,13 +38,15 @@ class Worth:
         self._clock = clock
         self._prefill = PrefillMeter(fit_prefill([]))
         self._doubt = Doubt(EXTENT_BYTES_MAX)
+        self._prices: Mapping[LoadSource, TierPrice] = {}
+        self._block_bytes = 0.0  # of all ranks; 0 until something was found
         self._steps: deque[tuple[float, int, float]] = deque()  # under way: began, new tokens, pairs
         self._stepped_s = float("-inf")
 
     def leading(
-        self, tokens: int, first: int, spans: Sequence[BlockRange], prices: Mapping[LoadSource, TierPrice]
+        self, tokens: int, first: int, spans: Sequence[CommonRun], prices: Mapping[LoadSource, TierPrice]
     ) -> int:
-        """Return how many leading spans are cheaper to load than to compute.
+        """Return how many leading segments are cheaper to load than to compute.
 
         `tokens`: of the prompt. `first`: the block that they begin with; what is before it is there.
         """
@@ -67,6 +74,28 @@ class Worth:
         front = pieces[: len(plan.pieces) + pieces.index(plan.pieces[-1])]
         load_s = sum(prices[piece.tier].seconds(piece.nbytes) for piece in front)
         return len(front) if load_s < self.compute_s(sum(piece.tokens for piece in front), first) else 0
+
+    def wait_s(self, missing_tokens: int, resident_tokens: int, usual_s: float, s_max: float) -> float:
+        """Return how long a prompt is to wait to learn what the tiers have of it, see `plan_wait`."""
+        wait = plan_wait(
+            missing_tokens=missing_tokens,
+            resident_tokens=resident_tokens,
+            nbytes=int(self._block_bytes * max(0, missing_tokens) / self._block_tokens),
+            prefill=self._prefill.price,
+            prices=self._prices,
+            usual_s=usual_s,
+            share=LOOKUP_SHARE,
+            idle_share=1.0,
+            s_max=s_max,
+        )
+        return wait.until_s
+
+    def heard(self, found: Sequence[LookupResult]) -> None:
+        """Take the prices and the size of a block from an answer: of each rank, one."""
+        self._prices = found[0].prices
+        sizes = [next((span.nbytes / span.blocks for span in one.spans), 0.0) for one in found]
+        if all(sizes):
+            self._block_bytes = sum(sizes)
 
     def compute_s(self, tokens: int, first: int) -> float:
         """Return the seconds that computing `tokens` from block `first` on adds to a prompt."""

@@ -18,7 +18,14 @@ from dataclasses import dataclass, replace
 from samovar.cache_tiers.blocks import ROOT, BlockShape, LoadSource, block_key, record_bytes
 from samovar.cache_tiers.media import Breaker
 from samovar.cache_tiers.messages import Lookup, LookupResult, PartialBlock
-from samovar.cache_tiers.pricing import LookupWait, PrefillPrice, TierPrice, plan_wait
+from samovar.cache_tiers.pricing import (
+    AGAIN_S,
+    LookupWait,
+    PrefillPrice,
+    TierPrice,
+    next_again_s,
+    plan_wait,
+)
 from samovar.configs.sections import TierSettings
 from samovar.replicas.messages import GenerateRequest
 from samovar.replicas.offload.tier_client import CompletionQueue, begin
@@ -156,7 +163,6 @@ def held_keys(found: LookupResult, keys: Listing[bytes]) -> set[bytes]:
 
 LOOKUP_RATE = 0.2  # weight of a new measurement in the usual time of a lookup
 USUAL_S_MAX = 0.25  # most that one measurement counts for, so that a slow lookup is soon forgotten
-AGAIN_S, AGAIN_S_MAX = 0.02, 0.25  # until the tiers are asked again; doubles each time
 NODE = "node"
 """The slow part of a lookup, where it is none of the tiers: the tier actor, or the way to it."""
 
@@ -327,7 +333,7 @@ class TierLookups:
         if not wait.until_s:
             return False
         visit.again_at_s = self._clock() + visit.again_s
-        visit.again_s = min(2 * visit.again_s, AGAIN_S_MAX)
+        visit.again_s = next_again_s(visit.again_s)
         return True
 
     def _settle(self, sequence: Sequence, visit: OffloadState) -> None:

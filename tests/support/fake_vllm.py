@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ import numpy as np
 
 from samovar.cache_tiers.blocks import Bytes
 from samovar.cache_tiers.socket.client import SocketLink
-from samovar.cache_tiers.vllm.chain import extra_digest
-from samovar.cache_tiers.vllm.identity import namespace_of
-from samovar.cache_tiers.vllm.messages import ConnectorOptions, PageLayout
+from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, PageLayout
+from samovar.cache_tiers.vllm.names.chain import extra_digest
+from samovar.cache_tiers.vllm.names.identity import namespace_of
 from samovar.cache_tiers.vllm.scheduler import SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.worker import WorkerHalf
 
@@ -28,9 +30,9 @@ GARBAGE = 0xEE
 THREADS = 2
 
 
-def kv_of(world: str, ids: Sequence[int], extra: Sequence[object]) -> Bytes:
-    """The KV of the last block of `ids`: of everything before it, and of what it depends on besides."""
-    seed = hashlib.sha256(f"{world} {list(ids)} {list(extra)}".encode()).digest()
+def kv_of(world: str, ids: Sequence[int], extra: Sequence[object], rank: int = 0) -> Bytes:
+    """The KV of the last block of `ids` on a rank: of everything before it, and of what it depends on."""
+    seed = hashlib.sha256(f"{world} {list(ids)} {list(extra)} {rank}".encode()).digest()
     rng = np.random.default_rng(np.frombuffer(seed, dtype=np.uint32))
     return rng.integers(0, 256, (LAYERS, LAYER_BYTES), dtype=np.uint8)
 
@@ -44,6 +46,7 @@ class FakeRequest:
     images: dict[int, str] = field(default_factory=dict)
     session_id: str | None = None
     kv_transfer_params: Any = None
+    lora_request: Any = None
     prompt_embeds: Any = None
     output: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -57,10 +60,32 @@ class FakeRequest:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """vLLM's own: of all that is before them."""
+        ids = self.all_token_ids
+        ends = range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS)
+        return [hashlib.sha256(f"vllm {ids[:end]} {self.images}".encode()).digest() for end in ends]
+
 
 def image_digests(request: FakeRequest, tokens: int) -> list[bytes]:
     blocks = tokens // BLOCK_TOKENS
     return [extra_digest((request.images[at],)) if at in request.images else b"" for at in range(blocks)]
+
+
+class Lane(ThreadPoolExecutor):
+    """Knows what it was given: `wait` waits for it, however busy the machine is."""
+
+    def __init__(self) -> None:
+        super().__init__(THREADS)
+        self._given: list[Future[Any]] = []
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._given = [one for one in self._given if not one.done()] + [super().submit(*args, **kwargs)]
+        return self._given[-1]
+
+    def wait(self) -> None:
+        wait(self._given)
 
 
 class FakePages:
@@ -78,9 +103,23 @@ class FakePages:
     def scatter(self, pages: Sequence[int], blocks: Bytes) -> None:
         self.memory[list(pages)] = blocks
 
+    def compute(self, page: int, block: Bytes | int) -> None:
+        """Have a step write a page: of a device some time later."""
+        self.memory[page] = block
+
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
+
+    def settle(self) -> None:
+        """Let all computing happen: vLLM gives pages to nobody else before."""
+
 
 class FakeVllm:
-    """Runs one request after the other through both halves of the connector. `world`: whose weights."""
+    """Runs one request after the other through both halves of the connector. `world`: whose weights.
+
+    `ranks`: workers with pages of their own. As in vLLM a load or a store is over when it is on all of them,
+    and a page is bad if it is on one.
+    """
 
     def __init__(
         self,
@@ -88,43 +127,60 @@ class FakeVllm:
         *,
         world: str = "a",
         pages: int = 256,
+        ranks: int = 1,
+        events: bool = False,
         extra_of: Callable[[FakeRequest, int], Sequence[bytes]] | None = None,
         worker_pool: Executor | None = None,
+        make_pages: Callable[[int], FakePages] = FakePages,
     ) -> None:
         self.world = world
         self.options = ConnectorOptions(socket, lookup_s_max=30.0, load_s_max=30.0, trusts_clients=True)
-        self.links = [SocketLink(socket, name, call_s=30.0) for name in ("scheduler", "worker")]
-        self.pools = [ThreadPoolExecutor(THREADS) for _ in range(3)]
-        self.pages = FakePages(pages)
+        names = ("scheduler", *(f"worker {rank}" for rank in range(ranks)))
+        self.links = [SocketLink(socket, name, call_s=30.0) for name in names]
+        self.lookups = Lane()
+        self.pools = [self.lookups, *(ThreadPoolExecutor(THREADS) for _ in range(1 + ranks))]
+        self.rank_pages = [make_pages(pages) for _ in range(ranks)]
+        self.pages = self.rank_pages[0]
         self.free = list(range(1, pages))
         self.kept: dict[str, list[int]] = {}
         self.scheduler = SchedulerHalf(
             self.options,
             self.links[0],
-            Threads(self.pools[0], self.pools[2]),
+            Threads(self.pools[0], self.pools[1]),
             block_tokens=BLOCK_TOKENS,
             pages=pages,
-            extra_of=extra_of or image_digests,
+            extra_of=lambda request: functools.partial(extra_of or image_digests, request),
+            events=events,
         )
-        self.scheduler.namespace = namespace_of(
+        namespace = namespace_of(
             weights=hashlib.sha256(world.encode()).digest(),
             vllm="0.32.0",
             config="{}",
             block_tokens=BLOCK_TOKENS,
-            layout=LAYOUT,
-            rank=0,
-            ranks=1,
+            layouts=[LAYOUT] * ranks,
         )
-        self.worker = WorkerHalf(
-            self.options, self.links[1], worker_pool or self.pools[1], self.pages, block_tokens=BLOCK_TOKENS
-        )
+        self.scheduler.named(namespace, ranks)
+        self.workers = [
+            WorkerHalf(
+                self.options,
+                self.links[1 + rank],
+                worker_pool or self.pools[2 + rank],
+                self.rank_pages[rank],
+                block_tokens=BLOCK_TOKENS,
+                rank=rank,
+            )
+            for rank in range(ranks)
+        ]
+        self.worker = self.workers[0]
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._left: dict[tuple[str, str], int] = {}  # what and request -> ranks that have not ended it
         self.loaded_tokens = 0
         self.receipts: list[dict[str, Any]] = []
         self.numbers = 0
 
-    def truth(self, request: FakeRequest, block: int) -> Bytes:
+    def truth(self, request: FakeRequest, block: int, rank: int) -> Bytes:
         ids = request.all_token_ids[: (block + 1) * BLOCK_TOKENS]
-        return kv_of(self.world, ids, [request.images.get(at, "") for at in range(block + 1)])
+        return kv_of(self.world, ids, [request.images.get(at, "") for at in range(block + 1)], rank)
 
     def request(self, ids: Sequence[int], **fields: Any) -> FakeRequest:
         self.numbers += 1
@@ -142,7 +198,7 @@ class FakeVllm:
         self.scheduler.allocated(request, pages, loaded)
         request.num_computed_tokens = loaded  # as vLLM has it while the load still runs
         jobs = self.scheduler.step(0, 0)
-        self.worker.start(jobs.loads, (), lambda: None)
+        self.start(jobs)
         if aborts == "loading" and loaded:
             self._end(request, pages, is_loading=True)
             return 0
@@ -152,8 +208,9 @@ class FakeVllm:
             loaded // BLOCK_TOKENS,
         )
         for block in range(good):
-            wrong = self.pages.memory[pages[block]] != self.truth(request, block)
-            assert not wrong.any(), f"block {block} of {request.request_id} was loaded and is not its own"
+            for rank, own in enumerate(self.rank_pages):
+                wrong = own.memory[pages[block]] != self.truth(request, block, rank)
+                assert not wrong.any(), f"block {block} of {request.request_id} was loaded and is not its own"
         stop = len(request.prompt_token_ids) // 2 if aborts == "computing" else None
         self.compute(request, pages, good, output if stop is None else 0, stop)
         self.loaded_tokens += good * BLOCK_TOKENS
@@ -161,6 +218,7 @@ class FakeVllm:
         return good * BLOCK_TOKENS
 
     def matched(self, request: FakeRequest) -> int:
+        self.lookups.wait()
         while True:
             tokens = self.scheduler.matched(request, 0)
             self.scheduler.check_integrity()
@@ -171,13 +229,41 @@ class FakeVllm:
     def received(self, request: FakeRequest) -> set[int]:
         bad: set[int] = set()
         while True:
-            sent, received, now_bad = self.worker.finished()
+            received, now_bad = self.step_over()
             bad |= now_bad
-            self.scheduler.stepped(received, sent, now_bad)
-            self._free(sent)
             if request.request_id in received:
                 return bad
             time.sleep(0.001)
+
+    def start(self, jobs: Jobs) -> None:
+        for worker, own in zip(self.workers, self.rank_pages, strict=True):
+            worker.start(jobs.loads, jobs.stores, own.mark())
+
+    def step_over(self) -> tuple[set[str], set[int]]:
+        """End a step: return the requests that are loaded on all ranks, and pages that are bad on one."""
+        sent, received, bad = set[str](), set[str](), set[int]()
+        taken: dict[str, dict[int, int]] = {}
+        for worker in self.workers:
+            ended = worker.finished()
+            sent |= self._on_all("sent", ended[0])
+            received |= self._on_all("received", ended[1])
+            bad |= ended[2]
+            for request_id, blocks in worker.taken().items():
+                taken.setdefault(request_id, {}).update(blocks)
+            self.counts.update(worker.counted())
+        self.scheduler.stepped(received, sent, bad, taken)
+        self._free(sent)
+        return received, bad
+
+    def _on_all(self, what: str, requests: Iterable[str]) -> set[str]:
+        done = set()
+        for request_id in requests:
+            left = self._left.pop((what, request_id), len(self.workers)) - 1
+            if left:
+                self._left[what, request_id] = left
+            else:
+                done.add(request_id)
+        return done
 
     def compute(
         self, request: FakeRequest, pages: list[int], first: int, output: int, stop: int | None
@@ -185,10 +271,11 @@ class FakeVllm:
         request.output = [7 * at % 1000 for at in range(output)]
         sure = request.num_tokens - 1 if stop is None else stop
         for block in range(first, len(pages)):
-            if (block + 1) * BLOCK_TOKENS <= sure:
-                self.pages.memory[pages[block]] = self.truth(request, block)
-            else:
-                self.pages.memory[pages[block]] = GARBAGE  # half a block, or nothing yet
+            for rank, own in enumerate(self.rank_pages):
+                if (block + 1) * BLOCK_TOKENS <= sure:
+                    own.compute(pages[block], self.truth(request, block, rank))
+                else:
+                    own.compute(pages[block], GARBAGE)  # half a block, or nothing yet
         # A step is under way whose tokens vLLM counts already.
         request.num_computed_tokens = sure + 2 * BLOCK_TOKENS
         request.num_in_flight_tokens = 2 * BLOCK_TOKENS
@@ -201,8 +288,7 @@ class FakeVllm:
             self.kept[request.request_id] = pages
         else:
             self._scribble(pages)
-        jobs = self.scheduler.step(0, 0)
-        self.worker.start((), jobs.stores, lambda: None)
+        self.start(self.scheduler.step(0, 0))
         if is_loading:
             self.received(request)
             self._free({request.request_id})
@@ -214,21 +300,22 @@ class FakeVllm:
 
     def _scribble(self, pages: list[int]) -> None:
         """Give pages back: what reads them from now on reads what others write there."""
-        self.pages.memory[pages] = GARBAGE
+        for own in self.rank_pages:
+            own.settle()
+            own.memory[pages] = GARBAGE
         self.free.extend(pages)
 
     def settle(self) -> None:
         """Wait until no page is kept any more."""
         while self.kept:
-            sent, received, bad = self.worker.finished()
-            self.scheduler.stepped(received, sent, bad)
-            self._free(sent)
+            self.step_over()
             time.sleep(0.001)
         for pool in self.pools:  # and until its threads have nothing to do
             together = threading.Barrier(THREADS + 1)
             for _ in range(THREADS):
                 pool.submit(together.wait)
             together.wait()
+        self.step_over()
 
     def close(self) -> None:
         for pool in self.pools:

@@ -21,6 +21,7 @@ TARGETS = (
     "test-ray-up",
     "test-terraform",
     "test-units",
+    "test-vllm-gpu",
     "test-wheel",
 )
 

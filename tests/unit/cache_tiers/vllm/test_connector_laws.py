@@ -199,7 +199,7 @@ def test_pages_that_are_read_too_late_are_noticed(engines: Any) -> None:
     engine.pages.before_gather = overwrite
     engine.run(engine.request(ids))
     engine.settle()
-    assert engine.worker.counts["stores read too early"] == 1
+    assert engine.counts["stores", "read too early"] == 1
     engine.pages.before_gather = lambda: None
     assert engine.run(engine.request(ids)) == 0
 
@@ -215,7 +215,7 @@ def test_a_load_is_asked_for_once(engines: Any) -> None:
     assert engine.scheduler.matched(request, 0) == tokens  # until it is scheduled
     engine.scheduler.allocated(request, engine.free[:10], tokens)
     assert engine.scheduler.matched(request, 0) == 0
-    engine.worker.start(engine.scheduler.step(0, 0).loads, (), lambda: None)
+    engine.start(engine.scheduler.step(0, 0))
     engine.received(request)
     engine.scheduler.ended(request, [], "abort")
 
@@ -230,7 +230,7 @@ def test_a_load_that_was_not_planned_is_computed(engines: Any) -> None:
     for unplanned, one in ((tokens - BLOCK_TOKENS, request), (tokens, engine.request(ids))):
         pages = engine.free[: unplanned // BLOCK_TOKENS]
         engine.scheduler.allocated(one, pages, unplanned)
-        engine.worker.start(engine.scheduler.step(0, 0).loads, (), lambda: None)
+        engine.start(engine.scheduler.step(0, 0))
         assert engine.received(one) == set(pages)
         engine.scheduler.ended(one, [], "abort")
 
@@ -243,6 +243,24 @@ def test_after_a_clear_nothing_is_found_whosoever_it_was(engines: Any) -> None:
     assert engine.run(engine.request(ids)) == 0
     assert engine.run(engine.request(ids, **other)) == 0
     assert until_held(engine, ids) == 6 * BLOCK_TOKENS
+
+
+def test_what_began_before_a_clear_is_neither_loaded_nor_stored(engines: Any) -> None:
+    """The weights may have been changed in place: KV of before is that of others."""
+    engine, ids = engines(), prompt(1, 6)
+    until_held(engine, ids)
+    engine.settle()
+    waits, runs = engine.request(ids), engine.request(ids[:-1] + prompt(2, 3))
+    for request in (waits, runs):
+        engine.scheduler.begin(request)
+        assert engine.matched(request) == 6 * BLOCK_TOKENS
+    assert engine.scheduler.clear(30.0)
+    assert engine.scheduler.matched(waits, 0) == 0
+    pages = [engine.free.pop() for _ in range(11)]
+    engine.compute(runs, pages, 0, 5, None)
+    keeps, params = engine.scheduler.ended(runs, pages, "stop")
+    assert not keeps
+    assert "stored_blocks" not in params["samovar"]
 
 
 def test_many_turns_in_any_order(node: Node, engines: Any) -> None:

@@ -12,8 +12,9 @@ import pytest
 from samovar.cache_tiers.blocks import CPU
 from samovar.cache_tiers.messages import BlockRange, LookupResult
 from samovar.cache_tiers.pricing import TierPrice
+from samovar.cache_tiers.vllm.lookups import HURRY_S, HURRY_SHARE
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
-from samovar.cache_tiers.vllm.scheduler import HURRY_S, SchedulerHalf, Threads
+from samovar.cache_tiers.vllm.scheduler import SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.worth import STEPS_UNDER_WAY_MAX
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, prompt
 
@@ -62,10 +63,10 @@ def half(price: TierPrice, clock: Clock, lookups: Executor | None = None) -> Sch
         Threads(lookups or AtOnce(), AtOnce()),
         block_tokens=BLOCK_TOKENS,
         pages=64,
-        extra_of=lambda request, tokens: [],
+        extra_of=lambda request: lambda tokens: [],
         clock=clock,
     )
-    made.namespace = b"n" * 32
+    made.named(b"n" * 32, 1)
     return made
 
 
@@ -136,7 +137,7 @@ class Never(Executor):
 def test_a_node_that_hangs_holds_up_one_request_in_a_while(clock: Clock) -> None:
     scheduler, waited_s = half(DEAR, clock, Never()), []
     for number in range(100):
-        request, began_s = FakeRequest(f"r{number}", prompt(number, BLOCKS)), clock.now_s
+        request, began_s = FakeRequest(f"r{number}", prompt(number, 200)), clock.now_s
         scheduler.begin(request)
         while scheduler.matched(request, 0) is None:
             clock.now_s += 0.005
@@ -145,6 +146,7 @@ def test_a_node_that_hangs_holds_up_one_request_in_a_while(clock: Clock) -> None
         _, params = scheduler.ended(request, [], "stop")
         assert params is not None
         assert params["samovar"]["missed"] == "lookup late"
-    assert waited_s[0] == pytest.approx(0.25, abs=0.01)  # as `lookup_s_max` is by default
-    assert 5 < sum(one > 0.2 for one in waited_s) < 15
-    assert sorted(waited_s)[50] == pytest.approx(0.025, abs=0.01)
+    first_s = waited_s[0]
+    assert 0.3 < first_s < scheduler.worth.compute_s(800, 0)
+    assert 5 < sum(one == pytest.approx(first_s, abs=0.01) for one in waited_s) < 15
+    assert sorted(waited_s)[50] == pytest.approx(HURRY_SHARE * first_s, abs=0.01)

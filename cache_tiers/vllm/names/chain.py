@@ -1,6 +1,7 @@
 """Names of a request's blocks: keys over its tokens and whatever else its KV depends on. Pure.
 
-vLLM's own block hashes begin with a number that each process draws: after a restart they name nothing.
+Not vLLM's own block hashes: how they are made is a setting of each server's, and some begin with a number
+that each process draws.
 """
 
 from __future__ import annotations
@@ -47,3 +48,10 @@ def chain_keys(
         parent = block_key(namespace, parent, token_ids[number * block_tokens : (number + 1) * block_tokens])
         keys.append(parent)
     return keys
+
+
+def rank_name(digest: bytes, rank: int) -> bytes:
+    """Return what a namespace or a key is among the records of a rank; of rank 0 it is as it is."""
+    if not rank or digest == ROOT:
+        return digest
+    return hashlib.sha256(b"samovar rank\0" + rank.to_bytes(4) + digest).digest()

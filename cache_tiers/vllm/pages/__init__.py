@@ -1,0 +1,1 @@
+"""vLLM's KV tensors as pages of bytes, and the copies between them and records."""
