@@ -276,19 +276,7 @@ class SocketLink:
             self._open.add(sock)
         try:
             connect_s = min(CONNECT_S, max(ends_s - self._clock(), 1e-3))
-            sock.settimeout(connect_s)
-            sock.connect(str(self._path))
-            _, uid, _ = PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
-            if uid not in self._uids:
-                raise SocketError(f"user {uid} serves {self._path}")
-            send(sock, ["hello", Hello(PROTOCOL, self._client)], (), connect_s)
-            said, came = receive(sock, connect_s)
-            close_all(came)
-            if type(said) is not list or len(said) != 2 or said[0] is not True:
-                raise SocketError(str(said[1]) if type(said) is list and len(said) == 2 else "no welcome")
-            welcome: Welcome = decoded(Welcome, said[1], is_finite=False)
-            if VERSION not in welcome.records:
-                raise SocketError(f"it does not read records of version {VERSION}")
+            welcome = greeted(sock, self._path, self._client, self._uids, connect_s)
         except (OSError, SocketError) as error:
             self._close(sock)
             self._failed()
@@ -303,6 +291,29 @@ class SocketLink:
         if not self._is_down:
             self._is_down = True
             logger.warning("the tiers at %s do not answer; requests are computed meanwhile", self._path)
+
+
+def greeted(
+    sock: socket.socket, path: Path, client: str, uids: frozenset[int], within_s: float = CONNECT_S
+) -> Welcome:
+    """Connect to a node and return its welcome. `uids`: whose process may serve there.
+
+    Raises `OSError` where nobody listens, `SocketError` if it is another's, or speaks otherwise.
+    """
+    sock.settimeout(within_s)
+    sock.connect(str(path))
+    _, uid, _ = PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    if uid not in uids:
+        raise SocketError(f"user {uid} serves {path}")
+    send(sock, ["hello", Hello(PROTOCOL, client)], (), within_s)
+    said, came = receive(sock, within_s)
+    close_all(came)
+    if type(said) is not list or len(said) != 2 or said[0] is not True:
+        raise SocketError(str(said[1]) if type(said) is list and len(said) == 2 else "no welcome")
+    welcome: Welcome = decoded(Welcome, said[1], is_finite=False)
+    if VERSION not in welcome.records:
+        raise SocketError(f"it does not read records of version {VERSION}")
+    return welcome
 
 
 _LINKS: weakref.WeakSet[SocketLink] = weakref.WeakSet()

@@ -137,12 +137,14 @@ def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callab
     return 0
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run `python -m samovar.cache_tiers.socket`."""
+def main(words: Sequence[str] | None = None, prog: str = "samovar tiers", also: str | None = None) -> int:
+    """Serve tiers as command-line words say. `prog`: its name; `also`: what its help says at the end."""
     from samovar.configs.loader import ConfigError, load
 
     parser = argparse.ArgumentParser(
-        "samovar tiers", description="Serve cache tiers to engines on this machine. Other flags are settings."
+        prog,
+        description="Serve cache tiers to engines on this machine. Other flags are settings: --tiers.X VALUE",
+        epilog=also,
     )
     parser.add_argument("--socket", type=Path, required=True, help="path of the Unix socket")
     parser.add_argument("--config", help="settings file or preset")
