@@ -51,6 +51,8 @@ CONNECT_S = 1.0
 RETRY_S = 1.0
 """So long after a connection failed no call tries again: a call costs nothing then."""
 CLEAR_S = 30.0
+COUNTED = ("turn_over", "report")
+"""Calls that a node learns from: at most once, though an answer that did not come may mean that it has."""
 MARGIN_S = 1.0
 """An answer may come so much later than the node's own deadline."""
 
@@ -214,8 +216,8 @@ class SocketLink:
                 except SaidNo:
                     raise
                 except SocketError:
-                    # A connection that lay idle may have been closed by a node that was started again.
-                    if is_new or self._clock() >= ends_s:
+                    # The node was started again in this moment. What counts twice is not said twice.
+                    if is_new or method in COUNTED or self._clock() >= ends_s:
                         self._failed()
                         raise
                 is_new = True
@@ -265,8 +267,12 @@ class SocketLink:
                 self._open.difference_update(left)
                 for old in left:
                     old.close()
-            elif self._free:
-                return self._free.pop(), False
+            while self._free:
+                sock = self._free.pop()
+                if _is_open(sock):
+                    return sock, False
+                self._open.discard(sock)
+                sock.close()
             if self._clock() < self._retry_s:
                 raise SocketError("it did not answer just now")
             try:
@@ -291,6 +297,18 @@ class SocketLink:
         if not self._is_down:
             self._is_down = True
             logger.warning("the tiers at %s do not answer; requests are computed meanwhile", self._path)
+
+
+def _is_open(sock: socket.socket) -> bool:
+    """Return whether an idle connection is one still: a node that was started again has closed it."""
+    sock.settimeout(0.0)
+    try:
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False  # closed, or something came that nobody has asked for
 
 
 def greeted(

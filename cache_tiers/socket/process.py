@@ -76,10 +76,17 @@ class TierProcess:
         )
         self.http: ThreadingHTTPServer | None = None
         try:
-            self.socket = TierSocket(self.node, path, load_s_max=tiers.load_s_max)
             if port is not None:
                 self.http = _http(port, self._is_well, self.stats)
+            self.socket = TierSocket(
+                self.node,
+                path.expanduser(),
+                load_s_max=tiers.load_s_max,
+                fetch_max=tiers.fetch_max,
+                records_max=tiers.store_queue_max,
+            )
         except OSError:
+            self._close_http()
             self.node.close()
             raise
         self.node.start()
@@ -95,11 +102,14 @@ class TierProcess:
         self._over.set()
         self.socket.close()
         done = self.node.flush(self._flush_s) if self._flush_s > 0 else {}
+        self._close_http()
+        self.node.close()
+        return done
+
+    def _close_http(self) -> None:
         if self.http is not None:
             self.http.shutdown()
             self.http.server_close()
-        self.node.close()
-        return done
 
     def _is_well(self) -> bool:
         return not self._over.is_set()
@@ -129,7 +139,7 @@ def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callab
     up = [tier for tier in process.stats().tiers if tier.state == "up"]
     tiers = ", ".join(f"{tier.name} {tier.bytes_max / 2**30:.1f} GiB" for tier in up)
     where = "" if process.http is None else f"; http://127.0.0.1:{process.http.server_port}/metrics"
-    say(f"samovar tiers: ready at {path} ({tiers or 'no tier'}){where}")
+    say(f"samovar tiers: ready at {process.socket.path} ({tiers or 'no tier'}){where}")
     over.wait()
     done = process.close()
     counts = ", ".join(f"{count} {name}" for name, count in done.items() if count)
@@ -199,7 +209,10 @@ def _http(port: int, is_well: Callable[[], bool], stats: Callable[[], NodeStats]
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise OSError(f"--metrics-port {port}: {error.strerror}; choose another, 0 = any free one") from error
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="tiers-http", daemon=True).start()
     return server
