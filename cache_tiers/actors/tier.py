@@ -44,7 +44,13 @@ from samovar.cache_tiers.node import (
     build_tiers,
     count_start,
 )
-from samovar.cache_tiers.socket.server import BroughtRecords, SocketOpener, TierSocket, call_brought
+from samovar.cache_tiers.socket.server import (
+    BroughtRecords,
+    SocketLimits,
+    SocketOpener,
+    TierSocket,
+    call_brought,
+)
 from samovar.cache_tiers.transport import PeerError
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.sections import TierSettings
@@ -200,9 +206,7 @@ class TierActor:
                 settings.socket.expanduser(),
                 data_of=partial(data_of, timeout_s=settings.load_s_max),
                 used=self._used,
-                load_s_max=settings.load_s_max,
-                fetch_max=settings.fetch_max,
-                records_max=settings.store_queue_max,
+                limits=SocketLimits.of(settings),
             )
             self._socket = SocketOpener(listen)
             self._socket.open()

@@ -308,7 +308,7 @@ def _is_open(sock: socket.socket) -> bool:
         return True
     except OSError:
         return False
-    return False  # closed, or something came that nobody has asked for
+    return False  # closed, or something came that was not asked for
 
 
 def greeted(
@@ -316,7 +316,7 @@ def greeted(
 ) -> Welcome:
     """Connect to a node and return its welcome. `uids`: whose process may serve there.
 
-    Raises `OSError` where nobody listens, `SocketError` if it is another's, or speaks otherwise.
+    Raises `OSError` where no process listens, `SocketError` if it is another's, or speaks otherwise.
     """
     sock.settimeout(within_s)
     sock.connect(str(path))

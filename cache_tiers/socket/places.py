@@ -6,11 +6,11 @@ import threading
 from collections import Counter, deque
 
 
-class Places:
+class SharedPlaces:
     """`most` places: bytes that wait, records that wait, fetches under way. A client is a process.
 
     Who holds some gets more only as long as it holds no more than what stays free then: alone a half, of n
-    each a part of n + 1 in the end, and whoever comes finds a place. Who holds none gets any that is free.
+    each a part of n + 1 in the end, and a client that comes finds a place. Who holds none gets any free one.
     """
 
     def __init__(self, most: int) -> None:

@@ -38,7 +38,7 @@ from samovar.cache_tiers.node import (
     count_start,
 )
 from samovar.cache_tiers.node_metrics import node_metrics
-from samovar.cache_tiers.socket.server import TierSocket, call_brought
+from samovar.cache_tiers.socket.server import SocketLimits, TierSocket, call_brought
 from samovar.configs.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -78,13 +78,7 @@ class TierProcess:
         try:
             if port is not None:
                 self.http = _http(port, self._is_well, self.stats)
-            self.socket = TierSocket(
-                self.node,
-                path.expanduser(),
-                load_s_max=tiers.load_s_max,
-                fetch_max=tiers.fetch_max,
-                records_max=tiers.store_queue_max,
-            )
+            self.socket = TierSocket(self.node, path.expanduser(), limits=SocketLimits.of(tiers))
         except OSError:
             self._close_http()
             self.node.close()

@@ -28,7 +28,7 @@ from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, St
 from samovar.cache_tiers.node import TierNode
 from samovar.cache_tiers.socket.checks import check
 from samovar.cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
-from samovar.cache_tiers.socket.places import Places
+from samovar.cache_tiers.socket.places import SharedPlaces
 from samovar.cache_tiers.socket.wire import (
     FRAME_S,
     PROTOCOL,
@@ -39,6 +39,7 @@ from samovar.cache_tiers.socket.wire import (
     receive,
     send,
 )
+from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +81,30 @@ class SocketStats:
     refused: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class SocketLimits:
+    """`fetch_max`, `records_max`: fetches under way and records that wait, of all clients (`SharedPlaces`);
+    `load_s_max`: the longest deadline; `frame_s`: how long a frame may take, see `wire.FRAME_S`.
+    """
+
+    fetch_max: int = 64
+    records_max: int = 64
+    load_s_max: float = 30.0
+    frame_s: float = FRAME_S
+
+    @staticmethod
+    def of(settings: TierSettings) -> SocketLimits:
+        """Return those of a node's settings."""
+        return SocketLimits(settings.fetch_max, settings.store_queue_max, settings.load_s_max)
+
+
 class TierSocket:
     """Serves a node's tiers on a Unix socket.
 
     `path`: in a directory that only this user can enter, which is made if it is not there. `uids`: whose
     processes may come in, besides this user's and root's. `data_of`: bytes of what a tier hands out by
-    reference, where that is no `SharedRecord`. `used`: called when a client uses the tiers. `fetch_max`,
-    `records_max`: fetches under way and records that wait, of all clients (`Places`). `frame_s`: how long a
-    frame may take, see `wire.FRAME_S`. Thread-safe.
+    reference, where that is no `SharedRecord`. `used`: called when a client uses the tiers.
+    Thread-safe.
     """
 
     def __init__(
@@ -98,10 +115,7 @@ class TierSocket:
         uids: frozenset[int] = frozenset(),
         data_of: Callable[[object], Bytes] | None = None,
         used: Callable[[], None] = lambda: None,
-        load_s_max: float = 30.0,
-        fetch_max: int = 64,
-        records_max: int = 64,
-        frame_s: float = FRAME_S,
+        limits: SocketLimits = SocketLimits(),
     ) -> None:
         """Listen. Raises `OSError` if the socket cannot be made, or another process listens there."""
         self._node = node
@@ -109,14 +123,13 @@ class TierSocket:
         self._uids = uids | {0, os.getuid()}
         self._data_of = data_of
         self._used = used
-        self._load_s_max = load_s_max
-        self._frame_s = frame_s
+        self._limits = limits
         self._lock = threading.Lock()
         self._open: dict[socket.socket, int] = {}  # -> pid
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections_max = min(CONNECTIONS_MAX, int(soft * CONNECTIONS_SHARE))
-        self._fetching = Places(fetch_max)
-        self._waiting, self._waiting_bytes = Places(records_max), Places(WAITING_BYTES_MAX)
+        self._fetching = SharedPlaces(limits.fetch_max)
+        self._waiting, self._waiting_bytes = SharedPlaces(limits.records_max), SharedPlaces(WAITING_BYTES_MAX)
         self._refused: Counter[str] = Counter()
         self._is_closed = False
         self._listener = _listen(path)
@@ -204,7 +217,7 @@ class TierSocket:
             sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        data, fds = receive(sock, self._frame_s)
+        data, fds = receive(sock, self._limits.frame_s)
         close_all(fds)
         method, args = _call_of(data)
         hello = decoded(Hello, args) if method == "hello" else None
@@ -217,14 +230,14 @@ class TierSocket:
     def _call(self, sock: socket.socket, pid: int) -> None:
         fds: list[int] = []
         try:
-            data, fds = receive(sock, self._frame_s, waits=True)
+            data, fds = receive(sock, self._limits.frame_s, waits=True)
             method, args = _call_of(data)
             said, held = self._answered(method, args, fds, pid)
         except (BadMessage, ValueError, BadRecord) as error:
             said, held = [False, str(error)[:500]], None
         finally:
             close_all(fds)  # those that were taken over are gone from the list
-        send(sock, said, () if held is None else (held.fd,), self._frame_s)
+        send(sock, said, () if held is None else (held.fd,), self._limits.frame_s)
 
     def _answered(
         self, method: str, args: Any, fds: list[int], pid: int
@@ -260,14 +273,16 @@ class TierSocket:
                 return node.ping()
 
     def _bounded(self, lookup: Lookup) -> Lookup:
-        return replace(lookup, wait_s=min(lookup.wait_s, self._load_s_max))
+        return replace(lookup, wait_s=min(lookup.wait_s, self._limits.load_s_max))
 
     def _fetch(self, fetch: Fetch, pid: int) -> tuple[list[Any], SharedRecord | None]:
         if not self._fetching.take(pid, 1):
             failed = FetchFailed("refused", "this client's share of fetches is under way")
             return [True, FetchReply(0, None, 0, failed)], None
         try:
-            reply = self._node.fetch(replace(fetch, deadline_s=min(fetch.deadline_s, self._load_s_max)))
+            reply = self._node.fetch(
+                replace(fetch, deadline_s=min(fetch.deadline_s, self._limits.load_s_max))
+            )
             if isinstance(reply, Fetched):
                 held = self._shared(reply)
                 return [True, FetchReply(reply.first, reply.tier, held.nbytes)], held

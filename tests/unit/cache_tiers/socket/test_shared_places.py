@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import random
 import socket
@@ -19,9 +20,9 @@ from samovar.cache_tiers.media import shared
 from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed, TurnEnded
 from samovar.cache_tiers.socket.client import Loaded, SocketLink
 from samovar.cache_tiers.socket.messages import Offer, Welcome
-from samovar.cache_tiers.socket.places import Places
+from samovar.cache_tiers.socket.places import SharedPlaces
 from samovar.cache_tiers.socket.process import serve_tiers
-from samovar.cache_tiers.socket.server import SocketOpener, TierSocket
+from samovar.cache_tiers.socket.server import SocketLimits, SocketOpener, TierSocket
 from samovar.cache_tiers.socket.wire import PROTOCOL, SocketError, receive, send
 from samovar.configs.settings import Settings
 from tests.support.nodes.node_harness import sample
@@ -41,7 +42,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64])
 def test_whoever_comes_finds_a_place_where_one_has_tried_to_take_all(most: int) -> None:
-    places = Places(most)
+    places = SharedPlaces(most)
     taken = sum(places.take(1, 1) for _ in range(2 * most))
     assert taken == max(1, most // 2)
     assert most == 1 or places.take(2, 1)
@@ -49,7 +50,7 @@ def test_whoever_comes_finds_a_place_where_one_has_tried_to_take_all(most: int) 
 
 def test_many_who_take_all_they_get_end_up_alike() -> None:
     """Whoever was first gives way as its places come back."""
-    rng, places, held = random.Random(5), Places(60), Counter[int]()
+    rng, places, held = random.Random(5), SharedPlaces(60), Counter[int]()
     for pid in (1, 2, 3, 4):
         while places.take(pid, 1):
             held[pid] += 1
@@ -67,7 +68,7 @@ def test_many_who_take_all_they_get_end_up_alike() -> None:
 
 
 def test_what_comes_back_is_free_again() -> None:
-    places = Places(10)
+    places = SharedPlaces(10)
     assert places.take(1, 5)
     assert not places.take(1, 1)
     places.give_back(1, 5)
@@ -75,11 +76,16 @@ def test_what_comes_back_is_free_again() -> None:
     assert places.take(1, 5)
 
 
+def fetch_there(path: Path) -> None:
+    """Fetch from a process of its own, or fail."""
+    assert isinstance(SocketLink(path, "other").fetch(fetch_of(ONE)), Loaded)
+
+
 def test_fetches_of_one_client_leave_places_to_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process takes half of them where nobody else loads; here others are told by another pid."""
     world.store(ONE)
     path = world.socket.path.with_name("few.sock")
-    few = TierSocket(world.node, path, fetch_max=4)
+    few = TierSocket(world.node, path, limits=SocketLimits(fetch_max=4))
     go, under_way = threading.Event(), threading.Semaphore(0)
     real = world.node.fetch
 
@@ -96,13 +102,13 @@ def test_fetches_of_one_client_leave_places_to_others(world: World, monkeypatch:
         thread.start()
     settles(lambda: len(replies) == 4)
     assert all(isinstance(one, FetchFailed) and one.reason == "refused" for one in replies)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if isinstance(SocketLink(path, "other").fetch(fetch_of(ONE)), Loaded) else 1)
+    other = multiprocessing.get_context("fork").Process(target=fetch_there, args=(path,))
+    other.start()
     for _ in range(3):
         assert under_way.acquire(timeout=30)
     go.set()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    other.join(30)
+    assert other.exitcode == 0
     for thread in threads:
         thread.join(30)
     assert sum(isinstance(one, Loaded) for one in replies) == 2
@@ -113,7 +119,7 @@ def test_fetches_of_one_client_leave_places_to_others(world: World, monkeypatch:
 
 def test_records_of_one_client_leave_places_to_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     path = world.socket.path.with_name("few.sock")
-    few = TierSocket(world.node, path, records_max=4)
+    few = TierSocket(world.node, path, limits=SocketLimits(records_max=4))
     link = SocketLink(path, "greedy")
     some = [(Offer(one.record.nbytes, "life-1", 0), shared(one.record)) for one in map(sample, range(50, 55))]
     assert link.offer(some) == ("taken", "taken", *["refused:busy"] * 3)
