@@ -202,7 +202,7 @@ def tiers_socket(where: Path, greet: Callable[[], Welcome]) -> Result:
     try:
         welcome = greet()
     except ConnectionRefusedError:
-        return "error", f"nobody listens at {where}: its tiers were killed", start
+        return "error", f"no process listens at {where}: its tiers were killed", start
     except PermissionError:
         return (
             "error",

@@ -73,7 +73,7 @@ def test_tiers_that_were_killed(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "t.sock"))
     rows = rows_of(tmp_path / "t.sock")
-    said(rows["socket"], "error", "nobody listens", "start them")
+    said(rows["socket"], "error", "no process listens", "start them")
     assert rows["tiers"][0] == "warning"
 
 
