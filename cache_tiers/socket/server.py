@@ -391,7 +391,7 @@ def _listen(path: Path) -> socket.socket:
         raise OSError(f"the directory of {path} cannot be made: {error.strerror}; choose another") from error
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise PermissionError(
-            f"others may put a socket into {path.parent}: give a directory of your own, or chmod 700 it"
+            f"others may put a socket into {path.parent}: give a directory of your own, of mode 0700"
         )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -236,7 +236,7 @@ def test_why_it_does_not_start_is_one_line_that_names_the_fix(world: World, tmp_
     free = tmp_path / "open"
     free.mkdir()
     free.chmod(0o777)
-    assert "chmod 700" in said(tmp_path, free / "t.sock")
+    assert "of mode 0700" in said(tmp_path, free / "t.sock")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

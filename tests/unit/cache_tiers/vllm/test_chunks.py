@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ def test_a_flipped_bit_is_not_loaded_and_the_good_ones_before_it_are(
         assert isinstance(loaded, Loaded)
         data = loaded.record.data.copy()
         data[header_bytes(5, 1) + 3 * CHUNK_BYTES + 17] ^= 4
-        return type("L", (), {"first": 0, "found": loaded.found, "record": type("R", (), {"data": data})})
+        return SimpleNamespace(first=0, found=loaded.found, record=SimpleNamespace(data=data))
 
     monkeypatch.setattr(SocketLink, "fetch", flipped)
     again = np.zeros_like(rows)
