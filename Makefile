@@ -128,22 +128,26 @@ test-other-cpu: $(STAMP) ## the tests that depend on the CPU, on another one tha
 	ATEN_CPU_CAPABILITY=avx2 TESTS_OTHER_CPU=float32,bfloat16 $(PY) -m pytest -n 2 --dist worksteal $(OTHER_CPU) $(ARGS)
 	ATEN_CPU_CAPABILITY=avx2 SAMOVAR_MODEL__DTYPE=float32 $(PY) -m pytest $(OTHER_CPU_SERVICES) $(ARGS)
 
-wheel-vllm: $(STAMP) ## build the wheel for vLLM's environment into dist/ (docs/vllm.md)
-	@rm -rf build/wheel-vllm && mkdir -p build/wheel-vllm/samovar dist
+# By uv, which is there in seconds: whoever has a vLLM needs nothing else of this checkout.
+wheel-vllm: build/uv/bin/uv ## build the wheel for vLLM's environment into dist/ (docs/vllm.md)
+	@rm -rf build/wheel-vllm dist/samovar_vllm-*.whl && mkdir -p build/wheel-vllm/samovar dist
 	@cp -rL samovar/__init__.py samovar/configs samovar/cache_tiers build/wheel-vllm/samovar/
 	@cp samovar/cache_tiers/vllm/pyproject.toml LICENSE docs/vllm.md build/wheel-vllm/
-	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist build/wheel-vllm
+	build/uv/bin/uv build --quiet --wheel --python $(PYTHON) --out-dir dist build/wheel-vllm
+	@echo "$$(echo dist/samovar_vllm-*.whl) is for the environment that vLLM lives in"
+
+build/uv/bin/uv:
+	$(PYTHON) -m venv build/uv && build/uv/bin/python -m pip install --quiet "$(UV)"
 
 # In an environment that vLLM lives in (VLLM_ENV=DIR: one that is there), which the wheel's dependencies must leave as it is.
 VLLM_ENV ?= build/vllm
 vllm-env: wheel-vllm
 	@test -e $(VLLM_ENV)/bin/vllm || PYTHON=$(PYTHON) bash bench/peers-install.sh vllm
-	@test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/python -m pip install --quiet "$(UV)"; }
 	@build/uv/bin/uv pip freeze --quiet --python $(VLLM_ENV)/bin/python | grep -v '^samovar' >build/vllm-has.txt
 	build/uv/bin/uv pip install --quiet --python $(VLLM_ENV)/bin/python --constraint build/vllm-has.txt \
 	  --reinstall-package samovar-vllm "samovar-vllm[s3] @ file://$(CURDIR)/$$(echo dist/samovar_vllm-*.whl)"
 
-test-vllm: vllm-env ## conversations, restarts and faults of the tiers under a real vLLM (needs PyPI; ten minutes)
+test-vllm: $(STAMP) vllm-env ## conversations, restarts and faults of the tiers under a real vLLM (needs PyPI; ten minutes)
 	TESTS_VLLM=$(abspath $(VLLM_ENV)) $(PY) -m pytest -s tests/vllm $(ARGS)
 
 # Of other minors the Python files: their wheels are 300 MB each.
@@ -298,7 +302,7 @@ bench-page: $(STAMP) ## CPU of a service whose live page is open, and closed (fi
 	$(PY) -m bench.page_cost $(ARGS)
 
 # Beside LMCache where `bash bench/peers-install.sh lmcache` has put it.
-bench-vllm: vllm-env ## a real vLLM alone, over Samovar's tiers and LMCache's: returns from RAM and disk (twenty minutes)
+bench-vllm: $(STAMP) vllm-env ## a real vLLM alone, over Samovar's tiers and LMCache's: returns from RAM and disk (twenty minutes)
 	$(PY) -m bench.vllm $(ARGS)
 
 bench-context: $(STAMP) ## what retrieval finds, what its place in the prompt and a window cost (fifteen minutes; ARGS="--offline": one)

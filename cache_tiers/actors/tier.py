@@ -44,7 +44,13 @@ from samovar.cache_tiers.node import (
     build_tiers,
     count_start,
 )
-from samovar.cache_tiers.socket.server import BroughtRecords, TierSocket, call_brought
+from samovar.cache_tiers.socket.server import (
+    BroughtRecords,
+    SocketLimits,
+    SocketOpener,
+    TierSocket,
+    call_brought,
+)
 from samovar.cache_tiers.transport import PeerError
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.sections import TierSettings
@@ -192,9 +198,18 @@ class TierActor:
         if settings.node.spot_notice == "aws":
             self._spot_watch = SpotWatch(settings.node, partial(drain_this_node, node_id, "spot notice"))
             self._spot_watch.start()
-        self._socket_path, self._load_s_max = settings.socket, settings.load_s_max
-        self._socket: TierSocket | None = None
-        self._open_socket()
+        self._socket: SocketOpener | None = None
+        if settings.socket is not None:
+            listen = partial(
+                TierSocket,
+                self._node,
+                settings.socket.expanduser(),
+                data_of=partial(data_of, timeout_s=settings.load_s_max),
+                used=self._used,
+                limits=SocketLimits.of(settings),
+            )
+            self._socket = SocketOpener(listen)
+            self._socket.open()
         self._stopped = threading.Event()
         threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
 
@@ -243,21 +258,6 @@ class TierActor:
             return "failed:leaving"
         return self._node.peers.take(take)
 
-    def _open_socket(self) -> None:
-        """Listen for engines that are no actors; tried again while the former actor's process still does."""
-        if self._socket_path is None or self._socket is not None:
-            return
-        try:
-            self._socket = TierSocket(
-                self._node,
-                self._socket_path.expanduser(),
-                data_of=partial(data_of, timeout_s=self._load_s_max),
-                used=self._used,
-                load_s_max=self._load_s_max,
-            )
-        except OSError as error:
-            logger.warning("other engines cannot use these tiers by %s: %s", self._socket_path, error)
-
     def _used(self) -> None:
         """Note a replica's call, or of an engine at the socket: at least one lives on this node."""
         if self._leave.used(time.monotonic()):
@@ -267,7 +267,8 @@ class TierActor:
         while not self._stopped.wait(TICK_S):
             try:
                 self._node.tick()
-                self._open_socket()
+                if self._socket is not None:
+                    self._socket.open()
             except Exception:  # logged; retry at the next tick
                 logger.exception("a tick failed")
 

@@ -51,6 +51,8 @@ CONNECT_S = 1.0
 RETRY_S = 1.0
 """So long after a connection failed no call tries again: a call costs nothing then."""
 CLEAR_S = 30.0
+COUNTED = ("turn_over", "report")
+"""Calls that a node learns from: at most once, though an answer that did not come may mean that it has."""
 MARGIN_S = 1.0
 """An answer may come so much later than the node's own deadline."""
 
@@ -214,8 +216,8 @@ class SocketLink:
                 except SaidNo:
                     raise
                 except SocketError:
-                    # A connection that lay idle may have been closed by a node that was started again.
-                    if is_new or self._clock() >= ends_s:
+                    # The node was started again in this moment. What counts twice is not said twice.
+                    if is_new or method in COUNTED or self._clock() >= ends_s:
                         self._failed()
                         raise
                 is_new = True
@@ -265,8 +267,12 @@ class SocketLink:
                 self._open.difference_update(left)
                 for old in left:
                     old.close()
-            elif self._free:
-                return self._free.pop(), False
+            while self._free:
+                sock = self._free.pop()
+                if _is_open(sock):
+                    return sock, False
+                self._open.discard(sock)
+                sock.close()
             if self._clock() < self._retry_s:
                 raise SocketError("it did not answer just now")
             try:
@@ -276,19 +282,7 @@ class SocketLink:
             self._open.add(sock)
         try:
             connect_s = min(CONNECT_S, max(ends_s - self._clock(), 1e-3))
-            sock.settimeout(connect_s)
-            sock.connect(str(self._path))
-            _, uid, _ = PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
-            if uid not in self._uids:
-                raise SocketError(f"user {uid} serves {self._path}")
-            send(sock, ["hello", Hello(PROTOCOL, self._client)], (), connect_s)
-            said, came = receive(sock, connect_s)
-            close_all(came)
-            if type(said) is not list or len(said) != 2 or said[0] is not True:
-                raise SocketError(str(said[1]) if type(said) is list and len(said) == 2 else "no welcome")
-            welcome: Welcome = decoded(Welcome, said[1], is_finite=False)
-            if VERSION not in welcome.records:
-                raise SocketError(f"it does not read records of version {VERSION}")
+            welcome = greeted(sock, self._path, self._client, self._uids, connect_s)
         except (OSError, SocketError) as error:
             self._close(sock)
             self._failed()
@@ -303,6 +297,41 @@ class SocketLink:
         if not self._is_down:
             self._is_down = True
             logger.warning("the tiers at %s do not answer; requests are computed meanwhile", self._path)
+
+
+def _is_open(sock: socket.socket) -> bool:
+    """Return whether an idle connection is one still: a node that was started again has closed it."""
+    sock.settimeout(0.0)
+    try:
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False  # closed, or something came that was not asked for
+
+
+def greeted(
+    sock: socket.socket, path: Path, client: str, uids: frozenset[int], within_s: float = CONNECT_S
+) -> Welcome:
+    """Connect to a node and return its welcome. `uids`: whose process may serve there.
+
+    Raises `OSError` where no process listens, `SocketError` if it is another's, or speaks otherwise.
+    """
+    sock.settimeout(within_s)
+    sock.connect(str(path))
+    _, uid, _ = PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    if uid not in uids:
+        raise SocketError(f"user {uid} serves {path}")
+    send(sock, ["hello", Hello(PROTOCOL, client)], (), within_s)
+    said, came = receive(sock, within_s)
+    close_all(came)
+    if type(said) is not list or len(said) != 2 or said[0] is not True:
+        raise SocketError(str(said[1]) if type(said) is list and len(said) == 2 else "no welcome")
+    welcome: Welcome = decoded(Welcome, said[1], is_finite=False)
+    if VERSION not in welcome.records:
+        raise SocketError(f"it does not read records of version {VERSION}")
+    return welcome
 
 
 _LINKS: weakref.WeakSet[SocketLink] = weakref.WeakSet()

@@ -38,7 +38,7 @@ from samovar.cache_tiers.node import (
     count_start,
 )
 from samovar.cache_tiers.node_metrics import node_metrics
-from samovar.cache_tiers.socket.server import TierSocket, call_brought
+from samovar.cache_tiers.socket.server import SocketLimits, TierSocket, call_brought
 from samovar.configs.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -76,10 +76,11 @@ class TierProcess:
         )
         self.http: ThreadingHTTPServer | None = None
         try:
-            self.socket = TierSocket(self.node, path, load_s_max=tiers.load_s_max)
             if port is not None:
                 self.http = _http(port, self._is_well, self.stats)
+            self.socket = TierSocket(self.node, path.expanduser(), limits=SocketLimits.of(tiers))
         except OSError:
+            self._close_http()
             self.node.close()
             raise
         self.node.start()
@@ -95,11 +96,14 @@ class TierProcess:
         self._over.set()
         self.socket.close()
         done = self.node.flush(self._flush_s) if self._flush_s > 0 else {}
+        self._close_http()
+        self.node.close()
+        return done
+
+    def _close_http(self) -> None:
         if self.http is not None:
             self.http.shutdown()
             self.http.server_close()
-        self.node.close()
-        return done
 
     def _is_well(self) -> bool:
         return not self._over.is_set()
@@ -129,7 +133,7 @@ def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callab
     up = [tier for tier in process.stats().tiers if tier.state == "up"]
     tiers = ", ".join(f"{tier.name} {tier.bytes_max / 2**30:.1f} GiB" for tier in up)
     where = "" if process.http is None else f"; http://127.0.0.1:{process.http.server_port}/metrics"
-    say(f"samovar tiers: ready at {path} ({tiers or 'no tier'}){where}")
+    say(f"samovar tiers: ready at {process.socket.path} ({tiers or 'no tier'}){where}")
     over.wait()
     done = process.close()
     counts = ", ".join(f"{count} {name}" for name, count in done.items() if count)
@@ -137,12 +141,14 @@ def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callab
     return 0
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run `python -m samovar.cache_tiers.socket`."""
+def main(words: Sequence[str] | None = None, prog: str = "samovar tiers", also: str | None = None) -> int:
+    """Serve tiers as command-line words say. `prog`: its name; `also`: what its help says at the end."""
     from samovar.configs.loader import ConfigError, load
 
     parser = argparse.ArgumentParser(
-        "samovar tiers", description="Serve cache tiers to engines on this machine. Other flags are settings."
+        prog,
+        description="Serve cache tiers to engines on this machine. Other flags are settings: --tiers.X VALUE",
+        epilog=also,
     )
     parser.add_argument("--socket", type=Path, required=True, help="path of the Unix socket")
     parser.add_argument("--config", help="settings file or preset")
@@ -197,7 +203,10 @@ def _http(port: int, is_well: Callable[[], bool], stats: Callable[[], NodeStats]
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise OSError(f"--metrics-port {port}: {error.strerror}; choose another, 0 = any free one") from error
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="tiers-http", daemon=True).start()
     return server

@@ -16,7 +16,7 @@ import stat
 import struct
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, St
 from samovar.cache_tiers.node import TierNode
 from samovar.cache_tiers.socket.checks import check
 from samovar.cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
+from samovar.cache_tiers.socket.places import SharedPlaces
 from samovar.cache_tiers.socket.wire import (
     FRAME_S,
     PROTOCOL,
@@ -38,6 +39,7 @@ from samovar.cache_tiers.socket.wire import (
     receive,
     send,
 )
+from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +49,10 @@ CONNECTIONS_SHARE = 0.25
 """Part of this process' file descriptors that connections may take."""
 WAITING_BYTES_MAX = 2 * 1024**3
 """Records that clients have brought and no tier has taken yet."""
-WAITING_SHARE = 0.5
-"""Part of them that one process may have brought."""
+PATH_BYTES_MAX = 107
+"""Of a socket's path: the kernel's."""
 PEER = struct.Struct("3i")  # pid, uid, gid
+CLOSED = "closed"
 USES = ("lookup", "fetch", "offer", "turn_over")
 """Calls that show that an engine uses these tiers."""
 
@@ -78,13 +81,30 @@ class SocketStats:
     refused: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class SocketLimits:
+    """`fetch_max`, `records_max`: fetches under way and records that wait, of all clients (`SharedPlaces`);
+    `load_s_max`: the longest deadline; `frame_s`: how long a frame may take, see `wire.FRAME_S`.
+    """
+
+    fetch_max: int = 64
+    records_max: int = 64
+    load_s_max: float = 30.0
+    frame_s: float = FRAME_S
+
+    @staticmethod
+    def of(settings: TierSettings) -> SocketLimits:
+        """Return those of a node's settings."""
+        return SocketLimits(settings.fetch_max, settings.store_queue_max, settings.load_s_max)
+
+
 class TierSocket:
     """Serves a node's tiers on a Unix socket.
 
     `path`: in a directory that only this user can enter, which is made if it is not there. `uids`: whose
     processes may come in, besides this user's and root's. `data_of`: bytes of what a tier hands out by
     reference, where that is no `SharedRecord`. `used`: called when a client uses the tiers.
-    `frame_s`: how long a frame may take, see `wire.FRAME_S`. Thread-safe.
+    Thread-safe.
     """
 
     def __init__(
@@ -95,8 +115,7 @@ class TierSocket:
         uids: frozenset[int] = frozenset(),
         data_of: Callable[[object], Bytes] | None = None,
         used: Callable[[], None] = lambda: None,
-        load_s_max: float = 30.0,
-        frame_s: float = FRAME_S,
+        limits: SocketLimits = SocketLimits(),
     ) -> None:
         """Listen. Raises `OSError` if the socket cannot be made, or another process listens there."""
         self._node = node
@@ -104,14 +123,13 @@ class TierSocket:
         self._uids = uids | {0, os.getuid()}
         self._data_of = data_of
         self._used = used
-        self._load_s_max = load_s_max
-        self._frame_s = frame_s
+        self._limits = limits
         self._lock = threading.Lock()
         self._open: dict[socket.socket, int] = {}  # -> pid
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections_max = min(CONNECTIONS_MAX, int(soft * CONNECTIONS_SHARE))
-        self._waiting_of: Counter[int] = Counter()  # pid -> bytes
-        self._freed: deque[tuple[int, int]] = deque()
+        self._fetching = SharedPlaces(limits.fetch_max)
+        self._waiting, self._waiting_bytes = SharedPlaces(limits.records_max), SharedPlaces(WAITING_BYTES_MAX)
         self._refused: Counter[str] = Counter()
         self._is_closed = False
         self._listener = _listen(path)
@@ -120,7 +138,7 @@ class TierSocket:
     @property
     def stats(self) -> SocketStats:
         with self._lock:
-            return SocketStats(len(self._open), self._waiting().total(), dict(self._refused))
+            return SocketStats(len(self._open), self._waiting_bytes.held, dict(self._refused))
 
     def close(self) -> None:
         """End all connections and remove the socket. Idempotent."""
@@ -154,11 +172,16 @@ class TierSocket:
                 logger.exception("a client could not be let in")
                 why = "error"
             if why:
-                logger.warning("a client is sent away: %s", why)
-                with self._lock:
-                    self._refused[why] += 1
-                    self._open.pop(sock, None)
-                sock.close()
+                self._send_away(sock, why)
+
+    def _send_away(self, sock: socket.socket, why: str) -> None:
+        with self._lock:
+            self._refused[why] += 1
+            count = self._refused[why]
+            self._open.pop(sock, None)
+        sock.close()
+        if why != CLOSED and str(count).strip("0") == "1":  # the 1st, 10th, 100th: they may come by thousands
+            logger.warning("a client is sent away: %s (%d so far)", why, count)
 
     def _let_in(self, sock: socket.socket) -> str:
         """Serve a client on a thread of its own; return why not."""
@@ -167,7 +190,7 @@ class TierSocket:
             return "foreign user"
         with self._lock:
             if self._is_closed:
-                return "closed"
+                return CLOSED
             if len(self._open) >= self._connections_max:
                 return "connections"
             if sum(one == pid for one in self._open.values()) >= CONNECTIONS_PER_PROCESS_MAX:
@@ -194,7 +217,7 @@ class TierSocket:
             sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        data, fds = receive(sock, self._frame_s)
+        data, fds = receive(sock, self._limits.frame_s)
         close_all(fds)
         method, args = _call_of(data)
         hello = decoded(Hello, args) if method == "hello" else None
@@ -207,14 +230,14 @@ class TierSocket:
     def _call(self, sock: socket.socket, pid: int) -> None:
         fds: list[int] = []
         try:
-            data, fds = receive(sock, self._frame_s, waits=True)
+            data, fds = receive(sock, self._limits.frame_s, waits=True)
             method, args = _call_of(data)
             said, held = self._answered(method, args, fds, pid)
         except (BadMessage, ValueError, BadRecord) as error:
             said, held = [False, str(error)[:500]], None
         finally:
             close_all(fds)  # those that were taken over are gone from the list
-        send(sock, said, () if held is None else (held.fd,), self._frame_s)
+        send(sock, said, () if held is None else (held.fd,), self._limits.frame_s)
 
     def _answered(
         self, method: str, args: Any, fds: list[int], pid: int
@@ -226,7 +249,7 @@ class TierSocket:
         if method in USES:
             self._used()
         if method == "fetch":
-            return self._fetch(given)
+            return self._fetch(given, pid)
         if method == "offer":
             return [True, self._offer(given, fds, pid)], None
         return [True, self._plain(method, given)], None
@@ -250,17 +273,24 @@ class TierSocket:
                 return node.ping()
 
     def _bounded(self, lookup: Lookup) -> Lookup:
-        return replace(lookup, wait_s=min(lookup.wait_s, self._load_s_max))
+        return replace(lookup, wait_s=min(lookup.wait_s, self._limits.load_s_max))
 
-    def _fetch(self, fetch: Fetch) -> tuple[list[Any], SharedRecord | None]:
-        reply = self._node.fetch(replace(fetch, deadline_s=min(fetch.deadline_s, self._load_s_max)))
+    def _fetch(self, fetch: Fetch, pid: int) -> tuple[list[Any], SharedRecord | None]:
+        if not self._fetching.take(pid, 1):
+            failed = FetchFailed("refused", "this client's share of fetches is under way")
+            return [True, FetchReply(0, None, 0, failed)], None
         try:
+            reply = self._node.fetch(
+                replace(fetch, deadline_s=min(fetch.deadline_s, self._limits.load_s_max))
+            )
             if isinstance(reply, Fetched):
                 held = self._shared(reply)
                 return [True, FetchReply(reply.first, reply.tier, held.nbytes)], held
             failed = reply
         except TierError as error:
             failed = FetchFailed("error", str(error))
+        finally:
+            self._fetching.give_back(pid, 1)
         return [True, FetchReply(0, None, 0, failed)], None
 
     def _shared(self, reply: Fetched) -> SharedRecord:
@@ -307,24 +337,40 @@ class TierSocket:
         return tuple(outcomes)
 
     def _reserve(self, brought: BroughtRecords, nbytes: int, pid: int) -> bool:
-        with self._lock:
-            waiting = self._waiting()
-            of_all, of_one = waiting.total() + nbytes, waiting[pid] + nbytes
-            if of_all > WAITING_BYTES_MAX or of_one > WAITING_SHARE * WAITING_BYTES_MAX:
-                return False
-            waiting[pid] += nbytes
-        # Into a queue: it may run within any line of this thread, those that hold the lock among them.
-        weakref.finalize(brought, self._freed.append, (pid, nbytes)).atexit = False
+        if not self._waiting.take(pid, 1):
+            return False
+        if not self._waiting_bytes.take(pid, nbytes):
+            self._waiting.give_back(pid, 1)
+            return False
+        for places, count in ((self._waiting, 1), (self._waiting_bytes, nbytes)):
+            weakref.finalize(brought, places.give_back, pid, count).atexit = False
         return True
 
-    def _waiting(self) -> Counter[int]:
-        """Return the bytes that are waiting now, by process; under the lock."""
-        while self._freed:
-            pid, nbytes = self._freed.popleft()
-            self._waiting_of[pid] -= nbytes
-            if not self._waiting_of[pid]:
-                del self._waiting_of[pid]
-        return self._waiting_of
+
+class SocketOpener:
+    """Opens a socket where another process may still listen: tried again and again, said once.
+
+    `listen`: makes the socket, or raises `OSError`.
+    """
+
+    def __init__(self, listen: Callable[[], TierSocket]) -> None:
+        self._listen = listen
+        self._socket: TierSocket | None = None
+        self._why = ""  # as said last
+
+    def open(self) -> TierSocket | None:
+        """Return the socket, opened now if it was not; None: not yet."""
+        if self._socket is None:
+            try:
+                self._socket = self._listen()
+            except OSError as error:
+                if str(error) != self._why:
+                    logger.warning("other engines cannot use these tiers; it is tried again: %s", error)
+                self._why = str(error)
+            else:
+                if self._why:
+                    logger.warning("other engines can use these tiers now: %s", self._socket.path)
+        return self._socket
 
 
 def _call_of(data: Any) -> tuple[str, Any]:
@@ -334,28 +380,47 @@ def _call_of(data: Any) -> tuple[str, Any]:
 
 
 def _listen(path: Path) -> socket.socket:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.parent.stat()
+    """Return the listening socket. Raises `OSError` whose text names the path, what is wrong, and the fix."""
+    length = len(os.fsencode(path))
+    if length > PATH_BYTES_MAX:
+        raise OSError(f"{path} has {length} bytes, and a socket's path has {PATH_BYTES_MAX}: choose another")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.parent.stat()
+    except OSError as error:
+        raise OSError(f"the directory of {path} cannot be made: {error.strerror}; choose another") from error
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(f"others may put a socket into {path.parent}: give a directory of your own")
+        raise PermissionError(
+            f"others may put a socket into {path.parent}: give a directory of your own, of mode 0700"
+        )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.settimeout(1.0)
-                try:
-                    probe.connect(str(path))
-                except (ConnectionRefusedError, FileNotFoundError):
-                    path.unlink(missing_ok=True)  # left by one that was killed
-                else:
-                    raise FileExistsError(f"another node listens at {path}")
+            _remove_dead(path)
         listener.bind(str(path))
         path.chmod(0o600)
         listener.listen(64)
-    except BaseException:
+    except OSError as error:
         listener.close()
-        raise
+        if error.strerror is None:
+            raise
+        is_other = path.exists() and not path.is_socket()
+        why = "is there and no socket: move it away" if is_other else f"cannot be made: {error.strerror}"
+        raise OSError(f"{path} {why}, or choose another path") from error
     return listener
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove a socket whose node was killed. Raises `FileExistsError` if a node listens there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        pid, _, _ = PEER.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    raise FileExistsError(f"process {pid} listens at {path}: end it first, or choose another path")
 
 
 def _shut(sock: socket.socket) -> None:

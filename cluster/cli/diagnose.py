@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
@@ -147,6 +148,11 @@ def doctor(
     ctx: typer.Context,
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="what a vLLM here needs to use the tiers")] = False,
+    socket: Annotated[Path | None, typer.Option(metavar="PATH", help="with --vllm: of the tiers")] = None,
+    kv_transfer_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="with --vllm: what vLLM is given")
+    ] = None,
 ) -> None:
     """Check this machine before anything runs, with the settings that `samovar serve` would use.
 
@@ -159,11 +165,16 @@ def doctor(
     settings = load_or_exit(config, None, None, None, None, ctx.args).settings
     from samovar.cluster.cli.running import RunningServers
     from samovar.cluster.doctor.check import Checked, run_checks
-    from samovar.cluster.doctor.doctor import checks_of
+    from samovar.cluster.doctor.doctor import checks_for_vllm, checks_of
     from samovar.cluster.doctor.view import doctor_view
 
-    ours = [server.url for server in RunningServers.of_user(os.environ).living()]
-    checks = checks_of(settings, running=ours)
+    if vllm:
+        checks = checks_for_vllm(socket, kv_transfer_config)
+    elif socket is not None or kv_transfer_config is not None:
+        refuse("--socket and --kv-transfer-config are for --vllm only")
+    else:
+        ours = [server.url for server in RunningServers.of_user(os.environ).living()]
+        checks = checks_of(settings, running=ours)
     results: list[Checked] = []
     console = _console()
     with console.status("checking") as shown:

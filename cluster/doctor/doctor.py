@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from samovar import HOME
+from samovar.cache_tiers.command import vllm_checks
 from samovar.cluster.doctor.check import CheckState, MachineCheck, Result, existing
 from samovar.cluster.doctor.media import MEASURE_S, disk_price, disk_tier, prices, s3_tier, serves_here
 from samovar.cluster.doctor.safety import CHILD_S_MAX, nixl, open_binds, ray_cluster, secrets_files
@@ -62,6 +63,13 @@ def checks_of(
         MachineCheck("binds", "open ports", partial(open_binds, settings)),
         MachineCheck("secrets", "secrets", partial(secrets_files, settings)),
         MachineCheck("prices", "load or compute", partial(prices, settings, disk), MEASURE_S + 10),
+    ]
+
+
+def checks_for_vllm(path: Path | None, config: str | None) -> list[MachineCheck]:
+    """Return the checks of `samovar-tiers doctor`: see `vllm_checks`."""
+    return [
+        MachineCheck(check.name, check.title, check.run, check.s_max) for check in vllm_checks(path, config)
     ]
 
 

@@ -16,7 +16,7 @@ from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts,
 from samovar.cache_tiers.node.store import CallFor
 from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.socket.messages import Hello, Offer
-from samovar.cache_tiers.socket.server import TierSocket, call_brought
+from samovar.cache_tiers.socket.server import SocketLimits, TierSocket, call_brought
 from samovar.cache_tiers.socket.wire import PROTOCOL, receive, send
 from samovar.configs.sections import TierSettings
 from tests.support.nodes.node_harness import MIB, Sample
@@ -53,7 +53,7 @@ class World:
             NodePorts(clock=time.monotonic, wall_clock=time.time, call_for=call_for or call_brought),
         )
         self.node.start()
-        self.socket = TierSocket(self.node, folder / "tiers" / "t.sock", frame_s=frame_s)
+        self.socket = TierSocket(self.node, folder / "tiers" / "t.sock", limits=SocketLimits(frame_s=frame_s))
         self.link = self.client()
 
     def client(self, **options: Any) -> SocketLink:

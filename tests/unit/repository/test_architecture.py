@@ -72,8 +72,8 @@ ENTRIES = {
     "replica (rank 0)": ["replicas.serving.deployment"],
     "rank above 0": ["replicas.ranks.worker"],
     "tier actor": ["cache_tiers.actors.tier"],
-    "tiers without Ray": ["cache_tiers.socket.process"],
-    "vLLM's scheduler and worker": ["cache_tiers.vllm.connector"],
+    "tiers without Ray": ["cache_tiers.command.main"],
+    "vLLM's scheduler and worker": ["cache_tiers.vllm.connector", "cache_tiers.vllm.offloading.connector"],
     "session actor": ["cache_tiers.sessions.actor"],
     "the `samovar` command": ["cluster.cli.main"],
 }

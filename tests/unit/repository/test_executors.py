@@ -43,6 +43,7 @@ REASONS = {
     "cache_tiers/vllm/connector.py SamovarConnector.__init__": TIERS,
     "cache_tiers/vllm/connector.py _WorkerCalls.register_kv_caches": TIERS,
     "cache_tiers/vllm/names/identity.py weights_digest": COMMAND,
+    "cache_tiers/vllm/offloading/tier.py SamovarTier.__init__": TIERS,
     "cache_tiers/media/guard.py CallExecutor.submit": TIERS,
     "cache_tiers/node/clears.py NodeClears.go_on": OWN,
     "cache_tiers/node/drain.py _Run.carry_out": "a node that leaves: extents by their worth",

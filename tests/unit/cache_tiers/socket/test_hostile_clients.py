@@ -216,14 +216,16 @@ def test_what_a_client_keeps_stays_whole_and_is_none_of_the_tiers_bytes(world: W
     world.store(ONE)
 
 
-def test_one_process_cannot_bring_all_that_may_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_cannot_bring_all_that_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "WAITING_BYTES_MAX", 3 * NBYTES)
+    world = World(tmp_path)
     sock = world.raw()
     some = [sample(number) for number in range(30, 32)]
     records = [shared(one.record) for one in some]
     send(sock, ["offer", [Offer(NBYTES, "life-1", 0)] * 2], [record.fd for record in records])
     assert receive(sock)[0] == [True, ["taken", "refused:busy"]]
     sock.close()
+    world.close()
 
 
 def _lookup(**changed: Any) -> Lookup:

@@ -235,3 +235,14 @@ def test_the_record_survives_json_and_names_its_fields() -> None:
     assert set(finding) == {"condition", "state", "evidence", "numbers", "changes", "cause"}
     assert {"setting", "now", "to", "brings", "deed"} == set(finding["changes"][0])
     assert asdict(snapshot_of({}, "", 1.0))["at_s"] == 1.0
+
+
+def test_doctor_looks_at_what_a_vllm_here_needs_and_at_nothing_else(tmp_path: Path) -> None:
+    found = run("doctor", "--vllm", "--socket", str(tmp_path / "t.sock"), "--json")
+    rows = {row["name"]: row["state"] for row in json.loads(found.stdout)}
+    assert rows == {
+        **{"vllm": "error", "connector": "warning", "config": "ok"},
+        **{"socket": "error", "tiers": "warning", "memory_files": "ok"},
+    }
+    assert found.exit_code == 1
+    assert run("doctor", "--socket", str(tmp_path / "t.sock")).exit_code == 2

@@ -1,0 +1,208 @@
+"""`SamovarTier`: Samovar's tiers as a secondary tier of vLLM's own offloading, behind its main memory.
+
+vLLM moves blocks between GPU and main memory, for every kind of KV layer that it offloads (latent, hybrid),
+and asks this what that no longer holds. A thin shell: what is done is in `chunks.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from samovar.cache_tiers.blocks import namespace_digest
+from samovar.cache_tiers.socket.client import SocketLink
+from samovar.cache_tiers.vllm.messages import ConnectorOptions
+from samovar.cache_tiers.vllm.offloading.chunks import ChunkStore, HostChunk
+
+logger = logging.getLogger("vllm.samovar")
+
+THREADS = 4
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]
+    """vLLM's own way to look up beside its scheduler's loop."""
+
+    def __init__(self, tier_type: str, look: Callable[[Sequence[bytes], ReqContext], Iterable[bool]]) -> None:
+        self._look = look
+        super().__init__(tier_type=tier_type)
+
+    def batch_lookup(self, keys: list[bytes], req_context: ReqContext) -> Iterable[bool]:
+        return self._look(keys, req_context)
+
+
+class SamovarTier(SecondaryTierManager):  # type: ignore[misc]
+    """See the module. `namespace`: of the model as it runs, which `SamovarOffloadingConnector` fills in.
+
+    Raises `ValueError` without it: nothing that a tier is told names a model's weights. `options`: see
+    `ConnectorOptions`; requests cannot name tenants here.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        namespace: str = "",
+        **options: Any,
+    ) -> None:
+        if not namespace:
+            raise ValueError(
+                "SamovarTier needs the name of the model's weights: use the kv_connector "
+                "SamovarOffloadingConnector of samovar.cache_tiers.vllm.offloading.connector"
+            )
+        said = ConnectorOptions.of(options)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config = offloading_spec.config
+        blocks = config.cache.blocks_per_chunk
+        self._tokens = {group.group_id: group.tokens_per_block * blocks for group in config.groups}
+        name = f"vllm offloading {os.getpid()}"
+        self._link = SocketLink(said.socket, name)
+        self._ask = SocketLink(said.socket, name, call_s=said.lookup_s_max)
+        self._store = ChunkStore(
+            self._link,
+            self._ask,
+            np.asarray(primary_kv_view).view(np.uint8),
+            namespace_digest(bytes.fromhex(namespace), layout_text(config, self.block_size_bytes).encode()),
+            said,
+        )
+        self._pool = ThreadPoolExecutor(THREADS, "samovar-tier")
+        self._jobs: set[Future[None]] = set()
+        self._over: deque[tuple[JobResult, list[bytes]]] = deque()  # and what a load did not bring
+        self._lookups = _Lookups(tier_type, self._held)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Return that new chunks are stored as they come."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        """Return whether a tier has a chunk; RETRY until it has said so."""
+        found = self._lookups.lookup(key, req_context)
+        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job: TransferJob) -> None:
+        """Begin a store."""
+        self._begin(self._store_job, job)
+
+    def submit_load(self, job: TransferJob) -> None:
+        """Begin a load."""
+        self._begin(self._load_job, job)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that are over. What a load did not bring is not claimed again for its request."""
+        results = []
+        while self._over:
+            result, missed = self._over.popleft()
+            self._lookups.mark_miss(missed)
+            results.append(result)
+        self._jobs = {job for job in self._jobs if not job.done()}
+        return results
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget the request's lookups."""
+        self._lookups.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Begin the step's lookups."""
+        self._lookups.flush()
+
+    def drain_jobs(self) -> None:
+        """Wait until no job touches vLLM's main memory."""
+        wait(self._jobs)
+
+    def shutdown(self) -> None:
+        """Wait for the jobs and close the connections."""
+        self._lookups.shutdown()
+        self._pool.shutdown()
+        self._link.close()
+        self._ask.close()
+        del self._store  # vLLM cannot give its memory back while an array looks at it
+
+    def clear(self, within_s: float) -> bool:
+        """See `ChunkStore.clear`."""
+        self.drain_jobs()
+        return self._store.clear(within_s)
+
+    def _begin(self, work: Callable[[TransferJob, float], None], job: TransferJob) -> None:
+        try:
+            self._jobs.add(self._pool.submit(work, job, time.monotonic()))
+        except RuntimeError:  # it ends, or no thread can be started
+            self._over.append((JobResult(job.job_id, False), list(job.keys)))
+
+    def _store_job(self, job: TransferJob, began_s: float) -> None:
+        is_stored = False
+        try:
+            chunks = self._chunks(job)
+            is_stored = len(chunks) == len(job.keys) and self._store.store(chunks)
+        except Exception:  # not stored; vLLM's loop has no guard
+            logger.exception("samovar: a store failed")
+        self._end(job, began_s, len(job.keys) if is_stored else 0, None)
+
+    def _load_job(self, job: TransferJob, began_s: float) -> None:
+        loaded: list[bytes] = []
+        try:
+            loaded = [chunk.key for chunk in self._store.load(self._chunks(job))]
+        except Exception:  # computed
+            logger.exception("samovar: a load failed")
+        self._end(job, began_s, len(loaded), loaded)
+
+    def _end(self, job: TransferJob, began_s: float, done: int, loaded: Collection[bytes] | None) -> None:
+        is_whole = done == len(job.keys)
+        some = tuple(loaded) if loaded and not is_whole else None
+        result = JobResult(
+            job.job_id, is_whole, some, time.monotonic() - began_s, done * self.block_size_bytes
+        )
+        missed = [] if loaded is None else [key for key in job.keys if key not in set(loaded)]
+        self._over.append((result, missed))
+
+    def _held(self, keys: Sequence[bytes], req_context: ReqContext) -> Iterable[bool]:
+        chunks = [self._chunk(key, req_context) for key in keys]
+        known = [chunk for chunk in chunks if chunk is not None]
+        held = dict(zip(known, self._store.held(known), strict=True))
+        return [chunk is not None and held[chunk] for chunk in chunks]
+
+    def _chunks(self, job: TransferJob) -> dict[HostChunk, int]:
+        places = [self._chunk(key, job.req_context) for key in job.keys]
+        pairs = zip(places, job.chunk_ids, strict=True)
+        return {chunk: int(slot) for chunk, slot in pairs if chunk is not None}
+
+    def _chunk(self, key: bytes, req_context: ReqContext) -> HostChunk | None:
+        """Return where a key stands in its request; None: at no whole chunk's end."""
+        end, group = req_context.get_offload_key_position(key), get_offload_group_idx(key)
+        tokens = self._tokens[group]
+        if end is None or end <= 0 or end % tokens:
+            return None
+        return HostChunk(bytes(key), group, end // tokens - 1, tokens)
+
+
+def layout_text(config: Any, chunk_bytes: int) -> str:
+    """Return one text of how a chunk's bytes lie in vLLM's main memory."""
+    parallel = config.parallel
+    parts = (
+        config.groups,
+        config.cache,
+        config.model.dtype,
+        config.worker_kv_bytes_per_block,
+        *(parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size),
+        *(config.replicated_layout, config.canonical_layout, config.kv_cache_layout, chunk_bytes),
+    )
+    return repr(parts)
