@@ -16,7 +16,7 @@ import stat
 import struct
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, St
 from samovar.cache_tiers.node import TierNode
 from samovar.cache_tiers.socket.checks import check
 from samovar.cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
-from samovar.cache_tiers.socket.places import SharedPlaces
 from samovar.cache_tiers.socket.wire import (
     FRAME_S,
     PROTOCOL,
@@ -79,6 +78,48 @@ class SocketStats:
     connections: int
     waiting_bytes: int
     refused: dict[str, int]
+
+
+class SharedPlaces:
+    """`most` places: bytes that wait, records that wait, fetches under way. A client is a process.
+
+    Who holds some gets more only as long as it holds no more than what stays free then: alone a half, of n
+    each a part of n + 1 in the end, and a client that comes finds a place. Who holds none gets any free one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._held: Counter[int] = Counter()
+        self._back: deque[tuple[int, int]] = deque()
+
+    def take(self, pid: int, count: int) -> bool:
+        """Take `count` places for a process, all or none; return whether they were there."""
+        with self._lock:
+            self._settle()
+            held, free = self._held[pid], self._most - self._held.total() - count
+            if free < 0 or not (held + count <= free or (not held and count <= max(1, self._most // 2))):
+                return False
+            self._held[pid] += count
+            return True
+
+    def give_back(self, pid: int, count: int) -> None:
+        """Give places back. Takes no lock: finalizers call it, which may run within any line of a thread."""
+        self._back.append((pid, count))
+
+    @property
+    def held(self) -> int:
+        """How many are taken now, by all."""
+        with self._lock:
+            self._settle()
+            return self._held.total()
+
+    def _settle(self) -> None:
+        while self._back:
+            pid, count = self._back.popleft()
+            self._held[pid] -= count
+            if not self._held[pid]:
+                del self._held[pid]
 
 
 @dataclass(frozen=True, slots=True)

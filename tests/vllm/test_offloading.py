@@ -75,7 +75,7 @@ def test_a_clear_reaches_the_tiers(bin_dir: Path, stored: Tiers) -> None:
 
 NAMES = """
 from types import SimpleNamespace as Of
-from samovar.cache_tiers.vllm.offloading.connector import check_names, name_tiers
+from samovar.cache_tiers.vllm.offloading.tier import check_names, name_tiers
 extra = {"secondary_tiers": [{"type": "fs"}, {"type": "SamovarTier"}]}
 name_tiers(extra, bytes(32))
 assert [tier.get("namespace") for tier in extra["secondary_tiers"]] == [None, "00" * 32]

@@ -73,7 +73,7 @@ ENTRIES = {
     "rank above 0": ["replicas.ranks.worker"],
     "tier actor": ["cache_tiers.actors.tier"],
     "tiers without Ray": ["cache_tiers.command.main"],
-    "vLLM's scheduler and worker": ["cache_tiers.vllm.connector", "cache_tiers.vllm.offloading.connector"],
+    "vLLM's scheduler and worker": ["cache_tiers.vllm.connector", "cache_tiers.vllm.offloading.tier"],
     "session actor": ["cache_tiers.sessions.actor"],
     "the `samovar` command": ["cluster.cli.main"],
 }

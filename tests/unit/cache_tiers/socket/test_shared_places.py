@@ -20,9 +20,8 @@ from samovar.cache_tiers.media import shared
 from samovar.cache_tiers.messages import BadReport, Fetch, FetchFailed, TurnEnded
 from samovar.cache_tiers.socket.client import Loaded, SocketLink
 from samovar.cache_tiers.socket.messages import Offer, Welcome
-from samovar.cache_tiers.socket.places import SharedPlaces
 from samovar.cache_tiers.socket.process import serve_tiers
-from samovar.cache_tiers.socket.server import SocketLimits, SocketOpener, TierSocket
+from samovar.cache_tiers.socket.server import SharedPlaces, SocketLimits, SocketOpener, TierSocket
 from samovar.cache_tiers.socket.wire import PROTOCOL, SocketError, receive, send
 from samovar.configs.settings import Settings
 from tests.support.nodes.node_harness import sample
