@@ -85,11 +85,14 @@ def vllm(distributions: Callable[[], Mapping[str, list[str]]] = metadata.package
     if not versions:
         return _no_vllm()
     version, name = next(iter(versions.items()))
+    served = [minor for minor, how in TESTED.items() if how == SERVED]
+    install = f"pip install 'vllm=={served[-1]}.*'"
     try:
         check_version(version)
     except ValueError as error:
-        served = next(minor for minor, how in TESTED.items() if how == SERVED)
-        return "error", f"{name} {version}", f"{error}: pip install 'vllm=={served}.*'"
+        return "error", f"{name} {version}", f"{error}: {install}"
+    if ".".join(version.split(".")[:2]) not in served:
+        return "warning", f"{name} {version}: its contract was read, it was not served with", install
     return "ok", f"{name} {version}; tested: {', '.join(TESTED)}", ""
 
 

