@@ -136,10 +136,14 @@ class Tiers:
 
 
 class Vllm:
-    """`vllm serve` with float32 and a small pool. `socket`: None = without the connector."""
+    """`vllm serve` with float32 and a small pool. `socket`: None = without the connector.
 
-    def __init__(self, bin_dir: Path, folder: Path, model: Path, socket: Path | None) -> None:
+    `ranks`: of tensor parallelism, all on the first core: they spin, and the tiers need one.
+    """
+
+    def __init__(self, bin_dir: Path, folder: Path, model: Path, socket: Path | None, ranks: int = 1) -> None:
         self._bin_dir, self._folder, self._model, self._socket = bin_dir, folder, model, socket
+        self._ranks = ranks
         self._process: Process | None = None
         self._url = ""
 
@@ -150,6 +154,7 @@ class Vllm:
         words += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
         words += ["--block-size", BLOCK_TOKENS, "--num-gpu-blocks-override", PAGES]
         words += ["--max-model-len", MODEL_TOKENS, "--enable-prompt-tokens-details"]
+        words += ["--tensor-parallel-size", self._ranks]
         if self._socket is not None:
             config = {
                 "kv_connector": "SamovarConnector",
@@ -166,7 +171,7 @@ class Vllm:
             "PYTHONPATH": "",  # it has the wheel
             "PATH": f"{self._bin_dir}:{os.environ['PATH']}",
             **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"},
-            **{"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"},
+            **{"VLLM_CPU_OMP_THREADS_BIND": "|".join("0" * self._ranks), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"},
             **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(self._bin_dir.parent / "cache")},
         }
         self._process = Process(words, env, self._folder / "vllm.log")
