@@ -97,6 +97,8 @@ class _SchedulerCalls:
     """What vLLM calls in the process of its scheduler."""
 
     _vllm_config: Any
+    _options: ConnectorOptions
+    _link: SocketLink
     _scheduler: SchedulerHalf | None
     _block_tokens: int
     _ranks: tuple[int, int]  # tensor parallel, pipeline parallel
@@ -120,6 +122,8 @@ class _SchedulerCalls:
             ),
             len(layouts),
         )
+        if self._link.ping() is not None:  # if not, the link warns
+            logger.info("samovar: uses the tiers at %s", self._options.socket)
 
     @guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:

@@ -150,3 +150,13 @@ def test_a_node_that_hangs_holds_up_one_request_in_a_while(clock: Clock) -> None
     assert 0.3 < first_s < scheduler.worth.compute_s(800, 0)
     assert 5 < sum(one == pytest.approx(first_s, abs=0.01) for one in waited_s) < 15
     assert sorted(waited_s)[50] == pytest.approx(HURRY_SHARE * first_s, abs=0.01)
+
+
+@pytest.mark.parametrize(("known", "missed"), [(BLOCKS, ""), (0, "cheaper to compute")])
+def test_what_vllm_has_itself_is_no_miss(clock: Clock, known: int, missed: str) -> None:
+    scheduler, request = half(DEAR, clock), FakeRequest("r", prompt(1, BLOCKS))
+    scheduler.begin(request)
+    assert scheduler.matched(request, known * BLOCK_TOKENS) == 0
+    _, params = scheduler.ended(request, [], "stop")
+    assert params is not None
+    assert params["samovar"]["missed"] == missed
