@@ -1,3 +1,3 @@
-"""Where a conversation's KV blocks lie when no pool holds them: tiers, their directory, and who
+"""Where a conversation's KV blocks lie when no pool holds them: tiers, their catalog, and who
 resumes when.
 """

@@ -1,7 +1,7 @@
 """The contract of a tier: a store of whole extent records, and the errors it may raise.
 
 A record is the bytes that `codec.seal` makes: header, then payload. A tier moves and counts bytes; which
-block is worth keeping is decided in `directory/directory.py` and `policy/policies.py`, and whether the tier
+block is worth keeping is decided in `catalog/catalog.py` and `policy/policies.py`, and whether the tier
 is trusted at the moment in `guard.py`.
 """
 

@@ -1,6 +1,6 @@
-"""Clears data for good: in the directory at once, then recorded as pending, then deleted tier by tier.
+"""Clears data for good: in the catalog at once, then recorded as pending, then deleted tier by tier.
 
-A clear has to reach what the directory holds, what is being written, what an unscanned tier holds, and what
+A clear has to reach what the catalog holds, what is being written, what an unscanned tier holds, and what
 other nodes (dead ones included) have put into a shared tier. The last is unknown here: the clear is marked
 in the tier itself, and the tenant's part of it is listed and deleted.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from samovar.cache_tiers.blocks import TIERS, BadRecord, Clear, TierError, TierName
-from samovar.cache_tiers.directory import Eviction
+from samovar.cache_tiers.catalog import Eviction
 from samovar.cache_tiers.media import Deadline, GuardedTier, Tier
 from samovar.cache_tiers.messages import Cleared
 from samovar.cache_tiers.node.scan import TierScans
@@ -51,7 +51,7 @@ class NodeClears:
         scans.on_marks(self.heed)
 
     def clear(self, clear: Clear) -> Cleared:
-        """Clear at once in the directory, then record it as pending, then delete.
+        """Clear at once in the catalog, then record it as pending, then delete.
 
         `unreachable`: tiers that still have part of it to delete.
         """
@@ -95,7 +95,7 @@ class NodeClears:
     def _heed(self, clears: Iterable[Clear]) -> None:
         state = self._state
         with state.lock:
-            new = [one for one in clears if not state.directory.clears.knows(one)]
+            new = [one for one in clears if not state.catalog.clears.knows(one)]
             if not new:
                 return
             self._under_way += 1
@@ -141,11 +141,11 @@ class NodeClears:
         self._stopped.set()
 
     def _forgotten(self, clear: Clear, *, is_marked: bool) -> list[Eviction]:
-        """Clear in the directory, under the lock; writes in flight are fenced, their deletes pending."""
+        """Clear in the catalog, under the lock; writes in flight are fenced, their deletes pending."""
         state = self._state
-        evictions = state.directory.clear(clear)
+        evictions = state.catalog.clear(clear)
         self._scans.cleared(clear, is_marked=is_marked)
-        for transfer in state.directory.transfers.with_room():
+        for transfer in state.catalog.transfers.with_room():
             if transfer.is_fenced and transfer.address.tenant == clear.tenant:
                 state.pending.add(transfer.tier, transfer.address, cleared=True)
         return evictions

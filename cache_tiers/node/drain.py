@@ -75,9 +75,9 @@ class NodeDrain:
 
     def _hottest(self) -> list[Address]:
         with self._state.lock:
-            directory = self._state.directory
-            found = [address for tier in TIERS.local for address in directory.hottest(tier)]
-            return [one for one in dict.fromkeys(found) if SHARED_TIER not in directory.copies(one)]
+            catalog = self._state.catalog
+            found = [address for tier in TIERS.local for address in catalog.hottest(tier)]
+            return [one for one in dict.fromkeys(found) if SHARED_TIER not in catalog.copies(one)]
 
 
 class _Run:
@@ -134,7 +134,7 @@ class _Run:
     def _save(self, address: Address) -> str:
         state = self._state
         with state.lock:
-            info = state.directory.info(address)
+            info = state.catalog.info(address)
         if info is None:
             return "failed"
         guard = state.guards.get(SHARED_TIER)

@@ -1,6 +1,6 @@
 """A node's complete cache tiers without Ray: driven by the tier actor, tests and simulations.
 
-Combines the state (directory, moves, pending deletes), reads, stores, and one guard per tier. No method waits
+Combines the state (catalog, moves, pending deletes), reads, stores, and one guard per tier. No method waits
 for a medium while it holds the lock, and a lookup never touches one at all. Independent of tokens, models
 and processes.
 """
@@ -27,7 +27,7 @@ from samovar.cache_tiers.blocks import (
     TierName,
     is_of,
 )
-from samovar.cache_tiers.directory import Clears, Directory, Reach, no_fault
+from samovar.cache_tiers.catalog import Catalog, Clears, Reach, no_fault
 from samovar.cache_tiers.forecast import (
     Forecast,
     Forecaster,
@@ -150,7 +150,7 @@ def tier_stats(
 
 def _row(state: NodeState, guard: GuardedTier) -> TierStats:
     with state.lock:
-        usage = state.directory.usage(guard.name)
+        usage = state.catalog.usage(guard.name)
     try:
         held = guard.tier.bytes_held()
     except TierError:
@@ -193,18 +193,18 @@ class NodeSessions:
     def sessions(self, limit: int) -> list[SessionHeld]:
         """Return up to `limit` lineages, last used first; walks all extents, so not per request."""
         with self._state.lock:
-            return self._state.directory.sessions(limit)
+            return self._state.catalog.sessions(limit)
 
     def session_bytes(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
         """Return the bytes by tier of each of `sessions`; empty where nothing is held."""
         with self._state.lock:
-            directory = self._state.directory
-            return {session: directory.session(tenant, session).nbytes for session in sessions}
+            catalog = self._state.catalog
+            return {session: catalog.session(tenant, session).nbytes for session in sessions}
 
     def tenant_bytes(self, tenant: bytes) -> dict[str, int]:
         """Return the bytes that a tenant takes in each tier, with what is reserved for it."""
         with self._state.lock:
-            return {tier: self._state.directory.tenant_bytes(tier, tenant) for tier in self._state.guards}
+            return {tier: self._state.catalog.tenant_bytes(tier, tenant) for tier in self._state.guards}
 
     def demote(self, tenant: bytes, session: bytes) -> int:
         """Demote a session from main memory to the lowest allowed tier; return extents dropped or queued.
@@ -215,7 +215,7 @@ class NodeSessions:
         with state.lock:
             above = [
                 extent
-                for extent in state.directory.extents_of(tenant, session)
+                for extent in state.catalog.extents_of(tenant, session)
                 if TOP_TIER in extent.tiers and all(is_of(tag, session) for tag in extent.sessions)
             ]
         for extent in above:
@@ -226,8 +226,8 @@ class NodeSessions:
                 done += self._stores.copy(extent.address, target, sinks_from=TOP_TIER, is_urgent=True)
                 continue
             with state.lock:
-                is_safe = target in state.directory.copies(extent.address)
-                eviction = state.directory.lose(extent.address, TOP_TIER) if is_safe else None
+                is_safe = target in state.catalog.copies(extent.address)
+                eviction = state.catalog.lose(extent.address, TOP_TIER) if is_safe else None
             if eviction is not None:
                 state.drop([eviction])
                 done += 1
@@ -338,7 +338,7 @@ class TierNode:
         self._guards = guarded(media, settings, clock)
         sessions = IdleSessions(settings.predictor.sessions_max)
         replay_clock = fast_clock(clock, settings.predictor.clock_rate)
-        directory = Directory(
+        catalog = Catalog(
             {name: media.bytes_max[name] for name in self._guards},
             make_policy(settings.policy),
             clock=replay_clock,
@@ -350,7 +350,7 @@ class TierNode:
         )
         state = self._state = NodeState(
             self._guards,
-            directory,
+            catalog,
             PendingDeletes(media.pending_path, settings.tombstones_max),
             reach=ports.reach,
             clock=clock,
@@ -430,11 +430,11 @@ class TierNode:
         state = self._state
         with state.lock:
             unlisted = self._scans.unlisted()  # first: what is taken in meanwhile is found
-            spans, tails = state.directory.find(lookup, state.up())
-            absent = state.directory.absent(lookup, spans)
-            clear_seq = state.directory.clears.seq
+            spans, tails = state.catalog.find(lookup, state.up())
+            absent = state.catalog.absent(lookup, spans)
+            clear_seq = state.catalog.clears.seq
         prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
-        state.directory.prices.loads(prices)
+        state.catalog.prices.loads(prices)
         if unlisted and covers(spans, len(lookup.keys) // KEY_BYTES):
             unlisted = ()
         return LookupResult(
@@ -513,7 +513,7 @@ class TierNode:
         """Run periodic work: expiry, trials of broken tiers, pending deletes, failed scans, sinking."""
         state = self._state
         with state.lock:
-            expired = state.directory.expired()
+            expired = state.catalog.expired()
         state.drop(expired)
         for guard in self._guards.values():
             guard.probe(self._settings.load_s_max)
@@ -531,7 +531,7 @@ class TierNode:
         state = self._state
         with state.lock:
             moves, stores, misses = (
-                dict(state.directory.transfers.reached),
+                dict(state.catalog.transfers.reached),
                 dict(state.stores),
                 dict(state.misses),
             )

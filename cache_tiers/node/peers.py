@@ -34,7 +34,7 @@ from samovar.cache_tiers.blocks import (
     read_header_bytes,
     record_bytes,
 )
-from samovar.cache_tiers.directory import TAILS_MAX, Source, Transfer
+from samovar.cache_tiers.catalog import TAILS_MAX, Source, Transfer
 from samovar.cache_tiers.media import TierDown, TierLate
 from samovar.cache_tiers.messages import (
     BlockRange,
@@ -282,7 +282,7 @@ class NodePeers:
 
     def _is_cleared(self, lookup: Lookup) -> bool:
         with self._state.lock:
-            return self._state.directory.clears.forbids_pull(lookup.tenant, lookup.session)
+            return self._state.catalog.clears.forbids_pull(lookup.tenant, lookup.session)
 
 
 IN_S3 = "in s3"
@@ -358,7 +358,7 @@ class PeerExports:
         """Verify our copies after a requester received something other than this extent."""
         state, address = self._state, ask.address
         with state.lock:
-            tiers = state.directory.copies(address)
+            tiers = state.catalog.copies(address)
         for tier in tiers:
             try:
                 data = self._read(address, tier, state.clock() + ask.deadline_s)
@@ -372,14 +372,14 @@ class PeerExports:
 
     def _is_only_in_s3(self, ask: ExtentRequest) -> bool:
         with self._state.lock:
-            return ask.reads_s3 and self._state.directory.copies(ask.address) == (SHARED_TIER,)
+            return ask.reads_s3 and self._state.catalog.copies(ask.address) == (SHARED_TIER,)
 
     def _whole(self, address: Address, ends_s: float) -> Bytes | FetchFailed:
         """Return the record from the cheapest tier with it, or a failure: gone | error | timeout | down."""
         state = self._state
         with state.lock:
-            tiers = state.directory.copies(address)
-            state.directory.touch(address)
+            tiers = state.catalog.copies(address)
+            state.catalog.touch(address)
         failure = FetchFailed("gone")
         for tier in tiers:
             try:
@@ -402,7 +402,7 @@ class PeerExports:
         state = self._state
         guard = state.guards[tier]
         with state.lock:
-            pin = state.directory.pin(address, tier)
+            pin = state.catalog.pin(address, tier)
         if pin is None:
             raise TierMiss("gone meanwhile")
         try:
@@ -412,7 +412,7 @@ class PeerExports:
             return guard.read(address, 0, pin.nbytes, left_s)
         finally:
             with state.lock:
-                state.directory.unpin(pin)
+                state.catalog.unpin(pin)
 
 
 class _NotThisWay(Exception):
@@ -465,7 +465,7 @@ class PeerPulls:
             pull = self._pulls.get(address)
             is_first = pull is None
             if pull is None:
-                if state.directory.copies(address):
+                if state.catalog.copies(address):
                     return None
                 pull = self._pulls[address] = Future()
         if not is_first:
@@ -491,7 +491,7 @@ class PeerPulls:
     def _pull(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed:
         state = self._state
         with state.lock:
-            clear_seq = state.directory.clears.seq
+            clear_seq = state.catalog.clears.seq
         failure, skipped = FetchFailed("gone", f"no way to {node}"), set[Way]()
         for way in self._ways(node):
             if way in skipped:
@@ -656,7 +656,7 @@ class PeerPulls:
 
     def _is_cleared(self, header: ExtentHeader) -> bool:
         with self._state.lock:
-            return self._state.directory.clears.forbids_pull(header.tenant, header.session)
+            return self._state.catalog.clears.forbids_pull(header.tenant, header.session)
 
     def _answer(self, note: partial[None]) -> None:
         """Record the outcome of a call, under the lock."""

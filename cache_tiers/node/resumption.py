@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TOP_TIER, Address, Clear, session_of
-from samovar.cache_tiers.directory import ExtentInfo
+from samovar.cache_tiers.catalog import ExtentInfo
 from samovar.cache_tiers.forecast import (
     EDGES,
     Floats,
@@ -195,7 +195,7 @@ class NodePrefetch:
         if TOP_TIER not in self._state.guards:
             return []
         tenant, session = owner[:TAG_BYTES], owner[TAG_BYTES:]
-        extents = self._state.directory.extents_of(tenant, session)
+        extents = self._state.catalog.extents_of(tenant, session)
         return [extent for extent in extents if TOP_TIER not in extent.tiers]
 
     def _below_bytes(self, session: SessionKey) -> int:
@@ -203,7 +203,7 @@ class NodePrefetch:
 
     def _room_bytes(self) -> int:
         guard = self._state.guards.get(TOP_TIER)
-        return 0 if guard is None else guard.bytes_max - self._state.directory.usage(TOP_TIER).bytes_accounted
+        return 0 if guard is None else guard.bytes_max - self._state.catalog.usage(TOP_TIER).bytes_accounted
 
     def _begin(
         self, owner: bytes, below: Sequence[ExtentInfo], granted: int, *, is_guess: bool
@@ -250,7 +250,7 @@ class NodePrefetch:
     def _look_after(self, owner: bytes) -> None:
         """Note which of its guesses were evicted or have expired."""
         up = self._up.get(owner, {})
-        gone = [address for address in up if TOP_TIER not in self._state.directory.copies(address)]
+        gone = [address for address in up if TOP_TIER not in self._state.catalog.copies(address)]
         for address in gone:
             self._prefetcher.left(owner, up.pop(address), self._clock())
         if gone and not up:
@@ -302,7 +302,7 @@ class NodeResumption:
             owner = lookup.tenant + lookup.session
             with self._state.lock:
                 self._sessions.started(owner, self._clock())
-                self._state.directory.session_changed(owner, lookup.tenant)
+                self._state.catalog.session_changed(owner, lookup.tenant)
 
     def looked_up(self, lookup: Lookup, found: LookupResult) -> None:
         """Note a lookup's answer `found` (of this node's tiers)."""
@@ -352,7 +352,7 @@ class NodeResumption:
                 new_tokens=float(max(0, over.input_tokens - kept)),
                 is_tool=over.stop == "tool_calls",
             )
-            self._state.directory.session_changed(owner, over.tenant)
+            self._state.catalog.session_changed(owner, over.tenant)
         forecast = self._learner.ended(turn, ANSWER_S_MAX)
         if forecast is not None:
             self._told(owner, forecast, ended_s)
@@ -373,7 +373,7 @@ class NodeResumption:
         if curve is not None:
             with self._state.lock:
                 self._sessions.set_curve(owner, curve, now_s)
-                self._state.directory.session_changed(owner, tenant)
+                self._state.catalog.session_changed(owner, tenant)
         return curve is not None
 
     def likely(self, tenant: bytes, sessions: Sequence[bytes], horizon_s: float) -> dict[bytes, float]:
@@ -395,7 +395,7 @@ class NodeResumption:
         found = {}
         for owner in owners:  # a lock for each: lookups wait for one at most
             with self._state.lock:
-                extents = self._state.directory.extents_of(owner[:TAG_BYTES], owner[TAG_BYTES:])
+                extents = self._state.catalog.extents_of(owner[:TAG_BYTES], owner[TAG_BYTES:])
                 forecast = self._expected(owner, times_s)
             if extents or forecast != LineageGlance():
                 nbytes: Counter[str] = Counter()
@@ -434,7 +434,7 @@ class NodeResumption:
             for owner in owners:
                 self._sessions.forget(owner)
                 self._chains.forget(owner)
-                self._state.directory.session_changed(owner, clear.tenant)
+                self._state.catalog.session_changed(owner, clear.tenant)
         for owner in owners:
             self._learner.forget(owner)
 
@@ -484,4 +484,4 @@ class NodeResumption:
     def _told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
         with self._state.lock:
             for changed in self._sessions.told(owner, forecast, since_s):
-                self._state.directory.session_changed(changed, owner[:TAG_BYTES])
+                self._state.catalog.session_changed(changed, owner[:TAG_BYTES])

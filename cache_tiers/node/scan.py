@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from samovar.cache_tiers.blocks import TIERS, Address, BadRecord, Clear, TierError, TierName
-from samovar.cache_tiers.directory import ClearSet
+from samovar.cache_tiers.catalog import ClearSet
 from samovar.cache_tiers.media import GuardedTier, Scanned, Tier
 from samovar.cache_tiers.node.state import NodeState
 from samovar.configs.sections import TierSettings
@@ -138,9 +138,9 @@ class TierScans:
                 del self._cleared[name]  # the scan starts again
 
     def is_known(self, name: TierName, address: Address) -> bool:
-        """Return whether this tier holds it according to the directory."""
+        """Return whether this tier holds it according to the catalog."""
         with self._state.lock:
-            return name in self._state.directory.copies(address)
+            return name in self._state.catalog.copies(address)
 
     def _run(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
         thread = threading.Thread(
@@ -204,11 +204,11 @@ class TierScans:
                 or state.pending.is_cleared(name, header)
                 or since.covers(header.tenant, header.session)
             )
-            is_writing = state.directory.transfers.is_writing(name, address)
+            is_writing = state.catalog.transfers.is_writing(name, address)
             if state.pending.has(name, address) and not is_writing:
                 evictions = None
             else:
-                evictions = state.directory.adopt(name, scanned, self._wall_clock(), is_cleared=is_cleared)
+                evictions = state.catalog.adopt(name, scanned, self._wall_clock(), is_cleared=is_cleared)
         if evictions is None:
             return state.delete(name, address, is_clear=True)
         return not state.drop(evictions) or not is_cleared

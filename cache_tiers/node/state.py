@@ -30,7 +30,7 @@ from samovar.cache_tiers.blocks import (
     TierError,
     TierName,
 )
-from samovar.cache_tiers.directory import ClearSet, Directory, Eviction, Reach
+from samovar.cache_tiers.catalog import Catalog, ClearSet, Eviction, Reach
 from samovar.cache_tiers.media import GuardedTier, Syscalls
 from samovar.configs.atomic_file import atomic_write
 from samovar.configs.json_text import parse_json
@@ -67,7 +67,7 @@ VERSION = 1
 
 @dataclass(slots=True)
 class _Delete:
-    """A pending delete. `is_cleared`: it is written down. `when_gone`: tells the directory."""
+    """A pending delete. `is_cleared`: it is written down. `when_gone`: tells the catalog."""
 
     is_cleared: bool
     when_gone: Callable[[], None] | None
@@ -161,7 +161,7 @@ class PendingDeletes:
         return [address for name, address in self._deletes if name == tier]
 
     def settle(self, tier: TierName, address: Address) -> None:
-        """Settle a delete and tell the directory; no effect if it is not pending."""
+        """Settle a delete and tell the catalog; no effect if it is not pending."""
         delete = self._deletes.pop((tier, address), None)
         if delete is not None and delete.when_gone is not None:
             delete.when_gone()
@@ -296,7 +296,7 @@ DELETES_A_TICK = 256
 
 
 class NodeState:
-    """Guards, directory and pending deletes of one node, with their lock.
+    """Guards, catalog and pending deletes of one node, with their lock.
 
     `clock`: monotonic seconds. `delete_s_max`: how long one delete may take. `late_pending_path`: file of
     the pending deletes in a directory that is waited for.
@@ -305,7 +305,7 @@ class NodeState:
     def __init__(
         self,
         guards: Mapping[TierName, GuardedTier],
-        directory: Directory,
+        catalog: Catalog,
         pending: PendingDeletes,
         *,
         reach: Reach,
@@ -314,7 +314,7 @@ class NodeState:
         late_pending_path: Path | None = None,
     ) -> None:
         self.guards = guards
-        self.directory = directory
+        self.catalog = catalog
         self.pending = pending
         self.reach = reach
         self.clock = clock
@@ -358,7 +358,7 @@ class NodeState:
             if not self.delete(
                 eviction.tier,
                 eviction.address,
-                lambda eviction=eviction: self.directory.dropped(eviction),  # type: ignore[misc]
+                lambda eviction=eviction: self.catalog.dropped(eviction),  # type: ignore[misc]
                 is_clear=eviction.reason == "cleared",
                 deadline_s=min(left_s, self._delete_s_max),
             ):
@@ -393,7 +393,7 @@ class NodeState:
     def lost(self, address: Address, tier: TierName) -> None:
         """Handle a record missing from its tier; deletes it anyway, as it may just have come back."""
         with self.lock:
-            eviction = self.directory.lose(address, tier)
+            eviction = self.catalog.lose(address, tier)
         if eviction is not None:
             self.drop([eviction])
 
@@ -405,7 +405,7 @@ class NodeState:
         guard.count(f"bad:{kind}")
         logger.warning("%s tier: bad record %s (%s)", tier, _prefix(address), kind)
         with self.lock:
-            eviction = self.directory.lose(address, tier)
+            eviction = self.catalog.lose(address, tier)
         if eviction is None:  # already handled; what lies there now may be good
             return
         try:
@@ -414,7 +414,7 @@ class NodeState:
             self.drop([eviction])
             return
         with self.lock:
-            self.directory.dropped(eviction)
+            self.catalog.dropped(eviction)
 
     def retry_deletes(self) -> None:
         """Retry the pending deletes of tiers that are up."""
@@ -425,7 +425,7 @@ class NodeState:
                 addresses = self.pending.of(name)[:DELETES_A_TICK]
             for address in addresses:
                 with self.lock:  # a record being written is deleted by its writer
-                    is_writing = self.directory.transfers.is_writing(name, address)
+                    is_writing = self.catalog.transfers.is_writing(name, address)
                     is_due = self.pending.has(name, address) and not is_writing
                 if is_due and not self.delete(name, address):
                     break
@@ -441,7 +441,7 @@ class NodeState:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""
         with self.lock:
-            self.directory.check_integrity()
+            self.catalog.check_integrity()
             self.pending.check_integrity()
             assert self.fetches >= 0, f"{self.fetches} fetches"
         for guard in self.guards.values():

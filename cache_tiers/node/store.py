@@ -25,7 +25,7 @@ from samovar.cache_tiers.blocks import (
     TierName,
     header_bytes,
 )
-from samovar.cache_tiers.directory import Transfer
+from samovar.cache_tiers.catalog import Transfer
 from samovar.cache_tiers.messages import StoreRequest
 from samovar.cache_tiers.node.state import NodeState
 from samovar.cache_tiers.node.transfer import TransferRunner, verified
@@ -198,10 +198,10 @@ class NodeStores:
         """
         state = self._state
         with state.lock:
-            info = state.directory.info(address)
+            info = state.catalog.info(address)
             if info is None or target in info.tiers or target not in state.guards:
                 return False
-            if (address, target) in self._copies or state.directory.transfers.is_writing(target, address):
+            if (address, target) in self._copies or state.catalog.transfers.is_writing(target, address):
                 return False
             copy = Copy(address, target, sinks_from, info.last_used_s, is_guess, if_worth, ended)
             if if_worth and not self._is_worth(copy):
@@ -234,7 +234,7 @@ class NodeStores:
             if target is None or tier not in self._state.guards:
                 continue
             with self._state.lock:
-                cold = self._state.directory.sinking(tier, target, SINK_SHARE)
+                cold = self._state.catalog.sinking(tier, target, SINK_SHARE)
             for address in cold:
                 self.copy(address, target, sinks_from=tier, if_worth=True)
 
@@ -323,8 +323,8 @@ class NodeStores:
         if target is None or TOP_TIER not in self._state.guards:
             return done
         with self._state.lock:
-            extents = self._state.directory.usage(TOP_TIER).extents
-            cold = self._state.directory.sinking(TOP_TIER, target, 0.0, extents_max=max(extents, 1))
+            extents = self._state.catalog.usage(TOP_TIER).extents
+            cold = self._state.catalog.sinking(TOP_TIER, target, 0.0, extents_max=max(extents, 1))
         for address in reversed(cold):
             if clock() >= ends_s:
                 done["left"] += 1
@@ -351,8 +351,8 @@ class NodeStores:
         with state.lock:
             if self._stopped.is_set() or len(self._stores) + self._reserving >= self._store_queue_max:
                 return "refused:queue"
-            if any(tier in state.up() for tier in state.directory.copies(address)):
-                state.directory.touch(address)
+            if any(tier in state.up() for tier in state.catalog.copies(address)):
+                state.catalog.touch(address)
                 self._copy_behind(address, header.placement)
                 return "held"
             self._reserving += 1
@@ -436,10 +436,10 @@ class NodeStores:
         """Copy an extent; False if it cannot be: nothing changed (or a bad source was found)."""
         state, address = self._state, copy.address
         with state.lock:
-            sources = [tier for tier in state.directory.copies(address) if state.guards[tier].is_up]
+            sources = [tier for tier in state.catalog.copies(address) if state.guards[tier].is_up]
             if copy.sinks_from is not None:  # this copy has to make room, not another
                 sources = [tier for tier in sources if tier == copy.sinks_from]
-            pin = state.directory.pin(address, sources[0]) if sources else None
+            pin = state.catalog.pin(address, sources[0]) if sources else None
         if pin is None:
             return False
         try:
@@ -456,7 +456,7 @@ class NodeStores:
             return False
         finally:
             with state.lock:
-                state.directory.unpin(pin)
+                state.catalog.unpin(pin)
         if copied is not None and copy.sinks_from is not None:
             self._drop_source(transfer, copy, pin.tier)
         return copied is not None
@@ -464,10 +464,10 @@ class NodeStores:
     def _drop_source(self, transfer: Transfer, copy: Copy, source: TierName) -> None:
         state = self._state
         with state.lock:
-            info = state.directory.info(copy.address)
+            info = state.catalog.info(copy.address)
             is_cold = info is not None and info.last_used_s <= copy.last_used_s
             is_safe = info is not None and copy.target in info.tiers
-            eviction = state.directory.lose(copy.address, source) if is_cold and is_safe else None
+            eviction = state.catalog.lose(copy.address, source) if is_cold and is_safe else None
         if eviction is not None:
             self._runner.drop_source(transfer, eviction)
         self._runner.end(transfer)
@@ -493,13 +493,13 @@ class NodeStores:
         """Return whether a copy `if_worth` may be done now: it could take time and room from others."""
         state = self._state
         with state.lock:
-            info = state.directory.info(copy.address)
+            info = state.catalog.info(copy.address)
             if info is None:
                 return True
             owners = [copy.address.tenant + session for session in info.sessions]
             if not self._sessions.are_unlikely(owners, self._session_clock(), self._copied_min):
                 return True
-            used = state.directory.usage(copy.target).bytes_accounted + info.nbytes
+            used = state.catalog.usage(copy.target).bytes_accounted + info.nbytes
             has_room = used <= SINK_SHARE * state.guards[copy.target].bytes_max
             return has_room and not len(self) and not state.fetches
 

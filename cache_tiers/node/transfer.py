@@ -41,7 +41,7 @@ from samovar.cache_tiers.blocks import (
     header_bytes,
     record_bytes,
 )
-from samovar.cache_tiers.directory import (
+from samovar.cache_tiers.catalog import (
     Eviction,
     ExtentInfo,
     Held,
@@ -100,10 +100,10 @@ class TransferRunner:
     ) -> Transfer | str:
         """Reserve room for a record in `target`, or return why not: held, busy, down, or a `RefuseReason`.
 
-        The transfer ends with `run` or `abort`. See `Directory.reserve`.
+        The transfer ends with `run` or `abort`. See `Catalog.reserve`.
         """
         ask = partial(
-            self._state.directory.reserve,
+            self._state.catalog.reserve,
             target,
             header,
             nbytes,
@@ -114,7 +114,7 @@ class TransferRunner:
 
     def reserve_copy(self, pin: Pin, target: TierName) -> Transfer | str:
         """Reserve room in `target` for a copy of what is pinned; else as `reserve`."""
-        ask = partial(self._state.directory.reserve_copy, target, pin.address)
+        ask = partial(self._state.catalog.reserve_copy, target, pin.address)
         return self._reserve(pin.address, pin.tier, target, ask)
 
     def _reserve(
@@ -134,7 +134,7 @@ class TransferRunner:
                 return "busy"
             answer = ask(source=source)
             if not isinstance(answer, Transfer):
-                state.directory.transfers.refused(source, target)
+                state.catalog.transfers.refused(source, target)
                 return "held" if isinstance(answer, Held) else answer.reason
         state.reach("reserved")
         return answer
@@ -142,7 +142,7 @@ class TransferRunner:
     def abort(self, transfer: Transfer) -> None:
         """Abandon a transfer of which nothing was written."""
         with self._state.lock:
-            self._state.directory.abandon(transfer)
+            self._state.catalog.abandon(transfer)
         self._state.drop(transfer.victims)
 
     def run(
@@ -176,7 +176,7 @@ class TransferRunner:
             raise
         self._advance(transfer, "verified")
         with state.lock:
-            is_committed = state.directory.commit(transfer)
+            is_committed = state.catalog.commit(transfer)
         if not is_committed:
             self._undo(transfer)
             return None
@@ -188,17 +188,17 @@ class TransferRunner:
     def drop_source(self, transfer: Transfer, eviction: Eviction) -> None:
         """Delete the source of a committed transfer. `NodeState.drop` is the fault point."""
         with self._state.lock:
-            self._state.directory.transfers.advance(transfer, "dropping")
+            self._state.catalog.transfers.advance(transfer, "dropping")
         self._state.drop([eviction])
 
     def end(self, transfer: Transfer) -> None:
         """End the transfer."""
         with self._state.lock:
-            self._state.directory.transfers.end(transfer)
+            self._state.catalog.transfers.end(transfer)
 
     def _advance(self, transfer: Transfer, state: Literal["copying", "verified"]) -> None:
         with self._state.lock:
-            self._state.directory.transfers.advance(transfer, state)
+            self._state.catalog.transfers.advance(transfer, state)
         self._state.reach(state)
 
     def _write(self, transfer: Transfer, record: Record) -> None:
@@ -241,13 +241,13 @@ class TransferRunner:
         """Evict as much again as is to be written, because the medium has less room than its budget."""
         state = self._state
         with state.lock:
-            victims = state.directory.squeeze(transfer.tier, transfer.address.tenant, transfer.nbytes)
+            victims = state.catalog.squeeze(transfer.tier, transfer.address.tenant, transfer.nbytes)
         return bool(victims) and not state.drop(victims)
 
     def _undo(self, transfer: Transfer) -> None:
         """Delete what may have been written; only then is its room free again."""
         state = self._state
-        state.delete(transfer.tier, transfer.address, lambda: state.directory.abandon(transfer))
+        state.delete(transfer.tier, transfer.address, lambda: state.catalog.abandon(transfer))
         self.end(transfer)
 
 
@@ -314,7 +314,7 @@ class NodeReads:
         """
         state = self._state
         with state.lock:
-            info = state.directory.info(address)
+            info = state.catalog.info(address)
             is_promoted = info is None or fetch.blocks >= PROMOTE_SHARE * info.blocks
             is_below = fetch.tier != TOP_TIER and (info is None or TOP_TIER not in info.tiers)
             joins = TOP_TIER in state.guards and is_below and is_promoted
@@ -344,11 +344,11 @@ class NodeReads:
     def _fetch_here(self, fetch: Fetch, address: Address, ends_s: float) -> Fetched | FetchFailed:
         state, clock = self._state, self._state.clock
         with state.lock:
-            info = state.directory.info(address)
+            info = state.catalog.info(address)
             if info is not None and not 0 <= fetch.offset < fetch.offset + fetch.blocks <= info.blocks:
                 return self._failed(fetch, "gone", f"blocks of an extent of {info.blocks}")
-            tiers = state.directory.copies(address)
-            state.directory.touch(address)
+            tiers = state.catalog.copies(address)
+            state.catalog.touch(address)
         reason, message = "gone", ""
         spoilt: Fetched | None = None
         first = fetch.tier
@@ -382,15 +382,15 @@ class NodeReads:
         if not guard.is_up:
             raise TierDown(f"{tier} is down")
         with state.lock:
-            pin = state.directory.pin(address, tier)
-            info = state.directory.info(address)
+            pin = state.catalog.pin(address, tier)
+            info = state.catalog.info(address)
         if pin is None or info is None:
             raise TierMiss("gone meanwhile")
         try:
             fetched = self._read(fetch, pin, info, ends_s)
         finally:
             with state.lock:
-                state.directory.unpin(pin)
+                state.catalog.unpin(pin)
         if fetch.namespace != RESERVED_NAMESPACE:  # no request has asked for samples
             guard.count("hits_blocks", fetch.blocks)
         guard.tier.touch(address)
@@ -473,7 +473,7 @@ class NodeSamples:
         if guard is None or not guard.is_writable:
             return ()
         with self._state.lock:
-            used = self._state.directory.usage(ask.tier).bytes_accounted
+            used = self._state.catalog.usage(ask.tier).bytes_accounted
         if used + ask.count * nbytes > guard.bytes_max:
             return ()
         headers = []
@@ -483,7 +483,7 @@ class NodeSamples:
                     ask.shape, ask.blocks, tenant=SAMPLES_TENANT, ttl_s=SAMPLE_S_MAX
                 )
                 with self._state.lock:
-                    clear_seq = self._state.directory.clears.seq
+                    clear_seq = self._state.catalog.clears.seq
                 transfer = self._runner.reserve(header, nbytes, "replica", ask.tier, clear_seq=clear_seq)
                 if isinstance(transfer, str):
                     logger.info("nothing to measure the %s tier with: %s", ask.tier, transfer)
@@ -503,6 +503,6 @@ class NodeSamples:
         for header in headers:
             address: Address = header.address
             with self._state.lock:
-                copies = self._state.directory.copies(address)
-                lost = [self._state.directory.lose(address, tier) for tier in copies]
+                copies = self._state.catalog.copies(address)
+                lost = [self._state.catalog.lose(address, tier) for tier in copies]
             self._state.drop([eviction for eviction in lost if eviction is not None])

@@ -173,8 +173,7 @@ class SchedulerHalf:
         prices, end = found[0].prices, (prompt.tokens - 1) // self._block_tokens
         there = segments(found, first, end, prices)
         if not there:
-            if first < end:  # or vLLM has all of it itself
-                prompt.why = prompt.why or "nothing there"
+            prompt.why = prompt.why or ("nothing there" if first < end else "")  # vLLM may have all of it
             return _Plan(first)
         chosen = there[: self.worth.leading(prompt.tokens, first, there, prices)]
         if not chosen:

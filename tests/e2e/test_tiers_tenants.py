@@ -136,7 +136,7 @@ def nvme_bytes(service: TierService, tenant: str) -> int:
     return sum(path.stat().st_size for path, header in found if header.tenant == tag)
 
 
-@pytest.mark.slow  # the gate has it in process: tests/faults/test_directory_races.py
+@pytest.mark.slow  # the gate has it in process: tests/faults/test_catalog_races.py
 def test_f35_a_flood_under_a_quota_does_not_wash_others_away(service: TierService) -> None:
     hers = talks("alice", range(3501, 3505))
     all_at_once(service, hers)

@@ -1,4 +1,4 @@
-"""F18: movers that race, messages that come twice or late, in one directory. Nodes: `test_f18_nodes.py`."""
+"""F18: movers that race, messages that come twice or late, in one catalog. Nodes: `test_f18_nodes.py`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from samovar.cache_tiers.blocks.extent import Address, Clear
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.index import HeldExtent
-from samovar.cache_tiers.directory.transfers import Transfer, TransferTable, _Drop
-from samovar.cache_tiers.directory.types import Eviction, ReservationRefused
-from tests.support.nodes.directory_world import ALICE, BOB, World, header, landed, record_bytes, tag
+from samovar.cache_tiers.catalog.index import HeldExtent
+from samovar.cache_tiers.catalog.transfers import Transfer, TransferTable, _Drop
+from samovar.cache_tiers.catalog.types import Eviction, ReservationRefused
+from tests.support.nodes.catalog_world import ALICE, BOB, World, header, landed, record_bytes, tag
 
 T = TypeVar("T")
 
@@ -28,23 +28,23 @@ def test_f18_a_commit_after_a_clear_and_new_reservations_changes_nothing() -> No
     world = World()
     of = header(range(3))
     old = world.reserved("nvme", of)
-    assert world.directory.clear(Clear(ALICE)) == []
+    assert world.catalog.clear(Clear(ALICE)) == []
     elsewhere = world.reserved("cpu", of)  # new life, while the old write is still out
     for _ in range(2):
-        assert not world.directory.commit(old)
-        world.directory.check_integrity()
+        assert not world.catalog.commit(old)
+        world.catalog.check_integrity()
     assert world.reserve("nvme", of) == ReservationRefused("busy"), "the old record may be there"
-    world.directory.abandon(old)
-    world.directory.check_integrity()
+    world.catalog.abandon(old)
+    world.catalog.check_integrity()
     new = world.reserved("nvme", of)
-    assert not world.directory.commit(old)
-    world.directory.abandon(old)
-    world.directory.check_integrity()
+    assert not world.catalog.commit(old)
+    world.catalog.abandon(old)
+    world.catalog.check_integrity()
     assert world.finish(elsewhere)
     assert world.spans(range(3)) == [(0, 3, "cpu")]
-    assert world.directory.copies(of.address) == ("cpu",), "what was only reserved is not there"
+    assert world.catalog.copies(of.address) == ("cpu",), "what was only reserved is not there"
     assert world.finish(new)
-    assert world.directory.copies(of.address) == ("cpu", "nvme")
+    assert world.catalog.copies(of.address) == ("cpu", "nvme")
 
 
 @dataclass
@@ -79,11 +79,11 @@ class Race:
 
     def reserve(self) -> None:
         of, tier = self.rng.choice(self.extents), self.rng.choice(TIERS)
-        directory = self.world.directory
+        catalog = self.world.catalog
         if self.rng.random() < 0.4:
-            answer = directory.reserve_copy(tier, of.address)
+            answer = catalog.reserve_copy(tier, of.address)
         else:
-            answer = directory.reserve(tier, of, record_bytes(of), clear_seq=directory.clears.seq)
+            answer = catalog.reserve(tier, of, record_bytes(of), clear_seq=catalog.clears.seq)
         if isinstance(answer, Transfer):
             self.flights[answer.generation] = answer
             self.deletes += answer.victims
@@ -97,7 +97,7 @@ class Race:
 
     def finish(self) -> None:
         for flight in self._some([f for f in self.flights.values() if f.generation in self.written]):
-            is_held = landed(self.world.directory, flight)
+            is_held = landed(self.world.catalog, flight)
             assert is_held == (flight.generation not in self.fenced), "a commit that must not, or must, be"
             if not is_held:
                 self._take_back(flight)
@@ -112,50 +112,50 @@ class Race:
         """What was said before is said again, however long ago."""
         for flight in self._some(self.over):
             if self.rng.random() < 0.5:
-                assert not self.world.directory.commit(flight), "an old generation was committed"
+                assert not self.world.catalog.commit(flight), "an old generation was committed"
             else:
-                self.world.directory.abandon(flight)
+                self.world.catalog.abandon(flight)
         for eviction in self._some(self.deleted):
-            self.world.directory.dropped(eviction)
+            self.world.catalog.dropped(eviction)
 
     def delete(self) -> None:
         for eviction in self._some(self.deletes):
             self.medium.pop((eviction.tier, eviction.address), None)
-            self.world.directory.dropped(eviction)
+            self.world.catalog.dropped(eviction)
             self.deletes.remove(eviction)
             self.deleted.append(eviction)
 
     def lose(self) -> None:
-        eviction = self.world.directory.lose(self.rng.choice(self.extents).address, self.rng.choice(TIERS))
+        eviction = self.world.catalog.lose(self.rng.choice(self.extents).address, self.rng.choice(TIERS))
         self.deletes += [eviction] if eviction else []
 
     def clear(self) -> None:
         of = self.rng.choice(self.extents)
         session = of.session if self.rng.random() < 0.7 else None
-        self.deletes += self.world.directory.clear(Clear(of.tenant, session))
+        self.deletes += self.world.catalog.clear(Clear(of.tenant, session))
         gone = {e.address for e in self.extents if e.tenant == of.tenant and session in (None, e.session)}
         self.fenced |= {g for g, flight in self.flights.items() if flight.address in gone}
-        assert not any(self.world.directory.copies(address) for address in gone), "cleared, and still there"
+        assert not any(self.world.catalog.copies(address) for address in gone), "cleared, and still there"
 
     def check(self) -> None:
-        directory = self.world.directory
-        directory.check_integrity()
+        catalog = self.world.catalog
+        catalog.check_integrity()
         for of in self.extents:
-            for tier in directory.copies(of.address):
-                pin = directory.pin(of.address, tier)
+            for tier in catalog.copies(of.address):
+                pin = catalog.pin(of.address, tier)
                 assert pin is not None
-                directory.unpin(pin)
+                catalog.unpin(pin)
                 assert self.medium.get((tier, of.address)) == pin.generation, (
                     "held, but another one lies there"
                 )
         for tier in TIERS:
             lies = sum(NBYTES for place, _ in self.medium if place == tier)
-            assert directory.usage(tier).bytes_accounted >= lies, "more lies there than is known of"
+            assert catalog.usage(tier).bytes_accounted >= lies, "more lies there than is known of"
 
     def _take_back(self, flight: Transfer) -> None:
         if self.medium.get((flight.tier, flight.address)) == flight.generation:
             del self.medium[flight.tier, flight.address]
-        self.world.directory.abandon(flight)
+        self.world.catalog.abandon(flight)
 
     def _end(self, flight: Transfer) -> None:
         del self.flights[flight.generation]

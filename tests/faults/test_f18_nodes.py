@@ -9,7 +9,7 @@ import pytest
 
 from samovar.cache_tiers.blocks.extent import Address, Bytes, Clear, Placement
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.transfers import no_fault
+from samovar.cache_tiers.catalog.transfers import no_fault
 from samovar.cache_tiers.messages import StoreRequest
 from samovar.configs.sections import S3TierSettings, TierSettings
 from tests.support.amounts import seeds
@@ -50,7 +50,7 @@ def told(node: Bench, *offers: StoreRequest) -> tuple[str, ...]:
 
 
 def accounted(node: Bench, tier: TierName) -> int:
-    return state_of(node.node).directory.usage(tier).bytes_accounted
+    return state_of(node.node).catalog.usage(tier).bytes_accounted
 
 
 def test_f18_an_offer_that_comes_twice_is_called_for_once() -> None:
@@ -138,7 +138,7 @@ def calm(*nodes: Bench) -> None:
         node.work()
         node.node.tick()
         node.node.check_integrity()
-        assert len(state_of(node.node).directory.transfers) == 0
+        assert len(state_of(node.node).catalog.transfers) == 0
 
 
 @pytest.mark.parametrize("state", ["planned", "reserved", "copying", "verified", "committed"])
@@ -185,7 +185,7 @@ def test_f18_a_write_taken_back_on_one_node_costs_the_other_a_miss_at_most() -> 
         assert theirs.load(wanted) is not None
     finally:
         ingress.gate.set()
-    until("the late write is taken back", lambda: len(state_of(ours.node).directory.transfers) == 0)
+    until("the late write is taken back", lambda: len(state_of(ours.node).catalog.transfers) == 0)
     assert accounted(ours, "s3") == 0
     assert bucket == {}, "it took the other's with it"
     assert theirs.load(wanted) is None

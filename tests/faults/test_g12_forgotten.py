@@ -350,7 +350,7 @@ def test_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
 def test_a_clear_of_ids_that_nobody_has_leaves_no_tombstone_on_a_node(stub: Stub, tmp_path: Path) -> None:
     node = start(stub, pending=tmp_path / "owed.json")
     node.node.clear(Clear(TENANT, SESSION, tuple(bytes([number]) * 16 for number in range(6))))
-    assert state_of(node.node).directory.clears.tombstones == 0
+    assert state_of(node.node).catalog.clears.tombstones == 0
     assert len(state_of(node.node).pending) == 0
     assert len(marks(stub)) == 1, "another node may have put some of it there: one mark for all of them"
     node.node.close()

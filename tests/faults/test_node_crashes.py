@@ -181,7 +181,7 @@ def test_g12_what_a_failed_write_may_have_left_is_pending_after_a_clear(tmp_path
     files.update(FAILING)
     assert node.store(wanted) == "taken"
     assert node.node.stats().stores["failed:write"] == 1
-    assert state_of(node.node).directory.usage("nvme").bytes_accounted == NBYTES, "it may be there"
+    assert state_of(node.node).catalog.usage("nvme").bytes_accounted == NBYTES, "it may be there"
     node.node.clear(Clear(TENANT))
     node.node.check_integrity()
     assert wanted.header.extent_id.hex() in pending.read_text(), "a restart could find it again"
@@ -190,7 +190,7 @@ def test_g12_what_a_failed_write_may_have_left_is_pending_after_a_clear(tmp_path
     node.node.tick()
     node.node.check_integrity()
     assert pending.read_text() == ""
-    assert state_of(node.node).directory.usage("nvme").bytes_accounted == 0
+    assert state_of(node.node).catalog.usage("nvme").bytes_accounted == 0
     node.node.close()
 
 

@@ -44,7 +44,7 @@ def fetch_from(node: Bench, wanted: Sample, tier: str, deadline_s: float) -> Fet
 def eventually(node: Bench, holds: str) -> None:
     """Waits, with the node's own events as the only clock, until its books are quiet."""
     ends_s = time.monotonic() + 10
-    while len(state_of(node.node).directory.transfers) or not state_of(node.node).lock.acquire(timeout=0.1):
+    while len(state_of(node.node).catalog.transfers) or not state_of(node.node).lock.acquire(timeout=0.1):
         assert time.monotonic() < ends_s, holds
         threading.Event().wait(0.005)
     state_of(node.node).lock.release()
@@ -72,7 +72,7 @@ def test_f06_full_for_good_is_read_only_until_a_probe_works(tmp_path: Path) -> N
     assert node.node.stats().tiers[1].state == "read-only"
     assert node.load(sample(1)) is not None or node.look(sample(1)).spans == ()
     assert node.offer(sample(3, placement=LOW)) == "refused:down"
-    assert state_of(node.node).directory.usage("nvme").bytes_accounted >= 0
+    assert state_of(node.node).catalog.usage("nvme").bytes_accounted >= 0
     files.update(FaultSettings())
     node.node.tick()
     assert node.node.stats().tiers[1].state == "up"
@@ -161,12 +161,12 @@ def test_f18_a_write_that_ends_too_late_is_taken_back() -> None:
     tier.gate.clear()
     assert node.store(sample(1, placement=LOW)) == "taken"
     assert node.look(sample(1)).spans == ()
-    assert state_of(node.node).directory.usage("nvme").bytes_accounted == NBYTES  # it may come to that yet
+    assert state_of(node.node).catalog.usage("nvme").bytes_accounted == NBYTES  # it may come to that yet
     assert node.offer(sample(1, placement=LOW)) == "refused:busy"
     tier.gate.set()
     eventually(node, "the late write is taken back")
     assert tier.bytes_held() == 0
-    assert state_of(node.node).directory.usage("nvme").bytes_accounted == 0
+    assert state_of(node.node).catalog.usage("nvme").bytes_accounted == 0
     assert node.store(sample(1, placement=LOW)) == "taken"
     assert node.load(sample(1)) is not None
 
@@ -302,7 +302,7 @@ def test_f19_a_replica_that_does_not_hand_over_costs_nothing() -> None:
         node.outbox.drop(ticket)
     node.work()
     assert node.node.stats().stores["failed:call"] == 1
-    assert state_of(node.node).directory.usage("cpu").bytes_accounted == 0
+    assert state_of(node.node).catalog.usage("cpu").bytes_accounted == 0
     assert node.store(wanted) == "taken"
 
 
@@ -413,7 +413,7 @@ def test_a_source_that_lost_it_is_forgotten() -> None:
     node.tiers["cpu"].delete(sample(1).header.address)
     node.work()
     assert node.copies(sample(1)) == ()
-    assert state_of(node.node).directory.usage("cpu").bytes_accounted == 0
+    assert state_of(node.node).catalog.usage("cpu").bytes_accounted == 0
 
 
 @pytest.mark.parametrize(("offset", "blocks"), [(-1, 1), (0, 0), (0, 4), (3, 1), (2, -1)])
@@ -433,7 +433,7 @@ def test_a_fetch_that_finds_nothing_forgets_it_and_frees_its_bytes() -> None:
     node.tiers["cpu"].delete(sample(1).header.address)
     assert node.load(sample(1)) is None
     assert node.look(sample(1)).spans == ()
-    assert state_of(node.node).directory.usage("cpu").bytes_accounted == 0
+    assert state_of(node.node).catalog.usage("cpu").bytes_accounted == 0
 
 
 @pytest.mark.guarantee("F01", "F02")

@@ -121,7 +121,7 @@ def break_tier(engine: Tiered) -> None:
 def lose(engine: Tiered) -> None:
     """The medium loses its records, and a load finds that out."""
     records_in(engine.tiers["cpu"].inner).clear()  # type: ignore[attr-defined]
-    for extent in list(registry_of(state_of(engine.node).directory)):
+    for extent in list(registry_of(state_of(engine.node).catalog)):
         state_of(engine.node).lost(extent.address, "cpu")
 
 

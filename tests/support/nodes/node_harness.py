@@ -15,7 +15,7 @@ from samovar.cache_tiers.blocks import record as codec
 from samovar.cache_tiers.blocks.extent import ROOT, BlockShape, Bytes, ExtentHeader, Placement, block_key
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.transfers import no_fault
+from samovar.cache_tiers.catalog.transfers import no_fault
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.media.tier import Tier
@@ -145,7 +145,7 @@ class Bench:
 
     def copies(self, wanted: Sample) -> tuple[TierName, ...]:
         """All tiers that the books say have it."""
-        return state_of(self.node).directory.copies(wanted.header.address)
+        return state_of(self.node).catalog.copies(wanted.header.address)
 
     def fetch(self, wanted: Sample, span: BlockRange, deadline_s: float = 5.0) -> Fetched | FetchFailed:
         header = wanted.header

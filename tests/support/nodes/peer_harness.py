@@ -183,7 +183,7 @@ class Home:
         return self.fetch(wanted, span)
 
     def holds(self, wanted: Sample) -> tuple[str, ...]:
-        return state_of(self.node).directory.copies(wanted.header.address)
+        return state_of(self.node).catalog.copies(wanted.header.address)
 
 
 def home(

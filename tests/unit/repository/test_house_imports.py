@@ -17,7 +17,7 @@ FILE_LINES_MAX = 900
 CLASS_LINES_MAX, PUBLIC_METHODS_MAX = 300, 20
 LARGE = {
     "CallText": (317, 2),
-    "Directory": (417, 26),
+    "Catalog": (417, 26),
     "DocumentShelf": (485, 11),
     "FaultyTier": (165, 25),
     "KnowledgeBase": (409, 18),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks.extent import KEY_BYTES, Clear, Placement
-from samovar.cache_tiers.directory.gone import Clears
+from samovar.cache_tiers.catalog.gone import Clears
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import (
     BlockRange,

@@ -11,7 +11,7 @@ import pytest
 
 from samovar.cache_tiers.blocks.extent import Address, ChainMarks, Clear, Placement, marks_of, session_of
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.types import ExtentInfo
+from samovar.cache_tiers.catalog.types import ExtentInfo
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.forecast.turns import (
     BINS,

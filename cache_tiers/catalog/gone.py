@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import Generic, TypeVar
 
 from samovar.cache_tiers.blocks import KEY_BYTES, Clear, TenantRows, session_of
-from samovar.cache_tiers.directory.index import ChainIndex, HeldExtent
-from samovar.cache_tiers.directory.types import EvictReason
+from samovar.cache_tiers.catalog.index import ChainIndex, HeldExtent
+from samovar.cache_tiers.catalog.types import EvictReason
 from samovar.cache_tiers.messages import AbsentRun, BlockRange
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from samovar.cache_tiers.blocks import TIERS, Address, TierName
-from samovar.cache_tiers.directory.index import HeldCopy, HeldExtent
-from samovar.cache_tiers.directory.types import Eviction, EvictReason, Pin, TierUsage
+from samovar.cache_tiers.catalog.index import HeldCopy, HeldExtent
+from samovar.cache_tiers.catalog.types import Eviction, EvictReason, Pin, TierUsage
 from samovar.cache_tiers.forecast import SessionKey
 from samovar.cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue
 from samovar.configs.sections import PolicySettings
@@ -276,9 +276,9 @@ def no_fault(_state: str) -> None:
 class Transfer:
     """One extent on its way into `tier`, with room for its record there. Changed only by its table.
 
-    First delete all `victims` (report each to `Directory.dropped`), then write: in that order the tier never
+    First delete all `victims` (report each to `Catalog.dropped`), then write: in that order the tier never
     exceeds its budget. Its room is a copy's once it is committed; if it fails, it is free again when nothing
-    of the record is left there (`Directory.abandon`).
+    of the record is left there (`Catalog.abandon`).
     """
 
     generation: int

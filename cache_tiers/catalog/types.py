@@ -1,7 +1,7 @@
-"""Data types of the directory: evictions, pins, usage and extent info.
+"""Data types of the catalog: evictions, pins, usage and extent info.
 
 Plain frozen data. An extent is named by its `Address` (tenant, namespace, id), so that another tenant's
-lookup names another extent. Times are seconds of the directory's own clock, sizes bytes.
+lookup names another extent. Times are seconds of the catalog's own clock, sizes bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RefuseReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A record to delete from `tier`, then report to `Directory.dropped`: its bytes count until then."""
+    """A record to delete from `tier`, then report to `Catalog.dropped`: its bytes count until then."""
 
     tier: TierName
     address: Address
@@ -49,7 +49,7 @@ class ReservationRefused:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A copy being read: not evicted until `Directory.unpin`. `nbytes`: of the whole record."""
+    """A copy being read: not evicted until `Catalog.unpin`. `nbytes`: of the whole record."""
 
     tier: TierName
     address: Address
@@ -69,7 +69,7 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True)
 class ExtentInfo:
-    """What the directory keeps of an extent's header, and the tiers of its copies, cheapest first."""
+    """What the catalog keeps of an extent's header, and the tiers of its copies, cheapest first."""
 
     address: Address
     shape: BlockShape

@@ -1,4 +1,4 @@
-"""The directory: which extents exist, in which tiers, and how many bytes they take.
+"""The catalog: which extents exist, in which tiers, and how many bytes they take.
 
 Pure bookkeeping: no record I/O, no threads (the node holds one lock around it), no wall clock. It does
 not rank extents (`policy/policies.py`) and does not verify records (`blocks/record.py`).
@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from samovar.cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName, session_of
-from samovar.cache_tiers.directory.gone import AbsentBlocks, Clears, SteadyClock
-from samovar.cache_tiers.directory.index import BlockValues, ExtentRegistry, HeldCopy, HeldExtent
-from samovar.cache_tiers.directory.transfers import Source, TierAccounting, Transfer, TransferTable
-from samovar.cache_tiers.directory.types import (
+from samovar.cache_tiers.catalog.gone import AbsentBlocks, Clears, SteadyClock
+from samovar.cache_tiers.catalog.index import BlockValues, ExtentRegistry, HeldCopy, HeldExtent
+from samovar.cache_tiers.catalog.transfers import Source, TierAccounting, Transfer, TransferTable
+from samovar.cache_tiers.catalog.types import (
     Eviction,
     EvictReason,
     ExtentInfo,
@@ -37,7 +37,7 @@ ADOPTED_IDLE_SHARE = 0.9
 A wall clock that is years ahead must not empty the tiers at startup."""
 
 
-class Directory:
+class Catalog:
     """The extents of one node and their copies, see the module.
 
     Everything is named by `Address`, so another tenant can never find it.
@@ -55,7 +55,7 @@ class Directory:
         sessions: IdleSessions | None = None,
         settings: PolicySettings | None = None,
     ) -> None:
-        """Create an empty directory.
+        """Create an empty catalog.
 
         `budgets`: bytes a tier may hold; a tier that is missing or 0 is off. `clock`: monotonic
         seconds. `tenant_share(tenant tag)`: share of each tier it may take, in (0, 1]. `sessions`: the

@@ -1,4 +1,4 @@
-"""The directory against a plain model of it and of the tiers' real bytes: random histories, books checked
+"""The catalog against a plain model of it and of the tiers' real bytes: random histories, books checked
 after each step."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from samovar.cache_tiers.blocks.extent import (
     session_of,
 )
 from samovar.cache_tiers.blocks.tiers import TIERS, TierName
-from samovar.cache_tiers.directory.transfers import Transfer
-from samovar.cache_tiers.directory.types import Eviction, Held, Pin, ReservationRefused
+from samovar.cache_tiers.catalog.transfers import Transfer
+from samovar.cache_tiers.catalog.types import Eviction, Held, Pin, ReservationRefused
 from samovar.cache_tiers.media.tier import Scanned
 from samovar.cache_tiers.messages import BlockRange
 from tests.support.amounts import examples
 from tests.support.inside import registry_of
-from tests.support.nodes.directory_world import (
+from tests.support.nodes.catalog_world import (
     ALICE,
     ALL,
     BOB,
@@ -63,13 +63,13 @@ def headers(draw: st.DrawFn) -> ExtentHeader:
         tenant=draw(tenants),
         session=draw(sessions),
         tail_tokens=draw(st.sampled_from([0, 0, 0, 3])),
-        # One placement for an extent: the directory keeps the first it is told.
+        # One placement for an extent: the catalog keeps the first it is told.
         placement=PLACEMENTS[(first + end) % len(PLACEMENTS)],
     )
 
 
-class DirectoryMachine(RuleBasedStateMachine):
-    """`held`, `real` and `sessions` are the model; whom to evict is the directory's choice, and judged."""
+class CatalogMachine(RuleBasedStateMachine):
+    """`held`, `real` and `sessions` are the model; whom to evict is the catalog's choice, and judged."""
 
     @initialize(extents=st.integers(2, 4), share=st.sampled_from([1.0, 1.0, 0.7]))
     def start(self, extents: int, share: float) -> None:
@@ -79,10 +79,10 @@ class DirectoryMachine(RuleBasedStateMachine):
             "s3": 4 * extents * BIG_EXTENT,
         }
         self.world = World(budgets, dict.fromkeys(TENANTS, share), tombstones_max=3)
-        self.directory = self.world.directory
+        self.catalog = self.world.catalog
         for tenant in TENANTS:  # whoever stores has asked before
             for session in SESSIONS:
-                self.directory.find(lookup([], tenant=tenant, session=session), ())
+                self.catalog.find(lookup([], tenant=tenant, session=session), ())
         self.headers: dict[Address, ExtentHeader] = {}
         self.held: dict[tuple[TierName, Address], int] = {}
         self.real: dict[tuple[TierName, Address], int] = {}  # what lies in the tiers
@@ -105,7 +105,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.due.append(eviction)
 
     def generations(self) -> set[int]:
-        return {copy.generation for extent in registry_of(self.directory) for copy in extent.copies.values()}
+        return {copy.generation for extent in registry_of(self.catalog) for copy in extent.copies.values()}
 
     def claimed(self) -> set[tuple[TierName, Address]]:
         """What is being written or deleted."""
@@ -114,13 +114,13 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def delete(self, eviction: Eviction) -> None:
         self.real.pop((eviction.tier, eviction.address), None)
-        self.directory.dropped(eviction)
+        self.catalog.dropped(eviction)
         self.due.remove(eviction)
         self.gone.append(eviction)
 
     def forgotten(self, before: set[Address]) -> None:
         """Transfers of extents that were forgotten are fenced."""
-        known = {extent.address for extent in registry_of(self.directory)}
+        known = {extent.address for extent in registry_of(self.catalog)}
         self.flying = [
             (flight, fenced or (flight.address in before and flight.address not in known))
             for flight, fenced in self.flying
@@ -162,21 +162,21 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(tier=tiers, of=headers(), lag=st.sampled_from([0, 1, 2]))
     def store(self, tier: TierName, of: ExtentHeader, lag: int) -> None:
-        seq = max(0, self.directory.clears.seq - lag)
+        seq = max(0, self.catalog.clears.seq - lag)
         self.headers.setdefault(of.address, of)
-        answer = self.directory.reserve(tier, of, record_bytes(of), clear_seq=seq)
+        answer = self.catalog.reserve(tier, of, record_bytes(of), clear_seq=seq)
         last = max(
             self.cleared.get((of.tenant, None), 0), self.cleared.get((of.tenant, session_of(of.session)), 0)
         )
         is_late = answer == ReservationRefused("tombstone")
         assert is_late or seq >= last, "what was cleared came back"
-        assert not is_late or seq < self.directory.clears.seq
+        assert not is_late or seq < self.catalog.clears.seq
         assert (answer == ReservationRefused("placement")) == (not is_late and not of.placement.allows(tier))
         self.answered(answer, tier, of.address)
 
     @rule(tier=tiers, of=headers())
     def copy(self, tier: TierName, of: ExtentHeader) -> None:
-        answer = self.directory.reserve_copy(tier, of.address)
+        answer = self.catalog.reserve_copy(tier, of.address)
         is_held = any(address == of.address for _, address in self.held)
         assert (answer == ReservationRefused("gone")) == (not is_held)
         self.answered(answer, tier, of.address)
@@ -193,10 +193,10 @@ class DirectoryMachine(RuleBasedStateMachine):
                 self.delete(victim)
         self.real[flight.tier, flight.address] = flight.nbytes
         self.real_fits()
-        assert landed(self.directory, flight) == (not is_fenced)
+        assert landed(self.catalog, flight) == (not is_fenced)
         if is_fenced:
             del self.real[flight.tier, flight.address]
-            self.directory.abandon(flight)
+            self.catalog.abandon(flight)
         else:
             self.held[flight.tier, flight.address] = flight.nbytes
         self.flying.remove((flight, is_fenced))
@@ -206,7 +206,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         flight = data.draw(st.sampled_from(self.flying))
-        self.directory.abandon(flight[0])
+        self.catalog.abandon(flight[0])
         self.flying.remove(flight)
         self.ended.append(flight[0])
 
@@ -222,14 +222,14 @@ class DirectoryMachine(RuleBasedStateMachine):
         ended: list[Transfer | Eviction] = [*self.ended, *self.gone]
         late = data.draw(st.sampled_from(ended))
         if isinstance(late, Eviction):
-            self.directory.dropped(late)
+            self.catalog.dropped(late)
         else:
-            assert not self.directory.commit(late)
-            self.directory.abandon(late)
+            assert not self.catalog.commit(late)
+            self.catalog.abandon(late)
 
     @rule(tier=tiers, of=headers())
     def pin(self, tier: TierName, of: ExtentHeader) -> None:
-        pin = self.directory.pin(of.address, tier)
+        pin = self.catalog.pin(of.address, tier)
         assert (pin is not None) == ((tier, of.address) in self.held)
         if pin is not None:
             self.pins.append(pin)
@@ -244,12 +244,12 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         pin = data.draw(st.sampled_from(self.pins))
-        self.directory.unpin(pin)
+        self.catalog.unpin(pin)
         self.pins.remove(pin)
 
     @rule(tier=tiers, of=headers())
     def lose(self, tier: TierName, of: ExtentHeader) -> None:
-        lost = self.directory.lose(of.address, tier)
+        lost = self.catalog.lose(of.address, tier)
         assert (lost is not None) == ((tier, of.address) in self.held)
         self.evicted([lost] if lost else [], may_be_pinned=True)
 
@@ -257,9 +257,9 @@ class DirectoryMachine(RuleBasedStateMachine):
     def clear(self, tenant: bytes, session: bytes | None, luck: int) -> None:
         if luck:
             return
-        before = {extent.address: set(extent.sessions) for extent in registry_of(self.directory)}
-        evictions = self.directory.clear(Clear(tenant, session))
-        self.cleared[tenant, session and session_of(session)] = self.directory.clears.seq
+        before = {extent.address: set(extent.sessions) for extent in registry_of(self.catalog)}
+        evictions = self.catalog.clear(Clear(tenant, session))
+        self.cleared[tenant, session and session_of(session)] = self.catalog.clears.seq
         self.evicted(evictions, may_be_pinned=True)
         self.forgotten(set(before))
         for _, address in self.held:
@@ -273,9 +273,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         extents_max=st.sampled_from([1, 1024]),
     )
     def time_goes_by(self, seconds: float, extents_max: int) -> None:
-        before = {extent.address for extent in registry_of(self.directory)}
+        before = {extent.address for extent in registry_of(self.catalog)}
         self.world.clock.now_s += seconds
-        evictions = self.directory.expired(extents_max)
+        evictions = self.catalog.expired(extents_max)
         assert all(eviction.reason == "expired" for eviction in evictions)
         self.evicted(evictions, may_be_pinned=True)
         self.forgotten(before)
@@ -291,7 +291,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         flying = sum(flight.nbytes for flight, _ in self.flying if flight.tier == tier)
         if not is_known and self.real_bytes(tier) + flying + nbytes > self.world.budgets[tier]:
             return
-        evictions = self.directory.adopt(tier, Scanned(of, nbytes, 5000.0 - idle_s), 5000.0)
+        evictions = self.catalog.adopt(tier, Scanned(of, nbytes, 5000.0 - idle_s), 5000.0)
         if is_known:
             assert evictions == ()
             return
@@ -302,7 +302,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(tier=st.sampled_from(["cpu", "nvme"]), share=st.sampled_from([0.0, 0.5, 1.0]))
     def sinking(self, tier: TierName, share: float) -> None:
         below = TIERS[TIERS.index(tier) + 1]
-        cold = self.directory.sinking(tier, below, share)
+        cold = self.catalog.sinking(tier, below, share)
         assert len(set(cold)) == len(cold)
         for address in cold:
             assert (tier, address) in self.held
@@ -317,7 +317,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     )
     def find(self, ids: tuple[int, ...], tenant: bytes, session: bytes, up: tuple[TierName, ...]) -> None:
         asked = lookup(ids, tenant=tenant, session=session)
-        spans, tails = self.directory.find(asked, up)
+        spans, tails = self.catalog.find(asked, up)
         keys = [asked.keys[at : at + KEY_BYTES] for at in range(0, len(asked.keys), KEY_BYTES)]
         found: dict[int, TierName] = {}
         end = 0
@@ -364,17 +364,17 @@ class DirectoryMachine(RuleBasedStateMachine):
     def real_fits(self) -> None:
         for tier in TIERS:
             real = self.real_bytes(tier)
-            assert real <= self.directory.usage(tier).bytes_accounted, f"{tier}: accounted less than is there"
+            assert real <= self.catalog.usage(tier).bytes_accounted, f"{tier}: accounted less than is there"
             assert real <= self.world.budgets[tier], f"{tier}: more than its budget"
 
     @invariant()
     def the_books_are_right(self) -> None:
-        self.directory.check_integrity()
+        self.catalog.check_integrity()
         for tier in TIERS:
             held = {address: nbytes for (place, address), nbytes in self.held.items() if place == tier}
             flights = [flight for flight, _ in self.flying if flight.tier == tier]
             due = [eviction for eviction in self.due if eviction.tier == tier]
-            usage = self.directory.usage(tier)
+            usage = self.catalog.usage(tier)
             assert usage.extents == len(held)
             assert usage.blocks == sum(self.headers[address].blocks for address in held)
             assert usage.tokens == sum(self.headers[address].tokens for address in held)
@@ -383,14 +383,14 @@ class DirectoryMachine(RuleBasedStateMachine):
             for tenant in TENANTS:
                 mine = sum(nbytes for address, nbytes in held.items() if address.tenant == tenant)
                 mine += sum(flight.nbytes for flight in flights if flight.address.tenant == tenant)
-                assert self.directory.tenant_bytes(tier, tenant) == mine
+                assert self.catalog.tenant_bytes(tier, tenant) == mine
                 assert mine <= self.world.shares[tenant] * self.world.budgets[tier], "over its share"
         for address in {address for _, address in self.held}:
             copies = tuple(tier for tier in TIERS if (tier, address) in self.held)
-            assert self.directory.copies(address) == copies
+            assert self.catalog.copies(address) == copies
 
 
-DirectoryMachine.TestCase.settings = settings(
+CatalogMachine.TestCase.settings = settings(
     derandomize=True, deadline=None, max_examples=examples(150), stateful_step_count=40
 )
-test_the_directory_against_a_plain_model = DirectoryMachine.TestCase
+test_the_catalog_against_a_plain_model = CatalogMachine.TestCase

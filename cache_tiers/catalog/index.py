@@ -1,4 +1,4 @@
-"""The extents that the directory holds, and the index from a chain of block keys to those with its blocks.
+"""The extents that the catalog holds, and the index from a chain of block keys to those with its blocks.
 
 The index is of one namespace of one tenant. A key commits to its block and everything before it, so an extent
 that has a key has the right blocks up to there, and a lookup is one dict access per block, whatever is held.
@@ -7,7 +7,7 @@ its parent, never by its key: only the caller that has the tokens can tell wheth
 of bytes or clocks.
 
 A header with its checksums takes kilobytes; for 100,000 extents only what `find` and the accounting need is
-kept (`HeldExtent`). Mutable, changed only by the directory.
+kept (`HeldExtent`). Mutable, changed only by the catalog.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from samovar.cache_tiers.blocks import (
     header_bytes,
     session_of,
 )
-from samovar.cache_tiers.directory.types import ExtentInfo
+from samovar.cache_tiers.catalog.types import ExtentInfo
 from samovar.cache_tiers.messages import BlockRange, PartialBlock, SessionHeld
 from samovar.cache_tiers.policy import LazyHeap, Place, used_rate
 from samovar.cache_tiers.pricing import TierPrice
@@ -445,7 +445,7 @@ class HeldCopy:
 
 
 class HeldExtent:
-    """An extent's directory entry. `keys`: of the full blocks, joined; `tail`: a partial last block's."""
+    """An extent's catalog entry. `keys`: of the full blocks, joined; `tail`: a partial last block's."""
 
     __slots__ = (
         *("address", "shape", "parent", "first_block", "blocks", "tokens", "placement"),

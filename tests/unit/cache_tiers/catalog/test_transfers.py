@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks.tiers import TIERS, TierName
-from samovar.cache_tiers.directory.index import HeldExtent
-from samovar.cache_tiers.directory.transfers import (
+from samovar.cache_tiers.catalog.index import HeldExtent
+from samovar.cache_tiers.catalog.transfers import (
     NEXT,
     Ledger,
     Source,
@@ -17,7 +17,7 @@ from samovar.cache_tiers.directory.transfers import (
     Transfer,
     TransferTable,
 )
-from tests.support.nodes.directory_world import World, header
+from tests.support.nodes.catalog_world import World, header
 
 NBYTES = 100
 EXTENTS = [HeldExtent(header([number]), 0.0) for number in range(3)]
@@ -68,7 +68,7 @@ def test_no_more_transfers_than_allowed() -> None:
     transfer = world.reserved("cpu", header([1]))
     refused = world.reserve("cpu", header([2]))
     assert getattr(refused, "reason", "") == "busy"
-    world.directory.abandon(transfer)
+    world.catalog.abandon(transfer)
     world.store("cpu", header([2]))
     world.store("cpu", header([3]))
 

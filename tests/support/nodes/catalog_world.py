@@ -1,4 +1,4 @@
-"""Conversations, headers and a clock for tests of the directory. Real block keys, no payloads."""
+"""Conversations, headers and a clock for tests of the catalog. Real block keys, no payloads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from samovar.cache_tiers.blocks.extent import (
 )
 from samovar.cache_tiers.blocks.record import header_bytes
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.directory import Directory
-from samovar.cache_tiers.directory.gone import Clears
-from samovar.cache_tiers.directory.transfers import Transfer
-from samovar.cache_tiers.directory.types import Eviction, Held, ReservationRefused
+from samovar.cache_tiers.catalog.catalog import Catalog
+from samovar.cache_tiers.catalog.gone import Clears
+from samovar.cache_tiers.catalog.transfers import Transfer
+from samovar.cache_tiers.catalog.types import Eviction, Held, ReservationRefused
 from samovar.cache_tiers.media.tier import Scanned
 from samovar.cache_tiers.messages import Lookup
 from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy
@@ -98,20 +98,20 @@ def lookup(
     return Lookup(namespace, b"".join(chain(ids, namespace)), tenant, session)
 
 
-def landed(directory: Directory, transfer: Transfer) -> bool:
+def landed(catalog: Catalog, transfer: Transfer) -> bool:
     """Take a transfer through all its states; False: it was fenced, or is over."""
     if transfer.state == "reserved":
-        directory.transfers.advance(transfer, "copying")
-        directory.transfers.advance(transfer, "verified")
-    is_held = directory.commit(transfer)
+        catalog.transfers.advance(transfer, "copying")
+        catalog.transfers.advance(transfer, "verified")
+    is_held = catalog.commit(transfer)
     if is_held:
-        directory.transfers.end(transfer)
+        catalog.transfers.end(transfer)
     return is_held
 
 
 @dataclass
 class World:
-    """A directory with a clock, and the steps that most tests take. Checks its books after each."""
+    """A catalog with a clock, and the steps that most tests take. Checks its books after each."""
 
     budgets: dict[TierName, int] = field(default_factory=lambda: dict.fromkeys(ALL, BIG))
     shares: dict[bytes, float] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.clock = Clock()
-        self.directory = Directory(
+        self.catalog = Catalog(
             self.budgets,
             self.policy,
             clock=self.clock,
@@ -133,11 +133,9 @@ class World:
     def reserve(
         self, tier: TierName, of: ExtentHeader, nbytes: int | None = None, clear_seq: int | None = None
     ) -> Transfer | Held | ReservationRefused:
-        seq = self.directory.clears.seq if clear_seq is None else clear_seq
-        answer = self.directory.reserve(
-            tier, of, record_bytes(of) if nbytes is None else nbytes, clear_seq=seq
-        )
-        self.directory.check_integrity()
+        seq = self.catalog.clears.seq if clear_seq is None else clear_seq
+        answer = self.catalog.reserve(tier, of, record_bytes(of) if nbytes is None else nbytes, clear_seq=seq)
+        self.catalog.check_integrity()
         return answer
 
     def reserved(self, tier: TierName, of: ExtentHeader, nbytes: int | None = None) -> Transfer:
@@ -148,10 +146,10 @@ class World:
     def finish(self, transfer: Transfer) -> bool:
         """Delete the victims, "write", commit."""
         for victim in transfer.victims:
-            self.directory.dropped(victim)
-            self.directory.check_integrity()
-        is_held = landed(self.directory, transfer)
-        self.directory.check_integrity()
+            self.catalog.dropped(victim)
+            self.catalog.check_integrity()
+        is_held = landed(self.catalog, transfer)
+        self.catalog.check_integrity()
         return is_held
 
     def store(self, tier: TierName, of: ExtentHeader, nbytes: int | None = None) -> Transfer:
@@ -160,7 +158,7 @@ class World:
         return transfer
 
     def copy(self, tier: TierName, of: ExtentHeader) -> Transfer:
-        answer = self.directory.reserve_copy(tier, of.address)
+        answer = self.catalog.reserve_copy(tier, of.address)
         assert isinstance(answer, Transfer), answer
         assert self.finish(answer)
         return answer
@@ -169,14 +167,14 @@ class World:
         self, tier: TierName, of: ExtentHeader, idle_s: float = 0.0, nbytes: int | None = None
     ) -> tuple[Eviction, ...]:
         scanned = Scanned(of, record_bytes(of) if nbytes is None else nbytes, 5000.0 - idle_s)
-        evictions = self.directory.adopt(tier, scanned, 5000.0)
-        self.directory.check_integrity()
+        evictions = self.catalog.adopt(tier, scanned, 5000.0)
+        self.catalog.check_integrity()
         return evictions
 
     def spans(
         self, ids: Sequence[int], up: Sequence[TierName] = ALL, **who: bytes
     ) -> list[tuple[int, int, str]]:
         """(first, blocks, tier) of what is found."""
-        found, _ = self.directory.find(lookup(ids, **who), up)
-        self.directory.check_integrity()
+        found, _ = self.catalog.find(lookup(ids, **who), up)
+        self.catalog.check_integrity()
         return [(span.first, span.blocks, span.tier) for span in found]

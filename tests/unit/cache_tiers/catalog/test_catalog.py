@@ -1,4 +1,4 @@
-"""The directory by example: what is found, who must go, what it costs."""
+"""The catalog by example: what is found, who must go, what it costs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from samovar.cache_tiers.blocks.extent import Clear, Placement, namespace_digest
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.directory.index import ROW_SCAN_MAX, SESSIONS_MAX, TAILS_MAX, HeldExtent
-from samovar.cache_tiers.directory.types import Held, ReservationRefused
+from samovar.cache_tiers.catalog.index import ROW_SCAN_MAX, SESSIONS_MAX, TAILS_MAX, HeldExtent
+from samovar.cache_tiers.catalog.types import Held, ReservationRefused
 from samovar.cache_tiers.forecast.turns import Floats
 from samovar.cache_tiers.messages import Lookup
 from samovar.cache_tiers.policy.eviction_queue import LazyHeap
 from samovar.cache_tiers.policy.policies import Candidates, LeastRecentlyUsed
-from tests.support.nodes.directory_world import (
+from tests.support.nodes.catalog_world import (
     ALICE,
     ALL,
     BIG,
@@ -83,7 +83,7 @@ def test_only_what_is_committed_is_found() -> None:
     world = World()
     reservation = world.reserved("cpu", header(range(3)))
     assert world.spans(range(3)) == []
-    assert world.directory.info(header(range(3)).address) is None
+    assert world.catalog.info(header(range(3)).address) is None
     assert world.finish(reservation)
     assert world.spans(range(3)) == [(0, 3, "cpu")]
 
@@ -93,15 +93,15 @@ def test_g2_another_tenant_never_finds_it_nor_touches_it() -> None:
     world = World()
     mine = header(range(3), tail_tokens=2)
     world.store("cpu", mine)
-    before = world.directory.info(mine.address)
+    before = world.catalog.info(mine.address)
     world.clock.now_s += 5
-    assert world.directory.find(lookup(range(3), tenant=BOB, session=B), ALL) == ((), ())
-    assert world.directory.info(mine.address) == before
+    assert world.catalog.find(lookup(range(3), tenant=BOB, session=B), ALL) == ((), ())
+    assert world.catalog.info(mine.address) == before
     world.store("cpu", header(range(3), tenant=BOB))  # the very same run is another extent
-    (span,), () = world.directory.find(lookup(range(3), tenant=BOB), ALL)
+    (span,), () = world.catalog.find(lookup(range(3), tenant=BOB), ALL)
     assert span.tenant == BOB
-    assert world.directory.pin(replace(mine.address, tenant=tag("eve")), "cpu") is None
-    assert len(world.directory.clear(Clear(BOB))) == 1
+    assert world.catalog.pin(replace(mine.address, tenant=tag("eve")), "cpu") is None
+    assert len(world.catalog.clear(Clear(BOB))) == 1
     assert world.spans(range(3)) == [(0, 3, "cpu")]
 
 
@@ -109,16 +109,16 @@ def test_g3_another_namespace_never_finds_it() -> None:
     world = World()
     world.store("cpu", header(range(3), tail_tokens=1))
     other = namespace_digest(b"other weights")
-    assert world.directory.find(lookup(range(3), namespace=other), ALL) == ((), ())
+    assert world.catalog.find(lookup(range(3), namespace=other), ALL) == ((), ())
     forged = Lookup(other, lookup(range(3)).keys, ALICE, A)  # our keys under its own namespace
-    assert world.directory.find(forged, ALL) == ((), ())
+    assert world.catalog.find(forged, ALL) == ((), ())
 
 
 def test_g1_a_header_that_lies_about_its_place_is_not_found_there() -> None:
     world = World()
     honest = header(range(6), 2, tail_tokens=1)
     world.store("cpu", replace(honest, first_block=3))
-    assert world.directory.find(lookup(range(8)), ALL) == ((), ())
+    assert world.catalog.find(lookup(range(8)), ALL) == ((), ())
 
 
 def test_an_extent_of_the_same_name_with_another_form_is_refused() -> None:
@@ -134,8 +134,8 @@ def test_an_extent_of_the_same_name_with_another_form_is_refused() -> None:
         assert world.reserve("nvme", lie) == ReservationRefused("differs")
         (eviction,) = world.adopt("nvme", lie)
         assert eviction.reason == "differs"
-        world.directory.dropped(eviction)
-    assert world.directory.copies(honest.address) == ("cpu",)
+        world.catalog.dropped(eviction)
+    assert world.catalog.copies(honest.address) == ("cpu",)
 
 
 def test_tails_are_found_by_their_parent_and_never_as_full_blocks() -> None:
@@ -144,17 +144,17 @@ def test_tails_are_found_by_their_parent_and_never_as_full_blocks() -> None:
     short = header([], tail_tokens=2)
     world.store("nvme", deep)
     world.store("cpu", short)
-    spans, tails = world.directory.find(lookup(range(6)), ALL)
+    spans, tails = world.catalog.find(lookup(range(6)), ALL)
     assert [(span.first, span.offset, span.blocks) for span in spans] == [(2, 0, 2)]
     assert [(tail.key, tail.tokens) for tail in tails] == [(deep.keys[-1], 3), (short.keys[-1], 2)]
     assert [(tail.span.first, tail.span.offset, tail.span.tier) for tail in tails] == [
         (4, 2, "nvme"),
         (0, 0, "cpu"),
     ]
-    _, tails = world.directory.find(lookup([50]), ALL)
+    _, tails = world.catalog.find(lookup([50]), ALL)
     assert [tail.tokens for tail in tails] == [2]
     tail_key = Lookup(NAMESPACE, short.keys[0], ALICE, A)  # asked for as if it were a full block
-    assert world.directory.find(tail_key, ALL)[0] == ()
+    assert world.catalog.find(tail_key, ALL)[0] == ()
 
 
 def test_the_number_of_tails_is_bounded_and_the_deepest_come_first() -> None:
@@ -168,7 +168,7 @@ def test_the_number_of_tails_is_bounded_and_the_deepest_come_first() -> None:
                 if tokens == 3
                 else replace(header(ids[:3], 3, tail_tokens=tokens), keys=(chain([tokens, at])[1],)),
             )
-    _, tails = world.directory.find(lookup([*range(3), 1000]), ALL)
+    _, tails = world.catalog.find(lookup([*range(3), 1000]), ALL)
     assert len(tails) == TAILS_MAX
     assert (tails[0].span.first, tails[0].tokens) == (4, 3)
 
@@ -192,7 +192,7 @@ def test_a_lookup_touches_and_tags_only_what_is_its_own() -> None:
         (tailed, now_s, {A}),  # whether the tail is B's as well nobody knows
         (apart, now_s - 10, {A}),
     ):
-        info = world.directory.info(of.address)
+        info = world.catalog.info(of.address)
         assert info is not None
         assert info.last_used_s == used_s
         assert info.sessions == sessions
@@ -204,12 +204,12 @@ def test_a_tail_is_touched_by_its_own_session_or_on_demand() -> None:
     world.store("cpu", tail)
     world.clock.now_s += 10
     world.spans([5], session=B)
-    assert world.directory.info(tail.address).last_used_s == world.clock.now_s - 10  # type: ignore[union-attr]
+    assert world.catalog.info(tail.address).last_used_s == world.clock.now_s - 10  # type: ignore[union-attr]
     world.spans([5], session=A)
-    assert world.directory.info(tail.address).last_used_s == world.clock.now_s  # type: ignore[union-attr]
+    assert world.catalog.info(tail.address).last_used_s == world.clock.now_s  # type: ignore[union-attr]
     world.clock.now_s += 10
-    world.directory.touch(tail.address)
-    assert world.directory.info(tail.address).last_used_s == world.clock.now_s  # type: ignore[union-attr]
+    world.catalog.touch(tail.address)
+    assert world.catalog.info(tail.address).last_used_s == world.clock.now_s  # type: ignore[union-attr]
 
 
 def test_tags_are_bounded() -> None:
@@ -218,14 +218,14 @@ def test_tags_are_bounded() -> None:
     world.store("cpu", shared)
     for session in range(3 * SESSIONS_MAX):
         world.spans(range(2), session=tag(f"n{session}"))
-    info = world.directory.info(shared.address)
+    info = world.catalog.info(shared.address)
     assert info is not None
     assert len(info.sessions) == SESSIONS_MAX
 
 
 def test_keys_that_are_no_keys_are_refused() -> None:
     with pytest.raises(ValueError, match="33 bytes"):
-        World().directory.find(Lookup(NAMESPACE, bytes(33), ALICE, A), ALL)
+        World().catalog.find(Lookup(NAMESPACE, bytes(33), ALICE, A), ALL)
 
 
 # What it costs, in operations.
@@ -236,9 +236,9 @@ def test_a_lookup_does_not_look_at_what_it_does_not_ask_for(monkeypatch: pytest.
     # A beginning that very many sessions have in common, each in an extent of its own.
     for session in range(4 * ROW_SCAN_MAX):
         of = header([1, 2, 3, 1000 + session], session=tag(f"n{session}"))
-        answer = world.directory.reserve("cpu", of, 100, clear_seq=0)
+        answer = world.catalog.reserve("cpu", of, 100, clear_seq=0)
         assert not isinstance(answer, Held | ReservationRefused)
-        assert landed(world.directory, answer)
+        assert landed(world.catalog, answer)
     looked_at = 0
     has_block = HeldExtent.has_block
 
@@ -274,23 +274,23 @@ def test_an_eviction_asks_about_a_few_copies_and_looks_at_few() -> None:
 
     def store(number: int) -> int:
         world.clock.now_s += 1
-        answer = world.directory.reserve("cpu", header([number]), 100, clear_seq=0)
+        answer = world.catalog.reserve("cpu", header([number]), 100, clear_seq=0)
         assert not isinstance(answer, Held | ReservationRefused)
         for victim in answer.victims:
-            world.directory.dropped(victim)
-        assert landed(world.directory, answer)
+            world.catalog.dropped(victim)
+        assert landed(world.catalog, answer)
         return len(answer.victims)
 
     for number in range(2000):
         assert store(number) == 0
     for number in range(0, 2000, 2):
-        world.directory.find(lookup([number]), ALL)
+        world.catalog.find(lookup([number]), ALL)
     for number in range(2000, 2500):
         assert store(number) == 1
     assert sum(policy.asked) <= 2 * 2500, "each copy of one session is no more than a step of its group"
     for number in range(1000):  # the odd ones were the oldest
-        assert bool(world.directory.copies(header([number]).address)) == (number % 2 == 0)
-    world.directory.check_integrity()
+        assert bool(world.catalog.copies(header([number]).address)) == (number % 2 == 0)
+    world.catalog.check_integrity()
 
 
 def test_a_heap_in_which_everything_was_used_is_looked_at_a_part_at_a_time() -> None:
@@ -426,7 +426,7 @@ def test_what_a_lower_tier_holds_goes_before_what_would_be_lost() -> None:
     world.copy("nvme", clean)
     (victim,) = world.store("cpu", header([3]), 100).victims
     assert victim.address == clean.address
-    assert world.directory.copies(clean.address) == ("nvme",)
+    assert world.catalog.copies(clean.address) == ("nvme",)
 
 
 def test_pinned_copies_stay_and_too_many_of_them_are_a_full_tier() -> None:
@@ -434,19 +434,19 @@ def test_pinned_copies_stay_and_too_many_of_them_are_a_full_tier() -> None:
     first, second = header([1]), header([2])
     world.store("cpu", first, 100)
     world.store("cpu", second, 100)
-    pins = [world.directory.pin(of.address, "cpu") for of in (first, first, second)]
+    pins = [world.catalog.pin(of.address, "cpu") for of in (first, first, second)]
     assert world.reserve("cpu", header([3]), 100) == ReservationRefused("full")
-    assert world.directory.usage("cpu").extents == 2
+    assert world.catalog.usage("cpu").extents == 2
     for pin in pins[:1]:
         assert pin is not None
-        world.directory.unpin(pin)
+        world.catalog.unpin(pin)
     assert world.reserve("cpu", header([3]), 100) == ReservationRefused("full")
     assert pins[1] is not None
-    world.directory.unpin(pins[1])
+    world.catalog.unpin(pins[1])
     (victim,) = world.store("cpu", header([3]), 100).victims
     assert victim.address == first.address
     with pytest.raises(ValueError, match="more often"):
-        world.directory.unpin(pins[1])
+        world.catalog.unpin(pins[1])
 
 
 def test_reservations_in_flight_take_room_but_their_victims_are_not_counted_twice() -> None:
@@ -456,21 +456,21 @@ def test_reservations_in_flight_take_room_but_their_victims_are_not_counted_twic
         world.store("cpu", header([number]), 100)
     one, two = world.reserved("cpu", header([20]), 100), world.reserved("cpu", header([21]), 100)
     assert (len(one.victims), len(two.victims)) == (1, 1)
-    assert world.directory.usage("cpu").bytes_accounted == 1200  # what is there and what will be
+    assert world.catalog.usage("cpu").bytes_accounted == 1200  # what is there and what will be
     for reservation in (two, one):
         assert world.finish(reservation)
-    assert world.directory.usage("cpu").bytes_accounted == 1000
+    assert world.catalog.usage("cpu").bytes_accounted == 1000
 
 
 def test_bytes_of_a_clear_are_not_room_before_they_are_deleted() -> None:
     world = World(budgets(cpu=200))
     world.store("cpu", header([1]), 100)
     world.store("cpu", header([2], session=B), 100)
-    (eviction,) = world.directory.clear(Clear(ALICE, A))
+    (eviction,) = world.catalog.clear(Clear(ALICE, A))
     (victim,) = world.reserved("cpu", header([3], session=B), 100).victims
     assert victim.address == header([2]).address
     assert world.reserve("cpu", header([4], session=B), 100) == ReservationRefused("full")
-    world.directory.dropped(eviction)
+    world.catalog.dropped(eviction)
     assert world.reserved("cpu", header([4], session=B), 100).victims == ()
 
 
@@ -479,7 +479,7 @@ def test_refusals_evict_nothing() -> None:
     held = header([1])
     world.store("cpu", held, 100)
     world.store("cpu", header([2]), 200)
-    pin = world.directory.pin(header([2]).address, "cpu")
+    pin = world.catalog.pin(header([2]).address, "cpu")
     assert pin is not None
     cases = [
         ("cpu", header([3]), 301, "too big"),
@@ -492,8 +492,8 @@ def test_refusals_evict_nothing() -> None:
     for tier, of, nbytes, reason in cases:
         assert world.reserve(tier, of, nbytes) == ReservationRefused(reason)  # type: ignore[arg-type]
     assert world.reserve("cpu", held, 100) == Held()
-    assert world.directory.reserve_copy("nvme", header([9]).address) == ReservationRefused("gone")
-    assert world.directory.usage("cpu").extents == 2
+    assert world.catalog.reserve_copy("nvme", header([9]).address) == ReservationRefused("gone")
+    assert world.catalog.usage("cpu").extents == 2
     with pytest.raises(ValueError, match="some bytes"):
         world.reserve("cpu", header([3]), 0)
 
@@ -511,10 +511,10 @@ def test_sinking_names_the_coldest_that_may_and_must_go_down() -> None:
         world.store("cpu", of, 100)
         names[of.address] = number
     world.copy("nvme", header([2]))
-    moving = world.directory.reserve_copy("nvme", header([3]).address)
+    moving = world.catalog.reserve_copy("nvme", header([3]).address)
 
     def sinking(share: float, extents_max: int = 256) -> list[int]:
-        return [names[address] for address in world.directory.sinking("cpu", "nvme", share, extents_max)]
+        return [names[address] for address in world.catalog.sinking("cpu", "nvme", share, extents_max)]
 
     assert sinking(0.8) == []
     assert sinking(0.7) == [], "what a lower tier has can go as it is"
@@ -522,12 +522,12 @@ def test_sinking_names_the_coldest_that_may_and_must_go_down() -> None:
     assert sinking(0.3) == [0, 4]
     assert sinking(0.0) == [0, 4, 5, 6, 7]
     assert sinking(0.0, extents_max=5) == [0, 4]
-    assert landed(world.directory, moving)  # type: ignore[arg-type]
+    assert landed(world.catalog, moving)  # type: ignore[arg-type]
     world.spans([0])
     assert sinking(0.2) == [4, 5, 6]
     for tier, to in (("cpu", "cpu"), ("nvme", "cpu")):
         with pytest.raises(ValueError, match="not below"):
-            world.directory.sinking(tier, to, 0.5)  # type: ignore[arg-type]
+            world.catalog.sinking(tier, to, 0.5)  # type: ignore[arg-type]
 
 
 def test_expiry_forgets_everywhere_and_in_portions() -> None:
@@ -539,22 +539,22 @@ def test_expiry_forgets_everywhere_and_in_portions() -> None:
     world.clock.now_s += 60
     world.spans([0])
     world.clock.now_s += 42
-    assert len(world.directory.expired(extents_max=1)) == 2
-    assert world.directory.copies(header([1]).address) == ()
-    assert {eviction.address for eviction in world.directory.expired()} == {header([2]).address}
-    assert world.directory.copies(header([0]).address) == ("cpu", "nvme")
-    world.directory.check_integrity()
+    assert len(world.catalog.expired(extents_max=1)) == 2
+    assert world.catalog.copies(header([1]).address) == ()
+    assert {eviction.address for eviction in world.catalog.expired()} == {header([2]).address}
+    assert world.catalog.copies(header([0]).address) == ("cpu", "nvme")
+    world.catalog.check_integrity()
 
 
 def test_an_extent_that_expires_in_flight_is_fenced() -> None:
     world = World()
     flight = world.reserved("cpu", header([1], placement=Placement(ttl_s=10.0)))
     world.clock.now_s += 11
-    assert world.directory.expired() == []
-    assert not world.directory.commit(flight)
-    world.directory.abandon(flight)
-    world.directory.check_integrity()
-    assert world.directory.usage("cpu").bytes_accounted == 0
+    assert world.catalog.expired() == []
+    assert not world.catalog.commit(flight)
+    world.catalog.abandon(flight)
+    world.catalog.check_integrity()
+    assert world.catalog.usage("cpu").bytes_accounted == 0
 
 
 # Adopting what a scan finds
@@ -567,8 +567,8 @@ def test_adopting_merges_tiers_and_keeps_the_order_of_use() -> None:
     assert world.adopt("nvme", cold, idle_s=50, nbytes=100) == ()
     assert world.adopt("s3", cold, idle_s=100) == ()
     assert world.adopt("s3", cold, idle_s=100) == ()
-    assert world.directory.copies(cold.address) == ("nvme", "s3")
-    info = world.directory.info(cold.address)
+    assert world.catalog.copies(cold.address) == ("nvme", "s3")
+    info = world.catalog.info(cold.address)
     assert info is not None
     assert info.last_used_s == world.clock.now_s - 50
     (victim,) = world.store("nvme", header([3]), 100).victims
@@ -580,13 +580,13 @@ def test_adopting_over_the_budget_keeps_the_recently_used() -> None:
     ages = [5, 80, 20, 90, 10, 40, 70, 30, 60, 50]
     evictions = [one for age in ages for one in world.adopt("nvme", header([age]), age, nbytes=100)]
     assert len(evictions) == 5
-    held = [age for age in ages if world.directory.copies(header([age]).address)]
+    held = [age for age in ages if world.catalog.copies(header([age]).address)]
     assert sorted(held) == [5, 10, 20, 30, 40]
-    assert world.directory.usage("nvme").bytes_accounted == 1000
+    assert world.catalog.usage("nvme").bytes_accounted == 1000
     for eviction in evictions:
-        world.directory.dropped(eviction)
-    assert world.directory.usage("nvme").bytes_accounted == 500
-    world.directory.check_integrity()
+        world.catalog.dropped(eviction)
+    assert world.catalog.usage("nvme").bytes_accounted == 500
+    world.catalog.check_integrity()
 
 
 def test_adopting_over_a_tenants_share_touches_nobody_else() -> None:
@@ -594,9 +594,9 @@ def test_adopting_over_a_tenants_share_touches_nobody_else() -> None:
     world.adopt("nvme", header([1]), 500, nbytes=100)
     for number in range(2, 8):
         world.adopt("nvme", header([number], tenant=BOB), 100 - number, nbytes=100)
-    assert world.directory.tenant_bytes("nvme", BOB) == 200
-    assert world.directory.copies(header([1]).address) == ("nvme",)
-    assert world.directory.copies(header([7], tenant=BOB).address) == ("nvme",)
+    assert world.catalog.tenant_bytes("nvme", BOB) == 200
+    assert world.catalog.copies(header([1]).address) == ("nvme",)
+    assert world.catalog.copies(header([7], tenant=BOB).address) == ("nvme",)
 
 
 def test_what_may_not_be_adopted_has_to_go() -> None:
@@ -609,13 +609,13 @@ def test_what_may_not_be_adopted_has_to_go() -> None:
     assert eviction.reason == "room"
     assert world.adopt("s3", header([2]), nbytes=10) == (), "its delete is under way"
     assert world.reserve("nvme", header([2]), 100) == ReservationRefused("busy")
-    world.directory.dropped(eviction)
-    assert world.directory.usage("s3").bytes_accounted == 0
+    world.catalog.dropped(eviction)
+    assert world.catalog.usage("s3").bytes_accounted == 0
 
 
 def test_a_scan_that_meets_a_write_leaves_it_alone() -> None:
     world = World()
     flight = world.reserved("nvme", header([1]))
     assert world.adopt("nvme", header([1])) == ()
-    assert world.directory.copies(header([1]).address) == ()
+    assert world.catalog.copies(header([1]).address) == ()
     assert world.finish(flight)
