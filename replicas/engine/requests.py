@@ -442,7 +442,7 @@ def receipt_of(sequence: Sequence, prefill: PrefillPrice, block_tokens: int, lef
                 loaded_before = min(count, own)
                 tokens[source] = tokens.get(source, 0) + loaded_before
                 own -= loaded_before
-    miss = "" if sequence.visit is None else sequence.visit.miss
+    miss = "" if sequence.offload_state is None else sequence.offload_state.miss
     if restore is None:
         tokens["compute"] = prompt - sum(tokens.values())
         missed, why = missed_of(sequence, block_tokens, tokens["compute"], left_tokens)
@@ -502,7 +502,7 @@ def _computed_again(
         if piece.state == "placed" and piece.source != OWN:
             for start in range(piece.start, piece.placed_end, block_tokens):
                 loaded[start // block_tokens] += min(block_tokens, piece.placed_end - start)
-    known = [] if sequence.visit is None else sequence.visit.known
+    known = [] if sequence.offload_state is None else sequence.offload_state.known
     # The last block of an answer is often tokenized otherwise in the next prompt.
     left = min(left_tokens // block_tokens - 1, sequence.reusable // block_tokens)
     is_remembered = any(known)
@@ -514,23 +514,23 @@ def _computed_again(
 
 def _why(sequence: Sequence, block: int, fate: Fate | None, block_tokens: int) -> tuple[str, str]:
     """Return why a known block was not loaded: the reason's name, and what people are told."""
-    visit, restore = sequence.visit, sequence.restore
+    offload_state, restore = sequence.offload_state, sequence.restore
     if sequence.is_cleared or (fate is not None and fate.outcome == "cleared"):
         return _named("cleared")
-    if visit is None:
+    if offload_state is None:
         return _named("tiers not used")
-    found = visit.found
+    found = offload_state.found
     if found is None:
-        return _named(visit.miss or "slow lookup")
+        return _named(offload_state.miss or "slow lookup")
     if _has(found, block):
         if restore is None or restore.decision == "none":
-            return _named(visit.miss or "gap")
-        if block * block_tokens < visit.planned_from:
-            return _named(visit.miss or "slow lookup")
-        planned = max((piece.end for piece in restore.pieces), default=visit.planned_from)
+            return _named(offload_state.miss or "gap")
+        if block * block_tokens < offload_state.planned_from:
+            return _named(offload_state.miss or "slow lookup")
+        planned = max((piece.end for piece in restore.pieces), default=offload_state.planned_from)
         if _is_behind_gap(found, -(-planned // block_tokens), block):
             return _named("gap")
-        return _not_loaded(restore, visit.miss)
+        return _not_loaded(restore, offload_state.miss)
     absent = next((run for run in found.absent if run.first <= block < run.first + run.blocks), None)
     if absent is not None:
         return _named(absent.reason)
@@ -541,7 +541,7 @@ def _why(sequence: Sequence, block: int, fate: Fate | None, block_tokens: int) -
         return reason, f"not stored: {fate.detail}" if fate.detail else _named(reason)[1]
     if found.has_silent_peer:
         return _named("silent peer")
-    return _named(visit.miss or ("slow lookup" if found.unlisted else NO_RECORD))
+    return _named(offload_state.miss or ("slow lookup" if found.unlisted else NO_RECORD))
 
 
 def _not_loaded(restore: Restore, lookup_miss: str) -> tuple[str, str]:

@@ -242,18 +242,18 @@ class TierLookups:
 
         `is_queued`: it cannot be admitted at once.
         """
-        visit = sequence.visit
-        assert visit is not None, "a request that does not use the tiers is not looked up"
+        offload_state = sequence.offload_state
+        assert offload_state is not None, "a request that does not use the tiers is not looked up"
         if not self._breaker.allows():
-            visit.miss = "down"
+            offload_state.miss = "down"
             return
         wait = self._wait(sequence, resident_tokens, self._usual_s)
-        visit.resident_tokens = resident_tokens
-        visit.recompute_s = wait.recompute_s
-        visit.waits = wait.until_s > 0
-        visit.deadline_s = visit.opened_s + wait.until_s
-        visit.idle_at_s = visit.opened_s + wait.idle_s
-        visit.again_s = AGAIN_S
+        offload_state.resident_tokens = resident_tokens
+        offload_state.recompute_s = wait.recompute_s
+        offload_state.waits = wait.until_s > 0
+        offload_state.deadline_s = offload_state.opened_s + wait.until_s
+        offload_state.idle_at_s = offload_state.opened_s + wait.idle_s
+        offload_state.again_s = AGAIN_S
         bt = self._shape.block_tokens
         lookup = self._open[sequence] = Lookup(
             sequence.namespace,
@@ -264,7 +264,9 @@ class TierLookups:
             wait_s=wait.until_s,
             trace=request.trace,
         )
-        self._ask(sequence, visit, replace(lookup, starts_turn=request.resume is None, is_queued=is_queued))
+        self._ask(
+            sequence, offload_state, replace(lookup, starts_turn=request.resume is None, is_queued=is_queued)
+        )
 
     def _wait(self, sequence: Sequence, known_tokens: int, usual_s: float) -> LookupWait:
         missing = max(0, sequence.reusable - known_tokens)
@@ -281,14 +283,14 @@ class TierLookups:
             s_max=settings.lookup_s_max,
         )
 
-    def _ask(self, sequence: Sequence, visit: OffloadState, lookup: Lookup) -> None:
-        visit.again_at_s = None
-        if not begin(self._lane, self._look, sequence, visit, lookup):
-            self._found(sequence, visit, None, 0.0)
+    def _ask(self, sequence: Sequence, offload_state: OffloadState, lookup: Lookup) -> None:
+        offload_state.again_at_s = None
+        if not begin(self._lane, self._look, sequence, offload_state, lookup):
+            self._found(sequence, offload_state, None, 0.0)
 
-    def _look(self, sequence: Sequence, visit: OffloadState, lookup: Lookup) -> None:
+    def _look(self, sequence: Sequence, offload_state: OffloadState, lookup: Lookup) -> None:
         """Ask the tiers, on a lookup thread."""
-        if visit.is_over:  # its request ended while it was queued
+        if offload_state.is_over:  # its request ended while it was queued
             return
         found: LookupResult | None = None
         asked_s = self._clock()
@@ -297,55 +299,57 @@ class TierLookups:
         except Exception:  # a fault of the tiers must not leave the request waiting
             logger.exception("a lookup failed")
         took_s = self._clock() - asked_s
-        self._arrivals.post(lambda: self._found(sequence, visit, found, took_s))
+        self._arrivals.post(lambda: self._found(sequence, offload_state, found, took_s))
 
     def _found(
-        self, sequence: Sequence, visit: OffloadState, found: LookupResult | None, took_s: float
+        self, sequence: Sequence, offload_state: OffloadState, found: LookupResult | None, took_s: float
     ) -> None:
-        if visit.is_unanswered:
-            self._was_slow(visit, slow_part(found, took_s))
+        if offload_state.is_unanswered:
+            self._was_slow(offload_state, slow_part(found, took_s))
         if found is None:
             self._breaker.failed()
-            if visit.found is None:
-                visit.miss = visit.miss or "down"
-            self._settle(sequence, visit)
+            if offload_state.found is None:
+                offload_state.miss = offload_state.miss or "down"
+            self._settle(sequence, offload_state)
             return
         self._breaker.succeeded()
         own_s = max(0.0, took_s - sum(found.seconds.values()))  # the rest is waited for on purpose
         self._usual_s += LOOKUP_RATE * (min(own_s, USUAL_S_MAX) - self._usual_s)
         self._prices = found.prices
-        visit.found = found
-        self._learned(sequence, visit, found)
-        if not (found.unlisted and self._is_worth_asking_again(sequence, visit, found)):
-            self._settle(sequence, visit)
+        offload_state.found = found
+        self._learned(sequence, offload_state, found)
+        if not (found.unlisted and self._is_worth_asking_again(sequence, offload_state, found)):
+            self._settle(sequence, offload_state)
 
-    def _is_worth_asking_again(self, sequence: Sequence, visit: OffloadState, found: LookupResult) -> bool:
+    def _is_worth_asking_again(
+        self, sequence: Sequence, offload_state: OffloadState, found: LookupResult
+    ) -> bool:
         """Ask again later for what is still missing, and wait only for what that is worth."""
         if sequence not in self._open:
             return False
         bt = self._shape.block_tokens
-        known = max(sequence.computed, visit.resident_tokens)
+        known = max(sequence.computed, offload_state.resident_tokens)
         cuts = cuts_of(sequence, found, bt, known // bt)
         if cuts:
             known = cuts[0].first * bt + sum(cut.tokens for cut in cuts)
         wait = self._wait(sequence, known, 0.0)
-        visit.deadline_s = min(visit.deadline_s, visit.opened_s + wait.until_s)
+        offload_state.deadline_s = min(offload_state.deadline_s, offload_state.opened_s + wait.until_s)
         if not wait.until_s:
             return False
-        visit.again_at_s = self._clock() + visit.again_s
-        visit.again_s = next_again_s(visit.again_s)
+        offload_state.again_at_s = self._clock() + offload_state.again_s
+        offload_state.again_s = next_again_s(offload_state.again_s)
         return True
 
-    def _settle(self, sequence: Sequence, visit: OffloadState) -> None:
+    def _settle(self, sequence: Sequence, offload_state: OffloadState) -> None:
         """End a lookup: nothing more is heard of it."""
-        visit.again_at_s = None
+        offload_state.again_at_s = None
         if self._open.pop(sequence, None) is not None:
-            self._end_wait(sequence, visit)
+            self._end_wait(sequence, offload_state)
 
-    def _end_wait(self, sequence: Sequence, visit: OffloadState) -> None:
-        if visit.waits:
-            visit.waited_s = self._clock() - visit.opened_s
-        visit.waits, visit.spare_tokens = False, None
+    def _end_wait(self, sequence: Sequence, offload_state: OffloadState) -> None:
+        if offload_state.waits:
+            offload_state.waited_s = self._clock() - offload_state.opened_s
+        offload_state.waits, offload_state.spare_tokens = False, None
         self._news[sequence] = None
 
     def collect(self, *, is_idle: bool) -> list[Sequence]:
@@ -356,69 +360,77 @@ class TierLookups:
         """
         now_s = self._clock()
         for sequence, lookup in list(self._open.items()):
-            visit = sequence.visit
-            assert visit is not None
-            if (visit.waits or visit.spare_tokens is not None) and now_s >= visit.deadline_s:
-                self._end_wait(sequence, visit)
-            elif is_idle and visit.waits and now_s >= visit.idle_at_s:
-                visit.waits, visit.waited_s, is_idle = False, now_s - visit.opened_s, False
-                visit.spare_tokens = 0
-            if visit.spare_tokens is not None:
-                visit.spare_tokens = spare_tokens(
-                    sequence, self._price(), now_s - visit.opened_s, self._shape.block_tokens
+            offload_state = sequence.offload_state
+            assert offload_state is not None
+            if (
+                offload_state.waits or offload_state.spare_tokens is not None
+            ) and now_s >= offload_state.deadline_s:
+                self._end_wait(sequence, offload_state)
+            elif is_idle and offload_state.waits and now_s >= offload_state.idle_at_s:
+                offload_state.waits, offload_state.waited_s, is_idle = (
+                    False,
+                    now_s - offload_state.opened_s,
+                    False,
                 )
-            if visit.again_at_s is not None and now_s >= visit.again_at_s:
+                offload_state.spare_tokens = 0
+            if offload_state.spare_tokens is not None:
+                offload_state.spare_tokens = spare_tokens(
+                    sequence, self._price(), now_s - offload_state.opened_s, self._shape.block_tokens
+                )
+            if offload_state.again_at_s is not None and now_s >= offload_state.again_at_s:
                 if self._breaker.allows():
-                    self._ask(sequence, visit, lookup)
+                    self._ask(sequence, offload_state, lookup)
                 else:
-                    self._settle(sequence, visit)
+                    self._settle(sequence, offload_state)
         news, self._news = list(self._news), {}
         return news
 
     def wake_at_s(self, *, is_idle: bool) -> Iterator[float]:
         """Yield the times at which `collect` has something to do even if no answer comes."""
         for sequence in self._open:
-            visit = sequence.visit
-            assert visit is not None
-            if visit.waits or visit.spare_tokens is not None:
-                yield visit.deadline_s
-            if visit.waits and is_idle:
-                yield visit.idle_at_s
-            if visit.again_at_s is not None:
-                yield visit.again_at_s
+            offload_state = sequence.offload_state
+            assert offload_state is not None
+            if offload_state.waits or offload_state.spare_tokens is not None:
+                yield offload_state.deadline_s
+            if offload_state.waits and is_idle:
+                yield offload_state.idle_at_s
+            if offload_state.again_at_s is not None:
+                yield offload_state.again_at_s
 
     def computed(self, sequence: Sequence) -> bool:
         """End the lookup of a sequence whose prompt is computed: an answer is of no more use to it.
 
         Returns whether it had waited for one in vain.
         """
-        visit = sequence.visit
-        if visit is None or self._open.pop(sequence, None) is None:
+        offload_state = sequence.offload_state
+        if offload_state is None or self._open.pop(sequence, None) is None:
             return False
-        visit.spare_tokens = visit.again_at_s = None
-        if visit.deadline_s <= visit.opened_s or visit.miss:
+        offload_state.spare_tokens = offload_state.again_at_s = None
+        if offload_state.deadline_s <= offload_state.opened_s or offload_state.miss:
             return False  # it did not pay to wait, or was of no use
-        visit.miss = "slow lookup"
-        visit.is_unanswered = True
-        if visit.found is not None:  # answered, but not completely
-            self._was_slow(visit, slow_part(visit.found, 0.0))
+        offload_state.miss = "slow lookup"
+        offload_state.is_unanswered = True
+        if offload_state.found is not None:  # answered, but not completely
+            self._was_slow(offload_state, slow_part(offload_state.found, 0.0))
         return True
 
-    def _was_slow(self, visit: OffloadState, part: str) -> None:
-        visit.is_unanswered = False
+    def _was_slow(self, offload_state: OffloadState, part: str) -> None:
+        offload_state.is_unanswered = False
         self.slow[part] += 1
 
     def close(self, sequence: Sequence) -> None:
         """Drop the lookup of a sequence that is over."""
         self._open.pop(sequence, None)
         self._news.pop(sequence, None)
-        if sequence.visit is not None and sequence.visit.is_unanswered:
-            self._was_slow(sequence.visit, NODE)
+        if sequence.offload_state is not None and sequence.offload_state.is_unanswered:
+            self._was_slow(sequence.offload_state, NODE)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         for sequence in self._open:
-            visit = sequence.visit
-            assert visit is not None, "a lookup of a request that does not use the tiers"
-            assert not visit.is_over, "a request that is over is still looked up"
-            assert not (visit.waits and visit.spare_tokens is not None), "what waits is computed"
+            offload_state = sequence.offload_state
+            assert offload_state is not None, "a lookup of a request that does not use the tiers"
+            assert not offload_state.is_over, "a request that is over is still looked up"
+            assert not (offload_state.waits and offload_state.spare_tokens is not None), (
+                "what waits is computed"
+            )

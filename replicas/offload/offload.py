@@ -98,14 +98,14 @@ class Restores:
 
     def plan(self, sequence: Sequence, resident_tokens: int, step_s: float) -> None:
         """Decide what is loaded behind `resident_tokens`, and begin; `step_s`: what waiting costs it."""
-        visit = sequence.visit
-        if visit is None or visit.found is None or sequence.is_cleared:
+        offload_state = sequence.offload_state
+        if offload_state is None or offload_state.found is None or sequence.is_cleared:
             return
         bt = self.shape.block_tokens
         missing_blocks = (sequence.reusable - resident_tokens) // bt
         self.doubt.decided(missing_blocks * self.shape.block_bytes)
-        visit.planned_from = resident_tokens
-        cuts = cuts_of(sequence, visit.found, bt, resident_tokens // bt)
+        offload_state.planned_from = resident_tokens
+        cuts = cuts_of(sequence, offload_state.found, bt, resident_tokens // bt)
         if not cuts:
             return
         pieces = {
@@ -116,7 +116,7 @@ class Restores:
             prompt_tokens=len(sequence.tokens),
             resident_tokens=resident_tokens,
             pieces=list(pieces),
-            prices=visit.found.prices,
+            prices=offload_state.found.prices,
             prefill=self.meter.price,
             parallel=self.settings.io_threads,
             hedge_factor=self.settings.hedge_factor,
@@ -129,8 +129,8 @@ class Restores:
         now_s = self.clock()
         # The wait for the lookup counts: no request waits for longer than it would take to compute, unless
         # the operator rather waits.
-        patience_s = max(1.0, self.settings.lookup_share) * max(visit.recompute_s, plan.recompute_s)
-        hedge_after_s = min(plan.hedge_after_s, max(0.0, patience_s - visit.waited_s))
+        patience_s = max(1.0, self.settings.lookup_share) * max(offload_state.recompute_s, plan.recompute_s)
+        hedge_after_s = min(plan.hedge_after_s, max(0.0, patience_s - offload_state.waited_s))
         chosen = [(RestorePiece(p.first_token, p.end, p.tier, p.nbytes), pieces[p]) for p in plan.pieces]
         if plan.decision == "recompute":
             chosen = []
@@ -164,7 +164,7 @@ class Restores:
             tier=cut.tier,
             deadline_s=self.settings.load_s_max,
             node=cut.node,
-            trace="" if sequence.visit is None else sequence.visit.trace,
+            trace="" if sequence.offload_state is None else sequence.offload_state.trace,
         )
         expected = Expected(sequence.namespace, self.shape, cut.first, cut.keys, cut.token_counts)
         self.loads.fetch(self.load_of(sequence, restore, piece, read, cut.keys), fetch, expected)
@@ -227,8 +227,10 @@ class Restores:
             if loaded.bad is not None:
                 self.reports.verify_failures[f"{OWN}:{loaded.bad}"] += 1
             return
-        if loaded.is_kept and sequence.visit is not None:
-            sequence.visit.offered.update(keys)  # fetched from another node and kept here: not stored again
+        if loaded.is_kept and sequence.offload_state is not None:
+            sequence.offload_state.offered.update(
+                keys
+            )  # fetched from another node and kept here: not stored again
         if loaded.tier is not None and loaded.tier != fetch.tier:
             piece.source = loaded.tier
             piece.fetch = fetch = replace(fetch, tier=loaded.tier)
@@ -283,7 +285,7 @@ class Offload:
         """
         if request.placement is None:
             return
-        sequence.visit = OffloadState(
+        sequence.offload_state = OffloadState(
             request.placement,
             opened_s=self._clock(),
             trace=request.trace,
@@ -292,7 +294,7 @@ class Offload:
         bt = self._shape.block_tokens
         keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
         # Now: when the prompt is computed, another turn of the session may have ended.
-        sequence.visit.known = self.turns.results.fates.of(keys)
+        sequence.offload_state.known = self.turns.results.fates.of(keys)
         resident = len(self.moves.pool.match(keys, sequence.tokens)) * bt
         self._lookups.open(sequence, request, resident_tokens=resident, is_queued=is_queued)
 
@@ -402,7 +404,7 @@ class Offload:
 
     def finish(self, sequence: Sequence) -> None:
         """Store the blocks of a finished turn, before the scheduler releases the pages."""
-        if sequence.visit is not None and sequence.visit.found is None:
+        if sequence.offload_state is not None and sequence.offload_state.found is None:
             self.arrivals.take_in()  # in a turn of one step the lookup may have finished during it
         self.turns.store(sequence)
 
@@ -443,8 +445,8 @@ class Offload:
         sequence.restore = None
         if not keep_swapped:
             self.swap.drop(sequence)
-            if sequence.visit is not None:
-                sequence.visit.is_over = True
+            if sequence.offload_state is not None:
+                sequence.offload_state.is_over = True
             self._lookups.close(sequence)
         self.restores.under_way.pop(sequence, None)
         self.restores.touched.pop(sequence, None)

@@ -381,27 +381,29 @@ class TurnStore:
 
     def store(self, sequence: Sequence) -> None:
         """Store the blocks that no tier has. Call before the scheduler releases the pages."""
-        visit = sequence.visit
-        if visit is None:
+        offload_state = sequence.offload_state
+        if offload_state is None:
             return
         keys, tail = chain_of(sequence, self._shape.block_tokens)
         if sequence.is_cleared:
             self.results.fates.became(keys, "cleared", sequence.owner)
             return
-        if visit.found is None:
+        if offload_state.found is None:
             self.results.outcomes["skipped:not looked up"] += 1
             self.results.fates.left_alone(keys, "skipped:not looked up", sequence.owner)
             return
-        held = held_keys(visit.found, sequence.keys)
+        held = held_keys(offload_state.found, sequence.keys)
         self.results.fates.became([key for key in keys if key in held], "held", sequence.owner)
-        held |= visit.offered
-        stored_for = replace(provenance_of(sequence, visit, visit.found), trace=visit.trace)
+        held |= offload_state.offered
+        stored_for = replace(
+            provenance_of(sequence, offload_state, offload_state.found), trace=offload_state.trace
+        )
         chain = StoredChain(stored_for, keys, sequence.pages)
-        visit.offered |= self.offer_chain(chain, tail, held, visit.found.prices)
+        offload_state.offered |= self.offer_chain(chain, tail, held, offload_state.found.prices)
 
     def gave_up(self, sequence: Sequence) -> None:
         """Note that an answer ended early: its blocks are not stored. Call before its pages are released."""
-        if sequence.visit is not None:
+        if sequence.offload_state is not None:
             # One that waits to get its pages back has computed its prompt before.
             computed = max(sequence.computed, sequence.prompt_tokens if sequence.is_reported else 0)
             keys = sequence.keys_of(computed // self._shape.block_tokens, self._shape.block_tokens)
@@ -633,15 +635,15 @@ def prices_in_words(tokens: int, nbytes: int, prefill: PrefillPrice, load: TierP
     return f"computing {in_digits(computing_us)} us a token, loading {in_digits(loading_us)}"
 
 
-def provenance_of(sequence: Sequence, visit: OffloadState, found: LookupResult) -> StoreContext:
+def provenance_of(sequence: Sequence, offload_state: OffloadState, found: LookupResult) -> StoreContext:
     """Return the store context of a sequence's blocks."""
     return StoreContext(
         sequence.namespace,
         sequence.owner,
-        visit.placement,
+        offload_state.placement,
         found.incarnation,
         found.clear_seq,
-        stores_all=visit.stores_all,
+        stores_all=offload_state.stores_all,
     )
 
 

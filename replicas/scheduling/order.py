@@ -129,7 +129,7 @@ def expected_tokens(sequence: Sequence, block_tokens: int) -> int:
     """
     if sequence.pages:
         return sequence.pending
-    found = None if sequence.visit is None else sequence.visit.found
+    found = None if sequence.offload_state is None else sequence.offload_state.found
     spans = () if found is None else found.spans
     held = max(((span.first + span.blocks) * block_tokens for span in spans), default=0)
     return max(1, len(sequence.tokens) - max(held, sequence.known_tokens))

@@ -92,7 +92,7 @@ class Sequence:
     earlier_loads: dict[str, int] = field(default_factory=dict)
     shared_step_s: float = 0.0  # what it loses by not being in its admission's step; see `StepRoom`
     restore: Restore | None = None  # transfer from a tier since the last admission
-    visit: OffloadState | None = None  # the request's use of the tiers; None: it does not use them
+    offload_state: OffloadState | None = None  # the request's use of the tiers; None: it does not use them
     # Keys of the full blocks so far, and the number of published ones.
     keys: list[bytes] = field(default_factory=list)
     published_blocks: int = 0
@@ -125,7 +125,7 @@ class Sequence:
     @property
     def is_looking(self) -> bool:
         """Whether its tier lookup is in flight."""
-        return self.visit is not None and self.visit.waits
+        return self.offload_state is not None and self.offload_state.waits
 
     @property
     def computable(self) -> int:
@@ -135,7 +135,7 @@ class Sequence:
         """
         limit = None if self.restore is None else self.restore.limit(self.computed)
         count = self.pending if limit is None else limit - self.computed
-        spare = None if self.visit is None else self.visit.spare_tokens
+        spare = None if self.offload_state is None else self.offload_state.spare_tokens
         return count if spare is None else min(count, spare)
 
     def begin(self, count: int) -> int:
@@ -201,7 +201,7 @@ class Sequence:
             resident_tokens=self.resident_tokens,
             first_resident=self.first_resident,
             earlier_loads=dict(self.earlier_loads),
-            visit=self.visit,
+            offload_state=self.offload_state,
             keys=list(self.keys),
             published_blocks=self.published_blocks,
             chain_entry=self.chain_entry,

@@ -152,9 +152,9 @@ def _uncomputed(engine: Engine, sequence: Sequence) -> tuple[int, int]:
     if engine.scheduler.tables.prefix_reuse:
         keys = sequence.keys_of(known // pool.block_tokens, pool.block_tokens)
         found_blocks = len(pool.match(keys, sequence.tokens))
-    visit = sequence.visit
-    if visit is not None and visit.found is not None:
-        found_blocks = max([found_blocks, *(span.first + span.blocks for span in visit.found.spans)])
+    offload_state = sequence.offload_state
+    if offload_state is not None and offload_state.found is not None:
+        found_blocks = max([found_blocks, *(span.first + span.blocks for span in offload_state.found.spans)])
     have = min(known, found_blocks * pool.block_tokens)
     return sequence.prompt_tokens - have, have
 

@@ -143,8 +143,8 @@ def build_offload(
         clock=clock,
     )
 
-    def learned(sequence: Sequence, visit: OffloadState, found: LookupResult) -> None:
-        handover.learned(provenance_of(sequence, visit, found))
+    def learned(sequence: Sequence, offload_state: OffloadState, found: LookupResult) -> None:
+        handover.learned(provenance_of(sequence, offload_state, found))
 
     lookups = TierLookups(
         lambda lookup: link.lookup(lookup),

@@ -229,8 +229,8 @@ def test_no_request_waits_longer_than_its_own_recompute_price(
     came_s = engine.clock.now_s
     key = engine.submit(prompt)
     (sequence,) = [one for one in inner.scheduler.waiting if len(one.tokens) == len(prompt)]
-    assert sequence.visit is not None
-    engine.clock.now_s = sequence.visit.deadline_s - 0.01
+    assert sequence.offload_state is not None
+    engine.clock.now_s = sequence.offload_state.deadline_s - 0.01
     lane(engine.lanes.lookup).release()
     while sequence.computed == 0:
         engine.driver.step()

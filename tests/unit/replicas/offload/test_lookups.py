@@ -69,7 +69,7 @@ class World:
         params = SamplingParams(max_tokens=8)
         prompt = list(range(tokens))
         sequence = Sequence("r", 1, bytes(32), array("I", prompt), tokens, params, 0)
-        sequence.visit = OffloadState(Placement(), opened_s=self.clock())
+        sequence.offload_state = OffloadState(Placement(), opened_s=self.clock())
         request = GenerateRequest("r", prompt, params, 1, b"", bytes(16), bytes(16), Placement())
         self.lookups.open(sequence, request, resident_tokens=resident, is_queued=True)
         return sequence
@@ -93,9 +93,9 @@ class World:
         return bool(times)
 
 
-def visit_of(sequence: Sequence) -> OffloadState:
-    assert sequence.visit is not None
-    return sequence.visit
+def offload_state_of(sequence: Sequence) -> OffloadState:
+    assert sequence.offload_state is not None
+    return sequence.offload_state
 
 
 def test_it_waits_until_the_answer_and_is_told_of_then() -> None:
@@ -106,7 +106,7 @@ def test_it_waits_until_the_answer_and_is_told_of_then() -> None:
     world.clock.now_s += 1.0
     assert world.answered(answer(20)) == [sequence]
     assert not sequence.is_looking
-    assert visit_of(sequence).waited_s == 1.0
+    assert offload_state_of(sequence).waited_s == 1.0
     assert not world.wake(), "nothing more is due"
     (asked,) = world.asked
     assert (asked.starts_turn, asked.is_queued) == (True, True)
@@ -122,7 +122,7 @@ def test_its_deadline_is_a_share_of_the_saving_and_the_answer_counts_afterwards(
     assert world.collect() == [sequence], "it is computed from here on"
     assert sequence.computable == PROMPT, "in whole steps"
     assert world.answered(answer(20)) == [sequence], "... and the rest is loaded"
-    assert visit_of(sequence).found is not None
+    assert offload_state_of(sequence).found is not None
     assert not world.lookups.computed(sequence)
     assert not world.lookups.slow
 
@@ -136,15 +136,15 @@ def test_an_idle_engine_begins_with_steps_no_longer_than_the_wait_so_far() -> No
     world.collect(is_idle=True)
     assert not sequence.is_looking
     steps = []
-    while visit_of(sequence).spare_tokens is not None:
+    while offload_state_of(sequence).spare_tokens is not None:
         steps.append(sequence.computable)
         assert steps[-1] * PRICE.a_s <= world.clock.now_s - 1000.0
         sequence.computed += steps[-1]
         world.clock.now_s += steps[-1] * PRICE.a_s
         world.collect()
     assert steps == [32, 64, 128]
-    assert world.clock.now_s >= visit_of(sequence).deadline_s
-    assert visit_of(sequence).waited_s == pytest.approx(0.33)
+    assert world.clock.now_s >= offload_state_of(sequence).deadline_s
+    assert offload_state_of(sequence).waited_s == pytest.approx(0.33)
 
 
 def test_only_one_of_those_that_wait_begins_on_an_idle_engine() -> None:
@@ -174,7 +174,7 @@ def test_a_tier_that_is_still_being_listed_is_asked_again_for_what_is_missing() 
     world.wake()
     world.collect()
     assert world.answered(answer(20)) == [sequence]
-    assert visit_of(sequence).found == answer(20)
+    assert offload_state_of(sequence).found == answer(20)
 
 
 def test_what_was_found_shortens_the_wait_for_the_rest() -> None:
@@ -182,7 +182,7 @@ def test_what_was_found_shortens_the_wait_for_the_rest() -> None:
     sequence = world.open()
     world.answered(answer(18, unlisted=("s3",)))  # 288 of 320
     assert sequence.is_looking
-    assert visit_of(sequence).deadline_s == pytest.approx(1000.16)
+    assert offload_state_of(sequence).deadline_s == pytest.approx(1000.16)
     world.wake()
     world.collect()
     assert world.answered(answer(20, unlisted=("s3",))) == [sequence], "there is nothing left to wait for"
@@ -195,7 +195,7 @@ def test_asking_again_ends_when_the_prompt_is_computed() -> None:
     world.clock.now_s = 1002.0
     assert world.collect() == [sequence]
     assert world.lookups.computed(sequence)
-    assert visit_of(sequence).miss == "slow lookup"
+    assert offload_state_of(sequence).miss == "slow lookup"
     assert world.lookups.slow == {"s3": 1}, "that it was not listed was the reason"
     assert not world.wake()
 
@@ -239,7 +239,7 @@ def test_a_lookup_that_nobody_answers_before_the_end_was_slow_as_well() -> None:
     world.clock.now_s += 1.7
     world.collect()
     world.lookups.computed(sequence)
-    visit_of(sequence).is_over = True
+    offload_state_of(sequence).is_over = True
     world.lookups.close(sequence)
     assert world.lookups.slow == {NODE: 1}
     world.lane.release()
@@ -252,9 +252,9 @@ def test_tiers_that_are_down_are_waited_for_by_nobody() -> None:
     for _ in range(2):
         sequence = world.open()
         world.answered(None)
-        assert (sequence.is_looking, visit_of(sequence).miss) == (False, "down")
+        assert (sequence.is_looking, offload_state_of(sequence).miss) == (False, "down")
     sequence = world.open()
-    assert (sequence.is_looking, visit_of(sequence).miss) == (False, "down")
+    assert (sequence.is_looking, offload_state_of(sequence).miss) == (False, "down")
     assert len(world.asked) == 2
     assert not world.lookups.computed(sequence), "down is not slow"
 
@@ -274,7 +274,7 @@ def test_no_request_waits_longer_than_its_own_recompute_price(seed: int) -> None
     world = World(lookup_share=rng.choice([0.1, 0.5, 1.0]), lookup_idle_share=rng.choice([0.0, 0.2, 1.0]))
     for _ in range(50):
         sequence = world.open(rng.randint(1, 2000), 0)
-        visit = visit_of(sequence)
+        offload_state = offload_state_of(sequence)
         listed_s = world.clock.now_s + rng.choice([0.0, 0.3, 3.0, 30.0])
         while sequence.is_looking:
             world.lane.held = rng.random() < 0.7
@@ -285,10 +285,10 @@ def test_no_request_waits_longer_than_its_own_recompute_price(seed: int) -> None
             world.collect(is_idle=rng.random() < 0.5)
             if sequence.is_looking and not world.wake():
                 pytest.fail("it waits for nothing that is due")
-        assert visit.waited_s <= visit.recompute_s
-        assert visit.waited_s <= 4.0
+        assert offload_state.waited_s <= offload_state.recompute_s
+        assert offload_state.waited_s <= 4.0
         world.lookups.computed(sequence)
-        visit.is_over = True
+        offload_state.is_over = True
         world.lookups.close(sequence)
         world.lane.release()
         world.collect()

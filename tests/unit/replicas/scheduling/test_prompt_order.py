@@ -49,7 +49,11 @@ class Replica:
         )
 
     def send(
-        self, tokens: int, answer: int = 1, visit: OffloadState | None = None, first_token: int | None = None
+        self,
+        tokens: int,
+        answer: int = 1,
+        offload_state: OffloadState | None = None,
+        first_token: int | None = None,
     ) -> Sequence:
         """Queue a prompt; `first_token`: of another, which it extends or is extended by."""
         self.arrivals += 1
@@ -61,7 +65,7 @@ class Replica:
             prompt_tokens=tokens,
             sampling=SamplingParams(max_tokens=answer),
             seed=0,
-            visit=visit,
+            offload_state=offload_state,
         )
         self.scheduler.add(sequence)
         return sequence
@@ -150,8 +154,8 @@ def test_a_return_counts_without_what_the_pool_and_the_tiers_have() -> None:
     assert again in replica.step()
     assert long not in replica.done
     found = LookupResult("", 0, (BlockRange(bytes(16), bytes(16), 0, 0, 50, "cpu", 1),))
-    visit = OffloadState(Placement("cpu", (), "cpu"), 0.0, found=found)
-    elsewhere = replica.send(830, visit=visit)
+    offload_state = OffloadState(Placement("cpu", (), "cpu"), 0.0, found=found)
+    elsewhere = replica.send(830, offload_state=offload_state)
     assert expected_tokens(elsewhere, BT) == 30
 
 
@@ -161,7 +165,7 @@ def test_a_prompt_that_is_loaded_enters_at_once_and_takes_no_room() -> None:
 
     class Restorer:
         def plan_restore(self, sequence: Sequence) -> None:
-            if sequence.visit is not None:
+            if sequence.offload_state is not None:
                 piece = RestorePiece(0, 800, "cpu", 800)
                 sequence.restore = Restore([piece], BT, "load", True, 0.0, 1.0)
 
@@ -178,7 +182,7 @@ def test_a_prompt_that_is_loaded_enters_at_once_and_takes_no_room() -> None:
     long = replica.send(4000)
     replica.step()
     found = LookupResult("", 0, (BlockRange(bytes(16), bytes(16), 0, 0, 50, "cpu", 1),))
-    back = replica.send(830, visit=OffloadState(Placement("cpu", (), "cpu"), 0.0, found=found))
+    back = replica.send(830, offload_state=OffloadState(Placement("cpu", (), "cpu"), 0.0, found=found))
     assert replica.step() == {long: 64}
     assert back in replica.scheduler.running
     assert back.restore is not None
