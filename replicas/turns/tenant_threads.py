@@ -221,8 +221,11 @@ class TenantThreads:
     def _cancelled(self, job: _TenantJob) -> None:
         with self._lock:
             self._leave(job)
-            if job in self._waiting:
+            is_waiting = job in self._waiting
+            if is_waiting:
                 self._waiting.remove(job)
+        if is_waiting:  # no thread will tell those who wait for it by `concurrent.futures.wait`
+            job.future.set_running_or_notify_cancel()
 
     def close(self, *, wait: bool = False) -> None:
         """Stop the threads: work that waits is dropped. `wait`: until what runs is over."""

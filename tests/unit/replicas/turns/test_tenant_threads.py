@@ -196,7 +196,7 @@ def test_closing_ends_what_waits_for_its_next_piece(made: Callable[..., TenantTh
     jobs = [threads.submit(tenant, work, is_long=True) for tenant in ("alice", "bob")]
     threads.close()
     gate.set()
-    wait(jobs, 60)
+    assert not wait(jobs, 60).not_done
     assert not passed
     assert all(job.cancelled() or job.exception() is not None for job in jobs)
 
