@@ -7,6 +7,7 @@ loads nothing into a prompt that it has begun. What takes time is done on the la
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 HURRY_S = 2.0
 HURRY_SHARE = 0.1
 """So long after a lookup was late, others are waited for a tenth of the time: the node may hang."""
+ALONE_S = 0.003
+"""So long the engine's loop waits for an answer where it has no other request: it would spin meanwhile."""
 LOOKUP_RATE = 0.2  # weight of a new measurement in the usual time of a lookup
 USUAL_S_MAX = 0.25  # most that one measurement counts for
 
@@ -61,6 +64,7 @@ class PromptLookup:
     again_at_s: float | None = None
     why: str = ""
     is_over: bool = False
+    was_heard: threading.Event = field(default_factory=threading.Event)
 
 
 class Lookups:
@@ -107,13 +111,16 @@ class Lookups:
         self._submit(prompt, self._begin, tuple(token_ids), extra_of)
         return prompt
 
-    def is_over(self, prompt: PromptLookup, resident_tokens: int) -> bool:
+    def is_over(self, prompt: PromptLookup, resident_tokens: int, *, is_alone: bool = False) -> bool:
         """Return whether nothing more is waited for; ask the tiers again if it is time.
 
         `resident_tokens`: of the prompt, in the engine's own pool. Called again and again until it is over.
+        `is_alone`: the engine has no other request; then it blocks for `ALONE_S` at most, the first time.
         """
         if prompt.is_settled:
             return True
+        if is_alone and not prompt.was_heard.is_set():
+            self._wait_alone(prompt, resident_tokens)
         now_s, is_answered = self._clock(), prompt.is_answered
         if is_answered and not any(one.unlisted for one in prompt.found):
             prompt.is_settled = True
@@ -146,6 +153,12 @@ class Lookups:
         wait_s = self._worth.wait_s(missing, resident_tokens, self._usual_s, self._s_max)
         return (HURRY_SHARE if now_s < self._hurry_until_s else 1.0) * min(prompt.wait_s, wait_s)
 
+    def _wait_alone(self, prompt: PromptLookup, resident_tokens: int) -> None:
+        wait_s = min(ALONE_S, self._wait_s(prompt, resident_tokens, self._clock()))
+        if wait_s > 0:
+            prompt.was_heard.wait(wait_s)
+        prompt.was_heard.set()  # once is enough
+
     def _submit(self, prompt: PromptLookup, work: Callable[..., None], *args: object) -> None:
         try:
             self._lane.submit(self._guarded, prompt, work, *args)
@@ -160,6 +173,7 @@ class Lookups:
         except Exception:
             logger.exception("a lookup failed")
         prompt.is_answered = True
+        prompt.was_heard.set()
 
     def _begin(self, prompt: PromptLookup, token_ids: tuple[int, ...], extra_of: Callable[[], Extra]) -> None:
         try:

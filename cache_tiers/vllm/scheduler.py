@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 FETCHES_AT_ONCE = 4
 SAVING_SHARE = 0.75
-"""Of the pool's pages, those that stores may keep from being freed at once."""
+"""Of the pool's pages, those that stores may keep from being freed at once; one alone may keep all."""
 
 
 class SchedulerCalls(LookupCalls, Protocol):
@@ -89,6 +89,11 @@ class Threads(NamedTuple):
 
     lookups: Executor
     fetches: Executor
+
+
+def _room(saving: Mapping[str, int], pages: int) -> int:
+    """Return how many of the pool's `pages` one more store may keep: a later turn stores what is left."""
+    return max(0, int(SAVING_SHARE * pages) - sum(saving.values())) if saving else pages
 
 
 class SchedulerHalf:
@@ -154,7 +159,7 @@ class SchedulerHalf:
         turn = self._turns.get(request.request_id)
         if turn is None or turn.is_asked or computed % self._block_tokens:
             return 0
-        if not self._lookups.is_over(turn.prompt, computed):
+        if not self._lookups.is_over(turn.prompt, computed, is_alone=len(self._turns) == 1):
             return None
         if not turn.prompt.found or turn.prompt.namespace != self.namespace:  # cleared meanwhile
             return 0
@@ -319,13 +324,13 @@ class SchedulerHalf:
         parent = asked[-1] if asked else ROOT
         keys = asked + chain_keys(prompt.namespace, answered, extra[len(asked) :], self._block_tokens, parent)
         held = self._recent.held(keys, kept_front(prompt.found), prompt.began_s)
-        pages = page_ids[held:]
+        pages = page_ids[held : held + _room(self._saving, self._pages)]
+        if len(pages) < blocks - held:
+            self.counts["stores", "cut: pages"] += 1
+        blocks = held + len(pages)
         if not pages or 0 in pages:  # 0: vLLM's null block, of a window that has passed
             return None
-        if sum(self._saving.values()) + len(pages) > SAVING_SHARE * self._pages:
-            self.counts["stores", "refused: pages"] += 1
-            return None
-        self._recent.add(keys[held:], self._clock())
+        self._recent.add(keys[held:blocks], self._clock())
         if self.announced is not None:
             self.announced.storing(request.request_id, Chain.of(request, self._block_tokens), keys, held)
         return Store(

@@ -109,6 +109,30 @@ def test_what_is_being_stored_is_not_stored_again(engines: Any) -> None:
     assert params["samovar"]["stored_blocks"] == 4  # from where the two part
 
 
+def test_a_conversation_of_the_whole_pool_is_stored(engines: Any) -> None:
+    engine, ids = engines(pages=16), prompt(1, 13)
+    engine.run(engine.request(ids))
+    assert engine.receipts[-1]["stored_blocks"] == 14
+    engine.settle()
+    assert until_held(engine, ids) == 13 * BLOCK_TOKENS
+
+
+def test_of_stores_side_by_side_the_front_is_stored_as_far_as_pages_may_be_kept(engines: Any) -> None:
+    engine, long, short = engines(pages=32), prompt(1, 15), prompt(2, 15)
+    engine.scheduler.begin(first := engine.request(long))
+    engine.scheduler.begin(second := engine.request(short))
+    pages = [engine.free[:16], engine.free[16:]]
+    stored = []
+    for request, of in zip((first, second), pages, strict=True):
+        assert engine.matched(request) == 0
+        engine.compute(request, of, 0, 5, None)
+        _, params = engine.scheduler.ended(request, of, "stop")
+        stored.append(params["samovar"].get("stored_blocks", 0))
+    assert stored == [16, int(0.75 * 32) - 16]
+    _, cut = engine.scheduler.step(0, 0).stores
+    assert (cut.first, len(cut.pages), len(cut.token_ids)) == (0, 8, 8 * BLOCK_TOKENS)
+
+
 def test_the_same_ids_with_another_image_are_another_prompt(engines: Any) -> None:
     engine, ids = engines(), prompt(1, 6)
     until_held(engine, ids, images={2: "cat"})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from samovar.cache_tiers.blocks import CPU
 from samovar.cache_tiers.messages import BlockRange, LookupResult
 from samovar.cache_tiers.pricing import TierPrice
+from samovar.cache_tiers.vllm import lookups
 from samovar.cache_tiers.vllm.lookups import HURRY_S, HURRY_SHARE
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
 from samovar.cache_tiers.vllm.scheduler import SchedulerHalf, Threads
@@ -160,3 +162,21 @@ def test_what_vllm_has_itself_is_no_miss(clock: Clock, known: int, missed: str) 
     _, params = scheduler.ended(request, [], "stop")
     assert params is not None
     assert params["samovar"]["missed"] == missed
+
+
+def test_an_engine_with_one_request_waits_for_its_lookup(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer of "ask again" is an empty step of vLLM's, which takes longer than most lookups."""
+    found = OneTier.lookup
+
+    def slow(tiers: OneTier, lookup: Any) -> LookupResult:
+        time.sleep(0.05)
+        return found(tiers, lookup)
+
+    monkeypatch.setattr(OneTier, "lookup", slow)
+    monkeypatch.setattr(lookups, "ALONE_S", 60.0)  # as long as the prompt is worth, on a busy machine
+    with ThreadPoolExecutor(1) as lane:
+        scheduler, request = half(DEAR, clock, lane), FakeRequest("r", prompt(1, 2000))
+        scheduler.begin(request)
+        assert scheduler.matched(request, 0) == 0
