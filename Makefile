@@ -15,7 +15,7 @@ TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py 
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 
 # Decisions, without torch and Ray: for every change.
-PURE := $(addprefix tests/unit/,configs $(addprefix cache_tiers/,blocks directory forecast policy pricing) replicas/scheduling replicas/turns router/routing)
+PURE := $(addprefix tests/unit/,configs $(addprefix cache_tiers/,blocks catalog forecast policy pricing) replicas/scheduling replicas/turns router/routing)
 # Of programs that measure: no part of the product.
 OF_BENCHES := tests/unit/bench
 

@@ -1,4 +1,4 @@
-"""Random histories with faults, crashes and clears against the truth: never a wrong byte, books in order."""
+"""Random histories with faults, crashes and clears against the truth: never a wrong byte, state in order."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ class History:
             self.node.node.tick()
             join_scans(self.node.node, 10)
             self.node.work()
-        books = state_of(self.node.node)
-        assert len(books.directory.transfers) == 0
-        assert len(books.pending) == 0
+        state = state_of(self.node.node)
+        assert len(state.catalog.transfers) == 0
+        assert len(state.pending) == 0
         for name in ("cpu", "s3"):
-            assert books.directory.usage(name).bytes_accounted == self.node.tiers[name].bytes_held()
+            assert state.catalog.usage(name).bytes_accounted == self.node.tiers[name].bytes_held()
         files = [found.nbytes for found in self.node.tiers["nvme"].scan()]
-        assert books.directory.usage("nvme").bytes_accounted == sum(files)
+        assert state.catalog.usage("nvme").bytes_accounted == sum(files)
         assert all(row.state == "up" for row in self.node.node.stats().tiers)
 
     def end(self) -> None:
