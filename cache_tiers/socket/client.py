@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samovar.cache_tiers.blocks import VERSION, Clear, TierError
+from samovar.cache_tiers.blocks import (
+    VERSION,
+    BlockShape,
+    Bytes,
+    Clear,
+    TierError,
+    check_belongs,
+    decode_header,
+    good_blocks,
+    header_bytes,
+)
 from samovar.cache_tiers.media import SharedRecord
 from samovar.cache_tiers.messages import (
     BadReport,
@@ -65,12 +75,25 @@ class SaidNo(SocketError):
 class Loaded:
     """Blocks that were fetched: `record.data` is the extent's header, then the blocks from `first` on.
 
-    Nothing is verified: see `record.good_blocks`. The node's memory is taken up until this object goes.
+    Nothing is verified: see `checked`. The node's memory is taken up until this object goes.
     """
 
     first: int
     found: FetchReply
     record: SharedRecord
+
+    def checked(
+        self, namespace: bytes, shape: BlockShape, offset: int, first_block: int, keys: Sequence[bytes]
+    ) -> tuple[Bytes, int]:
+        """Return the extent's blocks from `offset` on, in one run, and how many leading ones are good.
+
+        `first_block`: where they stand in their chain. Raises `BadRecord` if they are not those of `keys`.
+        """
+        header = decode_header(self.record.data)
+        check_belongs(header, namespace, shape, offset, first_block, keys)
+        start = header_bytes(header.blocks, shape.layers) + (offset - self.first) * shape.block_bytes
+        payload = self.record.data[start : start + len(keys) * shape.block_bytes]
+        return payload, good_blocks(header, payload, offset)
 
 
 class SocketLink:

@@ -43,6 +43,15 @@ def check_version(version: str) -> None:
         )
 
 
+def check_cache_dtype(dtype: str) -> None:
+    """Raise `ValueError` for a quantised KV cache, with the fix."""
+    if dtype not in CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype {dtype}: its scales or tables lie outside of the pages; use 'auto', "
+            "or leave the connector out"
+        )
+
+
 def check_config(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise `ValueError` naming what cannot be stored, and the fix."""
     transfer, cache, parallel = (
@@ -58,11 +67,7 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     if transfer.kv_role != "kv_both":
         raise ValueError(f"kv_role is {transfer.kv_role!r}: SamovarConnector needs 'kv_both'")
-    if cache.cache_dtype not in CACHE_DTYPES:
-        raise ValueError(
-            f"kv_cache_dtype {cache.cache_dtype}: its scales or tables lie outside of the pages; use 'auto', "
-            "or leave the connector out"
-        )
+    check_cache_dtype(cache.cache_dtype)
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size", "nnodes"):
         size = getattr(parallel, name, 1)
         if size != 1:

@@ -23,9 +23,6 @@ from samovar.cache_tiers.blocks import (
     LoadSource,
     Placement,
     TierError,
-    check_belongs,
-    decode_header,
-    good_blocks,
     header_bytes,
     record_bytes,
     seal,
@@ -159,12 +156,7 @@ class WorkerHalf:
         tier: LoadSource = reply.found.tier or span.tier
         keys = [rank_name(key, self._rank) for key in load.keys[done : done + span.blocks]]
         try:
-            header = decode_header(reply.record.data)
-            check_belongs(header, namespace, self._shape, span.offset, load.first + done, keys)
-            start = header_bytes(header.blocks, self._shape.layers)
-            start += (span.offset - reply.first) * self._shape.block_bytes
-            payload = reply.record.data[start : start + span.blocks * self._shape.block_bytes]
-            good = good_blocks(header, payload, span.offset)
+            payload, good = reply.checked(namespace, self._shape, span.offset, load.first + done, keys)
         except BadRecord as error:
             self._bad(load, span, tier, error.kind)
             return 0

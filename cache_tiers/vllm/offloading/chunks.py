@@ -19,9 +19,6 @@ from samovar.cache_tiers.blocks import (
     Clear,
     Placement,
     TierError,
-    check_belongs,
-    decode_header,
-    good_blocks,
     header_bytes,
     namespace_digest,
     record_bytes,
@@ -32,7 +29,6 @@ from samovar.cache_tiers.media import MemoryFile, SharedRecord
 from samovar.cache_tiers.messages import (
     BadReport,
     BlockRange,
-    Fetch,
     FetchFailed,
     LoadReport,
     Lookup,
@@ -41,6 +37,7 @@ from samovar.cache_tiers.messages import (
 from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.socket.messages import Offer
 from samovar.cache_tiers.vllm.messages import EXTENT_BYTES_MAX, ConnectorOptions
+from samovar.cache_tiers.vllm.scheduler import fetch_of
 
 logger = logging.getLogger("vllm.samovar")
 
@@ -151,27 +148,12 @@ class ChunkStore:
     ) -> list[HostChunk]:
         namespace, began_s = self._of_group(group), time.monotonic()
         some = [wanted[place] for place in range(span.first, span.first + span.blocks)]
-        reply = self._link.fetch(
-            Fetch(
-                namespace, span.tenant, span.extent_id, span.offset, span.blocks, span.tier, self._load_s_max
-            )
-        )
+        reply = self._link.fetch(fetch_of(namespace, span, self._load_s_max))
         if isinstance(reply, FetchFailed):
             return []
-        tier, data = reply.found.tier or span.tier, reply.record.data
+        tier, kind, keys = reply.found.tier or span.tier, "checksum", [_key_of(one) for one in some]
         try:
-            header = decode_header(data)
-            check_belongs(
-                header,
-                namespace,
-                self._shape(some[0]),
-                span.offset,
-                span.first,
-                [_key_of(one) for one in some],
-            )
-            start = header_bytes(header.blocks, 1) + (span.offset - reply.first) * self._chunk_bytes
-            payload = data[start : start + span.blocks * self._chunk_bytes]
-            good, kind = good_blocks(header, payload, span.offset), "checksum"
+            payload, good = reply.checked(namespace, self._shape(some[0]), span.offset, span.first, keys)
         except BadRecord as error:
             good, kind = 0, error.kind
         for number, one in enumerate(some[:good]):

@@ -44,7 +44,7 @@ from samovar.cache_tiers.vllm.connector import CLEAR_S_MAX, KNOWN_WEIGHTS, confi
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
 from samovar.cache_tiers.vllm.names.identity import model_path, weights_digest
 from samovar.cache_tiers.vllm.offloading.chunks import ChunkStore, HostChunk
-from samovar.cache_tiers.vllm.refusals import CACHE_DTYPES, check_version
+from samovar.cache_tiers.vllm.refusals import check_cache_dtype, check_version
 
 logger = logging.getLogger("vllm.samovar")
 
@@ -266,11 +266,7 @@ def check_names(vllm_config: Any) -> None:
         raise ValueError(
             f"--prefix-caching-hash-algo {algorithm}: its keys can be made to collide; use sha256"
         )
-    dtype = vllm_config.cache_config.cache_dtype
-    if dtype not in CACHE_DTYPES:
-        raise ValueError(
-            f"kv_cache_dtype {dtype}: its scales or tables lie outside of the blocks; use 'auto'"
-        )
+    check_cache_dtype(vllm_config.cache_config.cache_dtype)
 
 
 def name_tiers(extra: dict[str, Any], namespace: bytes) -> None:

@@ -136,7 +136,7 @@ def test_a_flipped_bit_is_not_loaded_and_the_good_ones_before_it_are(
         assert isinstance(loaded, Loaded)
         data = loaded.record.data.copy()
         data[header_bytes(5, 1) + 3 * CHUNK_BYTES + 17] ^= 4
-        return SimpleNamespace(first=0, found=loaded.found, record=SimpleNamespace(data=data))
+        return Loaded(0, loaded.found, SimpleNamespace(data=data))  # type: ignore[arg-type]
 
     monkeypatch.setattr(SocketLink, "fetch", flipped)
     again = np.zeros_like(rows)
