@@ -162,7 +162,8 @@ class _SchedulerCalls:
         """Return the step's jobs."""
         assert self._scheduler is not None
         new, context = step_size(scheduler_output)
-        return SamovarMetadata(self._scheduler.step(new, context))
+        is_idle = not scheduler_output.total_num_scheduled_tokens
+        return SamovarMetadata(self._scheduler.step(new, context, is_idle=is_idle))
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -252,11 +253,15 @@ class _WorkerCalls:
 
         Stores not in `wait_for_save`: 0.29 does not call that in a step without a forward pass.
         """
-        metadata = self._connector_metadata
-        jobs = metadata.jobs if isinstance(metadata, SamovarMetadata) else Jobs()
+        jobs = self._jobs
         if self._worker is not None and (jobs.loads or jobs.stores):
             assert self._mark is not None
             self._worker.start(jobs.loads, jobs.stores, self._mark())
+
+    @property
+    def _jobs(self) -> Jobs:
+        metadata = self._connector_metadata
+        return metadata.jobs if isinstance(metadata, SamovarMetadata) else Jobs()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no step reads what is still being loaded."""
@@ -271,7 +276,7 @@ class _WorkerCalls:
         """Return requests whose stores and whose loads are over."""
         if self._worker is None:
             return None, None
-        sent, received, bad = self._worker.finished()
+        sent, received, bad = self._worker.finished(may_wait=self._jobs.may_wait)
         self._bad |= bad
         return sent or None, received or None
 

@@ -70,7 +70,8 @@ class PromptLookup:
 class Lookups:
     """Looks prompts up on the threads of `lane`. Called by the engine's loop alone.
 
-    `ranks`: of the engine; each has records of its own. `s_max`: the longest wait.
+    `ranks`: of the engine; each has records of its own. `s_max`: the longest wait. `heard`: is called on a
+    thread whenever a prompt is answered.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Lookups:
         *,
         block_tokens: int,
         s_max: float,
+        heard: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ranks = 1
@@ -89,6 +91,7 @@ class Lookups:
         self._worth = worth
         self._block_tokens = block_tokens
         self._s_max = s_max
+        self._heard = heard
         self._clock = clock
         self._usual_s = 0.0
         self._hurry_until_s = float("-inf")
@@ -174,6 +177,7 @@ class Lookups:
             logger.exception("a lookup failed")
         prompt.is_answered = True
         prompt.was_heard.set()
+        self._heard()
 
     def _begin(self, prompt: PromptLookup, token_ids: tuple[int, ...], extra_of: Callable[[], Extra]) -> None:
         try:

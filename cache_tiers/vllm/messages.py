@@ -120,10 +120,11 @@ class Store:
 
 @dataclass(slots=True)
 class Jobs:
-    """Of one step."""
+    """Of one step. `may_wait`: it computes nothing, and no one else has waited in it (see `Progress`)."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    may_wait: bool = False
 
 
 StoresTaken = Mapping[str, Mapping[int, int]]

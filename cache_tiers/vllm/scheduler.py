@@ -32,6 +32,7 @@ from samovar.cache_tiers.vllm.events import Announced, Chain
 from samovar.cache_tiers.vllm.lookups import Extra, LookupCalls, Lookups, PromptLookup
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, Load, Store, StoresTaken
 from samovar.cache_tiers.vllm.names.chain import chain_keys, rank_name
+from samovar.cache_tiers.vllm.progress import Progress
 from samovar.cache_tiers.vllm.spans import CommonRun, RecentStores, kept_front, segments, spans_behind
 from samovar.cache_tiers.vllm.worth import Worth
 
@@ -83,6 +84,11 @@ class _Turn:
     bad: set[int] = field(default_factory=set)
     loaded: dict[LoadSource, int] = field(default_factory=dict)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the engine can do nothing for it before a lookup has been answered, or a fetch."""
+        return not self.prompt.is_settled or self.fetched is None
+
 
 class Threads(NamedTuple):
     """What blocks runs there. Apart: fetches of a slow disk do not hold lookups up."""
@@ -128,6 +134,7 @@ class SchedulerHalf:
         self._saving: dict[str, int] = {}  # request -> pages
         self._recent = RecentStores()
         self._jobs = Jobs()
+        self._progress = Progress()
         self.worth = Worth(block_tokens, FETCHES_AT_ONCE, clock)
         self._lookups = Lookups(
             calls,
@@ -135,6 +142,7 @@ class SchedulerHalf:
             self.worth,
             block_tokens=block_tokens,
             s_max=options.lookup_s_max,
+            heard=self._progress.ended,
             clock=clock,
         )
         self.announced = Announced(clock) if events else None
@@ -217,6 +225,7 @@ class SchedulerHalf:
             turn.fetches -= 1
             if not turn.fetches:
                 turn.fetched = end
+        self._progress.ended()
 
     def allocated(self, request: Any, page_ids: Sequence[int], tokens: int) -> None:
         """Begin the load of `tokens`, for which there are pages now. `page_ids`: all of the request.
@@ -252,10 +261,17 @@ class SchedulerHalf:
         turn = self._turns.get(request.request_id)
         return {} if turn is None else dict(turn.loaded)
 
-    def step(self, new_tokens: int, context_tokens: int) -> Jobs:
-        """Return the jobs of a step that computes `new_tokens` behind `context_tokens` each on average."""
+    def step(self, new_tokens: int, context_tokens: int, *, is_idle: bool = False) -> Jobs:
+        """Return the jobs of a step that computes `new_tokens` behind `context_tokens` each on average.
+
+        `is_idle`: it computes nothing at all; then a lookup or a fetch that is under way is waited for.
+        """
         self.worth.step(new_tokens, context_tokens)
         jobs, self._jobs = self._jobs, Jobs()
+        jobs.may_wait = is_idle
+        if is_idle and not jobs.loads and any(turn.is_awaited for turn in self._turns.values()):
+            self._progress.wait()
+            jobs.may_wait = False
         return jobs
 
     def stepped(

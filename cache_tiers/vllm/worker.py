@@ -40,6 +40,7 @@ from samovar.cache_tiers.vllm.messages import (
     StoresTaken,
 )
 from samovar.cache_tiers.vllm.names.chain import chain_keys, rank_name
+from samovar.cache_tiers.vllm.progress import Progress
 from samovar.cache_tiers.vllm.scheduler import fetch_of
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class WorkerHalf:
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
+        self._progress = Progress()
+        self._under_way = 0
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._bad_pages: set[int] = set()
@@ -102,8 +105,13 @@ class WorkerHalf:
             if not self._begin(self._store, store, until):
                 self._stored(store, "not begun")
 
-    def finished(self) -> tuple[set[str], set[str], set[int]]:
-        """Return requests whose stores and whose loads are over, and pages that could not be loaded."""
+    def finished(self, *, may_wait: bool = False) -> tuple[set[str], set[str], set[int]]:
+        """Return requests whose stores and whose loads are over, and pages that could not be loaded.
+
+        `may_wait`: the engine has nothing else to do, so that one of those under way is waited for.
+        """
+        if may_wait and self._under_way:
+            self._progress.wait()
         with self._lock:
             found = self._sent, self._received, self._bad_pages
             self._sent, self._received, self._bad_pages = set(), set(), set()
@@ -126,10 +134,12 @@ class WorkerHalf:
             self._counts[family, label] += amount
 
     def _begin(self, work: Callable[..., None], *args: object) -> bool:
+        with self._lock:
+            self._under_way += 1
         try:
             self._pool.submit(work, *args)
         except RuntimeError:  # it ends, or no thread can be started
-            return False
+            return False  # who hears this says that it is over
         return True
 
     def _load(self, load: Load) -> None:
@@ -183,6 +193,8 @@ class WorkerHalf:
         with self._lock:
             self._bad_pages.update(load.pages[done:])  # never later than that it is received
             self._received.add(load.request_id)
+            self._under_way -= 1
+        self._progress.ended()
 
     def _store(self, store: Store, until: Callable[[], None]) -> None:
         outcome, most = "error", max(1, EXTENT_BYTES_MAX // self._shape.block_bytes)
@@ -252,3 +264,5 @@ class WorkerHalf:
             self._count("stores", outcome)
         with self._lock:
             self._sent.add(store.request_id)
+            self._under_way -= 1
+        self._progress.ended()

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -224,27 +223,29 @@ class FakeVllm:
             self.scheduler.check_integrity()
             if tokens is not None:
                 return tokens
-            time.sleep(0.001)
+            self.start(self.scheduler.step(0, 0, is_idle=True))
 
     def received(self, request: FakeRequest) -> set[int]:
         bad: set[int] = set()
         while True:
-            received, now_bad = self.step_over()
+            received, now_bad = self.step_over(is_idle=True)
             bad |= now_bad
             if request.request_id in received:
                 return bad
-            time.sleep(0.001)
 
     def start(self, jobs: Jobs) -> None:
         for worker, own in zip(self.workers, self.rank_pages, strict=True):
             worker.start(jobs.loads, jobs.stores, own.mark())
 
-    def step_over(self) -> tuple[set[str], set[int]]:
-        """End a step: return the requests that are loaded on all ranks, and pages that are bad on one."""
+    def step_over(self, *, is_idle: bool = False) -> tuple[set[str], set[int]]:
+        """End a step: return the requests that are loaded on all ranks, and pages that are bad on one.
+
+        `is_idle`: it has computed nothing.
+        """
         sent, received, bad = set[str](), set[str](), set[int]()
         taken: dict[str, dict[int, int]] = {}
         for worker in self.workers:
-            ended = worker.finished()
+            ended = worker.finished(may_wait=is_idle)
             sent |= self._on_all("sent", ended[0])
             received |= self._on_all("received", ended[1])
             bad |= ended[2]
@@ -308,8 +309,7 @@ class FakeVllm:
     def settle(self) -> None:
         """Wait until no page is kept any more."""
         while self.kept:
-            self.step_over()
-            time.sleep(0.001)
+            self.step_over(is_idle=True)
         for pool in self.pools:  # and until its threads have nothing to do
             together = threading.Barrier(THREADS + 1)
             for _ in range(THREADS):
