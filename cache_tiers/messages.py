@@ -180,7 +180,7 @@ class Fetched:
     In Ray, `ref` (a list of one, so that Ray passes it on as it is) replaces `data`. Nothing is verified:
     the receiver does that (`record.decode_header`, `record.good_blocks`). `tier`: the actual source, if
     the requested tier could not. `is_kept`: it came from another node, and a tier of this node now has
-    the whole extent.
+    the whole extent. `is_placed`: `data` is in the room that the caller has lent.
     """
 
     first: int
@@ -188,6 +188,7 @@ class Fetched:
     ref: list[object] = field(default_factory=list)
     tier: LoadSource | None = None
     is_kept: bool = False
+    is_placed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

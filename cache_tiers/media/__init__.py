@@ -7,7 +7,7 @@ from samovar.cache_tiers.media.faults import FaultyTier
 from samovar.cache_tiers.media.files import Syscalls, lock_owner
 from samovar.cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
 from samovar.cache_tiers.media.measure import RESERVED_NAMESPACE, measure_tier, random_record
-from samovar.cache_tiers.media.memory import MemoryFile, SharedRecord, SharedTier, shared
+from samovar.cache_tiers.media.memory import MemoryFile, Room, SharedRecord, SharedTier, shared
 from samovar.cache_tiers.media.nvme import NvmeTier, measure_direct_io
 from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier, open_medium
 
@@ -19,6 +19,7 @@ __all__ = [
     "GuardedTier",
     "MemoryFile",
     "NvmeTier",
+    "Room",
     "Scanned",
     "SharedRecord",
     "SharedTier",

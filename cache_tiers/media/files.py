@@ -165,14 +165,25 @@ def write_all(calls: Syscalls, fd: int, data: Bytes, *, align: int, deadline: De
         calls.ftruncate(fd, len(data))
 
 
-def read_range(calls: Syscalls, fd: int, start: int, nbytes: int, *, align: int, deadline: Deadline) -> Bytes:
-    """Read exactly the bytes `[start, start + nbytes)` into a new buffer.
+def read_range(
+    calls: Syscalls,
+    fd: int,
+    start: int,
+    nbytes: int,
+    *,
+    align: int,
+    deadline: Deadline,
+    room: Bytes | None = None,
+) -> Bytes:
+    """Read exactly the bytes `[start, start + nbytes)`, into a new buffer or to the front of `room`.
 
-    Raises `BadRecord("truncated")` if the file ends before, `OSError`, `TierError`.
+    `room`: aligned, with place for what `align` adds at both ends. Raises `BadRecord("truncated")` if the
+    file ends before, `OSError`, `TierError`.
     """
     low = start // align * align
     want = start + nbytes - low
-    buffer = aligned_empty(-(-want // align) * align, align)
+    whole = -(-want // align) * align
+    buffer = aligned_empty(whole, align) if room is None else room[:whole]
     filled = 0
     while filled < want:
         deadline.check()

@@ -302,11 +302,17 @@ class GuardedTier:
         with self._lock:
             self._meter.observe(nbytes, seconds)
 
-    def read(self, address: Address, start: int, nbytes: int, deadline_s: float) -> Bytes:
-        """Read as `Tier.read`, and never fewer bytes than wanted. Raises `TierError`, `BadRecord`."""
+    def read(
+        self, address: Address, start: int, nbytes: int, deadline_s: float, room: Bytes | None = None
+    ) -> Bytes:
+        """Read as `Tier.read`, and never fewer bytes than wanted. Raises `TierError`, `BadRecord`.
+
+        `room`: where the tier `takes_room`; after an error it may still be written to.
+        """
         began_s, deadline = self._clock(), Deadline(deadline_s)
+        read: Callable[..., Bytes] = self.tier.read if room is None else partial(self.tier.read, room=room)  # type: ignore[call-arg]
         try:
-            data = self.call(lambda: self.tier.read(address, start, nbytes, deadline=deadline), deadline)
+            data = self.call(lambda: read(address, start, nbytes, deadline=deadline), deadline)
         except (TierMiss, TierDown):
             raise
         except TierError:

@@ -130,6 +130,9 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 """With these no process can change a file any more: what was verified stays so, no reader gets a SIGBUS."""
 
 
+ROOM_BYTES_MAX = 1 << 30
+
+
 class SharedRecord:
     """A record in a sealed memory file. `fd`: open as long as this is; `data`: u8 `[nbytes]`, read-only."""
 
@@ -218,6 +221,55 @@ def shared(data: Bytes) -> SharedRecord:
     made = MemoryFile(data.nbytes)
     made.data[:] = data
     return made.seal()
+
+
+class Room:
+    """Memory that a client lends a node for records that it reads, again and again. `data`: u8, whole pages.
+
+    A memory file of the client's that both map: its pages are made once, not for each record. `is_lost`: a
+    call has failed that it was lent for; a node may still write there.
+    """
+
+    is_lost = False
+
+    def __init__(self, fd: int) -> None:
+        """Take over `fd`. Raises `TierError`, and closes it, if it is no memory file that cannot shrink."""
+        try:
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise TierError("room in memory that can shrink")
+            nbytes = os.fstat(fd).st_size
+            if not 0 < nbytes <= ROOM_BYTES_MAX or nbytes % mmap.PAGESIZE:
+                raise TierError(f"room of {nbytes} bytes")
+            if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:  # as in `SharedRecord`
+                raise TierError("room in huge pages")
+            self._memory = mmap.mmap(fd, nbytes)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise TierError(f"no room: {error}") from error
+        except TierError:
+            os.close(fd)
+            raise
+        self.fd = fd
+        self.data: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
+
+    @staticmethod
+    def made(nbytes: int) -> Room:
+        """Return new room for `nbytes` bytes. Raises `TierError`."""
+        try:
+            fd = os.memfd_create("samovar-room", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise TierError(f"no room: {error}") from error
+        try:
+            os.ftruncate(fd, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        except OSError as error:
+            os.close(fd)
+            raise TierError(f"no room: {error}") from error
+        return Room(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
 
 
 FILES_SHARE = 0.5

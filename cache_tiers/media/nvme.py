@@ -156,7 +156,7 @@ class NvmeTier(Tier):
     """
 
     name = NVME.name
-    keeps_bad = True
+    keeps_bad = takes_room = True
 
     def __init__(
         self,
@@ -260,16 +260,15 @@ class NvmeTier(Tier):
                     self.ledger.release(room)
                 self._see_room()
 
-    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
+    def read(
+        self, address: Address, start: int, nbytes: int, *, deadline: Deadline, room: Bytes | None = None
+    ) -> Bytes:
         path = self._path(address)
-        if start < 0 or nbytes < 0:
-            raise TierError(f"no bytes are at [{start}, {start + nbytes})")
         with self._state:
             known = self.ledger.files.get(address)
         try:
             with tier_errors("reading"):
-                length = known.length if known else None
-                return self._files.read(path, start, nbytes, deadline, length=length)
+                return self._files.read(path, start, nbytes, deadline, known.length if known else None, room)
         except TierError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
@@ -714,13 +713,22 @@ class RecordFiles:
             self._calls.close(fd)
 
     def read(
-        self, path: str, start: int, nbytes: int, deadline: Deadline, *, length: int | None = None
+        self,
+        path: str,
+        start: int,
+        nbytes: int,
+        deadline: Deadline,
+        length: int | None = None,
+        room: Bytes | None = None,
     ) -> Bytes:
         """Read bytes `[start, start + nbytes)` of a file that should be `length` long, if that is known.
 
+        `room`: see `files.read_range`.
         Raises `BadRecord("truncated"|"oversized")`, `BadRecord("magic")` if it is not a file, `OSError`,
         `TierError`.
         """
+        if min(start, nbytes) < 0:
+            raise TierError(f"no bytes are at [{start}, {start + nbytes})")
         fd = files.open_old(self._calls, path, self.align)
         try:
             found = self._calls.fstat(fd).st_size
@@ -728,7 +736,9 @@ class RecordFiles:
             if found < least or (length is not None and found > length):
                 kind = "truncated" if found < least else "oversized"
                 raise BadRecord(kind, f"a file of {found} bytes, not of {least}")
-            return files.read_range(self._calls, fd, start, nbytes, align=self.align, deadline=deadline)
+            return files.read_range(
+                self._calls, fd, start, nbytes, align=self.align, deadline=deadline, room=room
+            )
         finally:
             self._calls.close(fd)
 

@@ -90,10 +90,9 @@ class Tier(ABC):
     """
 
     name: TierName
-    is_shared: bool = False
-    """Other nodes put records there, too: clears are marked in it, and it is rescanned during use."""
-    keeps_bad: bool = False
-    """Quarantined records are kept for inspection."""
+    is_shared = False  # other nodes put records there, too: it has marks of clears, and is rescanned
+    keeps_bad = False  # quarantined records are kept for inspection
+    takes_room = False  # `read` takes `room`, u8 of whole pages, and returns what is at its front then
 
     @abstractmethod
     def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:

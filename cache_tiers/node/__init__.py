@@ -21,6 +21,7 @@ from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts,
 from samovar.cache_tiers.node.peers import PeerExports
 from samovar.cache_tiers.node.resumption import NodeResumption
 from samovar.cache_tiers.node.state import put_aside
+from samovar.cache_tiers.node.transfer import LentRoom
 
 __all__ = [
     "HEAD_RESOURCE",
@@ -28,6 +29,7 @@ __all__ = [
     "TICK_S",
     "DrainNotice",
     "KillPoint",
+    "LentRoom",
     "NodeIdentity",
     "NodeLeave",
     "NodeMedia",

@@ -65,7 +65,7 @@ from samovar.cache_tiers.node.resumption import NodePrefetch, NodeResumption
 from samovar.cache_tiers.node.scan import RescanCoalescer, TierScans
 from samovar.cache_tiers.node.state import NodeState, PendingDeletes
 from samovar.cache_tiers.node.store import CallFor, NodeStores
-from samovar.cache_tiers.node.transfer import NodeReads, NodeSamples, TransferRunner
+from samovar.cache_tiers.node.transfer import LentRoom, NodeReads, NodeSamples, TransferRunner
 from samovar.cache_tiers.policy import IdleSessions, Prefetcher, make_policy
 from samovar.cache_tiers.pricing import TierMeter, TierPrice
 from samovar.cache_tiers.transport import LazyLink, PeerCalls
@@ -449,9 +449,9 @@ class TierNode:
         self._looks.after(silent, min(lookup.wait_s, self._settings.lookup_s_max) / 2)
         return self.lookup_here(lookup)
 
-    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+    def fetch(self, fetch: Fetch, room: LentRoom | None = None) -> Fetched | FetchFailed:
         """Fetch blocks within the deadline, in the caller's thread. Never raises for a tier's failure."""
-        return self._reads.fetch(fetch)
+        return self._reads.fetch(fetch, room)
 
     def offer(self, offers: Sequence[StoreRequest], source: object = None) -> StoreReply:
         """Decide on each offer at once; accepted records are called for later (`CallFor`, `source`)."""

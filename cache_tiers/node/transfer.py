@@ -271,6 +271,24 @@ class _Spoilt(BadRecord):
         self.data = data
 
 
+class LentRoom:
+    """Memory that a caller lends for one fetch: u8, whole pages. Given away once.
+
+    A read that was late may still write there: what another tier has must not come to the same place.
+    """
+
+    def __init__(self, data: Bytes) -> None:
+        self._data: Bytes | None = data
+
+    def taken(self, nbytes: int) -> Bytes | None:
+        """Return the memory if it has `nbytes` bytes and is still there."""
+        data = self._data
+        if data is None or data.nbytes < nbytes:
+            return None
+        self._data = None
+        return data
+
+
 class NodeReads:
     """Serves fetches; at most `fetch_max` in flight, more are refused."""
 
@@ -283,15 +301,19 @@ class NodeReads:
         self._fetch_max = fetch_max
         self._reading: dict[Address, threading.Event] = {}  # whole records on their way to main memory
 
-    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
-        """Return the blocks from the requested tier or, failing that, from another one."""
+    def fetch(self, fetch: Fetch, room: LentRoom | None = None) -> Fetched | FetchFailed:
+        """Return the blocks from the requested tier or, failing that, from another one.
+
+        `room`: what a tier of this node alone has is read into it, and not promoted: it is there for the
+        next time as well, and main memory is for what is expected.
+        """
         state = self._state
         with state.lock:
             if state.fetches >= self._fetch_max:
                 return self._failed(fetch, "refused", f"{state.fetches} fetches are under way")
             state.fetches += 1
         try:
-            return self._fetch(fetch)
+            return self._fetch(fetch, room)
         finally:
             with state.work:
                 state.fetches -= 1
@@ -299,9 +321,11 @@ class NodeReads:
                 if not state.fetches:
                     state.work.notify()  # guesses may go on
 
-    def _fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+    def _fetch(self, fetch: Fetch, room: LentRoom | None) -> Fetched | FetchFailed:
         ends_s = self._state.clock() + fetch.deadline_s
         address = Address(fetch.tenant, fetch.namespace, fetch.extent_id)
+        if room is not None and fetch.tier in TIERS.local:
+            return self._fetch_here(fetch, address, ends_s, room)
         with self._read_once(fetch, address, ends_s):
             return self._fetch_once(fetch, address, ends_s)
 
@@ -341,7 +365,9 @@ class NodeReads:
                 return came
         return self._fetch_here(fetch, address, ends_s)
 
-    def _fetch_here(self, fetch: Fetch, address: Address, ends_s: float) -> Fetched | FetchFailed:
+    def _fetch_here(
+        self, fetch: Fetch, address: Address, ends_s: float, room: LentRoom | None = None
+    ) -> Fetched | FetchFailed:
         state, clock = self._state, self._state.clock
         with state.lock:
             info = state.catalog.info(address)
@@ -356,7 +382,7 @@ class NodeReads:
             first = TOP_TIER  # promoted since the lookup
         for tier in sorted(tiers, key=lambda tier: tier != first):
             try:
-                return self._fetch_from(fetch, address, tier, ends_s)
+                return self._fetch_from(fetch, address, tier, ends_s, room)
             except TierMiss:
                 state.lost(address, tier)
             except BadRecord as error:
@@ -375,7 +401,9 @@ class NodeReads:
         # No other tier has it whole: the replica takes the blocks in front of the first bad one.
         return spoilt or self._failed(fetch, reason, message)
 
-    def _fetch_from(self, fetch: Fetch, address: Address, tier: TierName, ends_s: float) -> Fetched:
+    def _fetch_from(
+        self, fetch: Fetch, address: Address, tier: TierName, ends_s: float, room: LentRoom | None
+    ) -> Fetched:
         """Fetch from one tier. Raises `TierError`, `BadRecord`."""
         state = self._state
         guard = state.guards[tier]
@@ -387,7 +415,7 @@ class NodeReads:
         if pin is None or info is None:
             raise TierMiss("gone meanwhile")
         try:
-            fetched = self._read(fetch, pin, info, ends_s)
+            fetched = self._read(fetch, pin, info, ends_s, room)
         finally:
             with state.lock:
                 state.catalog.unpin(pin)
@@ -396,7 +424,9 @@ class NodeReads:
         guard.tier.touch(address)
         return replace(fetched, tier=tier)
 
-    def _read(self, fetch: Fetch, pin: Pin, info: ExtentInfo, ends_s: float) -> Fetched:
+    def _read(
+        self, fetch: Fetch, pin: Pin, info: ExtentInfo, ends_s: float, room: LentRoom | None
+    ) -> Fetched:
         guard, address = self._state.guards[pin.tier], pin.address
         if (ref := guard.tier.ref(address)) is not None:
             return Fetched(0, ref=[ref])
@@ -407,6 +437,10 @@ class NodeReads:
         if pin.tier == TOP_TIER:
             return Fetched(0, read(0, pin.nbytes))
         if fetch.blocks >= PROMOTE_SHARE * info.blocks:
+            place = room.taken(pin.nbytes) if room is not None and guard.tier.takes_room else None
+            if place is not None:
+                data = guard.read(address, 0, pin.nbytes, ends_s - self._state.clock(), place)
+                return Fetched(0, data, is_placed=True)
             data = read(0, pin.nbytes)
             try:
                 return self._promoted(pin, data, ends_s) or Fetched(0, data)

@@ -27,7 +27,7 @@ from samovar.cache_tiers.blocks import (
     good_blocks,
     header_bytes,
 )
-from samovar.cache_tiers.media import SharedRecord
+from samovar.cache_tiers.media import Room, SharedRecord
 from samovar.cache_tiers.messages import (
     BadReport,
     Cleared,
@@ -73,14 +73,15 @@ class SaidNo(SocketError):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Blocks that were fetched: `record.data` is the extent's header, then the blocks from `first` on.
+    """Blocks that were fetched: `data` is the extent's header, then the blocks from `first` on.
 
-    Nothing is verified: see `checked`. The node's memory is taken up until this object goes.
+    Nothing is verified: see `checked`. The node's memory, or the room that it came in, is taken up until this
+    object goes.
     """
 
     first: int
     found: FetchReply
-    record: SharedRecord
+    data: Bytes
 
     def checked(
         self, namespace: bytes, shape: BlockShape, offset: int, first_block: int, keys: Sequence[bytes]
@@ -89,10 +90,10 @@ class Loaded:
 
         `first_block`: where they stand in their chain. Raises `BadRecord` if they are not those of `keys`.
         """
-        header = decode_header(self.record.data)
+        header = decode_header(self.data)
         check_belongs(header, namespace, shape, offset, first_block, keys)
         start = header_bytes(header.blocks, shape.layers) + (offset - self.first) * shape.block_bytes
-        payload = self.record.data[start : start + len(keys) * shape.block_bytes]
+        payload = self.data[start : start + len(keys) * shape.block_bytes]
         return payload, good_blocks(header, payload, offset)
 
 
@@ -146,10 +147,22 @@ class SocketLink:
         logger.warning("the tiers at %s have answered a lookup with what makes no sense", self._path)
         return None
 
-    def fetch(self, fetch: Fetch) -> Loaded | FetchFailed:
-        """Fetch blocks within the fetch's deadline."""
+    def fetch(self, fetch: Fetch, room: Room | None = None) -> Loaded | FetchFailed:
+        """Fetch blocks within the fetch's deadline.
+
+        `room`: where they may come if they are to be read from a file. It may be used again when what came is
+        not needed any more, unless it `is_lost`.
+        """
+        came = self._fetched(fetch, room)
+        # Else a read that was late may be under way, beside what came from elsewhere.
+        if room is not None and (isinstance(came, FetchFailed) or came.found.tier != fetch.tier):
+            room.is_lost = True
+        return came
+
+    def _fetched(self, fetch: Fetch, room: Room | None) -> Loaded | FetchFailed:
+        lent = [] if room is None else [room.fd]
         try:
-            found, fds = self._call("fetch", fetch, fetch.deadline_s + MARGIN_S)
+            found, fds = self._call("fetch", fetch, fetch.deadline_s + MARGIN_S, lent)
         except SaidNo as error:
             return FetchFailed("refused", str(error))
         except SocketError as error:
@@ -158,11 +171,14 @@ class SocketLink:
             close_all(fds)
             failed: FetchFailed = found.failed
             return failed
-        if len(fds) != 1 or not 0 <= found.first <= fetch.offset:
+        is_placed = room is not None and not fds and 0 < found.nbytes <= room.data.nbytes
+        if len(fds) != (0 if is_placed else 1) or not 0 <= found.first <= fetch.offset:
             close_all(fds)
             return FetchFailed("error", f"{len(fds)} files with blocks from {found.first} on")
+        if room is not None and is_placed:
+            return Loaded(found.first, found, room.data[: found.nbytes])
         try:
-            return Loaded(found.first, found, SharedRecord(fds[0], found.nbytes))
+            return Loaded(found.first, found, SharedRecord(fds[0], found.nbytes).data)
         except TierError as error:
             return FetchFailed("error", str(error))
 

@@ -3,7 +3,8 @@
 A connection makes one call at a time, on a thread of its own; a client opens a few, so that its lookups do
 not wait behind its loads. All clients are processes of users that may come in, which the kernel tells; what
 they say is checked all the same. Bytes go as sealed memory files: a load of what main memory holds is a map
-of the record, a store brings its record along and leaves nothing behind if its client dies.
+of the record, what a file holds is read into room that the client has lent, a store brings its record along
+and leaves nothing behind if its client dies.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from samovar.cache_tiers.blocks import READABLE, BadRecord, Bytes, Record, TierError, decode_header
-from samovar.cache_tiers.media import SharedRecord, shared
+from samovar.cache_tiers.media import Room, SharedRecord, shared
 from samovar.cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, StoreRequest
-from samovar.cache_tiers.node import TierNode
+from samovar.cache_tiers.node import LentRoom, TierNode
 from samovar.cache_tiers.socket.checks import check
 from samovar.cache_tiers.socket.messages import CALLS, FetchReply, Hello, Offer, Reports, Welcome
 from samovar.cache_tiers.socket.wire import (
@@ -48,6 +49,8 @@ CONNECTIONS_SHARE = 0.25
 """Part of this process' file descriptors that connections may take."""
 WAITING_BYTES_MAX = 2 * 1024**3
 """Records that clients have brought and no tier has taken yet."""
+ROOMS_MAX = 4
+"""Rooms of one connection that stay mapped: of a client's threads each has its own, and any connection."""
 PATH_BYTES_MAX = 107
 """Of a socket's path: the kernel's."""
 PEER = struct.Struct("3i")  # pid, uid, gid
@@ -137,6 +140,30 @@ class SocketLimits:
     def of(settings: TierSettings) -> SocketLimits:
         """Return those of a node's settings."""
         return SocketLimits(settings.fetch_max, settings.store_queue_max, settings.load_s_max)
+
+
+class _Rooms:
+    """The room that a connection's client has lent, mapped as long as it is lent again and again."""
+
+    def __init__(self) -> None:
+        self._by_file: dict[tuple[int, int], Room] = {}
+
+    def lent(self, fds: list[int]) -> LentRoom | None:
+        """Return what came with a fetch, taken from `fds`; None if nothing did that can be used."""
+        if len(fds) != 1:
+            return None
+        found = os.fstat(fds[0])
+        room = self._by_file.pop((found.st_dev, found.st_ino), None)
+        if room is None:
+            try:
+                room = Room(fds.pop())
+            except TierError as error:  # blocks come another way
+                logger.debug("room is not used: %s", error)
+                return None
+        while len(self._by_file) >= ROOMS_MAX:
+            del self._by_file[next(iter(self._by_file))]
+        self._by_file[found.st_dev, found.st_ino] = room
+        return LentRoom(room.data)
 
 
 class TierSocket:
@@ -244,10 +271,11 @@ class TierSocket:
         return ""
 
     def _serve(self, sock: socket.socket, pid: int) -> None:
+        rooms = _Rooms()
         try:
             self._greet(sock)
             while True:
-                self._call(sock, pid)
+                self._call(sock, pid, rooms)
         except SocketError as error:
             logger.debug("a client has left: %s", error)
         except Exception:  # of our own: it costs this connection
@@ -268,12 +296,12 @@ class TierSocket:
             raise SocketError(spoken)
         send(sock, [True, Welcome(PROTOCOL, self._node.incarnation, READABLE)])
 
-    def _call(self, sock: socket.socket, pid: int) -> None:
+    def _call(self, sock: socket.socket, pid: int, rooms: _Rooms) -> None:
         fds: list[int] = []
         try:
             data, fds = receive(sock, self._limits.frame_s, waits=True)
             method, args = _call_of(data)
-            said, held = self._answered(method, args, fds, pid)
+            said, held = self._answered(method, args, fds, pid, rooms)
         except (BadMessage, ValueError, BadRecord) as error:
             said, held = [False, str(error)[:500]], None
         finally:
@@ -281,7 +309,7 @@ class TierSocket:
         send(sock, said, () if held is None else (held.fd,), self._limits.frame_s)
 
     def _answered(
-        self, method: str, args: Any, fds: list[int], pid: int
+        self, method: str, args: Any, fds: list[int], pid: int, rooms: _Rooms
     ) -> tuple[list[Any], SharedRecord | None]:
         if method not in CALLS or method == "hello":
             raise BadMessage(f"there is no call {method!r}"[:100])
@@ -290,7 +318,7 @@ class TierSocket:
         if method in USES:
             self._used()
         if method == "fetch":
-            return self._fetch(given, pid)
+            return self._fetch(given, pid, rooms.lent(fds))
         if method == "offer":
             return [True, self._offer(given, fds, pid)], None
         return [True, self._plain(method, given)], None
@@ -316,14 +344,17 @@ class TierSocket:
     def _bounded(self, lookup: Lookup) -> Lookup:
         return replace(lookup, wait_s=min(lookup.wait_s, self._limits.load_s_max))
 
-    def _fetch(self, fetch: Fetch, pid: int) -> tuple[list[Any], SharedRecord | None]:
+    def _fetch(self, fetch: Fetch, pid: int, room: LentRoom | None) -> tuple[list[Any], SharedRecord | None]:
         if not self._fetching.take(pid, 1):
             failed = FetchFailed("refused", "this client's share of fetches is under way")
             return [True, FetchReply(0, None, 0, failed)], None
         try:
             reply = self._node.fetch(
-                replace(fetch, deadline_s=min(fetch.deadline_s, self._limits.load_s_max))
+                replace(fetch, deadline_s=min(fetch.deadline_s, self._limits.load_s_max)), room
             )
+            if isinstance(reply, Fetched) and reply.is_placed:
+                assert reply.data is not None
+                return [True, FetchReply(reply.first, reply.tier, int(reply.data.nbytes))], None
             if isinstance(reply, Fetched):
                 held = self._shared(reply)
                 return [True, FetchReply(reply.first, reply.tier, held.nbytes)], held

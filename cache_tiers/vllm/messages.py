@@ -120,7 +120,7 @@ class Store:
 
 @dataclass(slots=True)
 class Jobs:
-    """Of one step. `may_wait`: it computes nothing, and no one else has waited in it (see `Progress`)."""
+    """Of one step. `may_wait`: it computes nothing, and no one else has waited in it (see `IdleWait`)."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from samovar.cache_tiers.blocks import (
-    CPU,
     ROOT,
     TAG_BYTES,
+    TIERS,
     Clear,
     LoadSource,
     marks_of,
@@ -29,10 +29,10 @@ from samovar.cache_tiers.forecast import Stop
 from samovar.cache_tiers.messages import BlockRange, Cleared, Fetch, FetchFailed, TurnEnded
 from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.vllm.events import Announced, Chain
+from samovar.cache_tiers.vllm.idle_wait import IdleWait
 from samovar.cache_tiers.vllm.lookups import Extra, LookupCalls, Lookups, PromptLookup
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, Load, Store, StoresTaken
 from samovar.cache_tiers.vllm.names.chain import chain_keys, rank_name
-from samovar.cache_tiers.vllm.progress import Progress
 from samovar.cache_tiers.vllm.spans import CommonRun, RecentStores, kept_front, segments, spans_behind
 from samovar.cache_tiers.vllm.worth import Worth
 
@@ -102,6 +102,61 @@ def _room(saving: Mapping[str, int], pages: int) -> int:
     return max(0, int(SAVING_SHARE * pages) - sum(saving.values())) if saving else pages
 
 
+class FetchAhead:
+    """Brings what other machines have into main memory before its load: no page waits for a network.
+
+    What a file of this node has is read by the load itself. Called by the engine's loop alone.
+    """
+
+    def __init__(
+        self,
+        calls: SchedulerCalls,
+        lane: Executor,
+        load_s_max: float,
+        idle: IdleWait,
+        clock: Callable[[], float],
+    ) -> None:
+        self._calls = calls
+        self._lane = lane
+        self._load_s_max = load_s_max
+        self._idle = idle
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def is_here(self, turn: _Turn, plan: _Plan) -> bool:
+        """Return whether the load may begin; begin to bring what it needs."""
+        far = [
+            (rank, span)
+            for rank, spans in enumerate(plan.ranks)
+            for span in spans
+            if span.tier not in TIERS.local
+        ]
+        end = plan.first + plan.blocks
+        if not far or (turn.fetched is not None and turn.fetched >= end):
+            return True
+        if turn.fetched is None:  # under way
+            if self._clock() - turn.fetch_began_s < self._load_s_max:
+                return False
+            turn.prompt.why, turn.plan, turn.is_asked = "load late", _Plan(plan.first), True
+            return True
+        turn.fetched, turn.fetch_began_s, turn.fetches = None, self._clock(), len(far)
+        for rank, span in far:
+            self._lane.submit(self._bring, turn, rank_name(turn.prompt.namespace, rank), span, end)
+        return False
+
+    def _bring(self, turn: _Turn, namespace: bytes, span: BlockRange, end: int) -> None:
+        try:
+            if not turn.prompt.is_over:
+                self._calls.fetch(fetch_of(namespace, span, self._load_s_max))
+        except Exception:  # the worker finds out, and the rest is computed
+            logger.exception("a fetch failed")
+        with self._lock:
+            turn.fetches -= 1
+            if not turn.fetches:
+                turn.fetched = end
+        self._idle.ended()
+
+
 class SchedulerHalf:
     """Decides for one engine. Called by its loop alone.
 
@@ -134,7 +189,8 @@ class SchedulerHalf:
         self._saving: dict[str, int] = {}  # request -> pages
         self._recent = RecentStores()
         self._jobs = Jobs()
-        self._progress = Progress()
+        self._idle = IdleWait()
+        self._ahead = FetchAhead(calls, threads.fetches, options.load_s_max, self._idle, clock)
         self.worth = Worth(block_tokens, FETCHES_AT_ONCE, clock)
         self._lookups = Lookups(
             calls,
@@ -142,11 +198,10 @@ class SchedulerHalf:
             self.worth,
             block_tokens=block_tokens,
             s_max=options.lookup_s_max,
-            heard=self._progress.ended,
+            heard=self._idle.ended,
             clock=clock,
         )
         self.announced = Announced(clock) if events else None
-        self._lock = threading.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def named(self, namespace: bytes, ranks: int) -> None:
@@ -176,7 +231,7 @@ class SchedulerHalf:
             if turn.plan is None and self.announced is not None:
                 self.announced.looked_up(Chain.of(request, self._block_tokens), turn.prompt)
             turn.plan = self._planned(turn.prompt, first)
-        if turn.plan.segments and not self._is_here(turn, turn.plan):
+        if turn.plan.segments and not self._ahead.is_here(turn, turn.plan):
             return None
         return turn.plan.blocks * self._block_tokens
 
@@ -195,37 +250,6 @@ class SchedulerHalf:
         end = chosen[-1].first + chosen[-1].blocks
         ranks = (tuple(spans_behind(one.spans, first, end)) for one in found)
         return _Plan(first, tuple(chosen), tuple(ranks))
-
-    def _is_here(self, turn: _Turn, plan: _Plan) -> bool:
-        """Return whether the load may begin: what is below main memory is brought there meanwhile."""
-        below = [
-            (rank, span) for rank, spans in enumerate(plan.ranks) for span in spans if span.tier != CPU.name
-        ]
-        end = plan.first + plan.blocks
-        if not below or (turn.fetched is not None and turn.fetched >= end):
-            return True
-        if turn.fetched is None:  # under way
-            if self._clock() - turn.fetch_began_s < self._options.load_s_max:
-                return False
-            turn.prompt.why, turn.plan, turn.is_asked = "load late", _Plan(plan.first), True
-            return True
-        turn.fetched, turn.fetch_began_s, turn.fetches = None, self._clock(), len(below)
-        for rank, span in below:
-            namespace = rank_name(turn.prompt.namespace, rank)
-            self._threads.fetches.submit(self._bring, turn, namespace, span, end)
-        return False
-
-    def _bring(self, turn: _Turn, namespace: bytes, span: BlockRange, end: int) -> None:
-        try:
-            if not turn.prompt.is_over:
-                self._calls.fetch(fetch_of(namespace, span, self._options.load_s_max))
-        except Exception:  # the worker finds out, and the rest is computed
-            logger.exception("a fetch failed")
-        with self._lock:
-            turn.fetches -= 1
-            if not turn.fetches:
-                turn.fetched = end
-        self._progress.ended()
 
     def allocated(self, request: Any, page_ids: Sequence[int], tokens: int) -> None:
         """Begin the load of `tokens`, for which there are pages now. `page_ids`: all of the request.
@@ -270,7 +294,7 @@ class SchedulerHalf:
         jobs, self._jobs = self._jobs, Jobs()
         jobs.may_wait = is_idle
         if is_idle and not jobs.loads and any(turn.is_awaited for turn in self._turns.values()):
-            self._progress.wait()
+            self._idle.wait()
             jobs.may_wait = False
         return jobs
 

@@ -6,6 +6,7 @@ and no torch.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -17,6 +18,8 @@ from typing import Protocol
 import numpy as np
 
 from samovar.cache_tiers.blocks import (
+    TIERS,
+    TOP_TIER,
     BadRecord,
     BlockShape,
     Bytes,
@@ -27,10 +30,11 @@ from samovar.cache_tiers.blocks import (
     record_bytes,
     seal,
 )
-from samovar.cache_tiers.media import MemoryFile, SharedRecord
+from samovar.cache_tiers.media import MemoryFile, Room, SharedRecord
 from samovar.cache_tiers.messages import BadReport, BlockRange, Fetch, FetchFailed, LoadReport
 from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.socket.messages import Offer
+from samovar.cache_tiers.vllm.idle_wait import IdleWait
 from samovar.cache_tiers.vllm.messages import (
     EXTENT_BYTES_MAX,
     ConnectorOptions,
@@ -40,7 +44,6 @@ from samovar.cache_tiers.vllm.messages import (
     StoresTaken,
 )
 from samovar.cache_tiers.vllm.names.chain import chain_keys, rank_name
-from samovar.cache_tiers.vllm.progress import Progress
 from samovar.cache_tiers.vllm.scheduler import fetch_of
 
 logger = logging.getLogger(__name__)
@@ -58,9 +61,31 @@ class Pages(Protocol):
 class WorkerCalls(Protocol):
     """See `SocketLink`."""
 
-    def fetch(self, fetch: Fetch) -> Loaded | FetchFailed: ...
+    def fetch(self, fetch: Fetch, room: Room | None = None) -> Loaded | FetchFailed: ...
     def offer(self, offers: Sequence[tuple[Offer, SharedRecord]]) -> tuple[str, ...]: ...
     def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None: ...
+
+
+class _LoadRun:
+    """A load whose spans are loaded by several threads. `starts`: of each span, the load's blocks before it.
+
+    `good`: by number of span, once it is over, how many of its leading blocks are in their pages.
+    """
+
+    def __init__(self, load: Load, spans: Sequence[BlockRange]) -> None:
+        self.load, self.spans = load, spans
+        self.starts = [*itertools.accumulate((span.blocks for span in spans), initial=0)][:-1]
+        self.good: dict[int, int] = {}
+
+    @property
+    def done(self) -> int:
+        """The leading blocks of the whole load that are in their pages."""
+        done = 0
+        for number, span in enumerate(self.spans):
+            done += self.good[number]
+            if self.good[number] < span.blocks:
+                break
+        return done
 
 
 class WorkerHalf:
@@ -85,10 +110,12 @@ class WorkerHalf:
         self._block_tokens = block_tokens
         self._rank = rank
         self._shape = BlockShape(len(pages.layout.layers), pages.layout.layer_bytes, block_tokens)
+        self._record_blocks = max(1, EXTENT_BYTES_MAX // self._shape.block_bytes)
+        self._own = threading.local()
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._progress = Progress()
+        self._idle = IdleWait()
         self._under_way = 0
         self._sent: set[str] = set()
         self._received: set[str] = set()
@@ -98,9 +125,16 @@ class WorkerHalf:
 
     def start(self, loads: Iterable[Load], stores: Iterable[Store], until: Callable[[], None]) -> None:
         """Begin a step's loads and stores. `until`: waits, on a thread of the pool, for the step's KV."""
+        loads, stores = list(loads), list(stores)
+        with self._lock:
+            self._under_way += len(loads) + len(stores)
         for load in loads:
-            if not self._begin(self._load, load):
+            run = _LoadRun(load, load.ranks[self._rank] if load.ranks else ())
+            if not run.spans:
                 self._loaded(load, 0)
+            for number in range(len(run.spans)):
+                if not self._begin(self._load, run, number):
+                    self._span_over(run, number, 0)
         for store in stores:
             if not self._begin(self._store, store, until):
                 self._stored(store, "not begun")
@@ -111,7 +145,7 @@ class WorkerHalf:
         `may_wait`: the engine has nothing else to do, so that one of those under way is waited for.
         """
         if may_wait and self._under_way:
-            self._progress.wait()
+            self._idle.wait()
         with self._lock:
             found = self._sent, self._received, self._bad_pages
             self._sent, self._received, self._bad_pages = set(), set(), set()
@@ -134,32 +168,34 @@ class WorkerHalf:
             self._counts[family, label] += amount
 
     def _begin(self, work: Callable[..., None], *args: object) -> bool:
-        with self._lock:
-            self._under_way += 1
         try:
             self._pool.submit(work, *args)
         except RuntimeError:  # it ends, or no thread can be started
-            return False  # who hears this says that it is over
+            return False
         return True
 
-    def _load(self, load: Load) -> None:
-        done = 0
+    def _load(self, run: _LoadRun, number: int) -> None:
+        good = 0
         try:
-            for span in load.ranks[self._rank] if load.ranks else ():
-                good = self._load_span(load, span, done)
-                done += good
-                if good < span.blocks:
-                    break
+            good = self._load_span(run.load, run.spans[number], run.starts[number])
         except Exception:  # what is not loaded is computed
             logger.exception("a load failed")
             self._count("failed_loads", "error")
-        self._loaded(load, done)
+        self._span_over(run, number, good)
+
+    def _span_over(self, run: _LoadRun, number: int, good: int) -> None:
+        with self._lock:
+            run.good[number] = good
+            is_over = len(run.good) == len(run.spans)
+        if is_over:  # not before: until then a thread may still write to the pages of any
+            self._loaded(run.load, run.done)
 
     def _load_span(self, load: Load, span: BlockRange, done: int) -> int:
         """Return how many blocks of a span are in their pages, and what they should be."""
         began_s = self._clock()
         namespace = rank_name(load.namespace, self._rank)
-        reply = self._calls.fetch(fetch_of(namespace, span, self._options.load_s_max))
+        room = self._room() if span.tier in TIERS.local and span.tier != TOP_TIER else None
+        reply = self._calls.fetch(fetch_of(namespace, span, self._options.load_s_max), room)
         if isinstance(reply, FetchFailed):
             self._count("failed_loads", reply.reason)
             return 0
@@ -183,6 +219,18 @@ class WorkerHalf:
         self._calls.report([], [LoadReport(tier, payload.nbytes, self._clock() - began_s)])
         return good
 
+    def _room(self) -> Room | None:
+        """Return this thread's room for records from files, which it fills with one after the other."""
+        room: Room | None = getattr(self._own, "room", None)
+        if room is None or room.is_lost:
+            try:
+                room = Room.made(record_bytes(self._record_blocks, self._shape))
+            except TierError as error:
+                logger.info("records come without room of their own: %s", error)
+                room = None
+            self._own.room = room
+        return room
+
     def _bad(self, load: Load, span: BlockRange, tier: LoadSource, kind: str) -> None:
         self._count("bad_records", kind)
         logger.warning("a record from %s is bad (%s): its blocks are computed", tier, kind)
@@ -194,10 +242,10 @@ class WorkerHalf:
             self._bad_pages.update(load.pages[done:])  # never later than that it is received
             self._received.add(load.request_id)
             self._under_way -= 1
-        self._progress.ended()
+        self._idle.ended()
 
     def _store(self, store: Store, until: Callable[[], None]) -> None:
-        outcome, most = "error", max(1, EXTENT_BYTES_MAX // self._shape.block_bytes)
+        outcome, most = "error", self._record_blocks
         try:
             until()
             keys = chain_keys(store.namespace, store.token_ids, store.extra, self._block_tokens, store.parent)
@@ -265,4 +313,4 @@ class WorkerHalf:
         with self._lock:
             self._sent.add(store.request_id)
             self._under_way -= 1
-        self._progress.ended()
+        self._idle.ended()

@@ -16,7 +16,7 @@ import pytest
 
 from samovar.cache_tiers.blocks.extent import Address, BlockShape
 from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierMiss
-from samovar.cache_tiers.media import files
+from samovar.cache_tiers.media import Room, files
 from samovar.cache_tiers.media import files as direct_io
 from samovar.cache_tiers.media.nvme import measure_direct_io
 from samovar.cache_tiers.media.tier import Deadline
@@ -53,6 +53,15 @@ def test_records_come_back_in_any_piece(tmp_path: Path, asked: bool, durability:
         data = tier.read(sealed.address, start, nbytes, deadline=Deadline(DEADLINE_S))
         assert data.dtype == np.uint8
         assert np.array_equal(data, sealed.data[start : start + nbytes])
+    room = Room.made(total + 5 * 4096).data
+    for nbytes in (total, 1, 4096, 2 * chunk + 3):
+        room[:] = 0xEE
+        data = tier.read(sealed.address, 0, nbytes, deadline=Deadline(DEADLINE_S), room=room)
+        assert np.array_equal(room[:nbytes], sealed.data[:nbytes])
+        assert (data.nbytes, data.ctypes.data) == (nbytes, room.ctypes.data)
+        assert (room[-(-nbytes // 4096) * 4096 :] == 0xEE).all()
+    with pytest.raises(BadRecord, match="truncated"):
+        tier.read(sealed.address, 0, total + 1, deadline=Deadline(DEADLINE_S), room=room)
     with pytest.raises(BadRecord, match="truncated"):
         tier.read(sealed.address, 1, total, deadline=Deadline(DEADLINE_S))
     for start, nbytes in ((-1, 2), (0, -1)):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from samovar.cache_tiers.blocks import Bytes
-from samovar.cache_tiers.media import SharedTier, shared
+from samovar.cache_tiers.blocks import Bytes, TierName
+from samovar.cache_tiers.media import SharedTier, Tier, shared
 from samovar.cache_tiers.messages import Fetch, FetchFailed, Lookup, LookupResult
 from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
 from samovar.cache_tiers.node.store import CallFor
@@ -36,7 +37,7 @@ def settles(holds: Any, within_s: float = 30.0) -> None:
 
 
 class World:
-    """A node with a `cpu` tier and its workers, behind a socket."""
+    """A node with a `cpu` tier and its workers, behind a socket. `tiers`: others instead."""
 
     def __init__(
         self,
@@ -45,10 +46,12 @@ class World:
         files_max: int | None = None,
         frame_s: float = 10.0,
         call_for: CallFor | None = None,
+        tiers: Mapping[TierName, Tier] | None = None,
     ) -> None:
+        tiers = tiers or {"cpu": SharedTier(MIB, files_max)}
         self.node = TierNode(
             TierSettings(),
-            NodeMedia({"cpu": SharedTier(MIB, files_max)}, {"cpu": MIB}),
+            NodeMedia(tiers, dict.fromkeys(tiers, MIB)),
             NodeIdentity("node", "life-1"),
             NodePorts(clock=time.monotonic, wall_clock=time.time, call_for=call_for or call_brought),
         )
@@ -107,4 +110,4 @@ class BySocket:
 
     def fetch(self, fetch: Fetch) -> tuple[int, Bytes] | FetchFailed:
         loaded = self._link.fetch(fetch)
-        return loaded if isinstance(loaded, FetchFailed) else (loaded.first, loaded.record.data)
+        return loaded if isinstance(loaded, FetchFailed) else (loaded.first, loaded.data)

@@ -211,7 +211,7 @@ def test_what_a_client_keeps_stays_whole_and_is_none_of_the_tiers_bytes(world: W
     assert isinstance(kept, Loaded)
     world.link.clear(Clear(ONE.header.tenant), 5.0)
     assert world.node.stats().tiers[0].bytes_held == 0
-    assert np.array_equal(kept.record.data, ONE.record)
+    assert np.array_equal(kept.data, ONE.record)
     del kept
     world.store(ONE)
 

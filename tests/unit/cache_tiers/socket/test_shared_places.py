@@ -88,7 +88,7 @@ def test_fetches_of_one_client_leave_places_to_others(world: World, monkeypatch:
     go, under_way = threading.Event(), threading.Semaphore(0)
     real = world.node.fetch
 
-    def slow(fetch: Fetch) -> object:
+    def slow(fetch: Fetch, _room: object) -> object:
         under_way.release()
         go.wait(30)
         return real(fetch)

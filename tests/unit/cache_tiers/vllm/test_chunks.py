@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -134,9 +133,9 @@ def test_a_flipped_bit_is_not_loaded_and_the_good_ones_before_it_are(
     def flipped(link: SocketLink, fetch: Any) -> Any:
         loaded = real(link, fetch)
         assert isinstance(loaded, Loaded)
-        data = loaded.record.data.copy()
+        data = loaded.data.copy()
         data[header_bytes(5, 1) + 3 * CHUNK_BYTES + 17] ^= 4
-        return Loaded(0, loaded.found, SimpleNamespace(data=data))  # type: ignore[arg-type]
+        return Loaded(0, loaded.found, data)
 
     monkeypatch.setattr(SocketLink, "fetch", flipped)
     again = np.zeros_like(rows)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from samovar.cache_tiers.socket.process import TierProcess
-from samovar.cache_tiers.vllm import progress
+from samovar.cache_tiers.vllm import idle_wait
 from samovar.configs.loader import load
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm, prompt
 
@@ -90,7 +90,7 @@ def test_an_engine_that_computes_nothing_is_woken_by_what_it_waits_for(
     node: Node, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lookup, a fetch, a load, a store: who is not woken waits for a minute here."""
-    monkeypatch.setattr(progress, "IDLE_S", 60.0)
+    monkeypatch.setattr(idle_wait, "IDLE_S", 60.0)
     began_s, engine, ids = time.monotonic(), engines(), prompt(1, 6)
     until_held(engine, ids)
     engine.settle()
@@ -98,8 +98,7 @@ def test_an_engine_that_computes_nothing_is_woken_by_what_it_waits_for(
     node.start()
     assert until_held(engine, ids) == 6 * BLOCK_TOKENS
     assert engine.receipts[-1]["tokens_by_tier"].keys() <= {"cpu", "nvme"}
-    assert time.monotonic() - began_s < progress.IDLE_S
-
+    assert time.monotonic() - began_s < idle_wait.IDLE_S
 
 
 def test_it_is_there_after_a_restart_of_both(node: Node, engines: Any) -> None:

@@ -12,7 +12,7 @@ IDLE_S = 0.003
 """So long at most an engine's loop that computes nothing is held: what arrives meanwhile is not noticed."""
 
 
-class Progress:
+class IdleWait:
     """Counts what has ended. Thread-safe; one thread waits."""
 
     def __init__(self) -> None:
