@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from samovar.cache_tiers.media import Room
+from samovar.cache_tiers.messages import Fetch, FetchFailed
+from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.socket.process import TierProcess
 from samovar.cache_tiers.vllm import idle_wait
 from samovar.configs.loader import load
@@ -191,6 +194,51 @@ def test_a_flipped_bit_is_never_served(node: Node, engines: Any) -> None:
     assert loaded < 10 * BLOCK_TOKENS
     assert sum(again.receipts[-1]["tokens_by_tier"].values()) == loaded  # what failed is not told as loaded
     assert until_held(again, ids) > 0
+
+
+def in_two_records(node: Node, engines: Any) -> tuple[FakeVllm, list[int]]:
+    """Return a new engine over a prompt that one record has in front and another behind."""
+    first, ids = engines(), prompt(1, 10)
+    until_held(first, ids[: 4 * BLOCK_TOKENS + 1])
+    until_held(first, ids)
+    first.settle()
+    node.until_blocks(10)
+    made: FakeVllm = engines()
+    assert made.run(made.request(ids)) == 10 * BLOCK_TOKENS
+    return made, ids
+
+
+def test_a_load_of_several_records_is_over_with_the_last(
+    node: Node, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever thread is late: until then it may write into the pages."""
+    engine, ids = in_two_records(node, engines)
+    link, seen = engine.links[1], list[int]()
+    real = link.fetch
+
+    def late(fetch: Fetch, room: Room | None = None) -> Loaded | FetchFailed:
+        if fetch.blocks == 4:  # the one in front
+            for _ in range(20):
+                time.sleep(0.002)
+                seen.append(len(engine.worker.finished()[1]))
+        return real(fetch, room)
+
+    monkeypatch.setattr(link, "fetch", late)
+    assert engine.run(engine.request(ids)) == 10 * BLOCK_TOKENS
+    assert seen == [0] * 20
+
+
+def test_behind_a_record_that_is_not_there_nothing_counts(
+    node: Node, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ids = in_two_records(node, engines)
+    link, real = engine.links[1], engine.links[1].fetch
+
+    def gone(fetch: Fetch, room: Room | None = None) -> Loaded | FetchFailed:
+        return FetchFailed("gone") if fetch.blocks == 4 else real(fetch, room)
+
+    monkeypatch.setattr(link, "fetch", gone)
+    assert engine.run(engine.request(ids)) == 0
 
 
 def test_a_node_that_dies_costs_a_recompute(node: Node, engines: Any) -> None:
