@@ -127,7 +127,7 @@ def wrong_model() -> dict[str, Any]:
 
 @call("responses: prompt", "responses")
 def responses() -> None:
-    assert llm("prompt", "-m", "samovar-responses", "--key", KEY, FIRST)
+    assert llm("prompt", "-m", "samovar-responses", "--key", KEY, "-o", "max_tokens", "64", FIRST)
 
 
 if __name__ == "__main__":
