@@ -57,7 +57,7 @@ class KvFormat:
 class LayerGroup:
     """Layers of equal KV size. `elements`: per token and layer, in `vectors` vectors (K and V of each head).
 
-    `window`: tokens kept; None: all.
+    `window`: tokens that attention reads; None: all.
     """
 
     layers: int
@@ -92,9 +92,8 @@ class KvShape:
         return sum(group.token_bytes(stored) for group in self.groups)
 
     def context_bytes(self, tokens: int, stored: KvFormat | None = None) -> int:
-        """Return the bytes of one sequence of `tokens` tokens: layers with a window keep at most that."""
-        stored = stored or KvFormat("", self.itemsize)
-        return sum(group.token_bytes(stored) * min(tokens, group.window or tokens) for group in self.groups)
+        """Return the bytes of one sequence of `tokens` tokens, as the engine keeps it: whole in all layers."""
+        return tokens * self.token_bytes(stored)
 
 
 def read_shape(path: Path) -> KvShape:
@@ -209,7 +208,7 @@ def _head_dim(config: Config, heads: int) -> int:
 
 
 def _windows(config: Config, layers: int) -> tuple[list[int | None], tuple[str, ...]]:
-    """Return the tokens that each layer keeps (None: all; 0: it has no KV), and notes for the user."""
+    """Return the tokens that each layer reads (None: all; 0: it has no KV), and notes for the user."""
     kinds = _layer_kinds(config, layers)
     window = _size(config, ("sliding_window", "attention_window_size", "window_size"))
     chunk = _size(config, ("attention_chunk_size",))
@@ -230,8 +229,9 @@ def _windows(config: Config, layers: int) -> tuple[list[int | None], tuple[str, 
             raise ModelRefused(f"layers of the unknown kind {kind!r}", FIX)
     if shared := _size(config, ("num_kv_shared_layers",)):
         found[layers - min(shared, layers) :] = [0] * min(shared, layers)
-    notes = ("layers with a window keep at most that many tokens of a sequence",) if any(found) else ()
-    return found, notes
+    windowed = sum(map(bool, found))
+    note = f"{windowed} of {layers} layers have a window; the engine keeps the whole conversation in them, too"
+    return found, (note,) if windowed else ()
 
 
 def _layer_kinds(config: Config, layers: int) -> list[str]:

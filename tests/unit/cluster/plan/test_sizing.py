@@ -99,13 +99,19 @@ def test_int8_has_a_scale_for_each_vector(config: dict[str, Any], token_bytes: i
     assert (sizing.token_bytes, sizing.contexts[0].kv_bytes) == (token_bytes, 1024 * token_bytes)
 
 
-def test_windows_bound_what_a_layer_keeps() -> None:
+def test_a_window_bounds_what_attention_reads_and_not_what_is_kept() -> None:
+    """As the engine has it (docs/adr/027-windows-are-kept-whole.md)."""
     mistral = {**MHA_7B, "model_type": "mistral", "num_key_value_heads": 8, "sliding_window": 4096}
     shape = shape_of(mistral)
-    assert shape.context_bytes(4096) == shape.context_bytes(32768) == 4096 * 131_072
+    assert shape.context_bytes(32768) == 32768 * 131_072
+    assert "32 of 32 layers have a window" in shape.notes[0]
+    options = SizingOptions()
+    wide = replace(shape, groups=tuple(replace(group, window=None) for group in shape.groups))
+    assert prefill_s(shape, 7e9, 32768, options) < prefill_s(wide, 7e9, 32768, options)
     half = ["sliding_attention", "full_attention"] * 16
     mixed = shape_of({**mistral, "layer_types": half})
-    assert mixed.context_bytes(8192) == (8192 + 4096) * 131_072 // 2
+    assert mixed.context_bytes(8192) == 8192 * 131_072
+    assert "16 of 32 layers have a window" in mixed.notes[0]
     gemma = shape_of({**mistral, "model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 512})
     assert sorted((group.layers, group.window) for group in gemma.groups if group.window) == [(10, 512)]
     upper = {**QWEN_32B, "use_sliding_window": True, "max_window_layers": 60, "sliding_window": 1024}
