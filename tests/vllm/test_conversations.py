@@ -63,36 +63,31 @@ def test_conversations_come_back_over_restarts(vllm: Vllm, truth: Truth, tiers: 
         answer, known = talk.next(vllm, truth, tiers)
         assert answer.hit_tokens == known
 
+    def come_back(tier: str) -> None:
+        for talk in talks:
+            answer, known = talk.next(vllm, truth, tiers)
+            assert answer.by_tier.keys() == {tier}
+            assert answer.hit_tokens == known
+
     overrun(vllm, tiers)
-    for talk in talks:
-        answer, known = talk.next(vllm, truth, tiers)
-        assert answer.by_tier.keys() == {"cpu"}
-        assert answer.hit_tokens == known
+    come_back("cpu")
 
     vllm.end()
     vllm.start()
     vllm.until_ready()
-    for talk in talks:
-        answer, known = talk.next(vllm, truth, tiers)
-        assert answer.by_tier == {"cpu": known}
-        assert answer.hit_tokens == known
+    come_back("cpu")
 
     tiers.end()
     tiers.start()
     vllm.forget()
-    for talk in talks:
-        answer, known = talk.next(vllm, truth, tiers)
-        assert answer.by_tier == {"nvme": known}
-        assert answer.hit_tokens == known
+    come_back("nvme")
 
     vllm.end()
     tiers.end()
     tiers.start()
     vllm.start()
     vllm.until_ready()
-    for talk in talks:
-        answer, known = talk.next(vllm, truth, tiers)
-        assert answer.by_tier == {"nvme": known}
+    come_back("nvme")
     counted = {line.split("{")[0]: line for line in vllm.metrics() if "by_source" in line and "disk" in line}
     assert counted, "vLLM's own metrics do not say what came from a disk"
 
