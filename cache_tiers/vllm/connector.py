@@ -162,7 +162,7 @@ class _SchedulerCalls:
         """Return the step's jobs."""
         assert self._scheduler is not None
         new, context = step_size(scheduler_output)
-        is_idle = not scheduler_output.total_num_scheduled_tokens
+        is_idle = not scheduler_output.num_scheduled_tokens
         return SamovarMetadata(self._scheduler.step(new, context, is_idle=is_idle))
 
     @guarded(lambda: None)

@@ -112,7 +112,7 @@ def test_a_bucket_brings_it_back_to_a_machine_that_has_nothing(
         tiers.until_held(1, "s3")
         vllm.forget()
         answer, known = talk.next(vllm, truth, tiers)
-        assert answer.by_tier == {"s3": known}
+        assert answer.by_tier == {"s3": known}, answer.receipt
         assert answer.hit_tokens == known
         tiers.end()
 
