@@ -92,7 +92,7 @@ class KvShape:
         return sum(group.token_bytes(stored) for group in self.groups)
 
     def context_bytes(self, tokens: int, stored: KvFormat | None = None) -> int:
-        """Return the bytes of one sequence of `tokens` tokens, as the engine keeps it: whole in all layers."""
+        """Return the bytes of one sequence of `tokens` tokens; the engine keeps them in all layers."""
         return tokens * self.token_bytes(stored)
 
 
@@ -230,7 +230,7 @@ def _windows(config: Config, layers: int) -> tuple[list[int | None], tuple[str, 
     if shared := _size(config, ("num_kv_shared_layers",)):
         found[layers - min(shared, layers) :] = [0] * min(shared, layers)
     windowed = sum(map(bool, found))
-    note = f"{windowed} of {layers} layers have a window; the engine keeps the whole conversation in them, too"
+    note = f"{windowed} of {layers} layers have a window; the engine keeps whole conversations in them, too"
     return found, (note,) if windowed else ()
 
 
