@@ -9,6 +9,7 @@ import os
 import resource
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -130,7 +131,38 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 """With these no process can change a file any more: what was verified stays so, no reader gets a SIGBUS."""
 
 
-ROOM_BYTES_MAX = 1 << 30
+@contextmanager
+def _taking_over(fd: int, seals: int) -> Iterator[None]:
+    """Check that `fd` is a memory file with these seals; close it if it is none, or what follows fails.
+
+    Raises `TierError`.
+    """
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
+            raise TierError("the memory file is not sealed")
+        if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:  # where huge pages are used up, a read ends the process
+            raise TierError("a memory file of huge pages")
+        yield
+    except (OSError, ValueError, OverflowError) as error:
+        os.close(fd)
+        raise TierError(f"not a memory file: {error}") from error
+    except TierError:
+        os.close(fd)
+        raise
+
+
+def _new_file(nbytes: int) -> int:
+    """Return a memory file that can be sealed. Raises `TierFull` if there is no room or descriptor for it."""
+    try:
+        fd = os.memfd_create("samovar", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise TierFull(f"no memory file: {error}") from error
+    try:
+        os.ftruncate(fd, nbytes)
+    except (OSError, ValueError) as error:
+        os.close(fd)
+        raise TierFull(f"no memory for {nbytes} bytes: {error}") from error
+    return fd
 
 
 class SharedRecord:
@@ -141,21 +173,9 @@ class SharedRecord:
         self.fd, self.nbytes = -1, nbytes
         self._data: Bytes | None = None
         self._keeps_map = True
-        try:
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                raise TierError("the memory file is not sealed")
+        with _taking_over(fd, SEALS):
             if nbytes < 1 or os.fstat(fd).st_size != nbytes:
                 raise TierError(f"the memory file has not {nbytes} bytes")
-            if (
-                os.fstatvfs(fd).f_bsize != mmap.PAGESIZE
-            ):  # where huge pages are used up, a read ends the process
-                raise TierError("a memory file of huge pages")
-        except (OSError, ValueError, OverflowError) as error:
-            os.close(fd)
-            raise TierError(f"not a memory file: {error}") from error
-        except TierError:
-            os.close(fd)
-            raise
         self.fd = fd
 
     @property
@@ -187,16 +207,13 @@ class MemoryFile:
 
     def __init__(self, nbytes: int) -> None:
         """Raises `TierFull` if there is no memory, or no file descriptor, for it."""
+        fd = _new_file(nbytes)
         try:
-            self._fd = os.memfd_create("samovar-record", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise TierFull(f"no memory file: {error}") from error
-        try:
-            os.ftruncate(self._fd, nbytes)
-            self._memory = mmap.mmap(self._fd, nbytes)
+            self._memory = mmap.mmap(fd, nbytes)
         except (OSError, ValueError) as error:
-            os.close(self._fd)
+            os.close(fd)
             raise TierFull(f"no memory for a record of {nbytes} bytes: {error}") from error
+        self._fd = fd  # only now: else `__del__` would close it once more
         self.data: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
 
     def seal(self) -> SharedRecord:
@@ -223,6 +240,10 @@ def shared(data: Bytes) -> SharedRecord:
     return made.seal()
 
 
+ROOM_BYTES_MAX = 1 << 30
+ROOM_SEALS = fcntl.F_SEAL_SHRINK  # else what the node writes there could end it
+
+
 class Room:
     """Memory that a client lends a node for records that it reads, again and again. `data`: u8, whole pages.
 
@@ -234,37 +255,19 @@ class Room:
 
     def __init__(self, fd: int) -> None:
         """Take over `fd`. Raises `TierError`, and closes it, if it is no memory file that cannot shrink."""
-        try:
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise TierError("room in memory that can shrink")
+        with _taking_over(fd, ROOM_SEALS):
             nbytes = os.fstat(fd).st_size
             if not 0 < nbytes <= ROOM_BYTES_MAX or nbytes % mmap.PAGESIZE:
                 raise TierError(f"room of {nbytes} bytes")
-            if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:  # as in `SharedRecord`
-                raise TierError("room in huge pages")
             self._memory = mmap.mmap(fd, nbytes)
-        except (OSError, ValueError) as error:
-            os.close(fd)
-            raise TierError(f"no room: {error}") from error
-        except TierError:
-            os.close(fd)
-            raise
         self.fd = fd
         self.data: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
 
     @staticmethod
     def made(nbytes: int) -> Room:
         """Return new room for `nbytes` bytes. Raises `TierError`."""
-        try:
-            fd = os.memfd_create("samovar-room", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise TierError(f"no room: {error}") from error
-        try:
-            os.ftruncate(fd, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        except OSError as error:
-            os.close(fd)
-            raise TierError(f"no room: {error}") from error
+        fd = _new_file(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, ROOM_SEALS | fcntl.F_SEAL_GROW)
         return Room(fd)
 
     def __del__(self) -> None:

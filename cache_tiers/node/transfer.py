@@ -324,7 +324,8 @@ class NodeReads:
     def _fetch(self, fetch: Fetch, room: LentRoom | None) -> Fetched | FetchFailed:
         ends_s = self._state.clock() + fetch.deadline_s
         address = Address(fetch.tenant, fetch.namespace, fetch.extent_id)
-        if room is not None and fetch.tier in TIERS.local:
+        guard = self._state.guards.get(fetch.tier)
+        if room is not None and guard is not None and guard.tier.takes_room:  # it is not promoted
             return self._fetch_here(fetch, address, ends_s, room)
         with self._read_once(fetch, address, ends_s):
             return self._fetch_once(fetch, address, ends_s)
