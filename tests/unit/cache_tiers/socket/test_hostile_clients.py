@@ -47,17 +47,8 @@ def files_beside_records(world: World) -> int:
     return open_files() - world.node.stats().tiers[0].extents
 
 
-@pytest.fixture(scope="module")
-def _without_others() -> Iterator[None]:
-    """Of what was there before these tests no collection looks at anything: it would take a second each."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
-def _without_collections(_without_others: None) -> Iterator[None]:
+def _without_collections() -> Iterator[None]:
     """What only a collection of cycles would free counts as left."""
     gc.collect()
     gc.disable()
