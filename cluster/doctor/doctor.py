@@ -7,11 +7,16 @@ settings are for tests.
 
 from __future__ import annotations
 
+import importlib.util
+import mmap
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib import metadata
@@ -34,7 +39,15 @@ from samovar.router.observe.diagnosis import in_bytes
 PYTHON_MIN, PYTHON_LAST_TRIED = (3, 11), (3, 13)
 FREE_FOR_MODELS = 2 * GIB
 S3_S_MAX, TORCH_S_MAX = 30.0, 60.0
-ASK_S = 5.0
+ASK_S, BUILD_S = 5.0, 30.0
+DRIVERS = {11: 450, 12: 525, 13: 580}
+"""The first driver, by the major version of CUDA that torch is built for ("CUDA compatibility", NVIDIA)."""
+POPULATE_READ = 22
+"""`MADV_POPULATE_READ`: see `replicas/kv/registered.py`, whose room imports torch."""
+C_COMPILERS = ("gcc", "clang", "cc")
+"""Those that Triton looks for where $CC names none."""
+MODULE = "#include <Python.h>\nint samovar_probe(void) { return Py_IsInitialized(); }\n"
+"""As little as a module that Triton compiles on a machine's first kernel."""
 
 
 def checks_of(
@@ -51,6 +64,9 @@ def checks_of(
         MachineCheck("model", "model", partial(model, settings)),
         MachineCheck("native", "native step", partial(native_step, settings, environ), TORCH_S_MAX),
         MachineCheck("gpu", "GPU", partial(gpu, settings), TORCH_S_MAX),
+        MachineCheck("gpu_kernels", "GPU kernels", partial(gpu_kernels, settings), BUILD_S + 10),
+        MachineCheck("gpu_memory", "GPU copies", partial(gpu_memory, settings)),
+        MachineCheck("gpu_node", "GPU's NUMA node", partial(gpu_node, settings)),
         MachineCheck("port", "port", partial(port, settings, running)),
         MachineCheck("shm", "/dev/shm", partial(shared_memory, settings)),
         MachineCheck("cache_dir", "model cache", partial(cache_dir, settings)),
@@ -176,8 +192,10 @@ def gpu(
     version: Callable[[], str] = torch_version,
     why_not: Callable[[str], str | None] = why_no_gpu,
     count: Callable[[], int] = gpus_seen,
+    driver: Callable[[], tuple[str, str] | None] = lambda: asked_driver(),
+    cuda: Callable[[], int | None] = lambda: cuda_major(),
 ) -> Result:
-    """Ask the start's own check for GPUs, and the driver for its version."""
+    """Ask the start's own check for GPUs, and the driver whether it is new enough for torch's CUDA."""
     if settings.engine.device == "cpu":
         return "ok", "not used: engine.device is cpu", ""
     reason = why_not(version())
@@ -185,30 +203,155 @@ def gpu(
         if settings.engine.device == "cuda":
             return "error", f"engine.device is cuda and {reason}", preflight.CUDA_FIX
         return "ok", f"none, so the CPU computes: {reason}", ""
-    seen = count()
+    seen, named, major = count(), driver(), cuda()
+    least = None if major is None else DRIVERS.get(major)
     if not seen:
         state: CheckState = "error" if settings.engine.device == "cuda" else "warning"
-        return (
-            state,
-            "there is a driver, and torch sees no GPU",
-            "install a driver that fits torch's CUDA build",
-        )
+        said = "there is a driver, and torch sees no GPU"
+        if named is None or least is None:
+            return state, said, "install a driver that fits torch's CUDA build"
+        said += f": its CUDA {major} needs driver {least} or later, and this is {named[1]}"
+        return state, said, f"install NVIDIA driver {least} or later, or a torch built for an older CUDA"
     try:
         preflight.check_gpus(settings)
     except (preflight.StartFailed, ModelRefused) as error:
         return "error", str(error), "lower cluster.replicas or engine.tensor_parallel"
-    return "ok", f"{seen} for torch {version()}{_driver()}", ""
+    about = "" if named is None else f" ({named[0]}, driver {named[1]})"
+    return "ok", f"{seen} for torch {version()}{about}", ""
 
 
-def _driver() -> str:
-    """Return the GPU's name and driver as nvidia-smi tells them."""
+def gpu_kernels(
+    settings: Settings,
+    why_not: Callable[[Settings], str | None] = lambda settings: why_unused(settings),
+    environ: Mapping[str, str] = os.environ,
+    headers: Callable[[], Path] = lambda: Path(sysconfig.get_path("include")),
+) -> Result:
+    """Compile what Triton compiles before its first kernel, by a C compiler and Python's headers."""
+    if (unused := why_not(settings)) is not None:
+        return "ok", unused, ""
+    fix = "install both (Debian: apt-get install gcc python3-dev); else attention has no kernel, and is slow"
+    named = environ.get("CC")
+    names = (named,) if named else C_COMPILERS
+    compiler = next((one for name in names if (one := shutil.which(name, path=environ.get("PATH")))), None)
+    if compiler is None:
+        return "error", f"there is no C compiler on the PATH ({', '.join(names)})", fix
+    if not (headers() / "Python.h").is_file():
+        return "error", f"Python's headers are not in {headers()}", fix
+    with tempfile.TemporaryDirectory(prefix="samovar-doctor-") as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text(MODULE)
+        command = [compiler, "-shared", "-fPIC", f"-I{headers()}", str(source), "-o", f"{folder}/probe.so"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=BUILD_S)
+    if done.returncode:
+        return "error", f"{compiler} fails: {done.stderr.strip().splitlines()[-1][:200]}", fix
+    return "ok", f"{compiler} and the headers in {headers()} compile a module", ""
+
+
+def gpu_memory(
+    settings: Settings,
+    why_not: Callable[[Settings], str | None] = lambda settings: why_unused(settings),
+    advise: Callable[[mmap.mmap], None] = lambda memory: memory.madvise(POPULATE_READ),
+    where: Path = Path("/dev/shm"),
+) -> Result:
+    """Try what shows shared memory to the GPU's driver (`MADV_POPULATE_READ`, Linux 5.14) on a page of it."""
+    if (unused := why_not(settings)) is not None:
+        return "ok", unused, ""
+    with tempfile.NamedTemporaryFile(prefix="samovar-doctor-", dir=where) as file:
+        file.truncate(mmap.PAGESIZE)
+        try:
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE) as memory:
+                advise(memory)
+        except OSError as error:
+            fix = "run Linux 5.14 or later: else what is loaded is copied once more on its way to the GPU"
+            return "warning", str(error.strerror or error), fix
+    return "ok", f"pages of {where} can be brought in for the GPU's copies", ""
+
+
+def gpu_node(
+    settings: Settings,
+    why_not: Callable[[Settings], str | None] = lambda settings: why_unused(settings),
+    nodes: Callable[[], Sequence[int]] = lambda: gpu_nodes(),
+    cpus: Callable[[], frozenset[int]] = lambda: frozenset(os.sched_getaffinity(0)),
+    system: Path = Path("/sys/devices/system/node"),
+) -> Result:
+    """See whether this process may run on CPUs that no GPU is near: copies from their memory are slower."""
+    if (unused := why_not(settings)) is not None:
+        return "ok", unused, ""
+    of = {
+        int(folder.name.removeprefix("node")): cpu_list((folder / "cpulist").read_text())
+        for folder in sorted(system.glob("node[0-9]*"))
+    }
+    near = {node for node in nodes() if node >= 0}
+    if len(of) < 2 or not near:
+        return "ok", "one NUMA node" if len(of) < 2 else "the GPUs name no NUMA node", ""
+    said = f"the GPUs are at NUMA {_nodes(near)} of {len(of)}"
+    far = {node for node, theirs in of.items() if node not in near and theirs & cpus()}
+    if not far:
+        return "ok", said, ""
+    at = ",".join(map(str, sorted(near)))
+    return (
+        "warning",
+        f"{said}, and this process may run at {_nodes(far)}, too",
+        f"start with `numactl --cpunodebind={at} --membind={at}`: across sockets copies are half as fast",
+    )
+
+
+def _nodes(numbers: set[int]) -> str:
+    return f"node{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
+
+
+def why_unused(settings: Settings) -> str | None:
+    """Return why no GPU is used, or None."""
+    if settings.engine.device == "cpu":
+        return "not used: engine.device is cpu"
+    reason = why_no_gpu(torch_version())
+    return None if reason is None else f"not used: {reason}"
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """Return the numbers of a list as the kernel writes it, such as `0-3,8`."""
+    numbers = set[int]()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
+def cuda_major() -> int | None:
+    """Return the major version of CUDA that the installed torch is built for; torch is not imported."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = (Path(found.origin).parent / "version.py").read_text()
+    written = re.search(r"^cuda\b.*=\s*['\"](\d+)\.", text, re.MULTILINE)
+    return None if written is None else int(written[1])
+
+
+def asked_driver() -> tuple[str, str] | None:
+    """Return the first GPU's name and the driver's version, as nvidia-smi tells them."""
+    lines = _asked("name,driver_version")
+    if not lines:
+        return None
+    name, _, version = lines[0].rpartition(",")
+    return name.strip(), version.strip()
+
+
+def gpu_nodes() -> list[int]:
+    """Return the NUMA node of each GPU; -1 where the system names none."""
+    found = []
+    for line in _asked("pci.bus_id"):
+        place = Path("/sys/bus/pci/devices") / line.strip().lower()[-12:] / "numa_node"
+        found.append(int(place.read_text()) if place.is_file() else -1)
+    return found
+
+
+def _asked(fields: str) -> list[str]:
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ""
-    asked = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    said = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=ASK_S).stdout
-    lines = said.strip().splitlines()
-    return f" ({lines[0]})" if lines else ""
+        return []
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
+    said = subprocess.run(command, check=False, capture_output=True, text=True, timeout=ASK_S).stdout
+    return said.strip().splitlines()
 
 
 def port(settings: Settings, running: Sequence[str] = ()) -> Result:

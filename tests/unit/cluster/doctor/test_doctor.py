@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import socket
 import threading
@@ -61,6 +63,27 @@ def open_file(path: Path, mode: int) -> Path:
     return path
 
 
+def used(settings: Settings) -> str | None:
+    return None
+
+
+def _headers(folder: Path, content: str) -> Path:
+    (folder / "Python.h").write_text(f"{content}\n")
+    return folder
+
+
+def _too_old(memory: mmap.mmap) -> None:
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def _sockets(folder: Path) -> Path:
+    """Write what the system says of a machine of two sockets with eight CPUs each."""
+    for node, cpus in enumerate(("0-7", "8-15")):
+        (folder / f"node{node}").mkdir()
+        (folder / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
+    return folder
+
+
 def refused(settings: Settings) -> None:
     raise PermissionError("put: AccessDenied")
 
@@ -95,6 +118,36 @@ PLANTED: dict[str, tuple[Planted, CheckState, str, str]] = {
     "a driver that torch cannot use": (
         lambda make, tmp: doctor.gpu(make(), lambda: "2.13.0+cu126", lambda version: None, lambda: 0),
         *("warning", "torch sees no GPU", "driver"),
+    ),
+    "a driver that is too old for torch's CUDA": (
+        lambda make, tmp: doctor.gpu(
+            make(), lambda: "2.13.0", lambda version: None, lambda: 0, lambda: ("H200", "570.1"), lambda: 13
+        ),
+        *("warning", "its CUDA 13 needs driver 580 or later, and this is 570.1", "driver 580"),
+    ),
+    "no C compiler for kernels": (
+        lambda make, tmp: doctor.gpu_kernels(make(), used, {"PATH": str(tmp)}),
+        *("error", "no C compiler on the PATH (gcc, clang, cc)", "gcc python3-dev"),
+    ),
+    "no headers for kernels": (
+        lambda make, tmp: doctor.gpu_kernels(make(), used, headers=lambda: tmp),
+        *("error", "headers are not in", "gcc python3-dev"),
+    ),
+    "headers that do not compile": (
+        lambda make, tmp: doctor.gpu_kernels(
+            make(), used, headers=lambda: _headers(tmp, "#error no headers")
+        ),
+        *("error", "fails:", "gcc python3-dev"),
+    ),
+    "a kernel before 5.14": (
+        lambda make, tmp: doctor.gpu_memory(make(), used, _too_old, tmp),
+        *("warning", "Invalid argument", "Linux 5.14"),
+    ),
+    "CPUs of another socket than the GPU's": (
+        lambda make, tmp: doctor.gpu_node(
+            make(), used, lambda: [1, 1], lambda: frozenset({0, 9}), _sockets(tmp)
+        ),
+        *("warning", "at NUMA node 1 of 2, and this process may run at node 0, too", "--cpunodebind=1"),
     ),
     "a small /dev/shm": (
         lambda make, tmp: doctor.shared_memory(make(), lambda: 64 * MIB),
@@ -216,6 +269,15 @@ SOUND: dict[str, Planted] = {
     "python": lambda make, tmp: doctor.python((3, 12, 1), "linux"),
     "packages": lambda make, tmp: doctor.packages(make()),
     "gpu": lambda make, tmp: doctor.gpu(make(), lambda: "2.13.0+cpu", why_no_gpu),
+    "kernels": lambda make, tmp: doctor.gpu_kernels(
+        make(), used, headers=lambda: _headers(tmp, "int Py_IsInitialized(void);")
+    ),
+    "kernels not used": lambda make, tmp: doctor.gpu_kernels(make(engine={"device": "cpu"})),
+    "memory": lambda make, tmp: doctor.gpu_memory(make(), used, where=tmp),
+    "one socket": lambda make, tmp: doctor.gpu_node(make(), used, lambda: [0], system=tmp),
+    "bound to the GPU's socket": lambda make, tmp: doctor.gpu_node(
+        make(), used, lambda: [1, -1], lambda: frozenset({9}), _sockets(tmp)
+    ),
     "gpu not used": lambda make, tmp: doctor.gpu(make(engine={"device": "cpu"})),
     "shm": lambda make, tmp: doctor.shared_memory(make(), lambda: 64 * GIB),
     "shm elsewhere": lambda make, tmp: doctor.shared_memory(make(), lambda: None),
@@ -261,7 +323,7 @@ def test_the_real_checks_of_this_machine_all_answer_and_change_nothing(
     settings = make(server={"port": free})
     environ = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "PATH": os.environ["PATH"]}
     checks = doctor.checks_of(settings, environ=environ)
-    assert len({check.name for check in checks}) == len(checks) == 15
+    assert len({check.name for check in checks}) == len(checks) == 18
     found = {check.name: run_check(check) for check in checks if check.name not in ("native", "binds")}
     assert {one.name for one in found.values() if one.state == "error"} == set()
     assert {
