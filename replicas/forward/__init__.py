@@ -6,8 +6,9 @@ from samovar.replicas.forward.forward import Forward, MakeForward, TransformersF
 from samovar.replicas.forward.graphs import CudaCapture
 from samovar.replicas.forward.inputs import StepInputs, step_words_max
 from samovar.replicas.forward.lean import LeanForward, LeanModel
+from samovar.replicas.forward.loading import load_model
 from samovar.replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
-from samovar.replicas.forward.runner import Runner, Same, Score, load_model
+from samovar.replicas.forward.runner import Runner, Same, Score
 
 __all__ = [
     "EXACT_ROWS",

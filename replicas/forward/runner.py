@@ -1,4 +1,4 @@
-"""Loads a transformers causal LM and runs it on the paged pool.
+"""Runs a model on the paged pool.
 
 `register_experts` has transformers' mixtures compute their experts so that a token's bits do not depend on
 the tokens beside it.
@@ -6,66 +6,19 @@ the tokens beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from samovar.replicas.forward.attention import ATTENTION_NAME, EXACT_ROWS, AttentionBackend
-from samovar.replicas.forward.attention import register as register_attention
+from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend
 from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
 from samovar.replicas.forward.graphs import Capture, DecodeGraphs
 from samovar.replicas.forward.inputs import StepInputs, StepPacker, Words
 from samovar.replicas.kv import KvPool
-from samovar.replicas.messages import ModelRefused
-from samovar.replicas.model import ModelSpec
 from samovar.replicas.scheduling import Chunk
-
-Read = Callable[..., tuple[torch.nn.Module, Mapping[str, Any]]]
-"""Makes a model with options of transformers' `from_pretrained`; returns what that says of loading, too."""
-
-
-def load_model(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, read: Read | None = None
-) -> torch.nn.Module:
-    """Load the model for inference, its attention replaced by the paged one.
-
-    `read`: makes it of other weights than all of `spec`'s.
-    """
-    from transformers import AutoModelForCausalLM  # seconds, which steps of our own need not wait for
-
-    register_attention()
-    register_experts()
-    experts = {"experts_implementation": EXPERTS_NAME} if spec.has_experts else {}
-    read = read or partial(AutoModelForCausalLM.from_pretrained, spec.path, local_files_only=True)
-    model, loading = read(
-        dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **experts
-    )
-    _refuse_incomplete(spec, loading)
-    model.eval().requires_grad_(False)
-    if device.type == "cpu":
-        # Weights are memory-mapped from the file; decoding reads them about 10 % faster from anonymous
-        # memory. Tied weights stay tied: one tensor, two names.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-    # Else each tensor goes straight from the mapped file to the device, one at a time: what is served in the
-    # dtype of its file never takes main memory besides the file's pages.
-    loaded: torch.nn.Module = model.to(device)
-    return loaded
-
-
-def _refuse_incomplete(spec: ModelSpec, loading: Mapping[str, Any]) -> None:
-    """Refuse weights that are no whole model: transformers has filled what is missing with random numbers."""
-    missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
-    if missing:
-        raise ModelRefused(
-            f"the weights in {spec.path} lack {len(missing)} tensors that the model has, or have them in "
-            f"another shape; the first is {missing[0]}",
-            "copy all weights, and the config.json that belongs to them",
-        )
 
 
 class DeviceTime:

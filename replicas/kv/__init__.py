@@ -12,7 +12,7 @@ from samovar.replicas.kv.page_pool import (
     PrefixEntry,
     session_owner,
 )
-from samovar.replicas.kv.registered import RegisteredMemory
+from samovar.replicas.kv.registered import RegisteredMemory, populate_pages
 
 __all__ = [
     "DONE",
@@ -33,6 +33,7 @@ __all__ = [
     "free_memory_bytes",
     "page_io",
     "plan_pages",
+    "populate_pages",
     "register_object_store",
     "session_owner",
 ]

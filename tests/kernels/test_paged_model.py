@@ -10,7 +10,8 @@ import torch
 from samovar.replicas.forward.attention import AttentionBackend, GatherSdpa
 from samovar.replicas.forward.attention_choice import attention_forms
 from samovar.replicas.forward.attention_triton import TritonPaged
-from samovar.replicas.forward.runner import Runner, load_model
+from samovar.replicas.forward.loading import load_model
+from samovar.replicas.forward.runner import Runner
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.scheduling.sequence import bare_sequence

@@ -21,7 +21,8 @@ from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.attention_choice import choose_attention
 from samovar.replicas.forward.attention_triton import TritonPaged
-from samovar.replicas.forward.runner import Runner, load_model
+from samovar.replicas.forward.loading import load_model
+from samovar.replicas.forward.runner import Runner
 from samovar.replicas.kv.block_io import page_io
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool, quantise
 from samovar.replicas.model.spec import SERVED_TYPES, inspect_model

@@ -10,8 +10,9 @@ from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.forward import MakeForward
 from samovar.replicas.forward.lean import LeanForward, LeanModel
+from samovar.replicas.forward.loading import load_model
 from samovar.replicas.forward.plain import plain_model
-from samovar.replicas.forward.runner import Runner, load_model
+from samovar.replicas.forward.runner import Runner
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.native.native_step import NativeStep

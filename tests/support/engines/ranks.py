@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from samovar.replicas.forward.runner import load_model
+from samovar.replicas.forward.loading import load_model
 from samovar.replicas.ranks import weights
 from samovar.replicas.ranks.group import Launch, RankSubprocess
 from samovar.replicas.ranks.worker import Rank, RankStart

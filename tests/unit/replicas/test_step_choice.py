@@ -12,7 +12,7 @@ import torch
 
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.engine.audit import Probe, ProbeResult
-from samovar.replicas.forward.runner import load_model
+from samovar.replicas.forward.loading import load_model
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.messages import ModelRefused

@@ -57,6 +57,7 @@ REASONS = {
     "replicas/serving/deployment.py Replica.tier_sign": TIERS,
     "replicas/serving/deployment.py Replica.tier_stats": TIERS,
     "replicas/engine/thread.py EngineThread.__init__": "the engine itself: its scheduler takes turns",
+    "replicas/forward/loading.py move_weights": COMMAND,
     "replicas/grammar/compiler.py GrammarCompiler.__init__": "one mask of each running answer, which "
     "grammar.mask_s_max ends; who runs is the scheduler's",
     "replicas/grammar/compiler.py _on_deep_stack": "a stack for a thread that has its turn, and waits for it",

@@ -19,7 +19,8 @@ from samovar.configs.settings import EngineSettings, ModelSettings, Settings
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.attention_choice import ChosenAttention
-from samovar.replicas.forward.runner import Runner, load_model
+from samovar.replicas.forward.loading import load_model
+from samovar.replicas.forward.runner import Runner
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.device_errors import is_device_lost, is_memory_short

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from samovar.replicas.engine.audit import Probe
 from samovar.replicas.forward import lean
-from samovar.replicas.forward.runner import load_model
+from samovar.replicas.forward.loading import load_model
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.messages import Delta, TokenLogprob
 from samovar.replicas.model.spec import inspect_model

@@ -17,7 +17,8 @@ from samovar.replicas.forward import inputs as inputs_module
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.graphs import buckets_of
 from samovar.replicas.forward.inputs import StepInputs
-from samovar.replicas.forward.runner import Runner, load_model
+from samovar.replicas.forward.loading import load_model
+from samovar.replicas.forward.runner import Runner
 from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool, LayerKv
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.spec import inspect_model

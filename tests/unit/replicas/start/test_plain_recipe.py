@@ -12,8 +12,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from samovar.replicas.forward.loading import load_model
 from samovar.replicas.forward.plain import PLAIN_TYPES, PlainLayer, PlainModel, plain_model
-from samovar.replicas.forward.runner import load_model
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.start.checkpoint import PlainRecipe, recipe_of
 from tests.house import ROOT
