@@ -325,7 +325,7 @@ def nucleus_of(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor
 
     The probability at which top-p cuts is a quantile: the least whose own mass and that of lesser ones is
     more than what is cut. It is found without a sort, half of its bits at a time, by adding up the masses of
-    all tokens with the same ones. Masses are whole numbers: their sums are the same in any order, which no sum of
+    all tokens with the same ones. Masses are whole numbers, whose sums are the same in any order; no sum of
     floats on a GPU is.
 
     Of equal tokens the first are the better. The best one stays, whatever `top_p` is. NaN are written to 0.
