@@ -175,11 +175,13 @@ class EngineSettings(SplitSettings):
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
     )
-    step: Literal["auto", "native-bf16", "native", "lean", "transformers"] = Field(
+    step: Literal["auto", "fused", "native-bf16", "native", "lean", "transformers"] = Field(
         "auto",
-        description="what computes on CPU: native = C++ compiled for this machine, in float32; native-bf16 = "
-        "its products in bfloat16, by AVX512-BF16; lean = torch over packed weights; transformers = its own "
-        "modules; auto = the fastest that serves and is exact. Exact blocks of one are not found by another",
+        description="what computes. On a GPU: fused = a kernel between each two matrix products, of Llama's "
+        "kin, once compared with transformers = the model's own modules. On CPU: native = C++ compiled for "
+        "this machine, in float32; native-bf16 = its products in bfloat16, by AVX512-BF16; lean = torch over "
+        "packed weights; or transformers. auto = the fastest that serves and is exact. Exact blocks of one "
+        "are not found by another",
     )
     native_build_s_max: float = Field(
         180.0, ge=5, le=3600, description="time to compile the native step, or checksums, at a first start"

@@ -3,8 +3,9 @@
 from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, GatherSdpa
 from samovar.replicas.forward.attention_choice import ChosenAttention, choose_attention
 from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
+from samovar.replicas.forward.fused import FusedForward
 from samovar.replicas.forward.graphs import CudaCapture
-from samovar.replicas.forward.inputs import StepInputs, step_words_max
+from samovar.replicas.forward.inputs import StepInputs, StepPacker, step_words_max
 from samovar.replicas.forward.lean import LeanForward, LeanModel
 from samovar.replicas.forward.loading import load_model
 from samovar.replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
@@ -17,6 +18,7 @@ __all__ = [
     "ChosenAttention",
     "CudaCapture",
     "Forward",
+    "FusedForward",
     "GatherSdpa",
     "LeanForward",
     "LeanModel",
@@ -28,6 +30,7 @@ __all__ = [
     "Same",
     "Score",
     "StepInputs",
+    "StepPacker",
     "TransformersForward",
     "choose_attention",
     "load_model",

@@ -205,7 +205,7 @@ class TritonPaged:
             query,
             kv.keys,
             kv.values,
-            *_scales(kv),
+            *kernel_scales(kv),
             out if form.sinks is None else form.sinks,
             launch.tiles,
             plan.inputs.spans,
@@ -215,7 +215,7 @@ class TritonPaged:
             form.window or 0,
             *_strides(out),
             *_strides(query),
-            *_kv_strides(kv),
+            *kernel_strides(kv),
             GROUP=self.group,
             HEADS_PER_GROUP=kv.keys.shape[3],
             HEAD_DIM=head_dim,
@@ -259,11 +259,11 @@ def write_rows(kv: LayerKv, slots: torch.Tensor, keys: torch.Tensor, values: tor
     _kernels().write_rows[(rows,)](
         kv.keys,
         kv.values,
-        *_scales(kv),
+        *kernel_scales(kv),
         keys,
         values,
         slots,
-        *_kv_strides(kv),
+        *kernel_strides(kv),
         *_strides(keys),
         *_strides(values),
         BLOCK_TOKENS=kv.keys.shape[1],
@@ -293,14 +293,14 @@ def _strides(rows: torch.Tensor) -> tuple[int, int]:
     return (rows.stride(0) if rows.shape[0] > 1 else rows.shape[1] * rows.shape[2], rows.stride(1))
 
 
-def _scales(kv: LayerKv) -> tuple[torch.Tensor, torch.Tensor]:
+def kernel_scales(kv: LayerKv) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales' bits, as int16; without scales something that the kernel does not look at."""
     if kv.key_scales is None or kv.value_scales is None:
         return kv.keys, kv.values
     return kv.key_scales.view(torch.int16), kv.value_scales.view(torch.int16)
 
 
-def _kv_strides(kv: LayerKv) -> tuple[int, ...]:
+def kernel_strides(kv: LayerKv) -> tuple[int, ...]:
     """Return the strides of page, token, group and head: of K and V, then of their scales."""
     scales = (0, 0, 0, 0) if kv.key_scales is None else kv.key_scales.stride()
     return (*kv.keys.stride()[:4], *scales)

@@ -312,7 +312,7 @@ def merge_splits(
 
 
 @triton.jit
-def _write_vectors(
+def write_vectors(
     codes,
     scales,
     place,
@@ -387,5 +387,5 @@ def write_rows(
     value_places = row * value_row_stride + heads[:, None] * value_head_stride + dims[None, :]
     new_key = tl.load(new_keys + key_places, mask=is_there, other=0.0)
     new_value = tl.load(new_values + value_places, mask=is_there, other=0.0)
-    _write_vectors(keys, key_scales, place, scale_place, new_key, heads, dims, is_there, KV_HEADS, INT8)
-    _write_vectors(values, value_scales, place, scale_place, new_value, heads, dims, is_there, KV_HEADS, INT8)
+    write_vectors(keys, key_scales, place, scale_place, new_key, heads, dims, is_there, KV_HEADS, INT8)
+    write_vectors(values, value_scales, place, scale_place, new_value, heads, dims, is_there, KV_HEADS, INT8)

@@ -7,6 +7,7 @@ another one is, that one serves: exact mode promises more than speed.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from samovar.replicas.engine import TOLERANCES, Probe, ProbeResult
 from samovar.replicas.forward import (
     PLAIN_TYPES,
     AttentionBackend,
+    FusedForward,
     GatherSdpa,
     LeanForward,
     LeanModel,
@@ -49,8 +51,12 @@ from samovar.replicas.native import (
     why_not_native,
 )
 from samovar.replicas.start.checkpoint import PlainRecipe, recipe_of
+from samovar.replicas.start.fused_choice import NotFused, compare_fused
 
-AUTO, NATIVE_BF16, NATIVE, LEAN, TRANSFORMERS = "auto", "native-bf16", "native", "lean", "transformers"
+logger = logging.getLogger(__name__)
+
+AUTO, FUSED, TRANSFORMERS = "auto", "fused", "transformers"
+NATIVE_BF16, NATIVE, LEAN = "native-bf16", "native", "lean"
 """Values of `engine.step`."""
 INT8 = "int8"
 """Value of `model.weights`."""
@@ -173,12 +179,38 @@ class LeanForm:
         return lambda pool: LeanForward(model, pool, backend, exact=exact)
 
 
+class FusedForm:
+    """The weights of the fused step, on a GPU. Takes `plain` over."""
+
+    attention: str | None = None
+    is_torch = True
+    sentence = "fused: a kernel between each two matrix products"
+    numerics = version = FUSED
+
+    def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
+        if setup.settings.exact:
+            raise NotFused("engine.exact")
+        self._plain = plain
+
+    def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
+        assert not exact, "a row's bits depend on the rows beside it"
+        return lambda pool: FusedForward(self._plain, pool, backend)
+
+
 FORMS: dict[str, Callable[[PlainModel, FormSetup], StepForm]] = {
+    FUSED: FusedForm,
     NATIVE_BF16: partial(NativeForm, kind=NATIVE_BF16),
     NATIVE: NativeForm,
     LEAN: LeanForm,
 }
-"""The kinds of step of our own, first the one that is preferred. They raise `NotPlain` or `NotNative`."""
+"""The kinds of step of our own, those that are preferred first. Raise `NotPlain`, `NotNative`, `NotFused`."""
+ON_GPUS = frozenset({FUSED})
+"""The kinds that compute there; the others compute on CPU."""
+
+
+def kinds_of(device: torch.device) -> list[str]:
+    """Return the kinds of step that may serve on a device, first the one that is preferred."""
+    return [*(kind for kind in FORMS if (kind in ON_GPUS) != (device.type == "cpu")), TRANSFORMERS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +332,7 @@ class StepChoice:
         first, passed = "", dict[str, str]()
         if self._setup.weights == INT8:
             asked = self._only_native(asked)
-        for kind in (*FORMS, TRANSFORMERS) if asked == AUTO else (asked,):
+        for kind in kinds_of(self._device) if asked == AUTO else (asked,):
             why_not = self._hold(kind)
             if why_not is not None:
                 passed[kind] = why_not
@@ -333,7 +365,8 @@ class StepChoice:
     def _chosen(self, exactness: ProbeResult, passed: dict[str, str]) -> ChosenStep:
         kind = self._held or TRANSFORMERS
         what = "the modules of transformers" if self._form is None else self._form.sentence
-        before = [*FORMS, TRANSFORMERS][: [*FORMS, TRANSFORMERS].index(kind)]
+        kinds = kinds_of(self._device)
+        before = kinds[: kinds.index(kind)]
         reasons = dict.fromkeys(passed[name] for name in before if name in passed)
         named = {why: [name for name in before if passed.get(name) == why] for why in reasons}
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
@@ -348,7 +381,7 @@ class StepChoice:
             return None
         if kind != TRANSFORMERS and self._settings.tensor_parallel > 1:
             return "engine.tensor_parallel"
-        if kind != TRANSFORMERS and self._device.type != "cpu":
+        if kind not in kinds_of(self._device):
             return f"the model is on {self._device.type}"
         if self._form is not None:  # it has taken the weights over
             self._form = self._held = self._model = None
@@ -363,9 +396,16 @@ class StepChoice:
             if self._plain is None:
                 assert self._model is not None
                 self._plain = plain_model(self._model)
-            self._form = FORMS[kind](self._plain, self._setup)
-        except (NotPlain, NotNative) as why:
+            form = FORMS[kind](self._plain, self._setup)
+            if kind == FUSED:
+                assert self._model is not None, "on a GPU the weights are read by it"
+                compare_fused(self._model, self._plain, self._geometry, self._device)
+        except (NotPlain, NotNative, NotFused, torch.OutOfMemoryError) as why:
+            # The modules compute as before, on views of what has been joined.
+            if kind == FUSED:
+                logger.warning("steps are not computed by the fused step, which is quicker: %s", why)
             return str(why)
+        self._form = form
         self._held, self._plain = kind, None
         if self._model is not None:
             self._model.to("meta")  # who computes with it now gets an error

@@ -1,7 +1,8 @@
 """`python -m tests.kernels.compiled SM WHAT`: compile what is launched on such a GPU, without one.
 
-`WHAT`: attention or checksums. Prints a line of JSON for each kernel: what Triton's own ptxas and cuobjdump
-say of it. In a process of its own: without Triton's interpreter, and with a driver that only names a GPU.
+`WHAT`: attention, fused or checksums. Prints a line of JSON for each kernel: what Triton's own ptxas and
+cuobjdump say of it. In a process of its own: without Triton's interpreter, and with a driver that only names
+a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import triton
@@ -22,10 +25,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from samovar.cache_tiers.blocks.extent import BlockShape
+from samovar.replicas.forward import fused as fused_step
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.attention_triton import tile_shapes, write_rows
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.kv.page_sums import page_sums
 from tests.kernels.paged import PagedCase, Shape
+from tests.support.engines.plain_models import Shape as Plain
 
 BF16 = torch.bfloat16
 STEPS = ((300, 1), (100, 40))
@@ -126,6 +132,57 @@ def attention(capability: int) -> Iterator[dict[str, Any]]:
         compiled.clear()
 
 
+SMALL_ONE = Plain(q_heads=9, kv_heads=3, head_dim=64, hidden=576, inner=1536)
+EIGHT_B = Plain(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, inner=14336)
+FUSED: dict[str, tuple[Plain, torch.dtype, bool]] = {
+    "8B": (EIGHT_B, BF16, False),
+    "8B, int8": (EIGHT_B, BF16, True),
+    "8B, float16": (EIGHT_B, torch.float16, False),
+    "8B, float32": (EIGHT_B, torch.float32, False),
+    "8B, norms of heads, int8": (replace(EIGHT_B, has_head_norms=True), BF16, True),
+    "7B, group 7": (Plain(q_heads=28, kv_heads=4, head_dim=128, hidden=3584, inner=18944), BF16, False),
+    "head 80, group 1": (Plain(q_heads=32, kv_heads=32, head_dim=80, hidden=2560, inner=6912), BF16, False),
+    "head 64, group 3": (SMALL_ONE, BF16, False),
+    "405B": (Plain(q_heads=128, kv_heads=8, head_dim=128, hidden=16384, inner=53248), BF16, False),
+}
+"""Shapes of models that are served; dtype, and whether KV is int8."""
+
+
+def fused(capability: int) -> Iterator[dict[str, Any]]:
+    compiled = only_compiling(capability)
+    seen = set()
+    for name, (shape, dtype, is_int8) in FUSED.items():
+        for kernel in _of_layer(compiled, shape, dtype, is_int8=is_int8):
+            if kernel.hash not in seen:
+                seen.add(kernel.hash)
+                yield {
+                    "case": name,
+                    "kernel": kernel.metadata.name,
+                    "wide_loads": dumped(kernel.asm["cubin"], "--dump-sass").count("LDG.E.128"),
+                    **facts(kernel),
+                }
+
+
+def _of_layer(compiled: list[Any], shape: Plain, dtype: torch.dtype, *, is_int8: bool) -> list[Any]:
+    """Compile what a layer launches."""
+    compiled.clear()
+    heads = torch.zeros((4, shape.q_heads + 2 * shape.kv_heads, shape.head_dim), dtype=dtype)
+    vector, rows = heads.new_zeros(shape.head_dim), heads.new_zeros((4, shape.hidden))
+    half, weight = heads.new_zeros((4, shape.head_dim // 2)), heads.new_zeros(shape.hidden)
+    layer = Mock(q_norm=None, k_norm=None, uses_rope=True)
+    if shape.has_head_norms:
+        layer.q_norm = layer.k_norm = vector
+    plain = Mock(q_heads=shape.q_heads, kv_heads=shape.kv_heads, norm_eps=1e-5)
+    geometry = KvGeometry(1, 16, shape.kv_heads, shape.head_dim, dtype, is_int8=is_int8)
+    kv = KvPool(geometry, 2, torch.device("cpu")).layer(0)
+    slots = torch.zeros(4, dtype=torch.int32)
+    fused_step.norm(rows, weight, 1e-5)
+    fused_step.add_norm(rows, rows.clone(), 1.0, weight, 1e-5)
+    fused_step.rotate_write(plain, layer, heads, (half, half.clone()), slots, kv)
+    fused_step.silu_times(heads.new_zeros((4, 2 * shape.inner)))
+    return compiled
+
+
 def checksums(capability: int) -> Iterator[dict[str, Any]]:
     compiled = only_compiling(capability)
     for layer_bytes in (65536, 12288, 4104):
@@ -140,7 +197,11 @@ def checksums(capability: int) -> Iterator[dict[str, Any]]:
         }
 
 
-WHAT: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {"attention": attention, "checksums": checksums}
+WHAT: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
+    "attention": attention,
+    "fused": fused,
+    "checksums": checksums,
+}
 
 if __name__ == "__main__":
     assert triton.__version__

@@ -164,7 +164,9 @@ def tiny_config(
         del common["head_dim"]  # they have no such field: it is hidden / heads
     if bias:
         common["attention_bias"] = True
-    common |= _OWN.get(family, {}) | (_WINDOWED[family] if window else {})
+    own = _OWN.get(family, {}) | (_WINDOWED[family] if window else {})
+    # What it says of each layer, it says of two.
+    common |= {name: (of * layers)[:layers] if isinstance(of, list) else of for name, of in own.items()}
     return AutoConfig.for_model(family, **common)
 
 
