@@ -266,7 +266,8 @@ def quicken(model: torch.nn.Module) -> torch.nn.Module:
             forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
             module.forward = partial(forward, module)
         elif hasattr(module, "num_experts") and hasattr(module, "down_proj"):
-            module.numbers = torch.arange(module.num_experts, device=module.down_proj.device)
+            numbers = torch.arange(module.num_experts, device=module.down_proj.device)
+            module.register_buffer("numbers", numbers, persistent=False)
     return model
 
 
