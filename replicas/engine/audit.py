@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from samovar.replicas.forward import EXACT_ROWS, GatherSdpa, MakeForward, Runner
+from samovar.replicas.forward import EXACT_ROWS, GatherSdpa, MakeForward, Runner, groups_experts
 from samovar.replicas.kv import KvGeometry, KvPool, PagePool
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.model import is_device_lost
@@ -283,6 +283,8 @@ class Probe:
         config, threads = self._model.config, torch.get_num_threads()
         if getattr(config, "shared_expert_intermediate_size", None):
             return "the gate of the shared expert is one number for each row"
+        if groups_experts(self._model):
+            return "its experts are computed by grouped products, whose rows depend on the batch"
         by_scores = getattr(config, "attn_logit_softcapping", None) is not None or any(
             name.endswith(".sinks") for name, _ in self._model.named_parameters()
         )

@@ -17,7 +17,13 @@ from samovar.cache_tiers.blocks import Bytes
 from samovar.configs.sections import MIB
 from samovar.replicas.forward.attention import ATTENTION_NAME
 from samovar.replicas.forward.attention import register as register_attention
-from samovar.replicas.forward.runner import EXPERTS_NAME, register_experts
+from samovar.replicas.forward.runner import (
+    EXPERTS_NAME,
+    GROUPED_NAME,
+    quicken,
+    register_experts,
+    why_by_rows,
+)
 from samovar.replicas.kv import populate_pages
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import ModelSpec
@@ -43,7 +49,9 @@ def load_model(
 
     register_attention()
     register_experts()
-    experts = {"experts_implementation": EXPERTS_NAME} if spec.has_experts else {}
+    in_groups = spec.has_experts and why_by_rows(device, dtype) is None
+    way = GROUPED_NAME if in_groups else EXPERTS_NAME
+    experts = {"experts_implementation": way} if spec.has_experts else {}
     read = read or partial(AutoModelForCausalLM.from_pretrained, spec.path, local_files_only=True)
     model, loading = read(
         dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **experts
@@ -60,7 +68,7 @@ def load_model(
         # files' pages.
         move_weights(model, device, lambda: PinnedLane(device))
     loaded: torch.nn.Module = model.to(device)  # buffers; and where no lane could be had, all of it
-    return loaded
+    return quicken(loaded) if in_groups else loaded
 
 
 def _refuse_incomplete(spec: ModelSpec, loading: Mapping[str, Any]) -> None:

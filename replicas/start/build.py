@@ -36,8 +36,10 @@ from samovar.replicas.forward import (
     CudaCapture,
     Runner,
     choose_attention,
+    groups_experts,
     load_model,
     step_words_max,
+    why_by_rows,
 )
 from samovar.replicas.grammar import GrammarCompiler
 from samovar.replicas.kv import (
@@ -575,8 +577,11 @@ def record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, plan
     rows_max = min(engine.graph_rows_max, engine.sequences_max)
     if runner.device.type != "cuda" or rows_max == 0:
         return ""
-    if not runner.backend.tile_rows or runner.exact or spec.has_experts:  # they look at numbers on the way
+    if not runner.backend.tile_rows or runner.exact:
         return "; decodes without graphs"
+    if spec.has_experts and not (runner.model is not None and groups_experts(runner.model)):
+        why = why_by_rows(runner.device, runner.pool.geometry.dtype)
+        return f"; decodes without graphs, as the host looks which experts there are: {why}"
     if engine.tensor_parallel > 1:  # the other ranks would have to record and replay the same
         return "; decodes without graphs"
     try:

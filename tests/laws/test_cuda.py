@@ -6,7 +6,9 @@ import mmap
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +24,17 @@ from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.attention_choice import choose_attention
 from samovar.replicas.forward.attention_triton import TritonPaged
 from samovar.replicas.forward.loading import load_model
-from samovar.replicas.forward.runner import Runner
+from samovar.replicas.forward.runner import Runner, why_by_rows
 from samovar.replicas.kv.block_io import page_io
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool, quantise
 from samovar.replicas.model.spec import SERVED_TYPES, inspect_model
-from samovar.replicas.sampling.draws import Sampled
+from samovar.replicas.sampling.draws import Sampled, nucleus_of
 from samovar.replicas.sampling.sampler import NotNumbers, Sampler
 from samovar.replicas.scheduling.step import Chunk
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.sampled_batches import EOS, KINDS, batch_of
-from tests.support.engines.tiny_models import make_tiny_model
+from tests.support.engines.tiny_models import Family, make_tiny_model
+from tests.unit.replicas.forward.test_experts import MIXTURES, assert_near, experts_of, step_of
 from tests.unit.replicas.kv.test_int8 import samples
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU laws not run")
@@ -159,6 +162,41 @@ def test_tokens_are_sampled_on_the_device_as_on_the_cpu() -> None:
                 if ours.token_id == theirs.token_id and theirs.logprob is not None:
                     assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert same / count > 0.999
+
+
+@contextmanager
+def without_waits() -> Iterator[None]:
+    """torch raises where the host would wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.3, 9.0])
+def test_a_nucleus_is_cut_by_the_same_bits_and_without_a_wait(scale: float) -> None:
+    """Whole numbers are added in whatever order the device takes them."""
+    probabilities = (torch.randn(32, 128_256) * scale).round(decimals=2).softmax(dim=-1)
+    top_p = torch.linspace(0.0, 1 - 1e-6, 32, dtype=torch.float64)
+    given = probabilities.to(CUDA), top_p.to(CUDA)
+    with without_waits():
+        found = nucleus_of(*given)
+    assert torch.equal(found.cpu(), nucleus_of(probabilities, top_p))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_in_groups_give_what_one_after_the_other_gives_and_wait_for_nothing(family: Family) -> None:
+    if why := why_by_rows(CUDA, torch.bfloat16):
+        pytest.skip(why)
+    looped, grouped = (one.to(CUDA) for one in experts_of(family, torch.bfloat16))
+    for rows in (1, 8, 64, 700):
+        given = [one.to(CUDA) for one in step_of(rows, torch.bfloat16)]
+        expected = looped(*given)
+        with without_waits():
+            found = grouped(*given)
+        assert_near(found, expected)
 
 
 def test_a_row_with_nan_is_found_on_the_device() -> None:

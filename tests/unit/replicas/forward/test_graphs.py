@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.forward import inputs as inputs_module
+from samovar.replicas.forward import loading
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.graphs import buckets_of
 from samovar.replicas.forward.inputs import StepInputs
 from samovar.replicas.forward.loading import load_model
-from samovar.replicas.forward.runner import Runner
+from samovar.replicas.forward.runner import EXPERTS_NAME, GROUPED_NAME, Runner
 from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool, LayerKv
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.spec import inspect_model
@@ -27,6 +28,8 @@ from samovar.replicas.scheduling.step import Chunk
 from samovar.replicas.start import build
 from samovar.replicas.start.build import BuiltEngine
 from tests.support.engines.engines import Driver, prompt_of, small_engine
+from tests.support.engines.launches import Launches
+from tests.support.engines.tiny_models import Family, make_tiny_model
 
 CPU = torch.device("cpu")
 BLOCK, CONTEXT, ROWS = 16, 128, 12
@@ -160,6 +163,26 @@ def test_a_replay_after_other_numbers_were_put_in_gives_what_eager_gives(
     torch.testing.assert_close(ours[kept], theirs[kept], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_mixture_that_groups_its_experts_is_replayed_as_well(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of a recorded step depends on the experts that were chosen then."""
+    monkeypatch.setattr(loading, "why_by_rows", lambda device, dtype: None)
+    model_dir = make_tiny_model(tmp_path / family, family)
+    mixture = load_model(inspect_model(model_dir), torch.float32, CPU)
+    eager, graphed = Side(mixture, model_dir, 9), Side(mixture, model_dir, 9)
+    graphed.record()
+    rng = random.Random(2)
+    for _ in range(12):
+        picked = rng.sample(range(9), rng.randint(1, 9))
+        torch.testing.assert_close(graphed.step(picked), eager.step(picked), atol=1e-4, rtol=0)
+    assert graphed.capture.replays == 12
+    with Launches() as launches:
+        graphed.step([0, 1, 2])
+    assert not launches.waits
+
+
 def test_padding_writes_to_the_trash_page_only(model: torch.nn.Module, model_dir: Path) -> None:
     side = Side(model, model_dir, 5)
     side.record()
@@ -246,22 +269,30 @@ def test_a_backend_that_looks_at_the_host_is_found(model: torch.nn.Module, model
 
 
 @pytest.mark.parametrize(
-    ("device", "rows_max", "tile_rows", "has_experts", "error", "told"),
+    ("device", "rows_max", "tile_rows", "experts", "error", "told"),
     [
-        ("cpu", 64, 4, False, None, ""),
-        ("cuda", 0, 4, False, None, ""),
-        ("cuda", 64, 0, False, None, "; decodes without graphs"),
-        ("cuda", 64, 4, True, None, "; decodes without graphs"),
-        ("cuda", 64, 4, False, RuntimeError("no memory"), "; decodes without graphs"),
-        ("cuda", 64, 4, False, None, "; decodes of up to 32 as graphs"),
-        ("cuda", 16, 4, False, None, "; decodes of up to 16 as graphs"),
+        ("cpu", 64, 4, "", None, ""),
+        ("cuda", 0, 4, "", None, ""),
+        ("cuda", 64, 0, "", None, "; decodes without graphs"),
+        (
+            "cuda",
+            64,
+            4,
+            EXPERTS_NAME,
+            None,
+            "; decodes without graphs, as the host looks which experts there are: none",
+        ),
+        ("cuda", 64, 4, GROUPED_NAME, None, "; decodes of up to 32 as graphs"),
+        ("cuda", 64, 4, "", RuntimeError("no memory"), "; decodes without graphs"),
+        ("cuda", 64, 4, "", None, "; decodes of up to 32 as graphs"),
+        ("cuda", 16, 4, "", None, "; decodes of up to 16 as graphs"),
     ],
 )
 def test_what_cannot_be_recorded_is_served_without_and_told(
     device: str,
     rows_max: int,
     tile_rows: int,
-    has_experts: bool,
+    experts: str,
     error: Exception | None,
     told: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -269,9 +300,13 @@ def test_what_cannot_be_recorded_is_served_without_and_told(
     monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder())
     monkeypatch.setattr(build, "hold_step_memory", Mock())
     runner = Mock(device=torch.device(device), backend=Mock(tile_rows=tile_rows), exact=False)
+    monkeypatch.setattr(build, "groups_experts", lambda model: experts == GROUPED_NAME)
+    monkeypatch.setattr(build, "why_by_rows", lambda device, dtype: "none")
     runner.record_decodes.side_effect = error
     settings = EngineSettings(graph_rows_max=rows_max, sequences_max=32)
-    said = build.record_decodes(settings, runner, Mock(has_experts=has_experts), Mock(context_tokens_max=99))
+    said = build.record_decodes(
+        settings, runner, Mock(has_experts=experts != ""), Mock(context_tokens_max=99)
+    )
     assert said == told
     assert runner.record_decodes.called == (error is not None or "as graphs" in told)
 
