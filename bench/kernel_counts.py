@@ -29,11 +29,11 @@ from samovar.replicas.forward import (
     StepPacker,
     TransformersForward,
     attention_triton,
-    fused,
     plain_model,
 )
 from samovar.replicas.forward.attention import ATTENTION_NAME, register
 from samovar.replicas.forward.attention_triton import TritonPaged, tile_shapes
+from samovar.replicas.forward.fused import step as fused_step
 from samovar.replicas.forward.runner import EXPERTS_NAME, register_experts
 from samovar.replicas.kv import KvGeometry, KvPool
 from samovar.replicas.scheduling import Chunk, bare_sequence
@@ -142,7 +142,7 @@ class _ForAnyGrid(dict[Any, Callable[..., None]]):
 def counting(counts: Counts) -> Iterator[None]:
     """Count what is launched within; Triton's kernels are not run, and triton need not be there."""
     with ExitStack() as stack:
-        for module in (attention_triton, fused):
+        for module in (attention_triton, fused_step):
             stack.enter_context(patch.object(module, "_kernels", lambda: _Kernels(counts)))
         stack.enter_context(torch.inference_mode())
         stack.enter_context(_Reads(counts))

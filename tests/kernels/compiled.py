@@ -25,9 +25,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from samovar.cache_tiers.blocks.extent import BlockShape
-from samovar.replicas.forward import fused as fused_step
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.attention_triton import tile_shapes, write_rows
+from samovar.replicas.forward.fused import step as fused_step
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.kv.page_sums import page_sums
 from tests.kernels.paged import PagedCase, Shape

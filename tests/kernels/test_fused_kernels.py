@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from samovar.replicas.forward import fused, fused_kernels
 from samovar.replicas.forward.attention_triton import write_rows
+from samovar.replicas.forward.fused import kernels, step
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from tests.kernels.paged import CPU
 from tests.support.engines.fused_reference import FusedReference
@@ -69,14 +69,14 @@ class KernelCase:
 
     def computed(self) -> tuple[list[torch.Tensor], KvPool]:
         pool = self.pool()
-        turned = fused.rotate_write(
+        turned = step.rotate_write(
             self.plain, self.layer, self.heads, self.rotation, self.slots, pool.layer(1)
         )
         found = [
-            fused.norm(self.rows, self.weight, EPS),
-            *fused.add_norm(self.rows, self.more, 0.22, self.weight, EPS),
+            step.norm(self.rows, self.weight, EPS),
+            *step.add_norm(self.rows, self.more, 0.22, self.weight, EPS),
             *turned,
-            fused.silu_times(self.gate_up),
+            step.silu_times(self.gate_up),
         ]
         return found, pool
 
@@ -89,7 +89,7 @@ class KernelCase:
         found, pool = self.computed()
         assert all(map(torch.equal, before, (self.rows, self.more, self.heads, self.gate_up)))
         with monkeypatch.context() as patch:
-            patch.setattr(fused, "_kernels", FusedReference)
+            patch.setattr(step, "_kernels", FusedReference)
             truth, _ = self.computed()
         same = self.pool()
         value = self.heads[:, -self.shape.kv_heads :]
@@ -163,7 +163,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find, put, shape = FAULTS[fault]
-    text = Path(fused_kernels.__file__).read_text()
+    text = Path(kernels.__file__).read_text()
     assert find in text
     planted = tmp_path / "planted_kernels.py"
     planted.write_text(text.replace(find, put))
@@ -172,5 +172,5 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path, monkeypatch: pytest
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(fused, "_kernels", lambda: module)
+    monkeypatch.setattr(step, "_kernels", lambda: module)
     assert not KernelCase(shape).error(monkeypatch) <= 5 * ERROR_MAX[shape.dtype]

@@ -42,7 +42,7 @@ OPTIONAL = {
 }
 ONLY_WHERE_USED = {
     "cluster/plan/plot.py",
-    "replicas/forward/fused_kernels.py",
+    "replicas/forward/fused/kernels.py",
     "replicas/forward/paged_kernels.py",
     "replicas/kv/page_sums.py",
     *(f"router/context/knowledge/postgres/{name}.py" for name in ("connections", "database", "store")),

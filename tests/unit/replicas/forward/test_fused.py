@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from samovar.replicas.forward import fused
 from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.forward import TransformersForward
-from samovar.replicas.forward.fused import FusedForward
+from samovar.replicas.forward.fused import FusedForward, step
 from samovar.replicas.forward.lean import LeanForward, LeanModel
 from samovar.replicas.forward.plain import plain_model
 from samovar.replicas.forward.runner import Runner
@@ -26,7 +25,7 @@ from tests.unit.replicas.forward.test_graphs import BLOCK, CONTEXT, ROWS, Record
 
 @pytest.fixture(autouse=True)
 def _played(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_kernels", FusedReference)
+    monkeypatch.setattr(step, "_kernels", FusedReference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

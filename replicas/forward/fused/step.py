@@ -2,7 +2,7 @@
 
 Of a layer: residual and norm; q, k and v by one product; norms of heads, rotation and the writing of K and
 V; attention; the output product; residual and norm; gate and up by one product; the activation; the down
-product. The kernels are in `fused_kernels.py`, which is imported when one is launched.
+product. The kernels are in `kernels.py`, which is imported when one is launched.
 """
 
 from __future__ import annotations
@@ -184,9 +184,9 @@ def silu_times(gate_up: torch.Tensor) -> torch.Tensor:
 
 def _kernels() -> ModuleType:
     """Import the kernels. Raises `ImportError` where triton is not installed."""
-    from samovar.replicas.forward import fused_kernels
+    from samovar.replicas.forward.fused import kernels
 
-    return fused_kernels
+    return kernels
 
 
 def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
