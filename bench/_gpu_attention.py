@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from bench._gpu_device import Ceilings, Device, dtype_name, share
 from bench._gpu_engine import Sizes, shape_of
 from bench._gpu_model import Caller, tokens_of
 from bench._gpu_run import Rows, at_least, at_most, must_be
-from samovar.replicas.forward import GatherSdpa, Runner
+from samovar.replicas.forward import FusedForward, GatherSdpa, Runner
 from samovar.replicas.forward.attention import AttentionBackend, AttentionForm
 from samovar.replicas.forward.inputs import StepInputs, StepPacker
 from samovar.replicas.kv import KvGeometry, KvPool
@@ -187,16 +188,25 @@ def _written_otherwise(laid: Laid, backend: AttentionBackend, meta: object) -> i
     return wrong
 
 
+def attending_by(runner: Runner, backend: AttentionBackend) -> Runner:
+    """Return another runner of the same weights on the same pool, attending by `backend`."""
+    forward, pool = runner.forward, runner.pool
+    make = None
+    if isinstance(forward, FusedForward):  # the modules have none any more
+        make = partial(FusedForward, forward.plain, backend=backend)
+    return Runner(runner.model, pool, backend, exact=False, forward=make)
+
+
 def check_logits(rows: Rows, caller: Caller, sizes: Sizes) -> None:
     """Compare whole forward passes with `GatherSdpa`'s: prefill, a chunk and decodes of two sequences."""
     runner: Runner = caller.engine.runner
-    pool, geometry = runner.pool, runner.pool.geometry
+    geometry = runner.pool.geometry
     caller.forget()
     count = max(48, sizes.context // 16)
     tokens, other = tokens_of(count, 61, caller.shape), tokens_of(count // 2, 62, caller.shape)
     blocks = -(-count // geometry.block_tokens)
     logits = []
-    for one in (runner, Runner(runner.model, pool, GatherSdpa(False, geometry.dtype), exact=False)):
+    for one in (runner, attending_by(runner, GatherSdpa(False, geometry.dtype))):
         pages = list(range(1, 1 + 2 * blocks))
         sequence, beside = bare_sequence(tokens, pages[:blocks][::-1]), bare_sequence(other, pages[blocks:])
         steps = (

@@ -12,6 +12,7 @@ import torch
 from bench._gpu_device import Ceilings, share
 from bench._gpu_model import Caller, tokens_of
 from bench._gpu_run import Rows, at_least, at_most
+from samovar.replicas.forward import FusedForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,9 @@ def _logits(caller: Caller, kind: str) -> Iterator[None]:
     if kind != "peaked":
         yield
         return
-    weights: torch.Tensor = caller.engine.runner.model.lm_head.weight
+    runner = caller.engine.runner
+    is_fused = isinstance(runner.forward, FusedForward)
+    weights: torch.Tensor = runner.forward.plain.head if is_fused else runner.model.lm_head.weight
     weights.mul_(PEAKED)
     try:
         yield

@@ -109,7 +109,8 @@ class Stage:
         return load(PRESET, {}, words).settings
 
     def _load(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-        if self._model is None:
+        # A step of our own has taken the weights of a model over that is on no device.
+        if self._model is None or next(self._model.parameters()).is_meta:
             self._model = random_model(spec, dtype, device)
         return self._model
 

@@ -298,7 +298,7 @@ class StepChoice:
 
     def _known_recipe(self) -> PlainRecipe | None:
         """Return how a step of our own reads the weights without transformers, if that is known."""
-        ours = self._settings.step != TRANSFORMERS and self._settings.tensor_parallel == 1
+        ours = self._settings.step not in (FUSED, TRANSFORMERS) and self._settings.tensor_parallel == 1
         if self._directory is None or self._device.type != "cpu" or not ours:
             return None
         return self._kept.get("plain form", RECIPE, self._learn, None)

@@ -178,7 +178,8 @@ def _of_layer(compiled: list[Any], shape: Plain, dtype: torch.dtype, *, is_int8:
     slots = torch.zeros(4, dtype=torch.int32)
     fused_step.norm(rows, weight, 1e-5)
     fused_step.add_norm(rows, rows.clone(), 1.0, weight, 1e-5)
-    fused_step.rotate_write(plain, layer, heads, (half, half.clone()), slots, kv)
+    for layer.uses_rope in (True, False) if shape is SMALL_ONE else (True,):
+        fused_step.rotate_write(plain, layer, heads, (half, half.clone()), slots, kv)
     fused_step.silu_times(heads.new_zeros((4, 2 * shape.inner)))
     return compiled
 

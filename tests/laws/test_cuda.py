@@ -24,6 +24,7 @@ from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.attention_choice import choose_attention
 from samovar.replicas.forward.attention_triton import TritonPaged
 from samovar.replicas.forward.loading import load_model
+from samovar.replicas.forward.plain import PLAIN_TYPES, plain_model
 from samovar.replicas.forward.runner import Runner, why_by_rows
 from samovar.replicas.kv.block_io import page_io
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool, quantise
@@ -31,6 +32,7 @@ from samovar.replicas.model.spec import SERVED_TYPES, inspect_model
 from samovar.replicas.sampling.draws import Sampled, nucleus_of
 from samovar.replicas.sampling.sampler import NotNumbers, Sampler
 from samovar.replicas.scheduling.step import Chunk
+from samovar.replicas.start.fused_choice import compare_fused
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.sampled_batches import EOS, KINDS, batch_of
 from tests.support.engines.tiny_models import Family, make_tiny_model
@@ -79,6 +81,29 @@ def test_the_kernel_serves(family: str, dtype: torch.dtype, is_int8: bool, tmp_p
     geometry = KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, dtype, is_int8=is_int8)
     chosen = choose_attention(model, geometry, CUDA, exact=False, context_tokens_max=spec.context_tokens_max)
     assert chosen.sentence == TritonPaged.name
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["as computed", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", sorted(PLAIN_TYPES))
+def test_the_fused_step_serves(family: str, dtype: torch.dtype, is_int8: bool, tmp_path: Path) -> None:
+    """Compared with transformers' modules at the start, it is not refused; their weights lie there once."""
+    spec = inspect_model(make_tiny_model(tmp_path / family, family))  # type: ignore[arg-type]
+    model = load_model(spec, dtype, CUDA)
+    geometry = KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, dtype, is_int8=is_int8)
+    compare_fused(model, plain_model(model), geometry, CUDA)
+
+
+@pytest.mark.parametrize("step", ["fused", "transformers"])
+def test_an_engine_on_a_gpu_answers_as_on_a_cpu(step: str, tiny_llama: Path) -> None:
+    """In float32, by graphs: the tiny model's best tokens are no toss-up."""
+    answers = []
+    for device, by in (("cuda", step), ("cpu", "transformers")):
+        built = small_engine(tiny_llama, dtype="float32", device=device, step=by)
+        assert built.engine.runner.forward.name == by
+        driver = Driver(built.engine)
+        answers.append([driver.run(prompt_of(size, seed=size), max_tokens=20).ids for size in (5, 41, 90)])
+    assert answers[0] == answers[1]
 
 
 def test_greedy_text_with_and_without_reuse(smollm2: Path) -> None:

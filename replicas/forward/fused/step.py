@@ -28,7 +28,7 @@ ROTATE_WARPS = 2
 
 
 class FusedForward:
-    """Computes steps by a plain model's weights on one pool. `backend` attends; it need not write.
+    """Computes steps by the weights of `plain` on one pool. `backend` attends; it need not write.
 
     A row's numbers depend on the rows beside it by the matrix products only: never exact, so no padding.
     """
@@ -37,14 +37,14 @@ class FusedForward:
     rows_multiple = 1
 
     def __init__(self, plain: PlainModel, pool: KvPool, backend: AttentionBackend) -> None:
-        self._plain = plain
+        self.plain = plain
         self._pool = pool
         self._backend = backend
         self._forms = [AttentionForm(plain.attention_scale, layer.window) for layer in plain.layers]
 
     def hidden(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Return the last hidden state `[1, rows, hidden]`, behind its norm; write the step's K and V."""
-        plain, meta = self._plain, self._backend.prepare(inputs)
+        plain, meta = self.plain, self._backend.prepare(inputs)
         rows = F.embedding(inputs.token_ids, plain.embedding)
         if plain.embedding_multiplier != 1.0:
             rows = rows * plain.embedding_multiplier
@@ -61,9 +61,9 @@ class FusedForward:
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
         """Return float32 logits `[count, vocab]` of rows of the last hidden state."""
-        logits = F.linear(hidden[0].index_select(0, rows[:count]), self._plain.head)
-        if self._plain.logits_divisor != 1.0:
-            logits = logits / self._plain.logits_divisor
+        logits = F.linear(hidden[0].index_select(0, rows[:count]), self.plain.head)
+        if self.plain.logits_divisor != 1.0:
+            logits = logits / self.plain.logits_divisor
         return logits.float()
 
     def _attended(
@@ -75,7 +75,7 @@ class FusedForward:
         meta: object,
     ) -> torch.Tensor:
         """Return what the heads attend to, `[rows, q_heads * head_dim]`."""
-        plain, layer, kv = self._plain, self._plain.layers[number], self._pool.layer(number)
+        plain, layer, kv = self.plain, self.plain.layers[number], self._pool.layer(number)
         heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, plain.head_dim)
         query, key = rotate_write(plain, layer, heads, rotation, inputs.slots, kv)
         value = heads[:, plain.q_heads + plain.kv_heads :]
@@ -85,7 +85,7 @@ class FusedForward:
     def _added(
         self, rows: torch.Tensor, more: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_norm(rows, more, self._plain.residual_multiplier, weight, self._plain.norm_eps)
+        return add_norm(rows, more, self.plain.residual_multiplier, weight, self.plain.norm_eps)
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from bench._gpu_attention import attending_by
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.forward import fused
+from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.plain import plain_model
 from samovar.replicas.forward.runner import load_model
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.scheduling.sequence import bare_sequence
+from samovar.replicas.scheduling.step import Chunk
 from samovar.replicas.start import step_choice
 from samovar.replicas.start.fused_choice import NotFused, compare_fused
 from samovar.replicas.start.step_choice import ChosenStep, StepChoice, kinds_of
@@ -69,6 +73,11 @@ def without_the_epsilon(*args: Any, **names: Any) -> None:
     add_norm(*args[:-1], 0.1, **names)
 
 
+def a_little_more(*args: Any, **names: Any) -> None:
+    add_norm(*args, **names)
+    args[1].mul_(1.04)
+
+
 def without_a_row(*args: Any, **names: Any) -> None:
     add_norm(*args, **names)
     args[1][0] = torch.nan
@@ -90,6 +99,16 @@ def test_what_is_wrong_is_refused(
     monkeypatch.setattr(fused, "_kernels", lambda: played)
     model = served("qwen3", torch.bfloat16)
     with pytest.raises(NotFused, match=reason):
+        compare_fused(model, plain_model(model), FusedCase(model, dtype=torch.bfloat16).geometry, CPU)
+
+
+def test_what_is_a_little_wrong_is_refused_by_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 logits may be off by more than this is."""
+    played = FusedReference()
+    monkeypatch.setattr(played, "add_norm", type(played.add_norm)(a_little_more), raising=False)
+    monkeypatch.setattr(fused, "_kernels", lambda: played)
+    model = served("llama", torch.bfloat16)
+    with pytest.raises(NotFused, match=r"K of layer 0 differ by 0\.0"):
         compare_fused(model, plain_model(model), FusedCase(model, dtype=torch.bfloat16).geometry, CPU)
 
 
@@ -179,6 +198,19 @@ def test_cpus_never_ask_for_it_and_gpus_for_nothing_else(tiny_llama: Path) -> No
     with pytest.raises(ModelRefused, match=r"engine\.step is fused.*the model is on cpu"):
         choose(tiny_llama, step="fused")
     assert "fused" not in choose(tiny_llama)[0].sentence
+
+
+@pytest.mark.usefixtures("played")
+def test_a_benchmark_runs_another_attention_over_the_same_weights(tiny_llama: Path) -> None:
+    """The modules have none any more."""
+    runner = small_engine(tiny_llama, step="fused", exact=False).engine.runner
+    chunk, pages = Chunk(bare_sequence(prompt_of(20), [1, 2]), 0, 20), torch.tensor([1, 2])
+    found = [
+        one.run([chunk]).clone() for one in (runner, attending_by(runner, GatherSdpa(False, torch.float32)))
+    ]
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(*found)
+    assert runner.pool.layer(0).read(pages)[0][:20].abs().sum() > 0
 
 
 @pytest.mark.usefixtures("played")
