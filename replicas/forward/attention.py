@@ -122,19 +122,27 @@ class GatherSdpa:
     padding. A loop over sequences is faster than one padded call
     with a mask at every size measured there. What SDPA has not (soft caps, sinks) is computed in the same
     runs of keys, so that the rule holds for it too. The pages of a window's past stay in the pool.
+
+    `scores_max`: of one head, that may exist at a time: a longer chunk is computed some rows at a time, as
+    not every kernel of SDPA gets along without all of its scores. None: any number; never in exact mode.
     """
 
     tile_rows = 0
 
-    def __init__(self, exact: bool, dtype: torch.dtype) -> None:
+    def __init__(self, exact: bool, dtype: torch.dtype, *, scores_max: int | None = None) -> None:
         self.exact = exact
         self.dtype = dtype
+        self._scores_max = scores_max
         self.name = "gather+sdpa, exact" if exact else "gather+sdpa"
 
     def prepare(self, inputs: StepInputs) -> _GatherPlans:
         return _GatherPlans(
             inputs.slot_index(),
-            lambda window: [self._plan(inputs, one, window) for one in inputs.segments],
+            lambda window: [
+                self._plan(inputs, piece, window)
+                for one in inputs.segments
+                for piece in pieces_of(one, inputs.block_tokens, self._scores_max)
+            ],
         )
 
     def write(self, layer_kv: LayerKv, key: torch.Tensor, value: torch.Tensor, meta: _GatherPlans) -> None:
@@ -270,6 +278,19 @@ class GatherSdpa:
         rows = torch.arange(segment.start, segment.context, device=device)
         hidden = torch.arange(keys, device=device)[None, :] > rows[:, None]
         return torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -torch.inf)[None, None]
+
+
+def pieces_of(segment: Segment, block_tokens: int, scores_max: int | None) -> list[Segment]:
+    """Cut a segment into runs of rows that have so many scores in each head; what fits stays whole."""
+    if scores_max is None or segment.count * segment.context <= scores_max:
+        return [segment]
+    rows = max(1, scores_max // segment.context)
+    pieces = []
+    for first in range(0, segment.count, rows):
+        count, start = min(rows, segment.count - first), segment.start + first
+        blocks = -(-(start + count) // block_tokens)
+        pieces.append(Segment(segment.row + first, count, start, segment.table, blocks))
+    return pieces
 
 
 def _grouped(rows: torch.Tensor, matrices: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -25,6 +25,9 @@ TOKENS_MAX = 600
 """Of the longest sequence that is compared: several runs of keys, and ends inside a page."""
 SPLITS = (1, 4)
 REASON_CHARS_MAX = 300
+SCORES_BYTES = 1 << 30
+"""Of what torch's SDPA takes of all heads at a time, in float32, where none of its quicker kernels serves: 64
+rows of 32 heads behind 128k tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,18 @@ class ChosenAttention:
 
 
 def attention_forms(model: torch.nn.Module, head_dim: int) -> list[AttentionForm]:
-    """Return the forms of attention that the model's layers have."""
+    """Return the forms of attention that the model's layers have: their own scales, and one layer's sinks."""
     config: Any = model.config
     sinks = [one.detach() for name, one in model.named_parameters() if name.endswith(".sinks")]
     windows = dict.fromkeys((None, getattr(config, "sliding_window", None)))
     softcap = getattr(config, "attn_logit_softcapping", None)
-    return [AttentionForm(head_dim**-0.5, window, softcap, sinks[0] if sinks else None) for window in windows]
+    of_layers = (getattr(one, "scaling", None) for one in model.modules() if hasattr(one, "layer_idx"))
+    scales = dict.fromkeys(float(scale) for scale in of_layers if scale is not None)
+    return [
+        AttentionForm(scale, window, softcap, sinks[0] if sinks else None)
+        for scale in scales or (head_dim**-0.5,)
+        for window in windows
+    ]
 
 
 def choose_attention(
@@ -53,10 +62,12 @@ def choose_attention(
     context_tokens_max: int,
 ) -> ChosenAttention:
     """Return the backend that serves the model: on CUDA the kernel, if it computes what `GatherSdpa` does."""
-    sdpa = GatherSdpa(exact, geometry.dtype)
     if device.type != "cuda" or exact:
+        sdpa = GatherSdpa(exact, geometry.dtype)
         return ChosenAttention(sdpa, sdpa.name)
     assert model is not None, "on CUDA it is transformers' model that computes"
+    config: Any = model.config
+    sdpa = GatherSdpa(exact, geometry.dtype, scores_max=SCORES_BYTES // (4 * config.num_attention_heads))
     return prefer(lambda: compared_kernel(model, geometry, device, context_tokens_max), sdpa)
 
 

@@ -129,8 +129,8 @@ def hold_step_memory(engine: EngineSettings, runner: Runner, vocab: int, context
         if not is_memory_short(error):
             raise
         raise ModelRefused(
-            f"a step of {tokens} tokens at the end of a context of {context_tokens} does not fit into the "
-            f"device's memory beside the weights ({error})",
+            f"a step of {tokens} tokens at the end of a context of {context_tokens}, with the attention "
+            f"{runner.backend.name}, does not fit into the device's memory beside the weights ({error})",
             "lower engine.step_tokens_max, engine.sequences_max or model.context_tokens_max",
         ) from error
 

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from samovar.replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
-from samovar.replicas.forward.attention_choice import attention_forms, choose_attention, prefer
+from samovar.replicas.forward import attention, attention_choice
+from samovar.replicas.forward.attention import (
+    ATTENTION_NAME,
+    AttentionBackend,
+    AttentionForm,
+    GatherSdpa,
+    PagedStep,
+    pieces_of,
+    register,
+)
+from samovar.replicas.forward.attention_choice import (
+    SCORES_BYTES,
+    ChosenAttention,
+    attention_forms,
+    choose_attention,
+    prefer,
+)
 from samovar.replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, splits_of, tile_shapes
-from samovar.replicas.forward.inputs import StepInputs, StepPacker, StepShape
-from samovar.replicas.kv.kv_pool import KvGeometry
+from samovar.replicas.forward.inputs import Segment, StepInputs, StepPacker, StepShape
+from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.scheduling.sequence import bare_sequence
 from samovar.replicas.scheduling.step import Chunk
+from tests.support.engines.tiny_models import Family, tiny_config
 
 CPU = torch.device("cpu")
 DECODE, PREFILL = TileShape(16, 64, 4, 3, 3), TileShape(128, 64, 8, 2, 1)
@@ -144,6 +163,96 @@ def test_the_forms_are_those_of_the_models_layers() -> None:
     assert [(form.window, form.softcap) for form in gemma] == [(None, 50.0), (4096, 50.0)]
     (form,) = attention_forms(model_with(torch.ones(4)), 64)
     assert form.sinks is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma2", "gemma3_text", "gpt_oss"])
+def test_the_scale_that_is_compared_is_the_one_that_layers_ask_for(family: Family) -> None:
+    """Some are not the root of the head's size: scores are as sharp as they will be."""
+    asked = set[float]()
+
+    class Told:
+        name, tile_rows = "told", 0
+
+        def write(self, *_: object) -> None:
+            pass
+
+        def attend(self, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+            asked.add(rest[-1].scale)
+            return query
+
+        def layer(self, number: int) -> None:
+            return None
+
+    register()
+    config = tiny_config(family)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    ids, told = torch.arange(3)[None], Told()
+    with torch.inference_mode():
+        model.base_model(
+            input_ids=ids,
+            position_ids=ids,
+            use_cache=False,
+            step=PagedStep(told, None, told),  # type: ignore[arg-type]
+        )
+    assert {form.scale for form in attention_forms(model, 16)} == asked
+    assert (asked == {0.2}) == (family == "granite")
+
+
+SHAPES = [(0, 90), (37, 50), (80, 1), (300, 64), (5, 2)]
+"""(context before, new tokens): whole prompts, chunks, a decode."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [AttentionForm(0.25), AttentionForm(0.25, 24), AttentionForm(0.3, 24, 5.0, torch.ones(4))],
+    ids=["plain", "window", "window, cap and sinks"],
+)
+def test_a_chunk_of_some_rows_at_a_time_is_the_whole_chunk(form: AttentionForm, dtype: torch.dtype) -> None:
+    geometry = KvGeometry(1, 16, 2, 16, dtype)
+    pool = KvPool(geometry, 150, CPU)
+    pool.layer(0).keys.copy_(torch.randn(pool.layer(0).keys.shape))
+    pool.layer(0).values.copy_(torch.randn(pool.layer(0).values.shape))
+    chunks = [
+        Chunk(bare_sequence([1] * (past + new), list(range(number, 150, len(SHAPES)))[1:]), past, new)
+        for number, (past, new) in enumerate(SHAPES)
+    ]
+    inputs = StepPacker(CPU, 16).pack(chunks)
+    rows = inputs.shape.rows
+    query, key, value = (torch.randn(rows, heads, 16).to(dtype) for heads in (4, 2, 2))
+    found = []
+    for scores_max in (None, 1000):
+        backend = GatherSdpa(False, dtype, scores_max=scores_max)
+        meta = backend.prepare(inputs)
+        backend.write(pool.layer(0), key, value, meta)
+        found.append(backend.attend(query, key, value, pool.layer(0), meta, form).float())
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found[1], found[0], atol=tolerance, rtol=tolerance)
+
+
+def test_a_chunk_behind_128k_tokens_is_cut_to_the_scores_that_fit() -> None:
+    segment = Segment(row=10, count=8192, start=131_072 - 8192, table=1, blocks=8192)
+    pieces = pieces_of(segment, 16, SCORES_BYTES // (4 * 32))
+    assert all(one.count * one.context * 4 * 32 <= SCORES_BYTES for one in pieces)
+    assert [one.row for one in pieces] == list(range(10, 10 + 8192, pieces[0].count))
+    assert [one.start for one in pieces[1:]] == [one.context for one in pieces[:-1]]
+    assert (pieces[-1].context, pieces[-1].blocks) == (131_072, 8192)
+    assert pieces_of(segment, 16, None) == [segment]
+    assert len(pieces) <= 128
+
+
+def test_the_fallback_of_a_gpu_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice, "prefer", lambda find, fallback: ChosenAttention(fallback, ""))
+    model, geometry = model_with(num_attention_heads=32), KvGeometry(1, 16, 8, 16, torch.bfloat16)
+    for device, is_bounded in (("cuda", True), ("cpu", False)):
+        chosen = choose_attention(
+            model, geometry, torch.device(device), exact=False, context_tokens_max=131_072
+        )
+        with monkeypatch.context() as watched:
+            asked = Mock(side_effect=pieces_of)
+            watched.setattr(attention, "pieces_of", asked)
+            chosen.backend.prepare(inputs_of((30, 20))).of(None)
+        assert (asked.call_args.args[-1] is not None) == is_bounded
 
 
 @pytest.mark.parametrize(
