@@ -3,7 +3,7 @@
 from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, GatherSdpa
 from samovar.replicas.forward.attention_choice import ChosenAttention, choose_attention
 from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
-from samovar.replicas.forward.graphs import CudaCapture
+from samovar.replicas.forward.graphs import CudaCapture, GraphLimits
 from samovar.replicas.forward.inputs import StepInputs, step_words_max
 from samovar.replicas.forward.lean import LeanForward, LeanModel
 from samovar.replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
@@ -17,6 +17,7 @@ __all__ = [
     "CudaCapture",
     "Forward",
     "GatherSdpa",
+    "GraphLimits",
     "LeanForward",
     "LeanModel",
     "MakeForward",
