@@ -78,7 +78,7 @@ def lay_out(
         Chunk(bare_sequence([7] * part.context, table), part.context - part.count, part.count)
         for part, table in zip(parts, pages, strict=True)
     ]
-    packer = StepPacker(device.torch, geometry.block_tokens, tile_rows=backend.tile_rows)
+    packer = StepPacker(device.torch, geometry.block_tokens, tiling=backend.tiling)
     packer.reserve(sum(len(table) for table in pages) + 64 * sum(part.count for part in parts) + 4096)
     rows = sum(part.count for part in parts)
     query = device.random(rows, q_heads, geometry.head_dim, dtype=geometry.dtype, seed=seed)

@@ -176,7 +176,6 @@ def forwards_of(model: torch.nn.Module, family: str) -> tuple[dict[str, Forward]
         processors=PROCESSORS,
         group=Q_HEADS // KV_HEADS,
         kv_heads=KV_HEADS,
-        context_tokens_max=CONTEXT,
     )
     forwards: dict[str, Forward] = {"before": TransformersForward(model, pool, backend, exact=False)}
     if family in PLAIN_TYPES:
@@ -197,7 +196,7 @@ def count_step(forward: Forward, backend: TritonPaged, step: list[tuple[int, int
         )
         for number, (context, new) in enumerate(step)
     ]
-    inputs, counts = StepPacker(CPU, BLOCK_TOKENS, tile_rows=backend.tile_rows).pack(chunks), Counts()
+    inputs, counts = StepPacker(CPU, BLOCK_TOKENS, tiling=backend.tiling).pack(chunks), Counts()
     with counting(counts):
         forward.logits(forward.hidden(inputs), inputs.sample_rows, inputs.sampled)
     return counts

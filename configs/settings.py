@@ -166,6 +166,10 @@ class ModelSettings(Section):
     )
 
 
+GRAPH_ROWS_MAX = 512
+"""Of a recorded step: a longer one takes the device longer than its launches take."""
+
+
 class EngineSettings(SplitSettings):
     """One replica's engine: its page pool and its step loop."""
 
@@ -227,8 +231,19 @@ class EngineSettings(SplitSettings):
         description="tokens that are drawn at random, or prompt tokens whose log-probabilities are computed, "
         "at a time; it bounds their memory: rows x vocabulary x 4 bytes, about eight and three times",
     )
-    graph_rows_max: int = Field(
-        64, ge=0, le=512, description="decode steps of up to so many sequences are CUDA graphs; 0 = none"
+    graph_rows_max: int | None = Field(
+        None,
+        ge=0,
+        le=GRAPH_ROWS_MAX,
+        description="decode steps of up to so many sequences are CUDA graphs; empty = all that may run "
+        f"(sequences_max), up to {GRAPH_ROWS_MAX}; 0 = none",
+    )
+    graph_tokens_max: int = Field(
+        GRAPH_ROWS_MAX,
+        ge=0,
+        le=GRAPH_ROWS_MAX,
+        description="steps of up to so many tokens with parts of prompts, and decodes beside them, are CUDA "
+        "graphs too; 0 = none",
     )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(
@@ -263,6 +278,12 @@ class EngineSettings(SplitSettings):
     stuck_step_s: float = Field(
         120.0, ge=1, le=3600, description="a step that takes longer than this makes the replica unhealthy"
     )
+
+    @property
+    def graph_rows(self) -> int:
+        """The decodes that a recorded step has at most."""
+        given = GRAPH_ROWS_MAX if self.graph_rows_max is None else self.graph_rows_max
+        return min(given, self.sequences_max)
 
 
 class LimitsSettings(Section):

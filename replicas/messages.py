@@ -331,6 +331,7 @@ class ReplicaInfo:
     pool_bytes: int
     load_s: float
     model: str = ""  # fingerprint of config, tokenizer and weights, in hex
+    graphs: str = ""  # which steps are CUDA graphs, and why others are not; empty on a CPU
     stages: tuple[tuple[str, float], ...] = ()  # of its start, with seconds
     prefill: PrefillPrice | None = None  # as its start measured it; `EngineStats` has what was learned since
 

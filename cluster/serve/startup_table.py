@@ -53,6 +53,7 @@ def startup_table(
         ("step", info.step),
         ("dtype", info.dtype_sentence),
         ("attention", info.attention),
+        *([("graphs", info.graphs)] if info.graphs else []),
         ("loaded in", f"{info.load_s:.1f} s{_stages(info)}"),
         ("longest context", _count(info.context_tokens_max, "token")),
         (

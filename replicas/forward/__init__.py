@@ -4,7 +4,7 @@ from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, Gat
 from samovar.replicas.forward.attention_choice import ChosenAttention, choose_attention
 from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
 from samovar.replicas.forward.fused import FusedForward
-from samovar.replicas.forward.graphs import CudaCapture
+from samovar.replicas.forward.graphs import CudaCapture, GraphLimits
 from samovar.replicas.forward.inputs import StepInputs, StepPacker, step_words_max
 from samovar.replicas.forward.lean import LeanForward, LeanModel
 from samovar.replicas.forward.loading import load_model
@@ -20,6 +20,7 @@ __all__ = [
     "Forward",
     "FusedForward",
     "GatherSdpa",
+    "GraphLimits",
     "LeanForward",
     "LeanModel",
     "MakeForward",

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from samovar.replicas.forward.inputs import Segment, StepInputs
+from samovar.replicas.forward.inputs import Segment, StepInputs, Tiling
 from samovar.replicas.kv import TRASH_PAGE, KvPool, LayerKv
 
 ATTENTION_NAME = "samovar_paged"
@@ -52,10 +52,12 @@ class AttentionForm:
 
 
 class AttentionBackend(Protocol):
-    """Computes attention. `tile_rows`: rows of a query tile, see `StepInputs.tiles`; 0: it needs none."""
+    """Computes attention. `tiling`: how it cuts a step into tiles, see `TileWork`; None: it needs none."""
 
     name: str
-    tile_rows: int
+
+    @property
+    def tiling(self) -> Tiling | None: ...
 
     def prepare(self, inputs: StepInputs) -> Any:
         """Build what all layers of this step share, if anything: page tables, masks."""
@@ -127,7 +129,7 @@ class GatherSdpa:
     not every kernel of SDPA gets along without all of its scores. None: any number; never in exact mode.
     """
 
-    tile_rows = 0
+    tiling = None
 
     def __init__(self, exact: bool, dtype: torch.dtype, *, scores_max: int | None = None) -> None:
         self.exact = exact

@@ -59,7 +59,6 @@ def choose_attention(
     device: torch.device,
     *,
     exact: bool,
-    context_tokens_max: int,
 ) -> ChosenAttention:
     """Return the backend that serves the model: on CUDA the kernel, if it computes what `GatherSdpa` does."""
     if device.type != "cuda" or exact:
@@ -68,7 +67,7 @@ def choose_attention(
     assert model is not None, "on CUDA it is transformers' model that computes"
     config: Any = model.config
     sdpa = GatherSdpa(exact, geometry.dtype, scores_max=SCORES_BYTES // (4 * config.num_attention_heads))
-    return prefer(lambda: compared_kernel(model, geometry, device, context_tokens_max), sdpa)
+    return prefer(lambda: compared_kernel(model, geometry, device), sdpa)
 
 
 def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> ChosenAttention:
@@ -93,9 +92,7 @@ def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> 
     return ChosenAttention(fallback, f"{fallback.name}, as the kernel does not serve: {reason}")
 
 
-def compared_kernel(
-    model: torch.nn.Module, geometry: KvGeometry, device: torch.device, context_tokens_max: int
-) -> TritonPaged:
+def compared_kernel(model: torch.nn.Module, geometry: KvGeometry, device: torch.device) -> TritonPaged:
     """Return the kernel for the device once it has been compared. Raises whatever is wrong with it."""
     properties = torch.cuda.get_device_properties(device)
     config: Any = model.config
@@ -108,7 +105,6 @@ def compared_kernel(
         processors=properties.multi_processor_count,
         group=group,
         kv_heads=geometry.kv_heads,
-        context_tokens_max=context_tokens_max,
     )
     pool = KvPool(geometry, 1 + -(-TOKENS_MAX // geometry.block_tokens), device)
     compare(kernel, pool, attention_forms(model, geometry.head_dim))
@@ -125,7 +121,7 @@ def compare(kernel: TritonPaged, pool: KvPool, forms: Listing[AttentionForm]) ->
     pages = list(range(TRASH_PAGE + 1, pool.pages))
     pages = pages[1::2] + pages[::2][::-1]  # in no order
     tokens = min(TOKENS_MAX, len(pages) * geometry.block_tokens)
-    packer = StepPacker(device, geometry.block_tokens, tile_rows=kernel.tile_rows)
+    packer = StepPacker(device, geometry.block_tokens, tiling=kernel.tiling)
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, heads: int) -> torch.Tensor:

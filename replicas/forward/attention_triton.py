@@ -1,24 +1,22 @@
 """The attention backend of GPUs: one Triton kernel for prefill, chunks and decode, in place on the pool.
 
-What is launched for a step is planned here, in plain Python: splits of keys and shapes of tiles. The kernels
-are in `paged_kernels.py`, which is imported when one is launched: triton comes with torch's CUDA builds only.
+What is launched for a step is planned in plain Python: shapes of tiles here, tiles and runs of keys in
+`inputs.py`. The kernels are in `paged_kernels.py`, which is imported when one is launched: triton comes with
+torch's CUDA builds only.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
 
 from samovar.replicas.forward.attention import AttentionForm
-from samovar.replicas.forward.inputs import StepInputs
+from samovar.replicas.forward.inputs import SPLITS_MAX, StepInputs, TileWork, Tiling
 from samovar.replicas.kv import LayerKv
 
-SPLITS_MAX = 64
-SPLIT_KEYS_MIN = 256
-"""Fewer keys than this are not worth a split: merging takes longer."""
 GROUP_MAX = 64
 HEAD_DIM_MAX = 256
 CAPABILITY_MIN = 80
@@ -80,33 +78,37 @@ def tile_shapes(capability: int, head_dim: int, itemsize: int, group: int) -> tu
 
 @dataclass(frozen=True, slots=True)
 class TileLaunch:
-    """One launch of the kernel: `tiles` of one shape, int32 `[tiles, 2]`, their keys in so many `splits`."""
+    """One launch of the kernel: tiles of one shape. `runs`: places for what their runs of keys find."""
 
     shape: TileShape
-    tiles: torch.Tensor
-    splits: int
+    work: TileWork
+    runs: int
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """What all layers of a step share. `is_covered`: each row of the step is one of a tile."""
+    """What all layers of a step share.
+
+    `is_covered`: each row of the step is one of a tile. Others are zero in `zeroed`, which one layer after
+    the other writes its result to.
+    """
 
     inputs: StepInputs
     launches: tuple[TileLaunch, ...]
     is_covered: bool
+    zeroed: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def split_into(self, splits: int) -> PagedPlan:
         """Return the plan with all keys in so many splits."""
-        return replace(self, launches=tuple(replace(one, splits=splits) for one in self.launches))
+        return replace(self, launches=tuple(_split_into(splits, one) for one in self.launches))
 
 
-def splits_of(programs: int, keys_max: int, places: int) -> int:
-    """Return into how many runs the keys of each tile are split.
-
-    `programs`: tiles times KV heads; `places`: programs that the device runs at a time. Splits never fill it
-    more than once: a second wave would wait.
-    """
-    return max(1, min(places // programs, keys_max // SPLIT_KEYS_MIN, SPLITS_MAX))
+def _split_into(splits: int, launch: TileLaunch) -> TileLaunch:
+    tiles, count = launch.work.tiles.clone(), launch.work.tiles.shape[0]
+    numbers = torch.arange(count * splits, dtype=tiles.dtype, device=tiles.device)
+    tiles[:, 2], tiles[:, 3] = numbers[::splits], splits
+    items = torch.stack([numbers // splits, numbers % splits], dim=1)
+    return replace(launch, work=TileWork(tiles, items, splits > 1), runs=count * splits)
 
 
 class TritonPaged:
@@ -119,43 +121,30 @@ class TritonPaged:
     name = "triton, paged"
 
     def __init__(
-        self,
-        shapes: tuple[TileShape, TileShape],
-        *,
-        processors: int,
-        group: int,
-        kv_heads: int,
-        context_tokens_max: int,
+        self, shapes: tuple[TileShape, TileShape], *, processors: int, group: int, kv_heads: int
     ) -> None:
         self._decode, self._prefill = shapes
-        self._processors = processors
         self.group = group
         self._kv_heads = kv_heads
-        self._context_tokens_max = context_tokens_max
-        self.tile_rows = self._prefill.rows // self.group
+        at_a_time = (max(1, processors * shape.resident // kv_heads) for shape in shapes)
+        self.tiling = Tiling(self._prefill.rows // group, *at_a_time)
 
     def prepare(self, inputs: StepInputs) -> PagedPlan:
         """Plan the launches of a step; nothing is read from the device.
 
-        How decodes are split depends on their number alone, so that a graph of as many is right for any
-        contexts: what a short one leaves empty ends at once.
+        Of a shape that is recorded nothing depends on the step that is packed in it.
         """
-        tiles, segments = inputs.tiles, inputs.segments
-        decodes = inputs.decode_tiles
-        if decodes == len(segments):
-            decodes = tiles.shape[0]  # padding is decodes, too
-        launches = []
-        if decodes:
-            launches.append(self._plan(self._decode, tiles[:decodes], self._context_tokens_max))
-        if decodes < tiles.shape[0]:
-            keys_max = max(segment.context for segment in segments)
-            launches.append(self._plan(self._prefill, tiles[decodes:], keys_max))
-        rows = sum(segment.count for segment in segments) + inputs.shape.segments - len(segments)
-        return PagedPlan(inputs, tuple(launches), is_covered=rows == inputs.shape.rows)
-
-    def _plan(self, shape: TileShape, tiles: torch.Tensor, keys_max: int) -> TileLaunch:
-        places = self._processors * shape.resident
-        return TileLaunch(shape, tiles, splits_of(tiles.shape[0] * self._kv_heads, keys_max, places))
+        launches = tuple(
+            TileLaunch(shape, work, runs if inputs.shape.is_recorded else work.items.shape[0])
+            for shape, work, runs in (
+                (self._decode, inputs.decodes, self.tiling.decodes),
+                (self._prefill, inputs.others, self.tiling.others),
+            )
+            if work is not None
+        )
+        rows = sum(segment.count for segment in inputs.segments)
+        is_covered = rows == inputs.shape.rows and not inputs.shape.is_recorded
+        return PagedPlan(inputs, launches, is_covered)
 
     def write(self, layer_kv: LayerKv, key: torch.Tensor, value: torch.Tensor, meta: PagedPlan) -> None:
         write_rows(layer_kv, meta.inputs.slots, key, value)
@@ -169,8 +158,12 @@ class TritonPaged:
         meta: PagedPlan,
         form: AttentionForm,
     ) -> torch.Tensor:
-        new = torch.empty if meta.is_covered else torch.zeros
-        out = new(query.shape, dtype=query.dtype, device=query.device)
+        out = meta.zeroed.get(query.shape)
+        if out is None:
+            new = torch.empty if meta.is_covered else torch.zeros
+            out = new(query.shape, dtype=query.dtype, device=query.device)
+            if not meta.is_covered:
+                meta.zeroed[query.shape] = out
         for launch in meta.launches:
             self._launch(out, query, layer_kv, meta, launch, form)
         return out
@@ -185,20 +178,20 @@ class TritonPaged:
         form: AttentionForm,
     ) -> None:
         kernels = _kernels()
-        shape, splits, tiles = launch.shape, launch.splits, launch.tiles.shape[0]
+        shape, (tiles, items, is_split) = launch.shape, launch.work
         head_dim = query.shape[2]
         block_d = _block_d(head_dim)
         if query.stride(2) != 1:
             query = query.contiguous()
         partial = tops = out  # not looked at
-        if splits > 1:
-            places = (tiles, self._kv_heads, splits, shape.rows)
+        if is_split:
+            places = (launch.runs, self._kv_heads, shape.rows)
             partial = torch.empty((*places, block_d), dtype=torch.float32, device=out.device)
             tops = torch.empty(places, dtype=torch.float32, device=out.device)
         scale, softcap = form.scale * math.log2(math.e), 0.0
         if form.softcap is not None:  # as the kernel computes tanh
             scale, softcap = 2 * scale / form.softcap, form.softcap * math.log2(math.e)
-        kernels.attend_tiles[(tiles, self._kv_heads, splits)](
+        kernels.attend_tiles[(items.shape[0], self._kv_heads)](
             out,
             partial,
             tops,
@@ -207,7 +200,8 @@ class TritonPaged:
             kv.values,
             *kernel_scales(kv),
             out if form.sinks is None else form.sinks,
-            launch.tiles,
+            tiles,
+            items,
             plan.inputs.spans,
             plan.inputs.tables,
             scale,
@@ -227,18 +221,17 @@ class TritonPaged:
             SOFTCAP=form.softcap is not None,
             SINKS=form.sinks is not None,
             WINDOW=form.window is not None,
-            SPLIT=splits > 1,
+            SPLIT=is_split,
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-        if splits > 1:
-            kernels.merge_splits[(tiles * (shape.rows // self.group), query.shape[1])](
+        if is_split:
+            kernels.merge_splits[(tiles.shape[0] * (shape.rows // self.group), query.shape[1])](
                 out,
                 partial,
                 tops,
-                launch.tiles,
+                tiles,
                 plan.inputs.spans,
-                splits,
                 *_strides(out),
                 GROUP=self.group,
                 HEAD_DIM=head_dim,

@@ -1,14 +1,14 @@
-"""Decode steps as CUDA graphs: what a step launches is recorded once, and replayed with new numbers.
+"""Steps as CUDA graphs: what a step launches is recorded once, and replayed with new numbers.
 
-A GPU computes a decode of a few rows in less time than Python needs to launch it. A graph is recorded for
-each of a few numbers of rows, the buckets; a step is padded to the next larger one. Everything that a graph
-reads or writes stays at its address: the step's words, the pool, the weights, and what it leaves behind.
-Prefill has too many shapes and is computed eagerly.
+A GPU computes a few rows in less time than Python needs to launch it: decodes, and as much the chunk of a
+short turn. A graph is recorded for each of a few shapes: of decodes alone, and of chunks of prompts beside
+decodes. A step is padded to the next larger one; padding rows write into the trash page, and attention has no
+work for them. Everything that a graph reads or writes stays at its address: the step's words, the pool, the
+weights, and what it leaves behind. Longer steps are computed eagerly: their kernels take longer than their
+launches.
 
-The best token of each row and the look for NaN are part of a graph. What is drawn at random is not: its
-launches go out while the graph still runs, and a step without any does not pay for them.
-
-Nothing of CUDA in this file has ever run: there was no GPU where it was written.
+The best token of each sampled row and the look for NaN are part of a graph. What is drawn at random is not:
+its launches go out while the graph still runs, and a step without any does not pay for them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,111 @@ from typing import Protocol
 
 import torch
 
-from samovar.replicas.forward.inputs import StepInputs, StepPacker, StepShape
+from samovar.replicas.forward.inputs import NO_TILES, StepInputs, StepPacker, StepShape, TilePlaces, Tiling
 from samovar.replicas.kv import TRASH_PAGE
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.sampling import greedy_of
 from samovar.replicas.scheduling import Chunk, Sequence
 
-BUCKET_ROWS = 8
-"""Distance of the larger buckets: the matrix tiles of a GPU have more rows, so padding costs little."""
+ROWS_APART = ((8, 64), (16, 256), (32, 4096))
+"""Distance of the buckets of decodes, up to so many rows: a step is padded by a few percent."""
+
+CHUNK_ROWS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+"""Rows of the steps with chunks that are recorded: up to 128 a step takes the time of reading the weights,
+whatever its rows; beyond, no more than half of them are padding, and an eighth at the end."""
+CHUNKS_MIN, CHUNKS_MAX = 4, 8
+"""Segments of several rows that a recorded step has room for; few chunks come in one step."""
 
 
 def buckets_of(rows_max: int) -> tuple[int, ...]:
-    """Return the numbers of rows that have a graph: 1, 2, 4, 8, every 8 up to `rows_max`, and that."""
-    some = {1, 2, 4, *range(BUCKET_ROWS, rows_max, BUCKET_ROWS), rows_max}
-    return tuple(sorted(bucket for bucket in some if bucket <= rows_max))
+    """Return the numbers of decodes that have a graph: 1, 2, 4, 8, then `ROWS_APART`, and `rows_max`."""
+    some, last = {1, 2, 4, rows_max}, 0
+    for apart, end in ROWS_APART:
+        some.update(range(last + apart, end + 1, apart))
+        last = end
+    return tuple(sorted(bucket for bucket in some if 0 < bucket <= rows_max))
+
+
+def chunk_buckets_of(tokens_max: int) -> tuple[int, ...]:
+    """Return the rows of recorded steps with chunks, the last of them for `tokens_max` rows or more."""
+    return tuple(rows for rows, last in zip(CHUNK_ROWS, (0, *CHUNK_ROWS), strict=False) if last < tokens_max)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """Which steps are recorded.
+
+    `decodes`: steps of up to so many decodes alone; 0: none. `tokens`: others, of up to about so many tokens;
+    0: none. `sequences`: how many run at a time. `context_tokens`: of the longest one.
+    """
+
+    decodes: int
+    tokens: int
+    sequences: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What a step needs room for: rows, segments of one row and of more, rows that sample."""
+
+    rows: int
+    single: int
+    several: int
+    samples: int
+
+    @staticmethod
+    def of(chunks: Listing[Chunk]) -> StepParts | None:
+        """Return the parts of a step; None: it also computes log-probabilities of a prompt."""
+        total, single, samples = 0, 0, 0
+        for chunk in chunks:
+            if chunk.scored:
+                return None
+            rows = chunk.rows
+            total += rows
+            single += rows == 1
+            samples += len(chunk.sampled_rows)
+        return StepParts(total, single, len(chunks) - single, samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A shape that is recorded. `most`: what it has room for."""
+
+    shape: StepShape
+    most: StepParts
+
+    @staticmethod
+    def of_decodes(rows: int, tiling: Tiling) -> Bucket:
+        """Return the bucket of so many decodes: each has one row, one tile, and is sampled."""
+        tiles = TilePlaces(rows, rows + tiling.decodes)
+        return Bucket(StepShape(rows, rows, rows, tiles, NO_TILES, True), StepParts(rows, rows, 0, rows))
+
+    @staticmethod
+    def of_chunks(rows: int, sequences: int, tiling: Tiling) -> Bucket:
+        """Return the bucket of so many rows of chunks, and of decodes: half of the rows, or more of many."""
+        single = min(sequences, max(rows // 2, rows - 64))
+        several = min(CHUNKS_MAX, max(CHUNKS_MIN, rows // 16))
+        tiles = several + (rows - several) // tiling.rows  # as many as so many chunks can have
+        shape = StepShape(
+            rows,
+            single + several,
+            single + several,
+            TilePlaces(single, single + tiling.decodes),
+            TilePlaces(tiles, tiles + tiling.others),
+            True,
+        )
+        return Bucket(shape, StepParts(rows, single, several, single + several))
+
+    def holds(self, parts: StepParts) -> bool:
+        """Whether a step of these parts can be padded to this shape."""
+        most = self.most
+        return (
+            parts.rows <= most.rows
+            and parts.single <= most.single
+            and parts.several <= most.several
+            and parts.samples <= most.samples
+        )
 
 
 class Capture(Protocol):
@@ -70,7 +161,7 @@ class CudaCapture:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class Computed:
     """What a graph leaves behind until the next one: logits `[rows, vocab]`, and their `greedy_of`."""
 
     logits: torch.Tensor
@@ -81,11 +172,11 @@ Compute = Callable[[StepInputs], torch.Tensor]
 """Computes float32 logits `[samples, vocab]`, padding included, from the tensors of a step alone."""
 
 
-class DecodeGraphs:
-    """Graphs of decode steps of up to `rows_max` sequences, recorded when this is made, the largest first.
+class StepGraphs:
+    """Graphs of steps, recorded when this is made, the largest first.
 
-    `packer`: of the runner; from here on its buffer stays where it is. `context_tokens_max`: of a sequence.
-    Raises what the recording raises: then these steps have to be computed eagerly.
+    `packer`: of the runner; from here on its buffer stays where it is. Raises what the recording raises: then
+    these steps have to be computed eagerly.
     """
 
     def __init__(
@@ -93,62 +184,88 @@ class DecodeGraphs:
         packer: StepPacker,
         compute: Compute,
         capture: Capture,
+        tiling: Tiling,
+        limits: GraphLimits,
         *,
-        rows_max: int,
-        vocab: int,
-        context_tokens_max: int,
         block_tokens: int,
     ) -> None:
-        self.buckets = buckets_of(rows_max)
+        self.decodes = [Bucket.of_decodes(rows, tiling) for rows in buckets_of(limits.decodes)]
+        self.chunks = [
+            Bucket.of_chunks(rows, limits.sequences, tiling) for rows in chunk_buckets_of(limits.tokens)
+        ]
         self._packer = packer
         self._compute = compute
-        self._longest = _longest_decode(context_tokens_max, block_tokens)
-        table_words = len(self._longest.sequence.pages)
-        words = _shape(rows_max).places()[-1] + 1 + rows_max * table_words
-        packer.reserve(max(words, packer.words_max))
-        first = packer.pack([self._longest] * rows_max, _shape(rows_max))
-        self._address = first.words.data_ptr()
-        self._logits = torch.empty((rows_max, vocab), dtype=torch.float32, device=first.device)
-        self._greedy = torch.empty(2 * rows_max, dtype=torch.int32, device=first.device)
+        self._longest = _longest_decode(limits.context_tokens, block_tokens)
         # The largest first: the others find room in the memory that it has taken.
-        self._replays = {bucket: self._recorded(bucket, capture) for bucket in reversed(self.buckets)}
+        buckets = sorted((*self.decodes, *self.chunks), key=lambda bucket: -bucket.shape.rows)
+        shapes = [bucket.shape for bucket in buckets]
+        words = max(shape.places()[-1] + 1 + shape.segments * self._table_words for shape in shapes)
+        packer.reserve(max(words, packer.words_max))
+        samples = max(shape.samples for shape in shapes)
+        first = self._filled(buckets[0])
+        self._address = first.words.data_ptr()
+        vocab = compute(first).shape[1]
+        self._logits = torch.empty((samples, vocab), dtype=torch.float32, device=first.device)
+        self._greedy = torch.empty(2 * samples, dtype=torch.int32, device=first.device)
+        self._replays = {bucket.shape: self._recorded(bucket, capture) for bucket in buckets}
 
-    def run(self, chunks: Listing[Chunk]) -> Decoded | None:
-        """Compute a step; None: it is not one of those that are recorded, and nothing was done.
-
-        Its sequences' next tokens are sampled from rows in the order of `chunks`.
-        """
-        rows = len(chunks)
-        if not 0 < rows <= self.buckets[-1] or not all(map(_is_decode, chunks)):
+    def run(self, chunks: Listing[Chunk]) -> Computed | None:
+        """Compute a step; None: it is not one of those that are recorded, and nothing was done."""
+        parts = StepParts.of(chunks)
+        if parts is None:
             return None
-        bucket = next(bucket for bucket in self.buckets if bucket >= rows)
-        self._pack(chunks, bucket)
-        self._replays[bucket]()
-        left = self._left(bucket)
-        return Decoded(left.logits[:rows], left.greedy[:, :rows])
+        is_decodes = parts.rows == parts.single == parts.samples
+        buckets = (*(self.decodes if is_decodes else ()), *self.chunks)
+        bucket = next((bucket for bucket in buckets if bucket.holds(parts)), None)
+        if bucket is None:
+            return None
+        self._pack(chunks, bucket.shape)
+        self._replays[bucket.shape]()
+        left = self._left(bucket.shape)
+        return Computed(left.logits[: parts.samples], left.greedy[:, : parts.samples])
 
-    def _recorded(self, bucket: int, capture: Capture) -> Callable[[], None]:
-        inputs, left = self._pack([self._longest] * bucket, bucket), self._left(bucket)
+    @property
+    def sentence(self) -> str:
+        """Return what is recorded."""
+        kinds = (
+            (self.decodes, "of decodes to", "rows"),
+            (self.chunks, "of chunks to", "tokens"),
+        )
+        return ", ".join(
+            f"{len(buckets)} {of} {buckets[-1].shape.rows} {what}" for buckets, of, what in kinds if buckets
+        )
+
+    @property
+    def _table_words(self) -> int:
+        return len(self._longest.sequence.pages)
+
+    def _recorded(self, bucket: Bucket, capture: Capture) -> Callable[[], None]:
+        inputs, left = self._filled(bucket), self._left(bucket.shape)
 
         def launch() -> None:
             left.logits.copy_(self._compute(inputs))
-            left.greedy.copy_(greedy_of(left.logits))
+            left.greedy.copy_(greedy_of(left.logits).reshape(left.greedy.shape))
 
         return capture(launch)
 
-    def _left(self, bucket: int) -> Decoded:
-        return Decoded(self._logits[:bucket], self._greedy[: 2 * bucket].view(2, bucket))
+    def _filled(self, bucket: Bucket) -> StepInputs:
+        """Pack a step of the bucket's shape, with long contexts: as many decodes and a chunk as it holds."""
+        most, longest = bucket.most, self._longest
+        rows = min(most.rows - most.single, longest.start + 1)
+        end = longest.start + 1
+        chunks = [longest] * most.single
+        if rows > 1:
+            chunks.append(Chunk(longest.sequence, end - rows, rows))
+        return self._packer.pack(chunks, bucket.shape)
 
-    def _pack(self, chunks: Listing[Chunk], bucket: int) -> StepInputs:
-        inputs = self._packer.pack(chunks, _shape(bucket))
+    def _left(self, shape: StepShape) -> Computed:
+        samples = shape.samples
+        return Computed(self._logits[:samples], self._greedy[: 2 * samples].view(2, samples))
+
+    def _pack(self, chunks: Listing[Chunk], shape: StepShape) -> None:
+        inputs = self._packer.pack(chunks, shape)
         if inputs.words.data_ptr() != self._address:
             raise AssertionError("a step's words have moved: the recorded graphs would read an older step")
-        return inputs
-
-
-def _shape(bucket: int) -> StepShape:
-    """Return the shape of a decode of so many sequences: each has one row, one query tile, and is sampled."""
-    return StepShape(rows=bucket, segments=bucket, tiles=bucket, samples=bucket)
 
 
 def _longest_decode(context_tokens_max: int, block_tokens: int) -> Chunk:
@@ -164,7 +281,3 @@ def _longest_decode(context_tokens_max: int, block_tokens: int) -> Chunk:
         pages=[TRASH_PAGE] * -(-context_tokens_max // block_tokens),
     )
     return Chunk(sequence, context_tokens_max - 1, 1)
-
-
-def _is_decode(chunk: Chunk) -> bool:
-    return chunk.rows == 1 and chunk.samples and not chunk.scored

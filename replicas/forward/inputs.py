@@ -27,23 +27,53 @@ Words = npt.NDArray[np.int32]
 
 ALIGN_WORDS = 4
 """Sections begin at multiples of 16 bytes."""
-SEGMENT_WORDS = 4
-TILE_WORDS = 2
+SEGMENT_WORDS, TILE_WORDS, ITEM_WORDS = 4, 4, 2
 WORDS_MIN = 1 << 16
 """Words of the buffers to begin with: 256 KiB, a step of 32 sequences of 32 k tokens in blocks of 16."""
+
+SPLITS_MAX = 64
+SPLIT_KEYS_MIN = 256
+"""Fewer keys than this are not worth a split: merging takes longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a backend cuts a step into tiles, and the keys of a tile into runs that are read side by side.
+
+    `rows`: of a query tile. `decodes`, `others`: programs for each KV head that the device runs at a time, of
+    tiles of segments of one row and of other tiles.
+    """
+
+    rows: int
+    decodes: int = 1
+    others: int = 1
+
+
+class TilePlaces(NamedTuple):
+    """How many tiles, and items of work, a shape has room for."""
+
+    tiles: int = 0
+    items: int = 0
+
+
+NO_TILES = TilePlaces()
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """How many of everything a step has, padding included: it decides every section's place in the buffer.
 
-    `rows`: tokens; `segments`: sequences; `tiles`: query tiles; `samples`: rows whose logits are computed.
+    `rows`: tokens; `segments`: sequences; `samples`: rows whose logits are computed; `decodes`, `others`:
+    tiles of segments of one row, and of more. `is_recorded`: other steps than the one that is packed will be
+    computed in it, so that nothing is taken from this one's numbers.
     """
 
     rows: int
     segments: int
-    tiles: int
     samples: int
+    decodes: TilePlaces = NO_TILES
+    others: TilePlaces = NO_TILES
+    is_recorded: bool = False
 
     def places(self) -> tuple[int, ...]:
         """Return the first word of each section, in the order of `StepInputs`' fields, `tables` last."""
@@ -55,7 +85,8 @@ def _places(shape: StepShape) -> tuple[int, ...]:
     words = (
         *(shape.rows, shape.rows, shape.rows),
         shape.segments * SEGMENT_WORDS,
-        shape.tiles * TILE_WORDS,
+        *(shape.decodes.tiles * TILE_WORDS, shape.decodes.items * ITEM_WORDS),
+        *(shape.others.tiles * TILE_WORDS, shape.others.items * ITEM_WORDS),
         shape.samples,
     )
     places = [0]
@@ -82,6 +113,23 @@ class Segment(NamedTuple):
         return self.start + self.count
 
 
+class TileWork(NamedTuple):
+    """What one launch of an attention kernel computes.
+
+    - `tiles` int32 `[tiles, 4]`: segment; the first of its rows, counted from the segment's first; the first
+      of the places where its runs of keys leave what they found; into how many runs its keys are split.
+    - `items` int32 `[items, 2]`: what one program of each KV head computes: tile; which run of its keys.
+
+    A tile has the backend's rows, fewer at a segment's end; one that is not split has no places. Padding
+    tiles have no row and no run, and padding items are of no run of their tile. `is_split`: whether any of
+    the tiles is, or may be.
+    """
+
+    tiles: torch.Tensor
+    items: torch.Tensor
+    is_split: bool
+
+
 class StepInputs:
     """One step, on the device: a forward pass over rows of many sequences, prefill chunks and decodes mixed.
 
@@ -93,23 +141,21 @@ class StepInputs:
       Padding rows write into the trash page.
     - `spans` `[segments, 4]`, for kernels: first row; rows; tokens that its last row sees; first word of its
       page table in `tables`. So row `i` of a span of `n` rows that sees `t` tokens is token `t - n + i`, and
-      sees keys `[0, t - n + i]`. A padding segment is one padding row that sees slot 0 of the trash page.
-    - `tiles` `[tiles, 2]`: what one program of a kernel computes: segment; the first of its rows, counted
-      from the segment's first. A tile has the backend's `tile_rows` rows, fewer at a segment's end. Tiles of
-      segments of one row come first: the first `decode_tiles` of them. Empty if `tile_rows` is 0. A padded
-      shape has as many tiles as segments, one row each.
+      sees keys `[0, t - n + i]`. A padding segment has no row.
+    - `decodes`, `others`: the tiles of segments of one row, and of more. None if the backend has no tiles.
     - `sample_rows` `[samples]`: the rows whose logits are computed, in the order of their chunks. Padding
       repeats the last one.
     - `tables`: the page tables, one behind the other, to the end of `words`; word 0 is the trash page. Each
       covers the tokens that its segment sees, no more.
 
     Known on the host: `segments` (without padding; `spans` says the same), `sampled` (rows of `sample_rows`
-    that are no padding), `decode_tiles`, `block_tokens`.
+    that are no padding), `block_tokens`.
     """
 
     __slots__ = (
         "block_tokens",
-        "decode_tiles",
+        "decodes",
+        "others",
         "positions",
         "sample_rows",
         "sampled",
@@ -118,7 +164,6 @@ class StepInputs:
         "slots",
         "spans",
         "tables",
-        "tiles",
         "token_ids",
         "words",
     )
@@ -130,21 +175,21 @@ class StepInputs:
         segments: tuple[Segment, ...],
         *,
         sampled: int,
-        decode_tiles: int,
+        is_split: tuple[bool, bool],
         block_tokens: int,
     ) -> None:
         self.words = words
         self.shape = shape
         self.segments = segments
         self.sampled = sampled
-        self.decode_tiles = decode_tiles
         self.block_tokens = block_tokens
-        ids, positions, slots, spans, tiles, rows, tables = shape.places()
+        ids, positions, slots, spans, decodes, _, others, _, rows, tables = shape.places()
         self.token_ids = words[ids : ids + shape.rows]
         self.positions = words[positions : positions + shape.rows]
         self.slots = words[slots : slots + shape.rows]
         self.spans = _matrix(words, spans, shape.segments, SEGMENT_WORDS)
-        self.tiles = _matrix(words, tiles, shape.tiles, TILE_WORDS)
+        self.decodes = _work(words, shape, decodes, shape.decodes, is_split[0])
+        self.others = _work(words, shape, others, shape.others, is_split[1])
         self.sample_rows = words[rows : rows + shape.samples]
         self.tables = words[tables:]
 
@@ -166,23 +211,39 @@ def _matrix(words: torch.Tensor, start: int, rows: int, columns: int) -> torch.T
     return words[start : start + rows * columns].view(rows, columns)
 
 
-MESSAGE_HEAD = 7
+def _work(
+    words: torch.Tensor, shape: StepShape, start: int, places: TilePlaces, is_split: bool
+) -> TileWork | None:
+    if not places.tiles:
+        return None
+    behind = start + -(-places.tiles * TILE_WORDS // ALIGN_WORDS) * ALIGN_WORDS
+    return TileWork(
+        _matrix(words, start, places.tiles, TILE_WORDS),
+        _matrix(words, behind, places.items, ITEM_WORDS),
+        is_split or shape.is_recorded,
+    )
+
+
+MESSAGE_HEAD = 11
 """Words of `StepPacker.message` before the step's own."""
 PADDING_ROWS_MAX = 64
-"""Of a step's rows and samples: `rows_multiple`, or what a graph's shape has more."""
+"""Of a step's rows and samples: `rows_multiple`."""
+SPLIT_ITEMS_MAX = 4096
+"""Items of a step besides one for each tile: more programs than a device runs at a time."""
 
 
 def step_words_max(*, tokens: int, sequences: int, blocks: int) -> int:
     """Return the length of the longest message of a step of so many rows and sequences of so many blocks."""
     rows, segments = tokens + PADDING_ROWS_MAX, sequences + PADDING_ROWS_MAX
-    whole = StepShape(rows, segments, rows, segments)
+    tiles = TilePlaces(rows, rows + SPLIT_ITEMS_MAX)
+    whole = StepShape(rows, segments, rows, tiles, tiles)
     return MESSAGE_HEAD + whole.places()[-1] + 1 + sequences * blocks
 
 
 class StepPacker:
     """Packs steps for one device.
 
-    `rows_multiple`: rows and samples are padded to a multiple of it; `tile_rows`: see `StepInputs.tiles`.
+    `rows_multiple`: rows and samples are padded to a multiple of it; `tiling`: None: the backend needs none.
 
     The device's buffer is always the same one, unless a step does not fit into it (`StepInputs.words` longer
     than `words_max`): such a step gets memory of its own. `reserve` makes it larger; never call it once a
@@ -190,12 +251,17 @@ class StepPacker:
     """
 
     def __init__(
-        self, device: torch.device, block_tokens: int, *, rows_multiple: int = 1, tile_rows: int = 0
+        self,
+        device: torch.device,
+        block_tokens: int,
+        *,
+        rows_multiple: int = 1,
+        tiling: Tiling | None = None,
     ) -> None:
         self._device = device
         self._block_tokens = block_tokens
         self._rows_multiple = rows_multiple
-        self._tile_rows = tile_rows
+        self._tiling = tiling
         self.reserve(WORDS_MIN)
 
     @property
@@ -212,31 +278,35 @@ class StepPacker:
     def pack(self, chunks: Listing[Chunk], shape: StepShape | None = None) -> StepInputs:
         """Pack a step and begin its upload; later work on the current stream sees it.
 
-        `shape`: what to pad to, for chunks of one token each, with as many rows as segments, and as many
-        tiles or none; None: the step's own.
+        `shape`: what to pad to, with room for all that the step has; None: the step's own.
         """
         block_tokens = self._block_tokens
-        segments, tables, row = list[Segment](), [TRASH_PAGE], 0
+        segments, sampling = list[Segment](), list[int]()
+        row, table = 0, 1
         for chunk in chunks:
-            blocks = -(-(chunk.start + chunk.rows) // block_tokens)
-            segments.append(Segment(row, chunk.rows, chunk.start, len(tables), blocks))
-            tables += chunk.sequence.pages[:blocks]
-            row += chunk.rows
-        sampling = [
-            segment.row + sampled
-            for segment, chunk in zip(segments, chunks, strict=True)
-            for sampled in chunk.sampled_rows
-        ]
-        tiles, decode_tiles = self._tiles(segments)
+            rows, start = chunk.rows, chunk.start
+            blocks = -(-(start + rows) // block_tokens)
+            segments.append(Segment(row, rows, start, table, blocks))
+            if chunk.samples:
+                sampling += range(row + chunk.count - 1, row + rows)
+            row += rows
+            table += blocks
+        decodes, others = _tiles(segments, self._tiling)
         if shape is None:
-            shape = StepShape(self._padded(row), len(segments), len(tiles), self._padded(len(sampling)))
+            shape = StepShape(
+                self._padded(row), len(segments), self._padded(len(sampling)), decodes.places, others.places
+            )
         places = shape.places()
-        words = places[-1] + len(tables)
+        words = places[-1] + table
         host = self._buffers.host(words)
-        host[places[-1] : words] = tables
-        _write_rows(host, places, shape.rows, _rows(chunks, segments, host[places[-1] :], block_tokens))
+        tables = host[places[-1] : words]
+        tables[0] = TRASH_PAGE
+        for one, chunk in zip(segments, chunks, strict=True):
+            tables[one.table : one.table + one.blocks] = chunk.sequence.pages[: one.blocks]
+        _write_rows(host, places, shape.rows, chunks, segments, block_tokens)
         _write_spans(host, places, shape, segments)
-        _write_tiles(host, places, shape, tiles)
+        decodes.write(host, places[4], places[5], shape.decodes, shape.rows)
+        others.write(host, places[6], places[7], shape.others, shape.rows)
         _write_samples(host, places, shape, sampling)
         if shape.rows > row:
             slots = host[places[2] : places[2] + shape.rows]
@@ -247,21 +317,23 @@ class StepPacker:
             shape,
             tuple(segments),
             sampled=len(sampling),
-            decode_tiles=decode_tiles,
+            is_split=(decodes.is_split, others.is_split),
             block_tokens=block_tokens,
         )
 
     def message(self, inputs: StepInputs) -> list[Words]:
         """Return the step that was packed last as words for another rank, which takes them with `adopt`."""
-        shape = inputs.shape
-        head = (shape.rows, shape.segments, shape.tiles, shape.samples)
-        rest = (inputs.sampled, inputs.decode_tiles, len(inputs.segments))
-        return [np.array([*head, *rest], dtype=np.int32), self._buffers.written(len(inputs.words))]
+        shape, work = inputs.shape, (inputs.decodes, inputs.others)
+        is_split = [one is not None and one.is_split for one in work]
+        sizes = (shape.rows, shape.segments, shape.samples, *shape.decodes, *shape.others)
+        head = (*sizes, inputs.sampled, *is_split, len(inputs.segments))
+        return [np.array(head, dtype=np.int32), self._buffers.written(len(inputs.words))]
 
     def adopt(self, message: Words) -> StepInputs:
         """Begin the upload of a step that another rank has packed; later work on the stream sees it."""
-        rows, segments, tiles, samples, sampled, decode_tiles, count = message[:MESSAGE_HEAD].tolist()
-        shape, packed = StepShape(rows, segments, tiles, samples), message[MESSAGE_HEAD:]
+        rows, segments, samples, *tiles, sampled, split, split_too, count = message[:MESSAGE_HEAD].tolist()
+        shape = StepShape(rows, segments, samples, TilePlaces(*tiles[:2]), TilePlaces(*tiles[2:]))
+        packed = message[MESSAGE_HEAD:]
         self._buffers.host(len(packed))[: len(packed)] = packed
         first = shape.places()[3]
         spans = packed[first : first + count * SEGMENT_WORDS].reshape(count, SEGMENT_WORDS).tolist()
@@ -273,85 +345,147 @@ class StepPacker:
                 for row, tokens, context, table in spans
             ),
             sampled=sampled,
-            decode_tiles=decode_tiles,
+            is_split=(bool(split), bool(split_too)),
             block_tokens=self._block_tokens,
         )
 
     def _padded(self, count: int) -> int:
         return count + -count % self._rows_multiple
 
-    def _tiles(self, segments: Listing[Segment]) -> tuple[list[tuple[int, int]], int]:
-        """Return (segment, first row) of each tile, and how many of the first ones are decodes."""
-        if not self._tile_rows:
-            return [], 0
-        decodes = [(number, 0) for number, segment in enumerate(segments) if segment.count == 1]
-        others = [
-            (number, first)
-            for number, segment in enumerate(segments)
-            if segment.count > 1
-            for first in range(0, segment.count, self._tile_rows)
-        ]
-        return decodes + others, len(decodes)
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles and items of one launch, as they are written: `[tiles, 4]`, `[items, 2]`."""
+
+    tiles: Words
+    items: Words
+    is_split: bool
+
+    @property
+    def places(self) -> TilePlaces:
+        return TilePlaces(len(self.tiles), len(self.items))
+
+    def write(self, host: Words, tiles: int, items: int, places: TilePlaces, rows: int) -> None:
+        """Write them, and padding: tiles behind the last of `rows`, and items of no run."""
+        if not places.tiles:
+            return
+        for start, own, count, padding in (
+            (tiles, self.tiles, places.tiles, (0, rows, 0, 0)),
+            (items, self.items, places.items, (0, SPLITS_MAX)),
+        ):
+            matrix = host[start : start + count * len(padding)].reshape(count, len(padding))
+            matrix[: len(own)] = own
+            if count > len(own):
+                matrix[len(own) :] = padding
 
 
-def _rows(
-    chunks: Listing[Chunk], segments: Listing[Segment], tables: Words, block_tokens: int
-) -> tuple[Listing[int] | Words, ...]:
-    """Return the token ids, positions and slots of the rows without padding."""
-    if all(chunk.rows == 1 for chunk in chunks):  # plain lists are quicker for a few numbers
-        places = [chunk.start for chunk in chunks]
-        return (
-            [chunk.sequence.tokens[chunk.start] for chunk in chunks],
-            places,
-            [
-                chunk.sequence.pages[place // block_tokens] * block_tokens + place % block_tokens
-                for chunk, place in zip(chunks, places, strict=True)
-            ],
-        )
-    runs = [np.arange(one.start, one.context, dtype=np.int32) for one in segments]
-    slots = [
-        tables[one.table + run // block_tokens] * block_tokens + run % block_tokens
-        for one, run in zip(segments, runs, strict=True)
-    ]
-    ids = [
-        [*chunk.sequence.tokens[chunk.start : chunk.start + chunk.count], *chunk.draft] for chunk in chunks
-    ]
-    return np.concatenate(ids), np.concatenate(runs), np.concatenate(slots)
+_NO_TILES = _Tiles(np.empty((0, TILE_WORDS), np.int32), np.empty((0, ITEM_WORDS), np.int32), False)
+
+
+def _tiles(segments: Listing[Segment], tiling: Tiling | None) -> tuple[_Tiles, _Tiles]:
+    """Cut a step into tiles of segments of one row, and of more; each in the order of the segments."""
+    if tiling is None:
+        return _NO_TILES, _NO_TILES
+    decodes, others = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+    for number, one in enumerate(segments):
+        if one.count == 1:
+            decodes.append((number, 0, one.start + 1))
+        else:
+            for first in range(0, one.count, tiling.rows):
+                others.append((number, first, one.start + min(first + tiling.rows, one.count)))
+    return _split(decodes, tiling.decodes), _split(others, tiling.others)
+
+
+def splits_of(keys: npt.NDArray[np.int64], programs: int) -> npt.NDArray[np.int64]:
+    """Return into how many runs each tile's keys are split, for so many programs at a time.
+
+    All are read in about the same time, whatever lies beside a long context: no run has more than twice the
+    mean of the programs' keys (as far as `SPLITS_MAX` allows). Runs of split tiles are no more than programs.
+    """
+    shares = keys * programs // max(1, int(keys.sum()))
+    return np.clip(np.minimum(shares, keys // SPLIT_KEYS_MIN), 1, SPLITS_MAX)
+
+
+def _split(tiles: Listing[tuple[int, int, int]], programs: int) -> _Tiles:
+    """Return tiles, each given by segment, first row and keys, with the items that they make."""
+    if not tiles:
+        return _NO_TILES
+    words, count = np.array(tiles, dtype=np.int64), len(tiles)
+    splits = splits_of(words[:, 2], programs)
+    is_split = bool(splits.max() > 1)
+    made = np.zeros((count, TILE_WORDS), dtype=np.int32)
+    made[:, :2], made[:, 3] = words[:, :2], splits
+    if is_split:
+        places = np.where(splits > 1, splits, 0)
+        made[:, 2] = np.cumsum(places) - places
+    items = np.zeros((int(splits.sum()), ITEM_WORDS), dtype=np.int32)
+    items[:, 0] = np.repeat(np.arange(count), splits)
+    if is_split:
+        items[:, 1] = np.arange(len(items)) - np.repeat(np.cumsum(splits) - splits, splits)
+    return _Tiles(made, items, is_split)
 
 
 def _write_rows(
-    host: Words, places: tuple[int, ...], rows: int, columns: tuple[Listing[int] | Words, ...]
+    host: Words,
+    places: tuple[int, ...],
+    rows: int,
+    chunks: Listing[Chunk],
+    segments: Listing[Segment],
+    block_tokens: int,
 ) -> None:
-    for start, column in zip(places, columns, strict=False):
-        host[start : start + len(column)] = column
-        if len(column) < rows:
-            host[start + len(column) : start + rows] = 0
+    """Write token ids, positions and slots, and zeros behind them."""
+    ids, positions, slots = (host[start : start + rows] for start in places[:3])
+    tables, count = host[places[-1] :], sum(one.count for one in segments)
+    if count == len(segments):
+        _write_single_rows(ids[:count], positions[:count], slots[:count], chunks, block_tokens)
+    else:
+        single = [number for number, one in enumerate(segments) if one.count == 1]
+        if single:  # together: a few numpy calls for each would take longer than the step's other words
+            at = [segments[number].row for number in single]
+            own_ids, own_positions, own_slots = np.empty((3, len(single)), dtype=np.int32)
+            one_each = [chunks[number] for number in single]
+            _write_single_rows(own_ids, own_positions, own_slots, one_each, block_tokens)
+            ids[at], positions[at], slots[at] = own_ids, own_positions, own_slots
+        for one, chunk in zip(segments, chunks, strict=True):
+            if one.count > 1:
+                known, end = one.row + chunk.count, one.row + one.count
+                run = np.arange(one.start, one.context, dtype=np.int32)
+                ids[one.row : known] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+                ids[known:end] = chunk.draft
+                positions[one.row : end] = run
+                slots[one.row : end] = (
+                    tables[one.table + run // block_tokens] * block_tokens + run % block_tokens
+                )
+    if count < rows:
+        ids[count:] = positions[count:] = slots[count:] = 0
+
+
+def _write_single_rows(
+    ids: Words, positions: Words, slots: Words, chunks: Listing[Chunk], block_tokens: int
+) -> None:
+    places = [chunk.start for chunk in chunks]  # plain lists are quicker for a few numbers
+    ids[:] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
+    positions[:] = places
+    slots[:] = [
+        chunk.sequence.pages[place // block_tokens] * block_tokens + place % block_tokens
+        for chunk, place in zip(chunks, places, strict=True)
+    ]
 
 
 def _write_spans(host: Words, places: tuple[int, ...], shape: StepShape, segments: Listing[Segment]) -> None:
     flat: list[int] = []
     for one in segments:
         flat += (one.row, one.count, one.start + one.count, one.table)
-    for number in range(len(segments), shape.segments):
-        flat += (number, 1, 1, 0)
-    host[places[3] : places[3] + len(flat)] = flat
-
-
-def _write_tiles(
-    host: Words, places: tuple[int, ...], shape: StepShape, tiles: Listing[tuple[int, int]]
-) -> None:
-    if not shape.tiles:
-        return
-    flat = [word for tile in tiles for word in tile]
-    for number in range(len(tiles), shape.tiles):
-        flat += (number, 0)
-    host[places[4] : places[4] + len(flat)] = flat
+    end = places[3] + len(flat)
+    host[places[3] : end] = flat
+    if shape.segments > len(segments):
+        host[end : places[3] + shape.segments * SEGMENT_WORDS] = 0
 
 
 def _write_samples(host: Words, places: tuple[int, ...], shape: StepShape, sampling: list[int]) -> None:
     padding = sampling[-1:] or [0]
     rows = sampling + padding * (shape.samples - len(sampling))
-    host[places[5] : places[5] + shape.samples] = rows
+    host[places[8] : places[8] + shape.samples] = rows
 
 
 class _HostBuffers:

@@ -22,7 +22,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SCALE_MIN = tl.constexpr(2.0**-126)
-_VARY = ("tiles", "spans", "tables", "slots")
+_VARY = ("tiles", "items", "spans", "tables", "slots")
 """Parts of one buffer, of other sizes in each step: where they begin must not compile a kernel again."""
 
 
@@ -141,7 +141,7 @@ def _fold_keys(
 @triton.jit
 def _rows_of(tiles, spans, tile, ROWS: tl.constexpr):
     """Return a tile's segment, and its rows: the first one, and the one behind the last."""
-    segment, in_segment = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    segment, in_segment = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
     first, rows = tl.load(spans + 4 * segment), tl.load(spans + 4 * segment + 1)
     return segment, first + in_segment, first + tl.minimum(in_segment + ROWS, rows)
 
@@ -158,6 +158,7 @@ def attend_tiles(
     value_scales,
     sinks,
     tiles,
+    items,
     spans,
     tables,
     scale,
@@ -188,16 +189,20 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Attend from one tile of rows to one run of one KV head's keys; grid `(tiles, kv_heads, splits)`.
+    """Attend from one tile of rows to one run of one KV head's keys; grid `(items, kv_heads)`.
 
-    `tiles`, `spans`, `tables`: those of `StepInputs`. A tile is up to `BLOCK_M // GROUP` rows of one segment,
-    each with all query heads of the KV head. Not SPLIT: writes `out`; SPLIT: writes `partial` `[tiles,
-    kv_heads, splits, BLOCK_M, BLOCK_D]` and the logarithm of its weight, for `merge_splits`.
+    `tiles`, `items`: those of a `TileWork`; `spans`, `tables`: those of `StepInputs`. A tile is up to
+    `BLOCK_M // GROUP` rows of one segment, each with all query heads of the KV head. Writes `out`; SPLIT: of
+    a tile in several runs, `partial` `[runs, kv_heads, BLOCK_M, BLOCK_D]` and the logarithm of its weight,
+    for `merge_splits`.
     """
     # The last tiles of a prompt have the most keys: they begin first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
+    item = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    tile, split = tl.load(items + 2 * item), tl.load(items + 2 * item + 1)
+    splits = tl.load(tiles + 4 * tile + 3)
+    if split >= splits:  # padding
+        return
     segment, first_row, rows_end = _rows_of(tiles, spans, tile, BLOCK_M // GROUP)
     tokens = tl.load(spans + 4 * segment + 2)
     table = tables + tl.load(spans + 4 * segment + 3)
@@ -216,12 +221,12 @@ def attend_tiles(
         first_key = tl.maximum(seen_by_all - window, 0) // BLOCK_N * BLOCK_N
         seen_by_all = first_key  # to all rows that do not look back: none are, cheaply enough
     first, end = first_key, keys_end
-    place = (tile * kv_heads + kv_head) * splits + split
+    place = (tl.load(tiles + 4 * tile + 2) + split) * kv_heads + kv_head
     if SPLIT:
         run = tl.cdiv(tl.cdiv(keys_end - first_key, BLOCK_N), splits) * BLOCK_N
         first = first_key + split * run
         end = tl.minimum(keys_end, first + run)
-        if first >= end:
+        if first >= end:  # not of a tile in one run
             tl.store(partial_tops + place * BLOCK_M + packed, tl.full([BLOCK_M], float("-inf"), tl.float32))
             return
     unmasked_end = tl.minimum(tl.maximum(seen_by_all // BLOCK_N * BLOCK_N, first), end)
@@ -263,7 +268,10 @@ def attend_tiles(
     is_empty = weight == 0.0
     weight = tl.where(is_empty, 1.0, weight)
     result = total / weight[:, None]
+    is_part = False
     if SPLIT:
+        is_part = splits > 1
+    if is_part:
         partial_places = (place * BLOCK_M + packed)[:, None] * BLOCK_D + dims[None, :]
         tl.store(partial + partial_places, result, mask=is_query)
         tops = tl.where(is_empty, float("-inf"), top + tl.log2(weight))
@@ -273,14 +281,13 @@ def attend_tiles(
         tl.store(out + out_places + dims[None, :], result.to(out.dtype.element_ty), mask=is_query)
 
 
-@triton.jit(do_not_specialize=("splits",), do_not_specialize_on_alignment=_VARY)
+@triton.jit(do_not_specialize_on_alignment=_VARY)
 def merge_splits(
     out,
     partial,
     partial_tops,
     tiles,
     spans,
-    splits,
     out_row_stride,
     out_head_stride,
     GROUP: tl.constexpr,
@@ -289,8 +296,11 @@ def merge_splits(
     BLOCK_M: tl.constexpr,
     SPLITS_MAX: tl.constexpr,
 ):
-    """Merge what `attend_tiles` has found in each split; grid `(tiles * (BLOCK_M // GROUP), q_heads)`."""
+    """Merge what `attend_tiles` has found in each run; grid `(tiles * (BLOCK_M // GROUP), q_heads)`."""
     tile, head = tl.program_id(0) // (BLOCK_M // GROUP), tl.program_id(1)
+    first, splits = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    if splits < 2:  # padding, or written by the one run
+        return
     in_tile = tl.program_id(0) % (BLOCK_M // GROUP)
     _, first_row, rows_end = _rows_of(tiles, spans, tile, BLOCK_M // GROUP)
     row = first_row + in_tile
@@ -298,7 +308,8 @@ def merge_splits(
         return
     kv_heads = tl.num_programs(1) // GROUP
     numbers = tl.arange(0, SPLITS_MAX)
-    places = ((tile * kv_heads + head // GROUP) * splits + numbers) * BLOCK_M + in_tile * GROUP + head % GROUP
+    places = (first + numbers) * kv_heads + head // GROUP
+    places = places * BLOCK_M + in_tile * GROUP + head % GROUP
     tops = tl.load(partial_tops + places, mask=numbers < splits, other=float("-inf"))
     highest = tl.max(tops, 0)
     shares = tl.exp2(tops - tl.where(highest == float("-inf"), 0.0, highest))

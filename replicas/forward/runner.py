@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend
 from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
-from samovar.replicas.forward.graphs import Capture, DecodeGraphs
+from samovar.replicas.forward.graphs import Capture, GraphLimits, StepGraphs
 from samovar.replicas.forward.inputs import StepInputs, StepPacker, Words
 from samovar.replicas.kv import KvPool
 from samovar.replicas.scheduling import Chunk
@@ -86,39 +86,43 @@ class Runner:
         self.device = pool.data.device
         self.took: DeviceTime | None = None
         self.greedy: torch.Tensor | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._packer = StepPacker(
             self.device,
             pool.geometry.block_tokens,
             rows_multiple=self.forward.rows_multiple,
-            tile_rows=backend.tile_rows,
+            tiling=backend.tiling,
         )
 
     @torch.inference_mode()
-    def record_decodes(self, capture: Capture, *, rows_max: int, context_tokens_max: int) -> None:
-        """Record decode steps of up to `rows_max` sequences; `run` then replays them.
+    def record_steps(self, capture: Capture, limits: GraphLimits) -> StepGraphs:
+        """Record steps; `run` then replays them.
 
         Raises `ValueError` if the backend needs to know a step beforehand, and what the recording raises.
         """
-        if not self.backend.tile_rows:
+        if self.backend.tiling is None:
             raise ValueError(f"{self.backend.name} reads no query tiles: its steps cannot be recorded")
-        assert self.model is not None, "on CUDA it is transformers' model that computes"
-        self._graphs = DecodeGraphs(
+        self._graphs = StepGraphs(
             self._packer,
             lambda inputs: self.forward.logits(
                 self.forward.hidden(inputs), inputs.sample_rows, inputs.shape.samples
             ),
             capture,
-            rows_max=rows_max,
-            vocab=self.model.get_output_embeddings().weight.shape[0],  # type: ignore[operator]
-            context_tokens_max=context_tokens_max,
+            self.backend.tiling,
+            limits,
             block_tokens=self.pool.geometry.block_tokens,
         )
+        return self._graphs
 
-    def forget_decodes(self) -> None:
-        """Compute decode steps eagerly from now on, and give back the memory of their graphs."""
+    def forget_graphs(self) -> None:
+        """Compute all steps eagerly from now on, and give back the memory of their graphs."""
         self._graphs = None
         self.free_memory()
+
+    @property
+    def records_chunks(self) -> bool:
+        """Whether steps with a few tokens of prompts are recorded, as decodes are."""
+        return self._graphs is not None and bool(self._graphs.chunks)
 
     @torch.inference_mode()
     def run(
@@ -131,9 +135,9 @@ class Runner:
         """
         self.took = DeviceTime(self.device) if self.device.type == "cuda" else None
         self._copy(copies)
-        decoded = None if self._graphs is None else self._graphs.run(chunks)
-        self.greedy = None if decoded is None else decoded.greedy
-        logits = self._computed(chunks, score) if decoded is None else decoded.logits
+        computed = None if self._graphs is None else self._graphs.run(chunks)
+        self.greedy = None if computed is None else computed.greedy
+        logits = self._computed(chunks, score) if computed is None else computed.logits
         if self.took is not None:
             self.took.stop()
         return logits

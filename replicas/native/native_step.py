@@ -233,7 +233,7 @@ class NativeForward:
         shape, words, step = inputs.shape, inputs.words, self._next
         looked_at = None if wanted is None else _indices(wanted)
         hidden = torch.empty((1, shape.rows, self._step.hidden), dtype=torch.float32)
-        token_ids, positions, slots, spans, _, _, tables = shape.places()
+        token_ids, positions, slots, spans, *_, tables = shape.places()
         first = words.data_ptr()
         _OF_EACH_STEP.pack_into(
             step,

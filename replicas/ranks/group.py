@@ -83,11 +83,11 @@ class RankGroup:
         return model
 
     def choose_attention(
-        self, model: torch.nn.Module, geometry: KvGeometry, device: torch.device, context_tokens_max: int
+        self, model: torch.nn.Module, geometry: KvGeometry, device: torch.device
     ) -> ChosenAttention:
         """Choose the backend of all ranks. `geometry`: of whole blocks."""
-        self.tell(Order.ATTENTION, words_of([context_tokens_max]))
-        return agreed_attention(model, part_of(geometry, self.ranks), device, context_tokens_max, self._peers)
+        self.tell(Order.ATTENTION)
+        return agreed_attention(model, part_of(geometry, self.ranks), device, self._peers)
 
     def least_memory(self, free_bytes: int) -> int:
         """Return the free memory of the rank that has the least. `free_bytes`: rank 0's."""

@@ -13,8 +13,8 @@ from samovar.replicas.ranks.ring import Words
 class Order(IntEnum):
     """The kinds of messages: `OUT` and `IN` on the channel of moves, the others on that of steps.
 
-    `READY`: nothing; done when the rank has loaded. `ATTENTION`: agree on a backend, for contexts of so many
-    tokens. `LEAST_MEMORY`: agree on the free memory. `POOL`: make a pool of so many pages. `COPY`: copy pages
+    `READY`: nothing; done when the rank has loaded. `ATTENTION`: agree on a backend. `LEAST_MEMORY`: agree on
+    the free memory. `POOL`: make a pool of so many pages. `COPY`: copy pages
     to others. `STEP`: compute. `SAME`: compare slots of two page tables, and agree. `OUT`, `IN`: copy pages
     to or from the staging memory.
     """

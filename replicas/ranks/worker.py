@@ -71,16 +71,16 @@ def agreed_attention(
     model: torch.nn.Module,
     geometry: KvGeometry,
     device: torch.device,
-    context_tokens_max: int,
     peers: Peers,
 ) -> ChosenAttention:
     """Choose one rank's backend: the kernel if all ranks take it, as rank 0 cuts the query tiles for all.
 
     `geometry`: of this rank's part.
     """
-    chosen = choose_attention(model, geometry, device, exact=False, context_tokens_max=context_tokens_max)
-    rows = chosen.backend.tile_rows
-    if peers.least(rows) == -peers.least(-rows):
+    chosen = choose_attention(model, geometry, device, exact=False)
+    tiling = chosen.backend.tiling
+    cut = 0 if tiling is None else (tiling.rows << 40) + (tiling.decodes << 20) + tiling.others
+    if peers.least(cut) == -peers.least(-cut):
         return chosen
     sdpa = GatherSdpa(False, geometry.dtype)
     return ChosenAttention(sdpa, f"{sdpa.name}, as the GPUs of the replica do not agree on a kernel")
@@ -149,10 +149,7 @@ class Rank:
         if order.kind == Order.POOL:
             self._make_pool(int(order.words[0]))
         elif order.kind == Order.ATTENTION:
-            context_tokens_max = int(order.words[0])
-            chosen = agreed_attention(
-                self._model, self._geometry, self._device, context_tokens_max, self._peers
-            )
+            chosen = agreed_attention(self._model, self._geometry, self._device, self._peers)
             self._backend = chosen.backend
         elif order.kind == Order.LEAST_MEMORY:
             self._peers.least(free_memory_bytes(self._device))

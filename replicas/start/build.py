@@ -21,6 +21,7 @@ from samovar.cache_tiers.forecast import fast_clock
 from samovar.cache_tiers.messages import LookupResult
 from samovar.cache_tiers.policy import make_policy
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
+from samovar.configs.sections import MIB
 from samovar.configs.settings import EngineSettings, Settings
 from samovar.replicas.engine import (
     Auditor,
@@ -34,6 +35,7 @@ from samovar.replicas.engine import (
 from samovar.replicas.forward import (
     ChosenAttention,
     CudaCapture,
+    GraphLimits,
     Runner,
     choose_attention,
     groups_experts,
@@ -179,6 +181,7 @@ def build_offload(
 
 
 CORES = os.cpu_count() or 1
+REASON_CHARS_MAX = 200
 REGISTER_S_MAX = 30.0
 """What is not registered with the GPU by then is while the replica serves; loads are slower meanwhile."""
 GEMM, SAMPLES = TypeAdapter(GemmSeconds), TypeAdapter(list[Sample])
@@ -344,14 +347,11 @@ class Start:
         tokens_max = min(self.settings.engine.step_tokens_max, spec.context_tokens_max)
         self.step = self.choice.settle(spec.vocab, tokens_max)
         model, exact = self.step.model, self.step.exactness.exact
-        context_tokens_max = self._context_tokens_max()
         if self.ranks is None:
-            self.attention = choose_attention(
-                model, geometry, device, exact=exact, context_tokens_max=context_tokens_max
-            )
+            self.attention = choose_attention(model, geometry, device, exact=exact)
         else:
             assert model is not None, "ranks compute by the model's modules"
-            self.attention = self.ranks.choose_attention(model, geometry, device, context_tokens_max)
+            self.attention = self.ranks.choose_attention(model, geometry, device)
 
     def take_memory(self) -> None:
         """Make the pool of the memory that the largest step leaves; show the tiers' memory to the GPU."""
@@ -363,7 +363,7 @@ class Start:
             hold_step_memory(engine, self._make_runner(2), spec.vocab, most.context_tokens_max)
         self.plan = self._plan_pool()
         self.runner = self._make_runner(self.plan.pages)
-        self.graphs = record_decodes(engine, self.runner, spec, self.plan)
+        self.graphs = record_steps(engine, self.runner, spec, self.plan, self.begin)
         if self.registered is not None:  # a load that waits for the driver says nothing of those to come
             self.begin("memory")
             self.registered.settle(REGISTER_S_MAX)
@@ -452,7 +452,8 @@ class Start:
             step=self.step.sentence,
             exact=exactness.exact,
             exactness=exactness.sentence,
-            attention=self.step.attention or f"{self.attention.sentence}{self.graphs}",
+            attention=self.step.attention or self.attention.sentence,
+            graphs=self.graphs,
             block_tokens=geometry.block_tokens,
             kv_dtype=geometry.stored_name,
             bytes_per_token=geometry.bytes_per_token,
@@ -509,7 +510,8 @@ class Start:
             return PrefillMeter(replace(self.prefill, step_tokens=step_tokens_max))
         tokens_max = sample_tokens_max(runner.pool, step_tokens_max, self.plan.context_tokens_max)
         measure = partial(measure_prefill, runner, self.spec.vocab, step_tokens_max, tokens_max=tokens_max)
-        by = (runner.forward.name, runner.backend.name, self.settings.model.weights)
+        graphs = ("with graphs of chunks",) if runner.records_chunks else ()
+        by = (runner.forward.name, runner.backend.name, self.settings.model.weights, *graphs)
         samples = self.kept.get(", ".join((f"prefill up to {tokens_max}", *by)), SAMPLES, measure, [])
         return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 
@@ -569,34 +571,59 @@ def _start_ranks(
     return RankGroup(start, device, launch)
 
 
-def record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, plan: PagePlan) -> str:
-    """Record decode steps as CUDA graphs where that is possible; return what is said of it, if anything.
+def record_steps(
+    engine: EngineSettings,
+    runner: Runner,
+    spec: ModelSpec,
+    plan: PagePlan,
+    begin: Callable[[str], object] = lambda stage: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> str:
+    """Record steps as CUDA graphs where that is possible; return what is said of it, nothing of a CPU.
 
-    The pool's pages must hold no blocks yet.
+    The pool's pages must hold no blocks yet. `begin`: is told when it begins.
     """
-    rows_max = min(engine.graph_rows_max, engine.sequences_max)
-    if runner.device.type != "cuda" or rows_max == 0:
+    if runner.device.type != "cuda":
         return ""
-    if not runner.backend.tile_rows or runner.exact:
-        return "; decodes without graphs"
-    if spec.has_experts and not (runner.model is not None and groups_experts(runner.model)):
-        why = why_by_rows(runner.device, runner.pool.geometry.dtype)
-        return f"; decodes without graphs, as the host looks which experts there are: {why}"
-    if engine.tensor_parallel > 1:  # the other ranks would have to record and replay the same
-        return "; decodes without graphs"
+    if why := _why_unrecorded(engine, runner, spec):
+        return f"none: {why}"
+    limits = GraphLimits(
+        engine.graph_rows, engine.graph_tokens_max, engine.sequences_max, plan.context_tokens_max
+    )
+    begin("graphs")
+    runner.free_memory()
+    started_s, free_bytes = clock(), free_memory_bytes(runner.device)
     try:
-        runner.record_decodes(
-            CudaCapture(runner.device), rows_max=rows_max, context_tokens_max=plan.context_tokens_max
-        )
+        graphs = runner.record_steps(CudaCapture(runner.device), limits)
+        took_s, taken_bytes = clock() - started_s, free_bytes - free_memory_bytes(runner.device)
         # Again: recording gives back what torch held.
         hold_step_memory(engine, runner, spec.vocab, plan.context_tokens_max)
     except Exception as error:  # memory that does not suffice, whatever a compiler may raise
         if is_device_lost(error):
             raise
-        runner.forget_decodes()
-        logger.warning("decode steps are computed without CUDA graphs: %s", error)
-        return "; decodes without graphs"
-    return f"; decodes of up to {rows_max} as graphs"
+        runner.forget_graphs()
+        logger.warning("steps are computed without CUDA graphs", exc_info=True)
+        return f"none: {type(error).__name__}: {str(error).strip()[:REASON_CHARS_MAX]}"
+    said = f"{graphs.sentence}; {took_s:.1f} s, {max(0, taken_bytes) / MIB:.0f} MiB"
+    if engine.graph_rows < engine.sequences_max:
+        said += f"; more decodes eagerly, of {engine.sequences_max} (engine.sequences_max)"
+    return said if graphs.chunks else f"{said}; prompts eagerly (engine.graph_tokens_max)"
+
+
+def _why_unrecorded(engine: EngineSettings, runner: Runner, spec: ModelSpec) -> str:
+    """Return why no step on a GPU can be recorded; "" if it can."""
+    if engine.graph_rows == 0 and engine.graph_tokens_max == 0:
+        return "switched off (engine.graph_rows_max, engine.graph_tokens_max)"
+    if runner.backend.tiling is None:
+        return f"{runner.backend.name} looks at a step's numbers on the way"
+    if runner.exact:
+        return "exact steps have shapes of their own"
+    if spec.has_experts and not (runner.model is not None and groups_experts(runner.model)):
+        why = why_by_rows(runner.device, runner.pool.geometry.dtype)
+        return f"the host looks which experts there are: {why}"
+    if engine.tensor_parallel > 1:
+        return "the other ranks would have to record and replay the same"
+    return ""
 
 
 def _offload(

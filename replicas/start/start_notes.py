@@ -14,7 +14,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-REPLICA_STAGES = ("tiers", "digest", "weights", "probe", "memory", "measure", "engine")
+REPLICA_STAGES = ("tiers", "digest", "weights", "probe", "graphs", "memory", "measure", "engine")
 """The stages of a replica's start, in their order."""
 NOTE_CHARS_MAX = 64
 

@@ -12,8 +12,8 @@ import torch
 from samovar.replicas.forward.attention import ATTENTION_NAME, AttentionBackend, register
 from samovar.replicas.forward.attention_triton import TritonPaged
 from samovar.replicas.forward.forward import Forward
-from samovar.replicas.forward.graphs import buckets_of
-from samovar.replicas.forward.inputs import StepPacker, StepShape
+from samovar.replicas.forward.graphs import Bucket, buckets_of
+from samovar.replicas.forward.inputs import StepPacker
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.scheduling.sequence import bare_sequence
 from samovar.replicas.scheduling.step import Chunk
@@ -66,9 +66,7 @@ class FusedCase:
         }
 
     def kernel(self) -> TritonPaged:
-        return TritonPaged(
-            SMALL, processors=4, group=self.group, kv_heads=self.kv_heads, context_tokens_max=1024
-        )
+        return TritonPaged(SMALL, processors=4, group=self.group, kv_heads=self.kv_heads)
 
     def run(
         self,
@@ -79,13 +77,12 @@ class FusedCase:
         """Return the logits of all rows of each step, and the pool. Decodes alone are padded as a graph's."""
         pool = KvPool(self.geometry, 10, CPU)
         pool.page_bytes.fill_(0xFF)  # NaN, wherever no token is
-        packer, forward, logits = StepPacker(CPU, 16, tile_rows=backend.tile_rows), make(pool), []
+        packer, forward, logits = StepPacker(CPU, 16, tiling=backend.tiling), make(pool), []
         for step in steps:
             chunks = [Chunk(self.sequences[name], start, count) for name, start, count in step]
             rows, bucket = sum(chunk.rows for chunk in chunks), None
-            if backend.tile_rows and rows == len(chunks):
-                padded = buckets_of(8)[-1]
-                bucket = StepShape(rows=padded, segments=padded, tiles=padded, samples=padded)
+            if backend.tiling is not None and rows == len(chunks):
+                bucket = Bucket.of_decodes(buckets_of(8)[-1], backend.tiling).shape
             inputs = packer.pack(chunks, bucket)
             with torch.inference_mode():
                 logits.append(forward.logits(forward.hidden(inputs), torch.arange(rows), rows))

@@ -76,9 +76,8 @@ class PagedCase:
             processors=1,
             group=shape.group,
             kv_heads=shape.kv_heads,
-            context_tokens_max=1024,
         )
-        packer = StepPacker(CPU, tokens, rows_multiple=rows_multiple, tile_rows=self.backend.tile_rows)
+        packer = StepPacker(CPU, tokens, rows_multiple=rows_multiple, tiling=self.backend.tiling)
         self.inputs: StepInputs = packer.pack(self.chunks)
         rows = self.inputs.shape.rows
         self.query = self._random(shape.kv_heads * shape.group, rows, generator=generator).transpose(0, 1)

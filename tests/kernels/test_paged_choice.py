@@ -9,7 +9,7 @@ from samovar.replicas.forward import attention_triton
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.attention_choice import compare
 from samovar.replicas.forward.attention_triton import TritonPaged, Unserved, write_rows
-from samovar.replicas.forward.inputs import StepPacker, StepShape
+from samovar.replicas.forward.inputs import StepPacker, StepShape, TilePlaces, Tiling
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from tests.kernels.paged import CPU, SMALL, PagedCase, Shape
 
@@ -47,7 +47,7 @@ def test_k_and_v_are_written_as_on_cpu_to_the_byte(shape: Shape, dtype: torch.dt
 
 
 def kernel(made: type[TritonPaged], group: int) -> TritonPaged:
-    return made(SMALL, processors=1, group=group, kv_heads=2, context_tokens_max=512)
+    return made(SMALL, processors=1, group=group, kv_heads=2)
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
@@ -80,14 +80,29 @@ def test_a_wrong_kernel_is_found_at_the_start(wrong: type[TritonPaged], why: str
         compare(kernel(wrong, 1), pool, [AttentionForm(0.125)])
 
 
-def test_a_padded_step_is_that_of_its_sequences() -> None:
-    """As graphs have it: beside padding segments, whose rows are finite."""
-    case = PagedCase(Shape(splits=8), ((130, 1), (63, 1), (17, 1)))
-    expected = case.reference()
-    packer = StepPacker(CPU, 16, tile_rows=case.backend.tile_rows)
-    case.inputs = packer.pack(case.chunks, StepShape(8, 8, 8, 8))
-    case.query = torch.cat([case.query, torch.randn(5, *case.query.shape[1:])])
-    case.pool.data[0] = 0.0  # the trash page is finite
-    found = case.attend()
-    assert found.isfinite().all()
-    torch.testing.assert_close(found[:3].double(), expected, rtol=0, atol=1e-6)
+STEPS = ((130, 1), (700, 1), (17, 1), (600, 40), (0, 21))
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(group=7), Shape(group=3, **INT8)], ids=str)
+def test_a_padded_step_is_the_same_step_to_the_bit(shape: Shape) -> None:
+    """As graphs have it: decodes beside chunks, some in runs and some not, the rest of the places empty.
+
+    All that is not of the step is NaN, the trash page too; padding rows are zero.
+    """
+    case = PagedCase(shape, STEPS)
+    case.backend.tiling = tiling = Tiling(case.backend.tiling.rows, 9, 40)
+    packer, rows, form = StepPacker(CPU, 16, tiling=tiling), case.inputs.shape.rows, case.form()
+    unused = torch.empty(0)
+    case.inputs = packer.pack(case.chunks)
+    plan = case.backend.prepare(case.inputs)
+    assert all(launch.work.is_split for launch in plan.launches)
+    expected = case.backend.attend(case.query, unused, unused, case.kv, plan, form)
+    padded = StepShape(96, 12, 12, TilePlaces(8, 17), TilePlaces(20, 60), is_recorded=True)
+    inputs = StepPacker(CPU, 16, tiling=tiling).pack(case.chunks, padded)
+    query = torch.cat([case.query, torch.full((96 - rows, *case.query.shape[1:]), torch.nan)])
+    plan = case.backend.prepare(inputs)
+    for _ in range(2):  # one layer after the other
+        found = case.backend.attend(query, unused, unused, case.kv, plan, form)
+        assert torch.equal(found[:rows], expected)
+        assert (found[rows:] == 0).all()
+    assert (expected.double() - case.reference()).abs().max() <= 1e-5

@@ -35,7 +35,6 @@ def test_logits_and_stored_bytes_are_those_of_sdpa(family: str, is_int8: bool, t
         processors=4,
         group=model.config.num_attention_heads // spec.kv_heads,  # type: ignore[union-attr, operator]
         kv_heads=spec.kv_heads,
-        context_tokens_max=1024,
     )
     backends: list[AttentionBackend] = [GatherSdpa(False, torch.float32), kernel]
     results = []

@@ -79,7 +79,7 @@ def test_the_kernel_serves(family: str, dtype: torch.dtype, is_int8: bool, tmp_p
     spec = inspect_model(make_tiny_model(tmp_path / family, family))  # type: ignore[arg-type]
     model = load_model(spec, dtype, CUDA)
     geometry = KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, dtype, is_int8=is_int8)
-    chosen = choose_attention(model, geometry, CUDA, exact=False, context_tokens_max=spec.context_tokens_max)
+    chosen = choose_attention(model, geometry, CUDA, exact=False)
     assert chosen.sentence == TritonPaged.name
 
 

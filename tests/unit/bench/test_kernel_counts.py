@@ -73,7 +73,7 @@ class Played:
 def test_what_is_launched_waited_for_and_uploaded_is_seen(
     play: Callable[[torch.Tensor], object], found: Counts
 ) -> None:
-    backend = cast(TritonPaged, type("Untiled", (), {"tile_rows": 0}))
+    backend = cast(TritonPaged, type("Untiled", (), {"tiling": None}))
     assert count_step(Played(play), backend, [(3, 1)] * 2) == found
 
 

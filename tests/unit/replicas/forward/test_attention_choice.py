@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,8 +28,16 @@ from samovar.replicas.forward.attention_choice import (
     choose_attention,
     prefer,
 )
-from samovar.replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, splits_of, tile_shapes
-from samovar.replicas.forward.inputs import Segment, StepInputs, StepPacker, StepShape
+from samovar.replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, tile_shapes
+from samovar.replicas.forward.inputs import (
+    Segment,
+    StepInputs,
+    StepPacker,
+    StepShape,
+    TilePlaces,
+    Tiling,
+    splits_of,
+)
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.scheduling.sequence import bare_sequence
 from samovar.replicas.scheduling.step import Chunk
@@ -54,53 +63,55 @@ def test_what_has_no_tiles_is_not_served(capability: int, head_dim: int, group: 
 
 
 @pytest.mark.parametrize(
-    ("programs", "keys_max", "places", "splits"),
+    ("keys", "programs", "splits"),
     [
-        (8, 65_536, 396, 49),  # one sequence, eight KV heads, 132 multiprocessors
-        (256, 8_192, 396, 1),  # the device is full
-        (128, 8_192, 396, 3),
-        (8, 1_024, 396, 4),  # too few keys for more
-        (8, 100, 396, 1),
-        (1, 1 << 20, 396, 64),
+        ([65_536], 49, [49]),  # one sequence, eight KV heads, 132 multiprocessors
+        ([8_192] * 32, 49, [1] * 32),
+        ([8_192] * 16, 49, [3] * 16),
+        ([1_024], 49, [4]),  # too few keys for more
+        ([100], 49, [1]),
+        ([1 << 20], 396, [64]),
+        ([65_536, *[512] * 31], 49, [39, *[1] * 31]),  # a long one among short ones
     ],
 )
-def test_splits_fill_the_device_once(programs: int, keys_max: int, places: int, splits: int) -> None:
-    assert splits_of(programs, keys_max, places) == splits
+def test_splits_fill_the_device_once(keys: list[int], programs: int, splits: list[int]) -> None:
+    assert splits_of(np.array(keys, dtype=np.int64), programs).tolist() == splits
 
 
 def inputs_of(*steps: tuple[int, int], shape: StepShape | None = None) -> StepInputs:
     chunks = [Chunk(bare_sequence([1] * (past + new), list(range(1, 99))), past, new) for past, new in steps]
-    return StepPacker(CPU, 16, tile_rows=32).pack(chunks, shape)
+    return StepPacker(CPU, 16, tiling=backend().tiling).pack(chunks, shape)
 
 
 def backend() -> TritonPaged:
-    return TritonPaged((DECODE, PREFILL), processors=132, group=4, kv_heads=8, context_tokens_max=131_072)
+    return TritonPaged((DECODE, PREFILL), processors=132, group=4, kv_heads=8)
 
 
 def test_decodes_and_other_rows_are_a_launch_each() -> None:
-    assert backend().tile_rows == 32
+    assert backend().tiling == Tiling(32, 49, 16)
     plan = backend().prepare(inputs_of((100, 1), (0, 70), (300, 1), (16, 5)))
     decodes, others = plan.launches
-    assert (decodes.shape, decodes.tiles.tolist()) == (DECODE, [[0, 0], [2, 0]])
-    assert (others.shape, others.tiles.tolist()) == (PREFILL, [[1, 0], [1, 32], [1, 64], [3, 0]])
+    assert (decodes.shape, decodes.work.tiles[:, :2].tolist()) == (DECODE, [[0, 0], [2, 0]])
+    assert (others.shape, others.work.tiles[:, :2].tolist()) == (PREFILL, [[1, 0], [1, 32], [1, 64], [3, 0]])
     assert plan.is_covered
 
 
-def test_decodes_are_split_by_their_number_alone() -> None:
-    """A graph is captured at some context, and replayed at all."""
-    (short,), (long,) = (backend().prepare(inputs_of((past, 1))).launches for past in (3, 900))
-    assert short.splits == long.splits == 49
-
-
-def test_padding_is_launched_with_the_decodes() -> None:
-    plan = backend().prepare(inputs_of((100, 1), (3, 1), shape=StepShape(8, 8, 8, 8)))
-    assert [(one.shape, len(one.tiles)) for one in plan.launches] == [(DECODE, 8)]
-    assert plan.is_covered
+def test_a_recorded_step_is_launched_alike_whatever_it_holds() -> None:
+    """A graph is captured at some contexts, and replayed at all."""
+    shape = StepShape(40, 12, 12, TilePlaces(8, 57), TilePlaces(5, 21), is_recorded=True)
+    plans = [
+        backend().prepare(inputs_of(*steps, shape=shape)) for steps in ([(3, 1)], [(900, 1), (1000, 39)])
+    ]
+    for plan in plans:
+        assert [len(one.work.tiles) for one in plan.launches] == [8, 5]
+        assert [len(one.work.items) for one in plan.launches] == [57, 21]
+        assert [(one.work.is_split, one.runs) for one in plan.launches] == [(True, 49), (True, 16)]
+        assert not plan.is_covered
 
 
 def test_rows_of_no_tile_are_known() -> None:
     chunk = Chunk(bare_sequence([1] * 5, [3]), 0, 5)
-    padded = StepPacker(CPU, 16, rows_multiple=4, tile_rows=32).pack([chunk])
+    padded = StepPacker(CPU, 16, rows_multiple=4, tiling=Tiling(32)).pack([chunk])
     assert not backend().prepare(padded).is_covered
 
 
@@ -171,7 +182,7 @@ def test_the_scale_that_is_compared_is_the_one_that_layers_ask_for(family: Famil
     asked = set[float]()
 
     class Told:
-        name, tile_rows = "told", 0
+        name, tiling = "told", None
 
         def write(self, *_: object) -> None:
             pass
@@ -267,7 +278,5 @@ def test_sdpa_serves_on_cpu_and_where_exactness_was_probed_with_it(
     device: str, exact: bool, sentence: str
 ) -> None:
     geometry = KvGeometry(1, 16, 1, 16, torch.float32)
-    chosen = choose_attention(
-        model_with(), geometry, torch.device(device), exact=exact, context_tokens_max=32
-    )
+    chosen = choose_attention(model_with(), geometry, torch.device(device), exact=exact)
     assert (chosen.sentence, isinstance(chosen.backend, GatherSdpa)) == (sentence, True)

@@ -116,7 +116,7 @@ def test_a_long_prompt_is_computed_in_pieces(family: Family, monkeypatch: pytest
 class Nothing:
     """A backend and a pool that launch as much as the kernels do: one to write, one to attend."""
 
-    name, tile_rows = "nothing", 4
+    name, tiling = "nothing", None
 
     def write(self, kv: None, key: torch.Tensor, value: torch.Tensor, meta: None) -> None:
         key.clone()

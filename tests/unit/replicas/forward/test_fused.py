@@ -11,6 +11,7 @@ import torch
 from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.forward import TransformersForward
 from samovar.replicas.forward.fused import FusedForward, step
+from samovar.replicas.forward.graphs import GraphLimits
 from samovar.replicas.forward.lean import LeanForward, LeanModel
 from samovar.replicas.forward.plain import plain_model
 from samovar.replicas.forward.runner import Runner
@@ -73,7 +74,7 @@ def test_recorded_decodes_are_the_eager_ones() -> None:
 
     (eager, here), (recorded, there) = runners()
     capture = Recorder()
-    recorded.record_decodes(capture, rows_max=ROWS, context_tokens_max=CONTEXT)
+    recorded.record_steps(capture, GraphLimits(ROWS, 0, ROWS, CONTEXT))
     for runner, sequences in ((eager, here), (recorded, there)):
         for sequence in sequences:
             runner.run([Chunk(sequence, 0, len(sequence.tokens) - 1)])

@@ -1,10 +1,12 @@
-"""Decode graphs without a GPU: a graph is a recorded call that looks for its numbers where they were."""
+"""Graphs of steps without a GPU: a graph is a recorded call that looks for its numbers where they were."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,8 +18,8 @@ from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.forward import inputs as inputs_module
 from samovar.replicas.forward import loading
 from samovar.replicas.forward.attention import AttentionForm
-from samovar.replicas.forward.graphs import buckets_of
-from samovar.replicas.forward.inputs import StepInputs
+from samovar.replicas.forward.graphs import CHUNK_ROWS, Bucket, GraphLimits, buckets_of, chunk_buckets_of
+from samovar.replicas.forward.inputs import StepInputs, Tiling
 from samovar.replicas.forward.loading import load_model
 from samovar.replicas.forward.runner import EXPERTS_NAME, GROUPED_NAME, Runner
 from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool, LayerKv
@@ -33,13 +35,15 @@ from tests.support.engines.tiny_models import Family, make_tiny_model
 
 CPU = torch.device("cpu")
 BLOCK, CONTEXT, ROWS = 16, 128, 12
+LIMITS = GraphLimits(decodes=ROWS, tokens=100, sequences=ROWS + 1, context_tokens=CONTEXT)
+DECODES = GraphLimits(decodes=ROWS, tokens=0, sequences=ROWS + 1, context_tokens=CONTEXT)
 
 
 class TensorPaged:
     """Attends as a kernel does: all that it knows of a step it reads from the step's tensors when it runs."""
 
     name = "tensors"
-    tile_rows = 4
+    tiling = Tiling(4, 3, 2)
 
     def prepare(self, inputs: StepInputs) -> StepInputs:
         return inputs
@@ -57,9 +61,12 @@ class TensorPaged:
         form: AttentionForm,
     ) -> torch.Tensor:
         out = torch.zeros_like(query)
-        for segment, first in meta.tiles.tolist():
+        works = [work for work in (meta.decodes, meta.others) if work is not None]
+        for segment, first, _, splits in (tile for work in works for tile in work.tiles.tolist()):
             row, count, context, table = meta.spans[segment].tolist()
-            end = min(first + self.tile_rows, count)
+            end = min(first + self.tiling.rows, count)
+            if splits == 0:
+                continue  # an empty place
             blocks = -(-context // BLOCK)
             keys, values = layer_kv.read(meta.tables[table : table + blocks].long())
             seen = context - count + torch.arange(first, end)[:, None] >= torch.arange(context)[None, :]
@@ -120,7 +127,7 @@ class Side:
             self.runner.run([Chunk(sequence, 0, len(sequence.tokens) - 1)])
 
     def record(self) -> None:
-        self.runner.record_decodes(self.capture, rows_max=ROWS, context_tokens_max=CONTEXT)
+        self.runner.record_steps(self.capture, LIMITS)
 
     def step(self, picked: list[int]) -> torch.Tensor:
         """Compute the last token of some sequences, and append the best next one to each."""
@@ -141,6 +148,33 @@ def test_buckets() -> None:
     assert buckets_of(8) == (1, 2, 4, 8)
     assert buckets_of(32) == (1, 2, 4, 8, 16, 24, 32)
     assert buckets_of(30) == (1, 2, 4, 8, 16, 24, 30)
+    assert buckets_of(128) == (1, 2, 4, *range(8, 65, 8), *range(80, 129, 16))
+    assert len(buckets_of(512)) == 31
+    assert buckets_of(0) == ()
+
+
+def test_buckets_of_chunks() -> None:
+    assert chunk_buckets_of(0) == ()
+    assert chunk_buckets_of(16) == (16,)
+    assert chunk_buckets_of(100) == (16, 32, 64, 128)
+    assert chunk_buckets_of(8192) == CHUNK_ROWS
+
+
+@pytest.mark.parametrize("rows", CHUNK_ROWS)
+@pytest.mark.parametrize("tile_rows", [4, 32])
+def test_a_bucket_has_room_for_the_worst_mix_of_its_rows(rows: int, tile_rows: int) -> None:
+    bucket = Bucket.of_chunks(rows, 128, Tiling(tile_rows, 49, 16))
+    assert bucket.shape.segments <= 136
+    rng = random.Random(rows)
+    for _ in range(200):
+        several = rng.randint(0, bucket.most.several)
+        cuts = sorted(rng.sample(range(1, rows // 2), several))
+        counts = [2 * (end - start) for start, end in pairwise([0, *cuts])]
+        tiles = sum(-(-count // tile_rows) for count in counts)
+        assert tiles <= bucket.shape.others.tiles
+    counts = [tile_rows + 1] * (bucket.most.several - 1)
+    counts.append(rows - sum(counts))
+    assert counts[-1] < 2 or sum(-(-count // tile_rows) for count in counts) <= bucket.shape.others.tiles
 
 
 def test_a_replay_after_other_numbers_were_put_in_gives_what_eager_gives(
@@ -200,26 +234,95 @@ def test_what_a_graph_leaves_is_always_in_the_same_place(model: torch.nn.Module,
     assert len(places) == 1
 
 
-@pytest.mark.parametrize(
-    "why", ["a chunk", "not the last token", "scored", "too many"], ids=lambda why: why.replace(" ", "-")
-)
+@pytest.mark.parametrize("why", ["scored", "too many rows", "too many chunks", "no chunks recorded"])
 def test_other_steps_are_computed_eagerly(model: torch.nn.Module, model_dir: Path, why: str) -> None:
     side = Side(model, model_dir, ROWS + 1)
-    side.record()
+    side.runner.record_steps(side.capture, DECODES if why == "no chunks recorded" else LIMITS)
     sequences = side.sequences[:3]
     chunks = [decode_of(one) for one in sequences]
-    if why == "a chunk":
-        chunks[0] = Chunk(sequences[0], chunks[0].start - 1, 2)
-    elif why == "not the last token":
-        chunks[0] = Chunk(sequences[0], chunks[0].start - 1, 1)
-    elif why == "scored":
+    if why == "scored":
         sequences[0].score_from, sequences[0].prompt_tokens = chunks[0].start, chunks[0].start + 2
+    elif why == "too many rows":
+        chunks = [Chunk(one, 0, len(one.tokens)) for one in side.sequences]
+    elif why == "too many chunks":
+        chunks = [Chunk(one, len(one.tokens) - 2, 2) for one in side.sequences]
     else:
-        chunks = [decode_of(one) for one in side.sequences]
+        chunks[0] = Chunk(sequences[0], chunks[0].start - 1, 2)
     logits = side.runner.run(chunks)
     assert len(logits) == sum(chunk.samples for chunk in chunks)
     assert side.runner.greedy is None
     assert side.capture.replays == 0
+
+
+def mixes(side: Side, rng: random.Random) -> list[tuple[int, int, int]]:
+    """Sequence, start and count of each chunk of a random step: decodes, chunks, in any order."""
+    some = []
+    for number in rng.sample(range(len(side.sequences)), rng.randint(1, len(side.sequences))):
+        length = len(side.sequences[number].tokens)
+        count = 1 if rng.random() < 0.5 else rng.randint(1, length)
+        start = length - count if rng.random() < 0.7 else rng.randint(0, length - count)
+        some.append((number, start, count))
+    return some
+
+
+def test_steps_with_chunks_give_what_eager_gives(model: torch.nn.Module, model_dir: Path) -> None:
+    """Random mixes of chunks and decodes in all buckets, old pages and the trash page full of NaN."""
+    eager, graphed = Side(model, model_dir, 9), Side(model, model_dir, 9)
+    graphed.record()
+    for side in (eager, graphed):
+        held = {page for one in side.sequences for page in one.pages[: -(-len(one.tokens) // BLOCK)]}
+        for page in set(range(side.runner.pool.pages)) - held:
+            side.runner.pool.data[page] = torch.nan
+    rng, by_graph, rows_seen = random.Random(5), 0, set[int]()
+    for _ in range(60):
+        step = mixes(eager, rng)
+        expected, given = (
+            side.runner.run([Chunk(side.sequences[number], start, count) for number, start, count in step])
+            for side in (eager, graphed)
+        )
+        torch.testing.assert_close(given, expected, atol=1e-4, rtol=0)
+        if graphed.runner.greedy is not None:
+            by_graph += 1
+            rows_seen.add(sum(count for *_, count in step))
+            best = expected.argmax(dim=-1).tolist()
+            assert graphed.runner.greedy.tolist() == [best, [0] * len(best)]
+    assert graphed.capture.replays == by_graph
+    assert by_graph > 40
+    assert {sum(rows > bucket for bucket in (16, 32, 64)) for rows in rows_seen} == {0, 1, 2, 3}
+    ours, theirs = graphed.runner.pool.data, eager.runner.pool.data
+    kept = [page for page in range(ours.shape[0]) if page != TRASH_PAGE]
+    torch.testing.assert_close(ours[kept], theirs[kept], atol=1e-4, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fault", ["_write_spans", "_write_samples", "_write_rows", "another tile"])
+def test_planted_words_of_another_step_are_found(
+    model: torch.nn.Module, model_dir: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    side, eager = Side(model, model_dir, 3), Side(model, model_dir, 3)
+    side.record()
+    first = [(0, 0, 2), (1, 3, 4), (2, 4, 6)]
+    side.runner.run([Chunk(side.sequences[number], start, count) for number, start, count in first])
+    if fault == "another tile":
+        write = inputs_module._Tiles.write
+
+        def other_row(self: Any, host: Any, tiles: int, items: int, places: Any, rows: int) -> None:
+            write(self, host, tiles, items, places, rows)
+            if len(self.tiles):
+                host[tiles + 4 * (len(self.tiles) - 1) :][:4] = self.tiles[-1] + [0, 1, 0, 0]
+
+        monkeypatch.setattr(inputs_module._Tiles, "write", other_row)
+    else:
+        monkeypatch.setattr(inputs_module, fault, lambda *_: None)
+    step = [(2, 3, 5), (1, 0, 4), (0, 2, 3), (2, 22, 1)]
+    try:
+        found = side.runner.run(
+            [Chunk(side.sequences[number], start, count) for number, start, count in step]
+        )
+    except RuntimeError:
+        return  # what another step has left there makes no sense
+    monkeypatch.undo()
+    truth = eager.runner.run([Chunk(eager.sequences[number], start, count) for number, start, count in step])
+    assert found.shape != truth.shape or not torch.allclose(found, truth, atol=1e-4)
 
 
 def test_a_row_with_nan_is_found_beside_others(model: torch.nn.Module, model_dir: Path) -> None:
@@ -263,52 +366,68 @@ def test_planted_a_length_that_stays_is_found(
 def test_a_backend_that_looks_at_the_host_is_found(model: torch.nn.Module, model_dir: Path) -> None:
     """GatherSdpa plans by the segments of the step that is at hand: recorded, it would know none."""
     built = small_engine(model_dir)
-    assert built.engine.runner.backend.tile_rows == 0
+    assert built.engine.runner.backend.tiling is None
     with pytest.raises(ValueError, match="tiles"):
-        built.engine.runner.record_decodes(Recorder(), rows_max=2, context_tokens_max=CONTEXT)
+        built.engine.runner.record_steps(Recorder(), LIMITS)
+
+
+class Free:
+    """A device whose memory gets less each time that somebody looks."""
+
+    def __init__(self) -> None:
+        self.mib = 9000
+
+    def __call__(self, _: object) -> int:
+        self.mib -= 300
+        return self.mib << 20
+
+
+def runner_on(
+    device: str, *, tiled: bool = True, chunks: bool = True, error: Exception | None = None
+) -> Mock:
+    backend = Mock(tiling=Tiling(4) if tiled else None)
+    backend.name = "sdpa"
+    runner = Mock(device=torch.device(device), backend=backend, exact=False)
+    graphs = Mock(sentence="7 of decodes to 32 rows", chunks=[1] if chunks else [])
+    runner.record_steps.side_effect = error or (lambda *_: graphs)
+    return runner
 
 
 @pytest.mark.parametrize(
-    ("device", "rows_max", "tile_rows", "experts", "error", "told"),
+    ("runner", "settings", "experts", "told"),
     [
-        ("cpu", 64, 4, "", None, ""),
-        ("cuda", 0, 4, "", None, ""),
-        ("cuda", 64, 0, "", None, "; decodes without graphs"),
-        (
-            "cuda",
-            64,
-            4,
-            EXPERTS_NAME,
-            None,
-            "; decodes without graphs, as the host looks which experts there are: none",
-        ),
-        ("cuda", 64, 4, GROUPED_NAME, None, "; decodes of up to 32 as graphs"),
-        ("cuda", 64, 4, "", RuntimeError("no memory"), "; decodes without graphs"),
-        ("cuda", 64, 4, "", None, "; decodes of up to 32 as graphs"),
-        ("cuda", 16, 4, "", None, "; decodes of up to 16 as graphs"),
+        (runner_on("cpu"), {}, "", ""),
+        (runner_on("cuda"), {"graph_rows_max": 0, "graph_tokens_max": 0}, "", "none: switched off"),
+        (runner_on("cuda", tiled=False), {}, "", "none: sdpa looks"),
+        (runner_on("cuda"), {}, EXPERTS_NAME, "none: the host looks which experts there are: by rows"),
+        (runner_on("cuda"), {}, GROUPED_NAME, "7 of decodes to 32 rows; 0.0 s, 300 MiB"),
+        (runner_on("cuda"), {"tensor_parallel": 2, "kv_groups": 2}, "", "none: the other ranks"),
+        (runner_on("cuda", error=RuntimeError("no memory")), {}, "", "none: RuntimeError: no memory"),
+        (runner_on("cuda"), {}, "", "7 of decodes to 32 rows; 0.0 s, 300 MiB"),
+        (runner_on("cuda"), {"graph_rows_max": 16}, "", "MiB; more decodes eagerly, of 32"),
+        (runner_on("cuda", chunks=False), {"graph_tokens_max": 0}, "", "MiB; prompts eagerly"),
     ],
 )
 def test_what_cannot_be_recorded_is_served_without_and_told(
-    device: str,
-    rows_max: int,
-    tile_rows: int,
-    experts: str,
-    error: Exception | None,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
+    runner: Mock, settings: dict[str, Any], experts: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder())
     monkeypatch.setattr(build, "hold_step_memory", Mock())
-    runner = Mock(device=torch.device(device), backend=Mock(tile_rows=tile_rows), exact=False)
+    monkeypatch.setattr(build, "free_memory_bytes", Free())
     monkeypatch.setattr(build, "groups_experts", lambda model: experts == GROUPED_NAME)
-    monkeypatch.setattr(build, "why_by_rows", lambda device, dtype: "none")
-    runner.record_decodes.side_effect = error
-    settings = EngineSettings(graph_rows_max=rows_max, sequences_max=32)
-    said = build.record_decodes(
-        settings, runner, Mock(has_experts=experts != ""), Mock(context_tokens_max=99)
+    monkeypatch.setattr(build, "why_by_rows", lambda device, dtype: "by rows")
+    begun = list[str]()
+    said = build.record_steps(
+        EngineSettings(sequences_max=32, **settings),
+        runner,
+        Mock(has_experts=experts != ""),
+        Mock(context_tokens_max=99),
+        begun.append,
     )
-    assert said == told
-    assert runner.record_decodes.called == (error is not None or "as graphs" in told)
+    assert told in said
+    assert bool(said) == bool(told)
+    assert (begun == ["graphs"]) == runner.record_steps.called == ("MiB" in said or "no memory" in said)
+    assert runner.forget_graphs.called == ("no memory" in said)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -325,39 +444,40 @@ def test_the_memory_of_the_largest_steps_is_held_again_after_recording(
 
     monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder())
     monkeypatch.setattr(build, "hold_step_memory", hold)
-    runner = Mock(device=torch.device("cuda"), backend=Mock(tile_rows=4), exact=False)
-    runner.record_decodes.side_effect = lambda *_, **__: done.append("record")
-    runner.forget_decodes.side_effect = lambda: done.append("forget")
-    said = build.record_decodes(
-        EngineSettings(), runner, Mock(has_experts=False), Mock(context_tokens_max=99)
-    )
+    monkeypatch.setattr(build, "free_memory_bytes", Free())
+    runner = runner_on("cuda")
+    record = runner.record_steps.side_effect
+    runner.record_steps.side_effect = lambda *_: (done.append("record"), record())[1]
+    runner.forget_graphs.side_effect = lambda: done.append("forget")
+    said = build.record_steps(EngineSettings(), runner, Mock(has_experts=False), Mock(context_tokens_max=99))
     assert done == ["record", "hold", *([] if fits else ["forget"])]
-    assert ("as graphs" in said) == fits
+    assert said.startswith("7 of decodes") == fits
 
 
 def test_forgotten_graphs_are_replayed_no_more(model: torch.nn.Module, model_dir: Path) -> None:
     side, eager = Side(model, model_dir, 2), Side(model, model_dir, 2)
     side.record()
-    side.runner.forget_decodes()
+    side.runner.forget_graphs()
     assert torch.allclose(side.step([0, 1]), eager.step([0, 1]), atol=1e-4)
     assert side.capture.replays == 0
 
 
-def with_graphs(built: BuiltEngine) -> Recorder:
+def with_graphs(built: BuiltEngine, tokens: int) -> Recorder:
     """Give a built engine a backend that can be recorded, and record it."""
     engine, capture = built.engine, Recorder()
     old = engine.runner
     engine.runner = Runner(old.model, old.pool, TensorPaged(), exact=False)
-    engine.runner.record_decodes(capture, rows_max=4, context_tokens_max=CONTEXT)
+    engine.runner.record_steps(capture, GraphLimits(4, tokens, 8, CONTEXT))
     return capture
 
 
-def test_an_engine_answers_the_same_with_graphs(model_dir: Path) -> None:
+@pytest.mark.parametrize("tokens", [0, 512])
+def test_an_engine_answers_the_same_with_graphs(model_dir: Path, tokens: int) -> None:
     """Prompts and decodes in one step, choices, draws at random, more sequences than the largest bucket."""
-    answers = []
+    answers, stored = [], []
     for graphed in (False, True):
         built = small_engine(model_dir, exact=False, step="transformers")
-        capture = with_graphs(built) if graphed else None
+        capture = with_graphs(built, tokens) if graphed else None
         driver = Driver(built.engine)
         keys = [
             driver.submit(prompt_of(20, seed=1), max_tokens=24),
@@ -368,5 +488,9 @@ def test_an_engine_answers_the_same_with_graphs(model_dir: Path) -> None:
         keys.append(driver.submit(prompt_of(33, seed=3), top_p=0.7, temperature=0.8, seed=6, max_tokens=30))
         driver.drain()
         answers.append([driver.answers[key].token_ids for key in keys])
+        stored.append(built.engine.runner.pool.data[1:].clone())
+        steps = built.engine.stats().steps
         assert capture is None or capture.replays > 10
+        assert capture is None or not tokens or capture.replays == steps
     assert answers[0] == answers[1]
+    torch.testing.assert_close(stored[1], stored[0], atol=1e-4, rtol=0)

@@ -11,7 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samovar.replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape, step_words_max
+from samovar.replicas.forward.inputs import (
+    SPLITS_MAX,
+    WORDS_MIN,
+    StepInputs,
+    StepPacker,
+    StepShape,
+    TilePlaces,
+    TileWork,
+    Tiling,
+    splits_of,
+    step_words_max,
+)
 from samovar.replicas.kv.page_pool import TRASH_PAGE
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.sampling.draws import greedy_of
@@ -20,6 +31,7 @@ from samovar.replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
 BLOCK = 4
+TILINGS = [None, Tiling(3), Tiling(16, 7, 5)]
 
 
 def sequence_of(length: int, first_page: int, params: SamplingParams | None = None) -> Sequence:
@@ -64,30 +76,30 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 @settings(max_examples=60)
-@given(steps(), st.sampled_from([1, 4]), st.sampled_from([0, 3, 16]))
+@given(steps(), st.sampled_from([1, 4]), st.sampled_from(TILINGS))
 def test_another_rank_takes_the_same_step_from_its_message(
-    step: Step, rows_multiple: int, tile_rows: int
+    step: Step, rows_multiple: int, tiling: Tiling | None
 ) -> None:
-    ours, theirs = (
-        StepPacker(CPU, BLOCK, rows_multiple=rows_multiple, tile_rows=tile_rows) for _ in range(2)
-    )
+    ours, theirs = (StepPacker(CPU, BLOCK, rows_multiple=rows_multiple, tiling=tiling) for _ in range(2))
     packed = ours.pack(step.chunks)
     message = np.concatenate(ours.message(packed))
     taken = theirs.adopt(message)
     message[:] = -1  # the ring's memory is written again
     assert torch.equal(taken.words, packed.words)
-    fields = ("shape", "segments", "sampled", "decode_tiles", "block_tokens")
+    fields = ("shape", "segments", "sampled", "block_tokens")
     assert all(getattr(taken, name) == getattr(packed, name) for name in fields)
+    for one, other in zip(works_of(taken), works_of(packed), strict=True):
+        assert one.is_split == other.is_split
     rows, blocks = sum(chunk.count for chunk in step.chunks), max(one.blocks for one in packed.segments)
     assert len(message) <= step_words_max(tokens=rows, sequences=len(step.chunks), blocks=blocks)
 
 
 @settings(max_examples=60)
-@given(steps(), st.sampled_from([1, 4]), st.sampled_from([0, 3, 16]))
+@given(steps(), st.sampled_from([1, 4]), st.sampled_from(TILINGS))
 def test_every_row_is_the_token_position_and_slot_of_its_chunk(
-    step: Step, rows_multiple: int, tile_rows: int
+    step: Step, rows_multiple: int, tiling: Tiling | None
 ) -> None:
-    packer = StepPacker(CPU, BLOCK, rows_multiple=rows_multiple, tile_rows=tile_rows)
+    packer = StepPacker(CPU, BLOCK, rows_multiple=rows_multiple, tiling=tiling)
     inputs = packer.pack(step.chunks)
     expected = [
         (sequence.tokens[place], place, sequence.pages[place // BLOCK], place % BLOCK)
@@ -108,7 +120,7 @@ def test_every_row_is_the_token_position_and_slot_of_its_chunk(
         blocks = -(-context // BLOCK)
         assert inputs.tables[table : table + blocks].tolist() == chunk.sequence.pages[:blocks]
         assert inputs.table(segment).tolist() == chunk.sequence.pages[:blocks]
-    _assert_tiles(inputs, tile_rows)
+    _assert_tiles(inputs, tiling)
     sampling = [
         segment.row + segment.count - 1
         for segment, chunk in zip(inputs.segments, step.chunks, strict=True)
@@ -120,47 +132,71 @@ def test_every_row_is_the_token_position_and_slot_of_its_chunk(
     assert inputs.shape.samples == len(sampling) + -len(sampling) % rows_multiple
 
 
-def _assert_tiles(inputs: StepInputs, tile_rows: int) -> None:
-    """Tiles cover each row of each segment once, those of single rows first."""
-    tiles = [tuple(tile) for tile in inputs.tiles.tolist()]
-    if tile_rows == 0:
-        assert tiles == []
+def works_of(inputs: StepInputs) -> list[TileWork]:
+    return [work for work in (inputs.decodes, inputs.others) if work is not None]
+
+
+def _assert_tiles(inputs: StepInputs, tiling: Tiling | None) -> None:
+    """Tiles cover each row of each segment once, single rows apart, and items each run of each tile once."""
+    if tiling is None:
+        assert works_of(inputs) == []
         return
-    covered = [
-        (number, row)
-        for number, first in tiles
-        for row in range(first, min(first + tile_rows, inputs.segments[number].count))
-    ]
+    covered = []
+    for work, is_single in ((inputs.decodes, True), (inputs.others, False)):
+        if work is None:
+            continue
+        tiles, places = work.tiles.tolist(), list[int]()
+        for number, first, place, splits in tiles:
+            count = inputs.segments[number].count
+            assert (count == 1) == is_single
+            covered += [(number, row) for row in range(first, min(first + tiling.rows, count))]
+            places += range(place, place + splits) if splits > 1 else []
+        assert places == list(range(len(places)))
+        assert work.is_split == (len(places) > 0)
+        runs = [(tile, run) for tile, (*_, splits) in enumerate(tiles) for run in range(splits)]
+        assert [tuple(item) for item in work.items.tolist()] == runs
     assert sorted(covered) == [
         (number, row) for number, one in enumerate(inputs.segments) for row in range(one.count)
     ]
-    single = [inputs.segments[number].count == 1 for number, _ in tiles]
-    assert single == sorted(single, reverse=True)
-    assert inputs.decode_tiles == sum(single)
 
 
-def test_a_padded_step_is_where_a_graph_looks_and_its_padding_sees_and_writes_the_trash_page() -> None:
-    packer = StepPacker(CPU, BLOCK, tile_rows=16)
-    shape = StepShape(rows=64, segments=64, tiles=64, samples=64)
-    full = packer.pack(Step.of([(20, 19, 1)] * 64).chunks, shape)
+@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=200), st.integers(1, 400))
+def test_no_program_reads_more_than_twice_the_mean(keys: list[int], programs: int) -> None:
+    splits = splits_of(np.array(keys, dtype=np.int64), programs)
+    assert splits[splits > 1].sum() <= programs
+    mean = sum(keys) / programs
+    for count, runs in zip(keys, splits.tolist(), strict=True):
+        assert runs == SPLITS_MAX or count / runs <= max(2 * mean, 512)
+        assert runs == 1 or count / runs >= 256
+
+
+def test_a_padded_step_is_where_a_graph_looks_and_its_padding_is_no_work_and_writes_the_trash_page() -> None:
+    packer = StepPacker(CPU, BLOCK, tiling=Tiling(16, 4, 2))
+    shape = StepShape(64, 12, 12, TilePlaces(8, 12), TilePlaces(7, 9), is_recorded=True)
+    full = packer.pack(Step.of([(20, 19, 1)] * 8 + [(40, 0, 14)] * 4).chunks, shape)
     places = [part.data_ptr() for part in _sections(full)]
-    inputs = packer.pack(Step.of([(7, 6, 1), (40, 39, 1), (1, 0, 1)]).chunks, shape)
+    inputs = packer.pack(Step.of([(7, 6, 1), (40, 19, 21), (1, 0, 1)]).chunks, shape)
     assert [part.data_ptr() for part in _sections(inputs)] == places
-    assert inputs.spans[:3].tolist() == [[0, 1, 7, 1], [1, 1, 40, 3], [2, 1, 1, 13]]
-    assert inputs.spans[3:].tolist() == [[number, 1, 1, 0] for number in range(3, 64)]
+    assert inputs.spans[:3].tolist() == [[0, 1, 7, 1], [1, 21, 40, 3], [22, 1, 1, 13]]
+    assert (inputs.spans[3:] == 0).all()
     assert inputs.tables[0] == TRASH_PAGE
-    assert inputs.tiles.tolist() == [[number, 0] for number in range(64)]
+    decodes, others = works_of(inputs)
+    assert decodes.tiles.tolist() == [[0, 0, 0, 1], [2, 0, 0, 1], *[[0, 64, 0, 0]] * 6]
+    assert decodes.items.tolist() == [[0, 0], [1, 0], *[[0, SPLITS_MAX]] * 10]
+    assert others.tiles.tolist() == [[1, 0, 0, 1], [1, 16, 0, 1], *[[0, 64, 0, 0]] * 5]
+    assert others.items.tolist() == [[0, 0], [1, 0], *[[0, SPLITS_MAX]] * 7]
+    assert decodes.is_split, "of another step it may be"
     pages, offsets = inputs.slot_index()
-    assert (pages[3:] == TRASH_PAGE).all()
+    assert (pages[23:] == TRASH_PAGE).all()
     assert ((offsets >= 0) & (offsets < BLOCK)).all()
     assert inputs.sampled == 3
-    assert (inputs.sample_rows[3:] == 2).all()
+    assert inputs.sample_rows.tolist() == [0, 21, *[22] * 10]
 
 
 def _sections(inputs: StepInputs) -> tuple[torch.Tensor, ...]:
     return (
-        inputs.token_ids, inputs.positions, inputs.slots, inputs.spans, inputs.tiles, inputs.sample_rows,
-        inputs.tables,
+        inputs.token_ids, inputs.positions, inputs.slots, inputs.spans, inputs.sample_rows, inputs.tables,
+        *(tensor for tiles, items, _ in works_of(inputs) for tensor in (tiles, items)),
     )  # fmt: skip
 
 

@@ -196,7 +196,7 @@ def test_slots_behind_the_last_token_are_blanked_scales_and_all(groups: int) -> 
 def attended(cut: list[int], exact: bool, query: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     """The outputs of 7 tokens that are computed in chunks of these sizes."""
     layer, backend = KvPool(ONE, 5, CPU).layer(0), GatherSdpa(exact, torch.float32)
-    packer = StepPacker(CPU, ONE.block_tokens, rows_multiple=1, tile_rows=0)
+    packer = StepPacker(CPU, ONE.block_tokens, rows_multiple=1)
     sequence, out, start = bare_sequence([0] * 8, [3, 1]), [], 0
     for count in cut:
         inputs, rows = packer.pack([Chunk(sequence, start, count)]), slice(start, start + count)

@@ -16,7 +16,7 @@ SENTENCES = {
     "a token is none of the vocabulary's": [(0, at, bad) for at in range(ROWS) for bad in (-1, 71, LARGEST)],
     "a position is behind all that the pool holds": [(1, 1, bad) for bad in (-1, 16 * PAGES, LARGEST)],
     "a slot is none of the pool's": [(2, 2, bad) for bad in (-1, 16 * PAGES, LARGEST, -LARGEST)],
-    "a page is none of the pool's": [(6, 0, bad) for bad in (-1, PAGES, LARGEST)],
+    "a page is none of the pool's": [(-1, 0, bad) for bad in (-1, PAGES, LARGEST)],
     # Its first row, their number, the tokens of the sequence so far, where its page table begins.
     "a span is none of the step's": [
         *((3, 0, bad) for bad in (-1, 1, LARGEST)),

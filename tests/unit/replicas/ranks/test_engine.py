@@ -21,6 +21,7 @@ from samovar.replicas.engine.engine import Engine
 from samovar.replicas.engine.thread import STOPPED, EngineThread
 from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.attention_choice import ChosenAttention
+from samovar.replicas.forward.inputs import Tiling
 from samovar.replicas.kv.block_io import PageIo
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.messages import Delta, Event, GenerateRequest, SamplingParams
@@ -368,20 +369,20 @@ def test_the_kernel_serves_only_where_all_ranks_take_it_with_the_same_tiles(
 ) -> None:
     """Rank 0 cuts the tiles for all: a rank with other ones would compute other rows."""
     kernel = GatherSdpa(False, torch.float32)
-    kernel.tile_rows, kernel.name = ours, "kernel"
+    kernel.tiling, kernel.name = Tiling(ours, 3, 2) if ours else None, "kernel"
     monkeypatch.setattr(worker, "choose_attention", lambda *_, **__: ChosenAttention(kernel, "chosen"))
-    told = iter([min(ours, others), min(-ours, -others)])
+    cuts = [(rows << 40) + (3 << 20) + 2 if rows else 0 for rows in (ours, others)]
+    told = iter([min(cuts), -max(cuts)])
     peers = SimpleNamespace(least=lambda number: next(told))
     geometry = KvGeometry(1, 16, 1, 16, torch.float32)
     agreed = worker.agreed_attention(
         torch.nn.Module(),
         geometry,
         torch.device("cpu"),
-        64,
         peers,  # type: ignore[arg-type]
     )
     assert (agreed.sentence == "chosen") == (ours == others)
-    assert agreed.backend.tile_rows == (ours if ours == others else 0)
+    assert agreed.backend.tiling == (Tiling(ours, 3, 2) if ours == others and ours else None)
 
 
 class Failing(Rank):

@@ -13,10 +13,10 @@ import torch
 
 from bench._gpu_attention import attending_by
 from samovar.configs.settings import EngineSettings
-from samovar.replicas.forward import fused
 from samovar.replicas.forward.attention import GatherSdpa
+from samovar.replicas.forward.fused import step as fused_step
+from samovar.replicas.forward.loading import load_model
 from samovar.replicas.forward.plain import plain_model
-from samovar.replicas.forward.runner import load_model
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.messages import ModelRefused
@@ -37,7 +37,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels by torch, and CPUs that the fused step serves on."""
-    monkeypatch.setattr(fused, "_kernels", FusedReference)
+    monkeypatch.setattr(fused_step, "_kernels", FusedReference)
     monkeypatch.setattr(step_choice, "kinds_of", lambda device: ["fused", "transformers"])
 
 
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_refused(
 ) -> None:
     played = FusedReference()
     setattr(played, kernel, type(played.add_norm)(planted))
-    monkeypatch.setattr(fused, "_kernels", lambda: played)
+    monkeypatch.setattr(fused_step, "_kernels", lambda: played)
     model = served("qwen3", torch.bfloat16)
     with pytest.raises(NotFused, match=reason):
         compare_fused(model, plain_model(model), FusedCase(model, dtype=torch.bfloat16).geometry, CPU)
@@ -106,7 +106,7 @@ def test_what_is_a_little_wrong_is_refused_by_what_is_stored(monkeypatch: pytest
     """In bfloat16 logits may be off by more than this is."""
     played = FusedReference()
     monkeypatch.setattr(played, "add_norm", type(played.add_norm)(a_little_more), raising=False)
-    monkeypatch.setattr(fused, "_kernels", lambda: played)
+    monkeypatch.setattr(fused_step, "_kernels", lambda: played)
     model = served("llama", torch.bfloat16)
     with pytest.raises(NotFused, match=r"K of layer 0 differ by 0\.0"):
         compare_fused(model, plain_model(model), FusedCase(model, dtype=torch.bfloat16).geometry, CPU)
@@ -131,7 +131,7 @@ def raising(error: Exception) -> Callable[[], ModuleType]:
 def test_what_does_not_run_leaves_the_modules_serving_and_the_sentence_says_why(
     error: Exception, reason: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_kernels", raising(error))
+    monkeypatch.setattr(fused_step, "_kernels", raising(error))
     chosen, loaded = choose(tiny_llama)
     assert (chosen.kind, chosen.form, chosen.model) == ("transformers", None, loaded[0])
     assert len(loaded) == 1, "its modules compute on what has been joined"
@@ -144,7 +144,7 @@ def test_what_does_not_run_leaves_the_modules_serving_and_the_sentence_says_why(
 @pytest.mark.usefixtures("played")
 def test_a_lost_device_is_no_reason_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    monkeypatch.setattr(fused, "_kernels", raising(lost))
+    monkeypatch.setattr(fused_step, "_kernels", raising(lost))
     model = served("llama")
     with pytest.raises(torch.AcceleratorError):
         compare_fused(model, plain_model(model), FusedCase(model).geometry, CPU)
