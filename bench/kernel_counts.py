@@ -34,7 +34,7 @@ from samovar.replicas.forward import (
 from samovar.replicas.forward.attention import ATTENTION_NAME, register
 from samovar.replicas.forward.attention_triton import TritonPaged, tile_shapes
 from samovar.replicas.forward.fused import step as fused_step
-from samovar.replicas.forward.runner import EXPERTS_NAME, register_experts
+from samovar.replicas.forward.runner import EXPERTS_NAME, GROUPED_NAME, quicken, register_experts
 from samovar.replicas.kv import KvGeometry, KvPool
 from samovar.replicas.scheduling import Chunk, bare_sequence
 from tests.support.engines.tiny_models import Family, tiny_config
@@ -53,6 +53,8 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 
 _UNLAUNCHED = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "_reshape_alias", "set_", "resize_")
+_WHOLE = ("rms_norm",)
+"""Made of others on a CPU, one kernel on a GPU."""
 _WAITING = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
 
 
@@ -81,10 +83,13 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        name = func.overloadpacket.__name__
+        is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        )
+        if is_made_of_others and name not in _WHOLE:
             with self:  # in inference mode it comes whole
                 return func.decompose(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
         if name in _WAITING or (name == "index" and _has_mask(args)):
             self._counts.waits += 1
         if name == "lift_fresh":
@@ -150,24 +155,26 @@ def counting(counts: Counts) -> Iterator[None]:
         yield
 
 
-def model_of(family: Family, layers: int) -> torch.nn.Module:
-    """Make a model as it is served, with random weights."""
+def model_of(family: Family, layers: int, experts: str = EXPERTS_NAME) -> torch.nn.Module:
+    """Make a model as it is served, with random weights. `experts`: how a mixture computes its own."""
     register()
     register_experts()
     config = tiny_config(
         family, layers=layers, hidden=Q_HEADS * HEAD_DIM, q_heads=Q_HEADS, kv_heads=KV_HEADS, context=CONTEXT
     )
-    experts = {"experts_implementation": EXPERTS_NAME} if family in EXPERTS else {}
+    way = {"experts_implementation": experts} if family in EXPERTS else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made: torch.nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME, **experts
+            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME, **way
         )
-    return made.eval().requires_grad_(False)
+    made.eval().requires_grad_(False)
+    return quicken(made) if experts == GROUPED_NAME else made
 
 
-def forwards_of(model: torch.nn.Module, family: str) -> tuple[dict[str, Forward], TritonPaged]:
+def forwards_of(family: Family, layers: int) -> tuple[dict[str, Forward], TritonPaged]:
     """Return the ways to compute its steps, by name, and their attention."""
+    model = model_of(family, layers)
     config: Any = model.config
     geometry = KvGeometry(config.num_hidden_layers, BLOCK_TOKENS, KV_HEADS, HEAD_DIM, torch.bfloat16)
     pool = KvPool(geometry, 2, CPU)
@@ -180,6 +187,9 @@ def forwards_of(model: torch.nn.Module, family: str) -> tuple[dict[str, Forward]
     forwards: dict[str, Forward] = {"before": TransformersForward(model, pool, backend, exact=False)}
     if family in PLAIN_TYPES:
         forwards["after"] = FusedForward(plain_model(model), pool, backend)
+    if family in EXPERTS:
+        grouped = model_of(family, layers, GROUPED_NAME)
+        forwards["after"] = TransformersForward(grouped, pool, backend, exact=False)
     return forwards, backend
 
 
@@ -216,7 +226,7 @@ class Found:
 
 def count_family(family: Family, steps: dict[str, list[tuple[int, int]]]) -> dict[tuple[str, str], Found]:
     """Return what is found by (way, step)."""
-    two, four = (forwards_of(model_of(family, layers), family) for layers in (2, 4))
+    two, four = (forwards_of(family, layers) for layers in (2, 4))
     found = {}
     for way in two[0]:
         for name, step in steps.items():

@@ -250,7 +250,7 @@ def _piece_in_groups(
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     found = _grouped(self, "down_proj", inner, experts, ends)
     chosen = torch.empty_like(found).index_copy_(0, order, found).view(tokens, choices, -1)
-    return (chosen * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)
+    return torch.bmm(top_k_weights[:, None].to(chosen.dtype), chosen)[:, 0]
 
 
 def quicken(model: torch.nn.Module) -> torch.nn.Module:

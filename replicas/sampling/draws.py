@@ -333,7 +333,9 @@ def nucleus_of(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor
     """
     bits = probabilities.nan_to_num_(0.0, posinf=0.0).view(torch.int32)  # others would be places of no sum
     masses = (probabilities * UNITS).long()
-    places = bits.long()
+    # What top-k has cut adds nothing, wherever: it is spread, as a place takes one number after the other.
+    spread = torch.arange(bits.shape[1], device=bits.device).bitwise_and_((1 << HALF_BITS) - 1)
+    places = torch.where(bits > 0, bits, spread * ((1 << HALF_BITS) + 1))
     high = places >> HALF_BITS
     sums = _sums(high, masses)
     total = sums[:, -1:]

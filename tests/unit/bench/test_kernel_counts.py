@@ -8,13 +8,14 @@ from typing import cast
 import pytest
 import torch
 
-from bench.kernel_counts import FAMILIES, STEPS, Counts, count_family, count_step, counting
+from bench.kernel_counts import EXPERTS, FAMILIES, STEPS, Counts, count_family, count_step, counting
 from samovar.replicas.forward import PLAIN_TYPES, StepInputs
 from samovar.replicas.forward.attention_triton import TritonPaged
 from tests.support.engines.tiny_models import Family
 
 KERNELS_MAX = 12
 """Of a layer: 8, and one or two each for attention of decodes and of other rows."""
+MIXTURE_KERNELS_MAX = 40
 STEP_KERNELS_MAX = 20
 """Besides the layers."""
 
@@ -30,6 +31,17 @@ def test_a_layer_of_a_dense_plain_family_is_at_most_12_kernels(family: Family) -
         assert before.layer.kernels >= 2.8 * after.layer.kernels, name
     assert found["after", "1 decodes"].layer.kernels == 8 + 2
     assert found["after", "128 decodes"].layer.kernels == 8 + 1
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_layer_of_a_mixture_is_at_most_40_kernels(family: Family) -> None:
+    """Split attention included; chunks beside decodes are attended by launches of their own."""
+    found = count_family(family, STEPS)
+    for name in STEPS:
+        after = found["after", name]
+        assert after.layer.kernels <= MIXTURE_KERNELS_MAX + 2 * (", " in name), name
+        assert (after.step.waits, after.step.uploads) == (0, 0), name
+        assert found["before", name].layer.waits >= 4
 
 
 def test_all_plain_families_are_counted_and_another_keeps_its_modules() -> None:
