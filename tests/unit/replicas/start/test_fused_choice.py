@@ -16,7 +16,7 @@ from samovar.configs.settings import EngineSettings
 from samovar.replicas.forward import fused
 from samovar.replicas.forward.attention import GatherSdpa
 from samovar.replicas.forward.plain import plain_model
-from samovar.replicas.forward.runner import load_model
+from samovar.replicas.forward.loading import load_model
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.messages import ModelRefused
