@@ -13,10 +13,10 @@ import torch
 
 from bench._gpu_attention import attending_by
 from samovar.configs.settings import EngineSettings
-from samovar.replicas.forward import fused
 from samovar.replicas.forward.attention import GatherSdpa
-from samovar.replicas.forward.plain import plain_model
+from samovar.replicas.forward.fused import step as fused
 from samovar.replicas.forward.loading import load_model
+from samovar.replicas.forward.plain import plain_model
 from samovar.replicas.kv.kv_pool import KvGeometry
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.messages import ModelRefused
