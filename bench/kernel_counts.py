@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from samovar.replicas.forward import (
@@ -37,6 +36,7 @@ from samovar.replicas.forward.fused import step as fused_step
 from samovar.replicas.forward.runner import EXPERTS_NAME, GROUPED_NAME, quicken, register_experts
 from samovar.replicas.kv import KvGeometry, KvPool
 from samovar.replicas.scheduling import Chunk, bare_sequence
+from tests.support.engines.launches import Launches
 from tests.support.engines.tiny_models import Family, tiny_config
 
 CPU = torch.device("cpu")
@@ -51,11 +51,6 @@ STEPS: dict[str, list[tuple[int, int]]] = {
 """Steps of (context, new tokens)."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
-
-_UNLAUNCHED = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "_reshape_alias", "set_", "resize_")
-_WHOLE = ("rms_norm",)
-"""Made of others on a CPU, one kernel on a GPU."""
-_WAITING = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
 
 
 @dataclass
@@ -75,32 +70,20 @@ class Counts:
         )
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(Launches):
+    """Counts operations of torch; in inference mode some come whole, which a GPU has one kernel for."""
+
     def __init__(self, counts: Counts) -> None:
         super().__init__()
         self._counts = counts
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        )
-        if is_made_of_others and name not in _WHOLE:
-            with self:  # in inference mode it comes whole
-                return func.decompose(*args, **(kwargs or {}))
-        if name in _WAITING or (name == "index" and _has_mask(args)):
-            self._counts.waits += 1
-        if name == "lift_fresh":
-            self._counts.uploads += 1
-        elif not func.is_view and not name.startswith(_UNLAUNCHED):
-            self._counts.kernels += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _has_mask(args: tuple[Any, ...]) -> bool:
-    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.kernels, self.waits.total()
+        self._counts.uploads += func.overloadpacket.__name__ == "lift_fresh"
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._counts.kernels += self.kernels - before[0]
+        self._counts.waits += self.waits.total() - before[1]
+        return result
 
 
 class _Reads(TorchFunctionMode):
@@ -156,27 +139,26 @@ def counting(counts: Counts) -> Iterator[None]:
 
 
 def model_of(family: Family, layers: int, experts: str = EXPERTS_NAME) -> torch.nn.Module:
-    """Make a model as it is served, with random weights. `experts`: how a mixture computes its own."""
+    """Make a model as it is served, with random weights. `experts`: how a mixture computes them."""
     register()
     register_experts()
     config = tiny_config(
         family, layers=layers, hidden=Q_HEADS * HEAD_DIM, q_heads=Q_HEADS, kv_heads=KV_HEADS, context=CONTEXT
     )
-    way = {"experts_implementation": experts} if family in EXPERTS else {}
+    more = {"experts_implementation": experts} if family in EXPERTS else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made: torch.nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME, **way
+            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME, **more
         )
     made.eval().requires_grad_(False)
     return quicken(made) if experts == GROUPED_NAME else made
 
 
 def forwards_of(family: Family, layers: int) -> tuple[dict[str, Forward], TritonPaged]:
-    """Return the ways to compute its steps, by name, and their attention."""
+    """Return the ways to compute a model's steps, by name, and their attention."""
     model = model_of(family, layers)
-    config: Any = model.config
-    geometry = KvGeometry(config.num_hidden_layers, BLOCK_TOKENS, KV_HEADS, HEAD_DIM, torch.bfloat16)
+    geometry = KvGeometry(layers, BLOCK_TOKENS, KV_HEADS, HEAD_DIM, torch.bfloat16)
     pool = KvPool(geometry, 2, CPU)
     backend = TritonPaged(
         tile_shapes(CAPABILITY, SERVED_HEAD_DIM, 2, Q_HEADS // KV_HEADS),
@@ -184,12 +166,12 @@ def forwards_of(family: Family, layers: int) -> tuple[dict[str, Forward], Triton
         group=Q_HEADS // KV_HEADS,
         kv_heads=KV_HEADS,
     )
-    forwards: dict[str, Forward] = {"before": TransformersForward(model, pool, backend, exact=False)}
-    if family in PLAIN_TYPES:
-        forwards["after"] = FusedForward(plain_model(model), pool, backend)
+    forwards: dict[str, Forward] = {"modules": TransformersForward(model, pool, backend, exact=False)}
     if family in EXPERTS:
         grouped = model_of(family, layers, GROUPED_NAME)
-        forwards["after"] = TransformersForward(grouped, pool, backend, exact=False)
+        forwards["modules, grouped"] = TransformersForward(grouped, pool, backend, exact=False)
+    if family in PLAIN_TYPES:
+        forwards["fused"] = FusedForward(plain_model(model), pool, backend)
     return forwards, backend
 
 
@@ -236,9 +218,7 @@ def count_family(family: Family, steps: dict[str, list[tuple[int, int]]]) -> dic
 
 
 def main() -> None:
-    print(
-        f"| kernels a layer (step of 32 layers) | | {' | '.join(STEPS)} | waits a layer | uploads a layer |"
-    )
+    print(f"| kernels a layer (a step of 32) | by | {' | '.join(STEPS)} | waits a layer | uploads |")
     print("| --- " * (4 + len(STEPS)) + "|")
     for family in FAMILIES:
         found = count_family(family, STEPS)

@@ -13,16 +13,19 @@ from samovar.replicas.forward.fused import FusedForward
 from samovar.replicas.forward.lean import LeanForward, LeanModel
 from samovar.replicas.forward.plain import plain_model
 from samovar.replicas.start.fused_choice import compare_fused
-from tests.kernels.fused import MEMBERS, NAMES, TOKENS, FusedCase, off, served
+from tests.kernels.fused import MEMBERS, TOKENS, FusedCase, off, served
 from tests.kernels.paged import CPU
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
 """Of all logits of a step, relative to them."""
 
 
-@pytest.mark.parametrize(("family", "more"), MEMBERS, ids=NAMES)
+@pytest.mark.parametrize(("family", "more"), dict(MEMBERS).items(), ids=dict(MEMBERS))
 def test_logits_are_those_of_the_modules_and_of_the_lean_step(family: str, more: dict[str, Any]) -> None:
-    """A prompt, a chunk behind a context, decodes beside them and alone, padded; NaN in all other slots."""
+    """A prompt, a chunk behind a context, decodes beside them and alone, padded; NaN in all other slots.
+
+    Of each family the last member: with a bias or a window where it may have one.
+    """
     model = served(family, **more)
     case, sdpa = FusedCase(model), GatherSdpa(False, torch.float32)
     truth, pool = case.run(lambda pool: TransformersForward(model, pool, sdpa, exact=False), sdpa)

@@ -256,9 +256,7 @@ def test_the_fallback_of_a_gpu_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention_choice, "prefer", lambda find, fallback: ChosenAttention(fallback, ""))
     model, geometry = model_with(num_attention_heads=32), KvGeometry(1, 16, 8, 16, torch.bfloat16)
     for device, is_bounded in (("cuda", True), ("cpu", False)):
-        chosen = choose_attention(
-            model, geometry, torch.device(device), exact=False, context_tokens_max=131_072
-        )
+        chosen = choose_attention(model, geometry, torch.device(device), exact=False)
         with monkeypatch.context() as watched:
             asked = Mock(side_effect=pieces_of)
             watched.setattr(attention, "pieces_of", asked)
