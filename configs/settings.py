@@ -236,15 +236,9 @@ class EngineSettings(SplitSettings):
         ge=0,
         le=GRAPH_ROWS_MAX,
         description="decode steps of up to so many sequences are CUDA graphs; empty = all that may run "
-        f"(sequences_max), up to {GRAPH_ROWS_MAX}; 0 = none",
+        f"(sequences_max), up to {GRAPH_ROWS_MAX}; 0 = no step is one",
     )
-    graph_tokens_max: int = Field(
-        GRAPH_ROWS_MAX,
-        ge=0,
-        le=GRAPH_ROWS_MAX,
-        description="steps of up to so many tokens with parts of prompts, and decodes beside them, are CUDA "
-        "graphs too; 0 = none",
-    )
+    graph_tokens_max: ClassVar[int] = GRAPH_ROWS_MAX  # steps with parts of prompts are CUDA graphs, too
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(
         256, ge=1, le=65536, description="sequences that may wait for admission to one replica; then 429"

@@ -15,7 +15,7 @@ from samovar.replicas.kv import KvGeometry, KvPool, PagePool
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.model import is_device_lost
 from samovar.replicas.offload import Suspect
-from samovar.replicas.scheduling import Chunk, Sequence, bare_sequence
+from samovar.replicas.scheduling import Chunk, Sequence, bare_sequence, page_table
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Auditor:
         if not wanted or self._audit is not None or blocks > SCRATCH_SHARE * self._pool.available:
             self.outcomes["skipped"] += 1
             return False
-        pages = sequence.pages[:blocks]
+        pages = list(sequence.pages[:blocks])
         for page in pages:
             self._pool.acquire(page)
         scratch = Sequence(
@@ -116,7 +116,7 @@ class Auditor:
             sampling=SamplingParams(max_tokens=1),
             seed=0,
             owner=sequence.owner,
-            pages=[self._pool.allocate() for _ in range(blocks)],
+            pages=page_table(self._pool.allocate() for _ in range(blocks)),
         )
         self._audit = _Audit(scratch, wanted, pages)
         return True
@@ -152,10 +152,10 @@ class Auditor:
             self._end(self._audit)
 
     def pages_held(self) -> list[list[int]]:
-        return [] if self._audit is None else [self._audit.pages, self._audit.sequence.pages]
+        return [] if self._audit is None else [self._audit.pages, list(self._audit.sequence.pages)]
 
     def _compare(self, audit: _Audit) -> None:
-        ours, fresh = audit.pages, audit.sequence.pages
+        ours, fresh = audit.pages, list(audit.sequence.pages)
         wrong = [
             suspect
             for suspect in audit.suspects
@@ -337,4 +337,4 @@ class Probe:
         for count in chunks:
             logits = runner.run([Chunk(sequence, start, count) for sequence in sequences], score=score)
             start += count
-        return torch.cat([*rows, logits[:1]]), pool.gather(probed.pages, len(tokens))
+        return torch.cat([*rows, logits[:1]]), pool.gather(list(probed.pages), len(tokens))

@@ -279,9 +279,13 @@ class Engine:
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self.requests.counts.totals["prefill_tokens"] += max(0, end - chunk.start)
-        if is_usual and self.runner.greedy is None:  # a recorded decode says nothing of prefill
+        if is_usual:
             took = self.runner.took  # None: on CPU, where the step is over
-            self._step_times.ran(plan.chunks, lambda: seconds if took is None else took.seconds())
+            # Of decodes that are recorded, while prompts are not, prefill can learn nothing.
+            prices = self.runner.greedy is None or self.runner.records_chunks
+            self._step_times.ran(
+                plan.chunks, lambda: seconds if took is None else took.seconds(), prices=prices
+            )
 
     def stats(self) -> EngineStats:
         counted: dict[str, Any] = {name: self.requests.counts.totals[name] for name in COUNTED}

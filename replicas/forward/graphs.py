@@ -25,7 +25,7 @@ from samovar.replicas.forward.inputs import NO_TILES, StepInputs, StepPacker, St
 from samovar.replicas.kv import TRASH_PAGE
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.sampling import greedy_of
-from samovar.replicas.scheduling import Chunk, Sequence
+from samovar.replicas.scheduling import Chunk, Sequence, page_table
 
 ROWS_APART = ((8, 64), (16, 256), (32, 4096))
 """Distance of the buckets of decodes, up to so many rows: a step is padded by a few percent."""
@@ -278,6 +278,6 @@ def _longest_decode(context_tokens_max: int, block_tokens: int) -> Chunk:
         prompt_tokens=context_tokens_max,
         sampling=SamplingParams(temperature=0.0),
         seed=0,
-        pages=[TRASH_PAGE] * -(-context_tokens_max // block_tokens),
+        pages=page_table([TRASH_PAGE]) * -(-context_tokens_max // block_tokens),
     )
     return Chunk(sequence, context_tokens_max - 1, 1)

@@ -410,6 +410,12 @@ def _split(tiles: Listing[tuple[int, int, int]], programs: int) -> _Tiles:
     """Return tiles, each given by segment, first row and keys, with the items that they make."""
     if not tiles:
         return _NO_TILES
+    if len(tiles) == 1:  # of a lone stream: numpy's calls would be most of packing its step
+        ((segment, first, keys),) = tiles
+        runs = max(1, min(programs, keys // SPLIT_KEYS_MIN, SPLITS_MAX))
+        items = np.zeros((runs, ITEM_WORDS), dtype=np.int32)
+        items[:, 1] = range(runs)
+        return _Tiles(np.array([(segment, first, 0, runs)], dtype=np.int32), items, runs > 1)
     words, count = np.array(tiles, dtype=np.int64), len(tiles)
     splits = splits_of(words[:, 2], programs)
     is_split = bool(splits.max() > 1)

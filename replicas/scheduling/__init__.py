@@ -17,6 +17,7 @@ from samovar.replicas.scheduling.sequence import (
     RestorePiece,
     Sequence,
     bare_sequence,
+    page_table,
 )
 from samovar.replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, StepTimes
 
@@ -40,5 +41,6 @@ __all__ = [
     "StepTimes",
     "SwapPrices",
     "bare_sequence",
+    "page_table",
     "preemption_policy",
 ]

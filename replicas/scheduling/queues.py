@@ -19,7 +19,7 @@ from samovar.replicas.scheduling.order import (
     TenantShares,
     gives,
 )
-from samovar.replicas.scheduling.sequence import Restorer, Sequence
+from samovar.replicas.scheduling.sequence import Restorer, Sequence, page_table
 from samovar.replicas.scheduling.step import StepPlan
 from samovar.replicas.turns import FairQueue
 
@@ -146,7 +146,7 @@ class Queues:
         if sequence in self.running:
             self.policy.lengths.ended(sequence.output_tokens)
             self._release(sequence)
-            sequence.pages = []
+            sequence.pages = page_table()
         else:
             self.waiting.remove(sequence)
 
@@ -227,7 +227,8 @@ class PageTables:
             return False
         for entry in hits:
             self.pool.own(entry.page, sequence.owner)
-        sequence.pages = [entry.page for entry in hits] + [self.pool.allocate() for _ in range(missing)]
+        own = [self.pool.allocate() for _ in range(missing)]
+        sequence.pages = page_table([*(entry.page for entry in hits), *own])
         sequence.computed = sequence.resident_tokens = len(hits) * self.pool.block_tokens
         if sequence.first_resident is None:
             sequence.first_resident = sequence.resident_tokens

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
@@ -60,6 +60,11 @@ class OffloadState:
     planned_from: int = 0
 
 
+def page_table(pages: Iterable[int] = ()) -> array[int]:
+    """Return a page table: int32, as steps hold it, so that a step copies it at once however long it is."""
+    return array("i", pages)
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """State of one choice of one request. Only the scheduler and the engine change it."""
@@ -81,7 +86,7 @@ class Sequence:
     # First slot whose logits are wanted for a log-probability of the prompt and not computed; None: none.
     score_from: int | None = None
     computed: int = 0  # slots [0, computed) hold valid KV
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=page_table)  # its page table: `page_table`
     known_tokens: int = 0  # of them, in the pool when it came
     passed_tokens: int = 0  # of later prompts that were computed first; see `PromptOrder`
     admitted_s: float | None = None  # when it first had its pages; the engine's clock
@@ -195,7 +200,7 @@ class Sequence:
             is_due=self.is_due,
             grammar=None if self.grammar is None else self.grammar.copy(),
             computed=self.computed,
-            pages=list(self.pages),
+            pages=self.pages[:],
             admitted_s=self.admitted_s,
             is_reported=self.is_reported,
             resident_tokens=self.resident_tokens,
@@ -213,7 +218,7 @@ class Sequence:
         if self.restore is not None:
             self.earlier_loads |= self.restore.tokens_by_source(self.prompt_tokens)
         self.computed = 0
-        self.pages = []
+        self.pages = page_table()
         self.restore = None
         self.published_blocks = 0
         self.chain_entry = ROOT_ENTRY
@@ -246,7 +251,7 @@ class Restorer(Protocol):
         ...
 
 
-def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:
+def bare_sequence(ids: list[int], pages: Iterable[int]) -> Sequence:
     """Return a sequence with these tokens and pages, none computed yet, outside of any scheduler."""
     return Sequence(
         request_id="probe",
@@ -256,7 +261,7 @@ def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:
         prompt_tokens=len(ids),
         sampling=SamplingParams(max_tokens=1),
         seed=0,
-        pages=pages,
+        pages=page_table(pages),
     )
 
 

@@ -345,6 +345,7 @@ class _Launched(NamedTuple):
     decodes: Work
     prompts: Work
     seconds: Callable[[], float | None]
+    prices: bool
 
 
 class StepTimes:
@@ -360,15 +361,21 @@ class StepTimes:
         self._light = 0  # decode-only steps still to be measured
         self._running: deque[_Launched] = deque(maxlen=RUNNING_MAX)
 
-    def ran(self, chunks: Listing[Chunk], seconds: Callable[[], float | None]) -> None:
-        """Record a step of `chunks`. `seconds`: what it took; None: it still runs on the device."""
+    def ran(
+        self, chunks: Listing[Chunk], seconds: Callable[[], float | None], *, prices: bool = True
+    ) -> None:
+        """Record a step of `chunks`.
+
+        `seconds`: what it took; None: it still runs on the device. Not `prices`: it went another way than
+        prompts go, which says nothing of what they take.
+        """
         decodes, prompts = NO_WORK, NO_WORK
         for chunk in chunks:
             if chunk.count == 1:
                 decodes = decodes.with_chunk(chunk.rows, chunk.start)
             else:
                 prompts = prompts.with_chunk(chunk.count, chunk.start)
-        self._running.append(_Launched(decodes, prompts, seconds))
+        self._running.append(_Launched(decodes, prompts, seconds, prices))
         while self._running and (took_s := self._running[0].seconds()) is not None:
             self._over(self._running.popleft(), took_s)
 
@@ -376,6 +383,8 @@ class StepTimes:
         tokens, prefill_tokens = step.decodes.tokens + step.prompts.tokens, step.prompts.tokens
         if prefill_tokens == 0 or prefill_tokens >= PREFILL_STEP_TOKENS:
             self._pace.ran(step.decodes, step.prompts, seconds)
+        if not step.prices:
+            return
         if prefill_tokens >= PREFILL_STEP_TOKENS:
             self._light = min(self._light + 1, LIGHT_STEPS)
         elif prefill_tokens == 0 and tokens < PREFILL_STEP_TOKENS and self._light:

@@ -587,9 +587,8 @@ def record_steps(
         return ""
     if why := _why_unrecorded(engine, runner, spec):
         return f"none: {why}"
-    limits = GraphLimits(
-        engine.graph_rows, engine.graph_tokens_max, engine.sequences_max, plan.context_tokens_max
-    )
+    tokens = min(engine.graph_tokens_max, engine.step_tokens_max)
+    limits = GraphLimits(engine.graph_rows, tokens, engine.sequences_max, plan.context_tokens_max)
     begin("graphs")
     runner.free_memory()
     started_s, free_bytes = clock(), free_memory_bytes(runner.device)
@@ -607,13 +606,13 @@ def record_steps(
     said = f"{graphs.sentence}; {took_s:.1f} s, {max(0, taken_bytes) / MIB:.0f} MiB"
     if engine.graph_rows < engine.sequences_max:
         said += f"; more decodes eagerly, of {engine.sequences_max} (engine.sequences_max)"
-    return said if graphs.chunks else f"{said}; prompts eagerly (engine.graph_tokens_max)"
+    return said
 
 
 def _why_unrecorded(engine: EngineSettings, runner: Runner, spec: ModelSpec) -> str:
     """Return why no step on a GPU can be recorded; "" if it can."""
-    if engine.graph_rows == 0 and engine.graph_tokens_max == 0:
-        return "switched off (engine.graph_rows_max, engine.graph_tokens_max)"
+    if engine.graph_rows == 0:
+        return "switched off (engine.graph_rows_max)"
     if runner.backend.tiling is None:
         return f"{runner.backend.name} looks at a step's numbers on the way"
     if runner.exact:

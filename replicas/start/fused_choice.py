@@ -85,7 +85,7 @@ def _compare(model: torch.nn.Module, plain: PlainModel, geometry: KvGeometry, de
         _check("logits", found, truth, LOGITS_OFF_MAX * tolerance)
     for layer in range(min(STRICT_LAYERS, geometry.layers)):
         for sequence, tokens in ((first, PROMPT + CHUNK + 1), (beside, BESIDE + 1)):
-            both = [pool.gather_layer(layer, sequence.pages, 0, tokens).float() for pool in pools]
+            both = [pool.gather_layer(layer, list(sequence.pages), 0, tokens).float() for pool in pools]
             for name, truth, found in zip("KV", *both, strict=True):
                 _check(f"{name} of layer {layer}", found, truth, tolerance)
 

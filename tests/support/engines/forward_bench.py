@@ -90,7 +90,7 @@ class Bench:
             logits = self.runner.run(chunks)[-1:]
             start += count
         kv = self.pool.gather(sequence.pages, len(tokens))
-        self._free += sequence.pages + [page for companion in companions for page in companion.pages]
+        self._free += [*sequence.pages, *(page for companion in companions for page in companion.pages)]
         return logits[0], kv
 
     def is_exact(self) -> bool:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from samovar.configs.fields import env_name, fixed_keys, flag_name, former_keys, merged, setting_fields
 from samovar.configs.loader import ConfigError, LoadedSettings, did_you_mean, load, preset_names
-from samovar.configs.settings import Settings
+from samovar.configs.settings import GRAPH_ROWS_MAX, EngineSettings, Settings
 
 SECRET = "hush-hush-hush-hush"
 
@@ -102,6 +102,7 @@ SPECIAL: dict[str, object] = {
     "launch.setup_commands": ("pip install samovar",),
     "launch.object_store_bytes": 2**28,
     "tiers.cpu.bytes_max": 2**28,
+    "engine.graph_rows_max": 16,
     "tiers.more.medium": "package.module:function",
     "tiers.more.options": {"path": "/x"},
 }
@@ -258,6 +259,42 @@ def test_a_preset_holds_only_what_differs_from_the_defaults(name: str) -> None:
     default = load(None, {}, [])
     assert given
     assert [key for key in given if value_of(loaded, key) == value_of(default, key)] == []
+
+
+def slow_paths(settings: Settings) -> list[str]:
+    """What keeps steps off the quick paths that there are."""
+    engine, tiers = settings.engine, settings.tiers
+    paths = {
+        "decodes of all sequences as graphs": engine.graph_rows == engine.sequences_max,
+        "chunks as graphs": engine.graph_rows > 0 and engine.step_tokens_max >= GRAPH_ROWS_MAX,
+        "room for chunks beside all decodes": engine.step_tokens_max >= 2 * engine.sequences_max,
+        "streams keep their pace": engine.step_stretch is not None,
+        "reuse": engine.prefix_reuse and tiers.enabled,
+        "swap": engine.preemption != "drop" and tiers.swap_bytes_max > 0,
+        "measured": not engine.fast_start,
+    }
+    return [path for path, is_reached in paths.items() if not is_reached]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_reaches_every_quick_path(name: str) -> None:
+    assert slow_paths(load(name, {}, []).settings) == []
+
+
+def test_a_preset_off_a_quick_path_is_found() -> None:
+    """As two of them were: 128 sequences, and graphs of 64."""
+    slow = load(
+        "local-gpu", {}, ["--engine.graph-rows-max", "64", "--engine.step-tokens-max", "256"]
+    ).settings
+    assert slow_paths(slow) == ["decodes of all sequences as graphs", "chunks as graphs"]
+    assert slow.engine.graph_rows == 64
+
+
+@pytest.mark.parametrize(("given", "sequences", "rows"), [(None, 128, 128), (None, 2000, 512), (300, 32, 32)])
+def test_decodes_are_graphs_of_all_sequences_that_may_run(
+    given: int | None, sequences: int, rows: int
+) -> None:
+    assert EngineSettings(graph_rows_max=given, sequences_max=sequences).graph_rows == rows
 
 
 def test_the_presets_are_there() -> None:

@@ -19,7 +19,7 @@ from samovar.replicas.forward import inputs as inputs_module
 from samovar.replicas.forward import loading
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.graphs import CHUNK_ROWS, Bucket, GraphLimits, buckets_of, chunk_buckets_of
-from samovar.replicas.forward.inputs import StepInputs, Tiling
+from samovar.replicas.forward.inputs import StepInputs, StepPacker, Tiling
 from samovar.replicas.forward.loading import load_model
 from samovar.replicas.forward.runner import EXPERTS_NAME, GROUPED_NAME, Runner
 from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool, LayerKv
@@ -382,13 +382,11 @@ class Free:
         return self.mib << 20
 
 
-def runner_on(
-    device: str, *, tiled: bool = True, chunks: bool = True, error: Exception | None = None
-) -> Mock:
+def runner_on(device: str, *, tiled: bool = True, error: Exception | None = None) -> Mock:
     backend = Mock(tiling=Tiling(4) if tiled else None)
     backend.name = "sdpa"
     runner = Mock(device=torch.device(device), backend=backend, exact=False)
-    graphs = Mock(sentence="7 of decodes to 32 rows", chunks=[1] if chunks else [])
+    graphs = Mock(sentence="7 of decodes to 32 rows")
     runner.record_steps.side_effect = error or (lambda *_: graphs)
     return runner
 
@@ -397,7 +395,7 @@ def runner_on(
     ("runner", "settings", "experts", "told"),
     [
         (runner_on("cpu"), {}, "", ""),
-        (runner_on("cuda"), {"graph_rows_max": 0, "graph_tokens_max": 0}, "", "none: switched off"),
+        (runner_on("cuda"), {"graph_rows_max": 0}, "", "none: switched off"),
         (runner_on("cuda", tiled=False), {}, "", "none: sdpa looks"),
         (runner_on("cuda"), {}, EXPERTS_NAME, "none: the host looks which experts there are: by rows"),
         (runner_on("cuda"), {}, GROUPED_NAME, "7 of decodes to 32 rows; 0.0 s, 300 MiB"),
@@ -405,7 +403,6 @@ def runner_on(
         (runner_on("cuda", error=RuntimeError("no memory")), {}, "", "none: RuntimeError: no memory"),
         (runner_on("cuda"), {}, "", "7 of decodes to 32 rows; 0.0 s, 300 MiB"),
         (runner_on("cuda"), {"graph_rows_max": 16}, "", "MiB; more decodes eagerly, of 32"),
-        (runner_on("cuda", chunks=False), {"graph_tokens_max": 0}, "", "MiB; prompts eagerly"),
     ],
 )
 def test_what_cannot_be_recorded_is_served_without_and_told(
@@ -494,3 +491,65 @@ def test_an_engine_answers_the_same_with_graphs(model_dir: Path, tokens: int) ->
         assert capture is None or not tokens or capture.replays == steps
     assert answers[0] == answers[1]
     torch.testing.assert_close(stored[1], stored[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tokens", [0, 512])
+def test_recorded_steps_tell_what_they_take(model_dir: Path, tokens: int) -> None:
+    """Prices learn of all steps where chunks are recorded, too; the pace always does."""
+    built = small_engine(model_dir, exact=False, step="transformers")
+    capture, engine = with_graphs(built, tokens), built.engine
+    told = list[tuple[int, bool]]()
+    ran = engine._step_times.ran
+
+    def noted(chunks: Any, seconds: Any, *, prices: bool) -> None:
+        told.append((sum(chunk.rows for chunk in chunks), prices))
+        ran(chunks, seconds, prices=prices)
+
+    engine._step_times.ran = noted  # type: ignore[method-assign]
+    driver = Driver(engine)
+    driver.submit(prompt_of(20, seed=1), max_tokens=8)
+    driver.drain()
+    assert [rows for rows, _ in told] == [20, *[1] * 7]
+    assert [prices for _, prices in told] == [True, *[tokens > 0] * 7]
+    assert capture.replays == (8 if tokens else 7)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_tables_of_every_step_are_its_sequences_own(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    """Whatever changes in them: pages are appended, shared, copied on write, given back, lost, come again."""
+    built = small_engine(model_dir, exact=exact, pool_tokens=16 * 14)
+    packed, pack, engine = 0, StepPacker.pack, built.engine
+
+    def looked_at(self: StepPacker, chunks: Any, shape: Any = None) -> StepInputs:
+        nonlocal packed
+        inputs = pack(self, chunks, shape)
+        for segment, chunk in zip(inputs.segments, chunks, strict=True):
+            pages = chunk.sequence.pages
+            assert pages.typecode == "i", "a list is copied word by word"
+            assert inputs.table(segment).tolist() == pages[: segment.blocks].tolist()
+            assert segment.blocks == -(-segment.context // BLOCK)
+            packed += 1
+        return inputs
+
+    monkeypatch.setattr(StepPacker, "pack", looked_at)
+    driver, rng = Driver(engine), random.Random(9)
+
+    def drafts(sequences: list[Sequence]) -> list[tuple[int, ...]]:
+        counts = [min(rng.randrange(20), one.tokens_left - 1) for one in sequences]
+        return [tuple(rng.randrange(3, 512) for _ in range(count)) for count in counts]
+
+    engine.scheduler.drafter = Mock(drafts=drafts) if built.info.exact else None
+    for seed in range(12):
+        prompt = prompt_of(rng.randint(1, 60), seed=seed % 4)
+        n, temperature = rng.randint(1, 3), rng.choice((0.0, 1.0))
+        driver.submit(prompt, n=n, temperature=temperature, seed=seed, max_tokens=rng.randint(1, 40))
+        for _ in range(rng.randint(0, 6)):
+            driver.step()
+    driver.drain()
+    stats = engine.stats()
+    assert packed > 100
+    assert stats.preemptions > 0
+    assert stats.cow_copies > 0
+    assert not built.info.exact or stats.drafted_tokens > 100

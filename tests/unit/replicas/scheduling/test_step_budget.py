@@ -13,6 +13,7 @@ from samovar.cache_tiers.pricing.meters import PrefillMeter, PrefillPrice, pairs
 from samovar.replicas.scheduling.step import (
     CHUNK_TOKENS,
     LIGHT_STEPS,
+    RECENT_STEPS,
     RUNNING_MAX,
     Chunk,
     StepBudget,
@@ -281,6 +282,17 @@ def test_steps_with_decodes_teach_the_meter_too() -> None:
     for _ in range(100):
         times.ran([_chunk(100, 1)], lambda: 0.1)
     assert len(meter.told) == 2 + 100 + LIGHT_STEPS
+
+
+def test_steps_that_went_another_way_than_prompts_set_the_pace_and_no_price() -> None:
+    """Decodes that are recorded, beside prompts that are not: a price of those would be taken for both."""
+    meter, pace, price = Told(), StepPace(), PrefillPrice(0.02, 1e-4, 0.0)
+    times = StepTimes(meter, pace)
+    times.ran([_chunk(0, 64)], lambda: 0.04)
+    for _ in range(RECENT_STEPS):
+        times.ran([_chunk(100, 1)], lambda: 0.005, prices=False)
+    assert meter.told == [(1, 64, 0.04)]
+    assert pace.of_decodes(price) == pytest.approx(0.005 / 0.0201, rel=0.01)
 
 
 def test_steps_that_are_only_launched_are_told_one_by_one_as_they_are_over() -> None:
