@@ -17,11 +17,12 @@ from samovar.replicas.forward.plain import plain_model
 from samovar.replicas.forward.runner import Runner
 from samovar.replicas.kv import KvPool
 from samovar.replicas.scheduling.sequence import bare_sequence
+from samovar.replicas.scheduling.step import Chunk
 from tests.kernels.fused import MEMBERS, NAMES, TOKENS, FusedCase, off, served
 from tests.kernels.paged import CPU
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.fused_reference import FusedReference
-from tests.unit.replicas.forward.test_graphs import BLOCK, CONTEXT, ROWS, Recorder, TensorPaged, decode_of
+from tests.unit.replicas.forward.test_graphs import BLOCK, CONTEXT, ROWS, Recorder, TensorPaged
 
 
 @pytest.fixture(autouse=True)
@@ -69,23 +70,27 @@ def runners() -> Iterator[tuple[Runner, list[Any]]]:
         yield runner, sequences
 
 
-def test_recorded_decodes_are_the_eager_ones() -> None:
-    from samovar.replicas.scheduling.step import Chunk
-
+def test_recorded_steps_are_the_eager_ones() -> None:
+    """Prompts, a chunk beside decodes, decodes; padded to their buckets, the padding's pages full of NaN."""
     (eager, here), (recorded, there) = runners()
     capture = Recorder()
-    recorded.record_steps(capture, GraphLimits(ROWS, 0, ROWS, CONTEXT))
-    for runner, sequences in ((eager, here), (recorded, there)):
-        for sequence in sequences:
-            runner.run([Chunk(sequence, 0, len(sequence.tokens) - 1)])
-    for picked in ([0], [0, 1, 2], [2, 1], [1]):
+    recorded.record_steps(capture, GraphLimits(ROWS, 64, ROWS, CONTEXT))
+    mixes: list[list[tuple[int, int]]] = [[(one, 0)] for one in range(3)]  # sequence, first token: to its end
+    mixes += [[(0, -1)], [(2, 9), (0, -1), (1, -1)], [(0, -1), (1, -1), (2, -1)], [(2, -1), (1, -1)]]
+    for mix in mixes:
         found = []
         for runner, sequences in ((eager, here), (recorded, there)):
-            logits = runner.run([decode_of(sequences[one]) for one in picked]).clone()
-            for one, best in zip(picked, logits.argmax(dim=-1).tolist(), strict=True):
+            chunks = [
+                Chunk(sequences[one], first % len(sequences[one].tokens), -first)
+                if first < 0
+                else Chunk(sequences[one], first, len(sequences[one].tokens) - first)
+                for one, first in mix
+            ]
+            logits = runner.run(chunks).clone()
+            for (one, _), best in zip(mix, logits.argmax(dim=-1).tolist(), strict=True):
                 sequences[one].tokens.append(best)
             found.append(logits)
         torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
         assert torch.isfinite(found[1]).all()
-    assert capture.replays == 4
+    assert capture.replays == len(mixes)
     assert [one.tokens for one in here] == [one.tokens for one in there]
