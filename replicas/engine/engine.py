@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Listing
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,11 @@ import torch
 from samovar.cache_tiers.pricing import PrefillMeter
 from samovar.replicas.engine.audit import Auditor
 from samovar.replicas.engine.requests import OpenRequests
-from samovar.replicas.forward import Runner
+from samovar.replicas.forward import DeviceTime, Runner
 from samovar.replicas.messages import EngineStats, Event, Failed
 from samovar.replicas.model import is_memory_short
 from samovar.replicas.offload import Offload
-from samovar.replicas.sampling import greedy_of
+from samovar.replicas.sampling import BegunSample
 from samovar.replicas.scheduling import Chunk, Scheduler, Sequence, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,24 @@ A request that misses a step waits for all of it.
 
 
 class _Rows(NamedTuple):
-    """Logits `[rows, vocab]` of a step, and what `greedy_of` says of them."""
+    """Logits `[rows, vocab]` of a step, and what `greedy_of` says of them.
+
+    `took`: of the runner, once it was launched; `is_recorded`: by a graph.
+    """
 
     logits: torch.Tensor
     greedy: torch.Tensor
+    took: DeviceTime | None
+    is_recorded: bool
+
+
+class _Flight(NamedTuple):
+    """A step that is launched. `sampling`: of its plan; `is_usual`: see `_count_step`."""
+
+    plan: StepPlan
+    rows: _Rows
+    sampling: list[tuple[int, Chunk]]
+    is_usual: bool = True
 
 
 class Engine:
@@ -71,6 +86,7 @@ class Engine:
         self.offload = offload
         self._step_times = StepTimes(meter, scheduler.budget.pace)
         self._step_s = 0.0  # time of the last step
+        self._ahead: _Flight | None = None  # launched before the tokens were known with which it begins
 
     @property
     def has_work(self) -> bool:
@@ -116,10 +132,41 @@ class Engine:
         if self.offload is not None:  # completed lookups and transfers, and what is late
             self.requests.jump(self.offload.collect())
             self.requests.is_stalled = False
+        began_s, events = self.requests.clock(), list[tuple[int, Event]]()
+        flight = (self._ahead and self._take_ahead(self._ahead)) or self._launch(events)
+        if flight is None:
+            return events
+        plan, rows, sampling, _ = flight
+        self.scheduler.commit(plan)
+        events += self.requests.drop_spoiled()
+        # On a GPU only the sampled tokens say that the step is over.
+        is_over = not sampling or rows.logits.device.type == "cpu"
+        if is_over:
+            self._count_step(flight, self.requests.clock() - began_s)
+        if sampling:
+            admitted, picks = self._picks(sampling)
+            begun = self._launch_ahead(plan, rows, picks) if self.runner.computes_behind else None
+            if begun is None:
+                outcomes = self.sampler.sample(rows.logits, picks, rows.greedy, self._relieve)
+            else:
+                outcomes = begun.read()
+            self.runner.check()  # now that they are here: what a lost rank had no part in is not told
+            if not is_over:
+                self._count_step(flight, self.requests.clock() - began_s)
+            for (row, choice), outcome in zip(picks, outcomes, strict=True):
+                if row in admitted:
+                    events.append(admitted.pop(row))
+                if choice in self.requests.key_of:  # else it was aborted when a sibling failed
+                    events.append(self.requests.next_token(choice, outcome))
+            events += self._check_drafts(sampling, rows)
+        return events
+
+    def _launch(self, events: list[tuple[int, Event]]) -> _Flight | None:
+        """Schedule the next step and launch it; None: there is none. Adds what fails to `events`."""
         if not self.scheduler.has_work:
             if self.auditor.has_work:
                 self.auditor.step()
-            return []
+            return None
         plan = self.scheduler.schedule()
         now_s = self.requests.clock()
         for sequence in plan.admitted:
@@ -132,37 +179,46 @@ class Engine:
             self.auditor.abandon()  # another sequence needs its pages
         if not plan.chunks:
             self._stall(plan)
-            return []
+            return None
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.grammar is not None:
                 chunk.sequence.grammar.begin_mask()
         is_usual = not any(chunk.scored for chunk in plan.chunks)
-        events: list[tuple[int, Event]] = []
         while (rows := self._compute(plan)) is None:
             is_usual = False
             self._give_way(plan, events)
             if not plan.chunks:
-                return events
-        sampling = plan.sampling()
-        self.scheduler.commit(plan)
-        events += self.requests.drop_spoiled()
-        # On a GPU only the sampled tokens say that the step is over.
-        is_over = not sampling or rows.logits.device.type == "cpu"
-        if is_over:
-            self._count_step(plan, self.requests.clock() - now_s, is_usual=is_usual)
-        if sampling:
-            admitted, picks = self._picks(sampling)
-            outcomes = self.sampler.sample(rows.logits, picks, rows.greedy, self._relieve)
-            self.runner.check()  # now that they are here: what a lost rank had no part in is not told
-            if not is_over:
-                self._count_step(plan, self.requests.clock() - now_s, is_usual=is_usual)
-            for (row, choice), outcome in zip(picks, outcomes, strict=True):
-                if row in admitted:
-                    events.append(admitted.pop(row))
-                if choice in self.requests.key_of:  # else it was aborted when a sibling failed
-                    events.append(self.requests.next_token(choice, outcome))
-            events += self._check_drafts(sampling, rows)
-        return events
+                return None
+        return _Flight(plan, rows, plan.sampling(), is_usual)
+
+    def _launch_ahead(
+        self, plan: StepPlan, rows: _Rows, picks: Listing[tuple[int, Sequence]]
+    ) -> BegunSample | None:
+        """Begin to sample, and launch the step behind this one, which the device computes meanwhile.
+
+        So the device does not wait for what is done with tokens. None: nothing was begun.
+        """
+        behind = self.scheduler.behind(plan) if len(picks) == len(plan.chunks) else None
+        begun = None if behind is None else self.sampler.begin(rows.logits, picks, rows.greedy)
+        if behind is None or begun is None:
+            return None
+        logits = self.runner.run_behind(behind.chunks, begun.token_ids)
+        if logits is not None:
+            rows = _Rows(logits, self.runner.greedy, self.runner.took, self.runner.is_recorded)
+            self._ahead = _Flight(behind, rows, list(enumerate(behind.chunks)))
+        return begun
+
+    def _take_ahead(self, ahead: _Flight) -> _Flight | None:
+        """Return what counts of a step that was launched ahead: the rows of answers that have not ended."""
+        self._ahead = None
+        sampling = [(row, one) for row, one in ahead.sampling if one.sequence in self.requests.key_of]
+        if not sampling:
+            return None
+        for _, chunk in sampling:
+            if chunk.sequence.grammar is not None:
+                chunk.sequence.grammar.begin_mask()
+        plan = self.scheduler.commit_behind([chunk for _, chunk in sampling])
+        return _Flight(plan, ahead.rows, sampling)
 
     def _check_drafts(self, sampling: Collection[tuple[int, Chunk]], rows: _Rows) -> list[tuple[int, Event]]:
         """Return the tokens behind the guesses that were right.
@@ -220,9 +276,8 @@ class Engine:
         allocated goes with the exception, so the caller makes room behind this.
         """
         try:
-            logits = self.runner.run(plan.chunks, plan.copies, self.requests.score)
-            greedy = self.runner.greedy
-            return _Rows(logits, greedy_of(logits) if greedy is None else greedy)
+            logits, runner = self.runner.run(plan.chunks, plan.copies, self.requests.score), self.runner
+            return _Rows(logits, runner.greedy, runner.took, runner.is_recorded)
         except Exception as error:
             if not is_memory_short(error):
                 raise
@@ -268,23 +323,23 @@ class Engine:
         if self.offload is not None:
             self.offload.is_engine_idle = self.requests.is_stalled
 
-    def _count_step(self, plan: StepPlan, seconds: float, *, is_usual: bool) -> None:
+    def _count_step(self, flight: _Flight, seconds: float) -> None:
         """Count a step that took `seconds` here; on the device it may still run.
 
-        Not `is_usual`: it also computed log-probabilities of prompts, which the price of prefill is without,
+        Not usual: it also computed log-probabilities of prompts, which the price of prefill is without,
         or was tried more than once.
         """
         self.requests.counts.totals["steps"] += 1
         self._step_s = seconds
-        for chunk in plan.chunks:
+        for chunk in flight.plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self.requests.counts.totals["prefill_tokens"] += max(0, end - chunk.start)
-        if is_usual:
-            took = self.runner.took  # None: on CPU, where the step is over
+        if flight.is_usual:
+            took = flight.rows.took  # None: on CPU, where the step is over
             # Of decodes that are recorded, while prompts are not, prefill can learn nothing.
-            prices = self.runner.greedy is None or self.runner.records_chunks
+            prices = not flight.rows.is_recorded or self.runner.records_chunks
             self._step_times.ran(
-                plan.chunks, lambda: seconds if took is None else took.seconds(), prices=prices
+                flight.plan.chunks, lambda: seconds if took is None else took.seconds(), prices=prices
             )
 
     def stats(self) -> EngineStats:

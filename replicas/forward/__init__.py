@@ -9,7 +9,7 @@ from samovar.replicas.forward.inputs import StepInputs, StepPacker, step_words_m
 from samovar.replicas.forward.lean import LeanForward, LeanModel
 from samovar.replicas.forward.loading import load_model
 from samovar.replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
-from samovar.replicas.forward.runner import Runner, Same, Score, groups_experts, why_by_rows
+from samovar.replicas.forward.runner import DeviceTime, Runner, Same, Score, groups_experts, why_by_rows
 
 __all__ = [
     "EXACT_ROWS",
@@ -17,6 +17,7 @@ __all__ = [
     "AttentionBackend",
     "ChosenAttention",
     "CudaCapture",
+    "DeviceTime",
     "Forward",
     "FusedForward",
     "GatherSdpa",

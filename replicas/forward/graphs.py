@@ -209,8 +209,11 @@ class StepGraphs:
         self._greedy = torch.empty(2 * samples, dtype=torch.int32, device=first.device)
         self._replays = {bucket.shape: self._recorded(bucket, capture) for bucket in buckets}
 
-    def run(self, chunks: Listing[Chunk]) -> Computed | None:
-        """Compute a step; None: it is not one of those that are recorded, and nothing was done."""
+    def run(self, chunks: Listing[Chunk], token_ids: torch.Tensor | None = None) -> Computed | None:
+        """Compute a step; None: it is not one of those that are recorded, and nothing was done.
+
+        `token_ids`: int32, of its rows, on the device, where the host does not know them yet.
+        """
         parts = StepParts.of(chunks)
         if parts is None:
             return None
@@ -219,7 +222,9 @@ class StepGraphs:
         bucket = next((bucket for bucket in buckets if bucket.holds(parts)), None)
         if bucket is None:
             return None
-        self._pack(chunks, bucket.shape)
+        inputs = self._pack(chunks, bucket.shape)
+        if token_ids is not None:
+            inputs.token_ids[: len(token_ids)].copy_(token_ids)
         self._replays[bucket.shape]()
         left = self._left(bucket.shape)
         return Computed(left.logits[: parts.samples], left.greedy[:, : parts.samples])
@@ -262,10 +267,11 @@ class StepGraphs:
         samples = shape.samples
         return Computed(self._logits[:samples], self._greedy[: 2 * samples].view(2, samples))
 
-    def _pack(self, chunks: Listing[Chunk], shape: StepShape) -> None:
+    def _pack(self, chunks: Listing[Chunk], shape: StepShape) -> StepInputs:
         inputs = self._packer.pack(chunks, shape)
         if inputs.words.data_ptr() != self._address:
             raise AssertionError("a step's words have moved: the recorded graphs would read an older step")
+        return inputs
 
 
 def _longest_decode(context_tokens_max: int, block_tokens: int) -> Chunk:

@@ -470,7 +470,7 @@ def _write_single_rows(
     ids: Words, positions: Words, slots: Words, chunks: Listing[Chunk], block_tokens: int
 ) -> None:
     places = [chunk.start for chunk in chunks]  # plain lists are quicker for a few numbers
-    ids[:] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
+    ids[:] = [0 if chunk.is_behind else chunk.sequence.tokens[chunk.start] for chunk in chunks]
     positions[:] = places
     slots[:] = [
         chunk.sequence.pages[place // block_tokens] * block_tokens + place % block_tokens

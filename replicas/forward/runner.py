@@ -20,6 +20,7 @@ from samovar.replicas.forward.forward import Forward, MakeForward, TransformersF
 from samovar.replicas.forward.graphs import Capture, GraphLimits, StepGraphs
 from samovar.replicas.forward.inputs import StepInputs, StepPacker, Words
 from samovar.replicas.kv import KvPool
+from samovar.replicas.sampling import greedy_of
 from samovar.replicas.scheduling import Chunk
 
 
@@ -60,7 +61,8 @@ class Runner:
     depend on the batch.
     `logit_rows_max`: rows of logits that exist at a time besides those that sample. `took`: the time of the
     last step on the device; None on CPU, where a step is over when `run` returns. `greedy`: what `greedy_of`
-    says of the last step's logits, where a graph has computed it; else None.
+    says of the last step's logits; `is_recorded`: a graph has computed it.
+    `computes_behind`: `run_behind` may compute something.
     """
 
     def __init__(
@@ -85,7 +87,8 @@ class Runner:
         self.logit_rows_max = logit_rows_max
         self.device = pool.data.device
         self.took: DeviceTime | None = None
-        self.greedy: torch.Tensor | None = None
+        self.greedy = torch.empty((2, 0), dtype=torch.int32)
+        self.is_recorded = self.computes_behind = False
         self._graphs: StepGraphs | None = None
         self._packer = StepPacker(
             self.device,
@@ -112,11 +115,12 @@ class Runner:
             limits,
             block_tokens=self.pool.geometry.block_tokens,
         )
+        self.computes_behind = True
         return self._graphs
 
     def forget_graphs(self) -> None:
         """Compute all steps eagerly from now on, and give back the memory of their graphs."""
-        self._graphs = None
+        self._graphs, self.computes_behind = None, False
         self.free_memory()
 
     @property
@@ -136,8 +140,9 @@ class Runner:
         self.took = DeviceTime(self.device) if self.device.type == "cuda" else None
         self._copy(copies)
         computed = None if self._graphs is None else self._graphs.run(chunks)
-        self.greedy = None if computed is None else computed.greedy
+        self.is_recorded = computed is not None
         logits = self._computed(chunks, score) if computed is None else computed.logits
+        self.greedy = greedy_of(logits) if computed is None else computed.greedy
         if self.took is not None:
             self.took.stop()
         return logits
@@ -170,6 +175,22 @@ class Runner:
     def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
         """Return whether slots `[start, end)` of two page tables are the `same`, wherever the pool lies."""
         return same(self, ours, fresh, start, end)
+
+    @torch.inference_mode()
+    def run_behind(self, chunks: Listing[Chunk], token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Do what `run` does for decodes behind a step whose tokens only the device knows; None: nothing.
+
+        `token_ids`: int32, one a chunk, on the device. Only what is recorded is computed so: what Python
+        launches kernel by kernel is late as it is.
+        """
+        took = DeviceTime(self.device) if self.device.type == "cuda" else None
+        decoded = None if self._graphs is None else self._graphs.run(chunks, token_ids)
+        if decoded is None:
+            return None
+        self.took, self.greedy, self.is_recorded = took, decoded.greedy, True
+        if took is not None:
+            took.stop()
+        return decoded.logits
 
     def check(self) -> None:
         """Raise `RuntimeError` if no further step can be computed. Returns at once; for any thread."""

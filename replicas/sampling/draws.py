@@ -100,29 +100,44 @@ def greedy_of(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat([best, logits.gather(1, best).isnan()], dim=1).int().t().contiguous()
 
 
-def draw_tokens(
-    logits: torch.Tensor, draws: Listing[Draw], greedy: torch.Tensor
-) -> tuple[list[int], list[bool], list[Sampled]]:
-    """Return the best token of each row, whether it contains a NaN, and what each draw gives.
+class BegunDraws:
+    """Tokens of a step, under way: what is launched behind this may overwrite `logits` and `greedy`.
 
     `logits`: float32 `[rows, vocab]`; `greedy`: `greedy_of(logits)`, on their device. What is drawn from a
     row with a NaN means nothing. Takes one transfer each way.
+
+    `tokens`: of the draws, int32, on the device, in the order of `order`, which has their places.
+    `is_decided`: not so on a CPU where a whole row has to be sorted; such a token is no token until `read`.
     """
-    rows, vocab = logits.shape
-    if not draws:
-        (found,) = fetch([greedy])
-        return found[:rows].tolist(), found[rows:].astype(bool).tolist(), []
-    order = sorted(range(len(draws)), key=lambda place: draws[place].order)
-    batch = _Batch([draws[place] for place in order], vocab)
-    sampled: list[Sampled] = [Sampled(0)] * len(draws)
-    with torch.inference_mode():
-        given = upload(batch.arrays, logits.device)
-        drawn = _Drawn(batch, logits, given)
-        fetched = fetch([greedy, *drawn.tensors])
-        has_nan = fetched[0][rows:].astype(bool)
-        for place, one in zip(order, drawn.read(fetched[1:], has_nan), strict=True):
-            sampled[place] = one
-    return fetched[0][:rows].tolist(), has_nan.tolist(), sampled
+
+    def __init__(self, logits: torch.Tensor, draws: Listing[Draw], greedy: torch.Tensor) -> None:
+        self._rows = logits.shape[0]
+        self._drawn: _Drawn | None = None
+        self.order = sorted(range(len(draws)), key=lambda place: draws[place].order)
+        self.tokens, self.is_decided = greedy[:0], True
+        back = [greedy]
+        if draws:
+            batch = _Batch([draws[place] for place in self.order], logits.shape[1])
+            with torch.inference_mode():
+                self._drawn = _Drawn(batch, logits, upload(batch.arrays, logits.device))
+            self.tokens = self._drawn.tensors[0]
+            self.is_decided = not _is_on_host(logits) or bool((self.tokens < logits.shape[1]).all())
+            back += self._drawn.tensors
+        self._fetch = _Fetch(back)
+
+    def read(self) -> tuple[list[int], list[bool], list[Sampled]]:
+        """Return the best token of each row, whether it contains a NaN, and what each draw gives.
+
+        Waits for the device. Raises what it reports.
+        """
+        fetched = self._fetch.read()
+        has_nan = fetched[0][self._rows :].astype(bool)
+        sampled: list[Sampled] = [Sampled(0)] * len(self.order)
+        if self._drawn is not None:
+            with torch.inference_mode():
+                for place, one in zip(self.order, self._drawn.read(fetched[1:], has_nan), strict=True):
+                    sampled[place] = one
+        return fetched[0][: self._rows].tolist(), has_nan.tolist(), sampled
 
 
 class _Batch:
@@ -462,17 +477,28 @@ def _bools(bits: torch.Tensor, count: int) -> torch.Tensor:
     return ((bits[..., None] >> places) & 1).flatten(-2)[..., :count].bool()
 
 
-def fetch(tensors: Listing[torch.Tensor]) -> list[NDArray[Any]]:
-    """Return int32 and float32 tensors of one device as flat arrays, in one transfer that waits for them.
+class _Fetch:
+    """One transfer of int32 and float32 tensors from their device, as they are when this is made."""
 
-    On CPU they share the tensors' memory.
-    """
-    if tensors[0].device.type == "cpu":
-        return [tensor.reshape(-1).numpy() for tensor in tensors]
-    flat = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors]).cpu().numpy()
-    found, start = [], 0
-    for tensor in tensors:
-        part = flat[start : start + tensor.numel()]
-        found.append(part.view(np.float32) if tensor.dtype == torch.float32 else part)
-        start += tensor.numel()
-    return found
+    def __init__(self, tensors: Listing[torch.Tensor]) -> None:
+        self._parts = [(tensor.numel(), tensor.dtype == torch.float32) for tensor in tensors]
+        flat = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors])
+        self._event: torch.cuda.Event | None = None
+        self._host = flat
+        if flat.device.type == "cuda":
+            # Not `.cpu()`, which waits for all that is launched before it is called.
+            self._host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=True)
+            self._host.copy_(flat, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(flat.device))
+
+    def read(self) -> list[Array]:
+        """Wait for the transfer; return flat arrays. Raises what the device reports."""
+        if self._event is not None:
+            self._event.synchronize()
+        whole, found, start = self._host.numpy(), list[Array](), 0
+        for numbers, is_float in self._parts:
+            part = whole[start : start + numbers]
+            found.append(part.view(np.float32) if is_float else part)
+            start += numbers
+        return found

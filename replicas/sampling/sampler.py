@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
 from samovar.replicas.messages import Grammar, Refused
 from samovar.replicas.model import is_device_lost, is_memory_short
-from samovar.replicas.sampling.draws import TEMPERATURE_MIN, Draw, Sampled, draw_tokens, greedy_of
+from samovar.replicas.sampling.draws import (
+    TEMPERATURE_MIN,
+    BegunDraws,
+    Draw,
+    Sampled,
+    greedy_of,
+    upload,
+)
 from samovar.replicas.scheduling import Sequence
 
 CPU_NUMBERS = 1 << 18
@@ -110,14 +117,7 @@ class Sampler:
         """
         if greedy is None:
             greedy = greedy_of(logits)
-        outcomes: dict[int, Sampled | Exception] = {}
-        draws: dict[int, Draw] = {}
-        for place, (row, sequence) in enumerate(picks):
-            if not self.is_plain_greedy(sequence):
-                try:
-                    draws[place] = self._draw(row, sequence, logits.shape[1])
-                except Exception as error:  # noqa: BLE001 - it is this pick's outcome
-                    outcomes[place] = error
+        draws, outcomes = self._draws(logits, picks)
         waiting, rows_max = list(draws), self.rows_max
         if logits.device.type == "cpu":
             rows_max = max(1, min(rows_max, CPU_NUMBERS // logits.shape[1]))
@@ -131,6 +131,38 @@ class Sampler:
             for place, (row, _) in enumerate(picks)
         ]
 
+    def begin(
+        self, logits: torch.Tensor, picks: Listing[tuple[int, Sequence]], greedy: torch.Tensor
+    ) -> BegunSample | None:
+        """Begin what `sample` does, so that another step can be launched before it is over.
+
+        None: only `sample` can do it. Raises what the device reports, but for memory that is short.
+        """
+        draws, failed = self._draws(logits, picks)
+        if failed or len(draws) > self.rows_max:
+            return None
+        try:
+            begun = BegunSample(logits, [row for row, _ in picks], draws, greedy)
+            return begun if begun.is_decided else None
+        except Exception as error:
+            if is_device_lost(error) or not is_memory_short(error):
+                raise
+            return None
+
+    def _draws(
+        self, logits: torch.Tensor, picks: Listing[tuple[int, Sequence]]
+    ) -> tuple[dict[int, Draw], dict[int, Sampled | Exception]]:
+        """Return what picks are drawn by, by place, but for the best of their rows; and what has no draw."""
+        draws: dict[int, Draw] = {}
+        outcomes: dict[int, Sampled | Exception] = {}
+        for place, (row, sequence) in enumerate(picks):
+            if not self.is_plain_greedy(sequence):
+                try:
+                    draws[place] = self._draw(row, sequence, logits.shape[1])
+                except Exception as error:  # noqa: BLE001 - it is this pick's outcome
+                    outcomes[place] = error
+        return draws, outcomes
+
     @staticmethod
     def _sampled(
         logits: torch.Tensor,
@@ -141,7 +173,7 @@ class Sampler:
     ) -> tuple[list[int], list[bool], dict[int, Sampled | Exception]]:
         """Draw for some picks; one by one where that fails, so that an error is that of one pick."""
         try:
-            best, has_nan, sampled = draw_tokens(logits, [draws[place] for place in places], greedy)
+            best, has_nan, sampled = BegunDraws(logits, [draws[place] for place in places], greedy).read()
             return best, has_nan, dict(zip(places, sampled, strict=True))
         except Exception as error:
             is_short = is_memory_short(error)
@@ -149,11 +181,11 @@ class Sampler:
                 raise
         if is_short:  # behind the exception, which holds what the draws had allocated
             relieve()
-        best, has_nan, _ = draw_tokens(logits, [], greedy)
+        best, has_nan, _ = BegunDraws(logits, [], greedy).read()
         outcomes: dict[int, Sampled | Exception] = {}
         for place in places:
             try:
-                outcomes[place] = draw_tokens(logits, [draws[place]], greedy)[2][0]
+                outcomes[place] = BegunDraws(logits, [draws[place]], greedy).read()[2][0]
             except Exception as error:
                 if is_device_lost(error):
                     raise
@@ -229,6 +261,44 @@ class Sampler:
             if others.any():  # where nothing else is allowed, the answer goes on with what would end it
                 return others
         return allowed
+
+
+class BegunSample:
+    """The tokens of a step's picks, under way.
+
+    `rows`: of the logits, one a pick; `draws`: by place among the picks; the others are the best of their
+    rows. `token_ids`: int32 `[picks]`, on the device.
+    """
+
+    def __init__(
+        self, logits: torch.Tensor, rows: list[int], draws: dict[int, Draw], greedy: torch.Tensor
+    ) -> None:
+        self._rows, self._places = rows, list(draws)
+        self._begun = BegunDraws(logits, list(draws.values()), greedy)
+        self.is_decided = self._begun.is_decided
+        ordered = [self._places[number] for number in self._begun.order]
+        if ordered == list(range(len(rows))):
+            self.token_ids = self._begun.tokens
+            return
+        best, arrays = greedy.view(2, -1)[0], {"rows": np.array(rows, dtype=np.int64)}
+        if draws:
+            arrays["places"] = np.array(ordered, dtype=np.int64)
+        if rows == list(range(len(rows))) and not draws:
+            self.token_ids = best[: len(rows)].clone()  # what is launched next overwrites it
+            return
+        given = upload(arrays, logits.device)
+        self.token_ids = best.index_select(0, given["rows"])
+        if draws:
+            self.token_ids.index_copy_(0, given["places"], self._begun.tokens)
+
+    def read(self) -> list[Sampled | Exception]:
+        """Wait for the device; return what `Sampler.sample` does. Raises what the device reports."""
+        best, has_nan, sampled = self._begun.read()
+        found = dict(zip(self._places, sampled, strict=True))
+        return [
+            NotNumbers() if has_nan[row] else found.get(place) or Sampled(best[row])
+            for place, row in enumerate(self._rows)
+        ]
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

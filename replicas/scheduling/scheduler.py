@@ -212,6 +212,36 @@ class Scheduler:
         self.queues.preempt_one([one for one in self.running if one in planned], plan)
         return "preempted"
 
+    def behind(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the decodes behind a step that is committed, and whose tokens are not known yet.
+
+        As if no answer ended. None: about the step behind it `schedule` has to decide, or there are no pages
+        for it. Who computes it calls `commit_behind` with what of it still runs.
+        """
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        if len(sequences) != len(self.running) or not all(chunk.samples for chunk in plan.chunks):
+            return None  # a prompt is not at its end, or a sequence waits for blocks
+        if self.admission.has_ready or any(chunk.draft for chunk in plan.chunks):
+            return None
+        if any(one.forks > 1 for one in sequences):
+            return None
+        if sum(self.tables.to_own(one, 1) for one in sequences) > self.pool.available:
+            return None
+        if all(one.tokens_left <= 1 for one in sequences):
+            return None
+        behind = StepPlan()
+        for one in sequences:
+            self.tables.own(one, 1, behind)
+            behind.chunks.append(Chunk(one, one.computed, 1))
+        assert not behind.copies, "a page is shared that a decode has written to"
+        return behind
+
+    def commit_behind(self, chunks: list[Chunk]) -> StepPlan:
+        """Return what of a step of `behind` counts, as `schedule` would have planned it."""
+        self._rests.ran((), ())
+        self._turns, self.admission.refused = None, set()
+        return StepPlan(chunks)
+
     def commit(self, plan: StepPlan) -> None:
         """Mark the step's slots as valid and publish full blocks, after the forward pass."""
         self.tables.forget_copied()

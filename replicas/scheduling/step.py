@@ -39,8 +39,16 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk includes the last known token, whose logits give the next one."""
-        return self.start + self.count == len(self.sequence.tokens)
+        """Whether the chunk includes the last known token, whose logits give the next one.
+
+        Or the token behind it: a step may be launched before that one is known.
+        """
+        return self.start + self.count >= len(self.sequence.tokens)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether its token is the one that the step before it samples, which only the device knows."""
+        return self.start == len(self.sequence.tokens)
 
     @property
     def scored(self) -> range:

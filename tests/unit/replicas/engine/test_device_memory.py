@@ -26,7 +26,7 @@ from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.device_errors import is_device_lost, is_memory_short
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.ranks.channel import RankLost
-from samovar.replicas.sampling.draws import draw_tokens
+from samovar.replicas.sampling.draws import BegunDraws
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import CHUNK_TOKENS, Chunk, halved
 from samovar.replicas.start import build
@@ -268,13 +268,13 @@ def test_draws_that_do_not_fit_are_done_again_one_by_one(
             held[0] = len(draws)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         assert held[0] == 0, "tried again before memory was given back"
-        return draw_tokens(logits, draws, greedy)
+        return BegunDraws(logits, draws, greedy)
 
     def free() -> None:
         freed.append(held[0])
         held[0] = 0
 
-    monkeypatch.setattr("samovar.replicas.sampling.sampler.draw_tokens", scarce)
+    monkeypatch.setattr("samovar.replicas.sampling.sampler.BegunDraws", scarce)
     monkeypatch.setattr(engine.runner, "free_memory", free)
     driver = on_device(engine, lambda _: True)
     got = answers_of(driver, **params)
@@ -289,10 +289,10 @@ def test_a_draw_that_never_fits_fails_its_request_alone_and_is_counted(
     def scarce(logits: torch.Tensor, draws: Listing[Any], greedy: torch.Tensor) -> Any:
         if any(draw.params.logprobs for draw in draws):
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-        return draw_tokens(logits, draws, greedy)
+        return BegunDraws(logits, draws, greedy)
 
     truth = on_device(engine, lambda _: True).run(prompt_of(20, seed=1), temperature=1.0, seed=3)
-    monkeypatch.setattr("samovar.replicas.sampling.sampler.draw_tokens", scarce)
+    monkeypatch.setattr("samovar.replicas.sampling.sampler.BegunDraws", scarce)
     driver = on_device(engine, lambda _: True)
     good = driver.submit(prompt_of(20, seed=1), temperature=1.0, seed=3)
     bad = driver.submit(prompt_of(20, seed=2), temperature=1.0, logprobs=1)
@@ -367,7 +367,7 @@ def test_a_lost_device_ends_the_engine_wherever_it_is_noticed(
     elif place == "sampling":
         monkeypatch.setattr(engine.sampler, "sample", lost)
     else:
-        monkeypatch.setattr("samovar.replicas.sampling.sampler.draw_tokens", lost)
+        monkeypatch.setattr("samovar.replicas.sampling.sampler.BegunDraws", lost)
     with pytest.raises(torch.AcceleratorError):
         driver.run(prompt_of(20), temperature=1.0)
     for key in engine.requests.open_keys():

@@ -230,14 +230,14 @@ class TestFaults:
         bad = driver.submit(prompt_of(20), temperature=1.0, n=3, max_tokens=5)
         good = driver.submit(prompt_of(20), max_tokens=5)
 
-        sound = draws.draw_tokens
+        sound = draws.BegunDraws
 
         def broken(logits: torch.Tensor, wanted: list[draws.Draw], greedy: torch.Tensor) -> object:
             if wanted:
                 raise ValueError("planted")
             return sound(logits, wanted, greedy)
 
-        monkeypatch.setattr(sampler, "draw_tokens", broken)
+        monkeypatch.setattr(sampler, "BegunDraws", broken)
         driver.drain()
         assert driver.answers[bad].failed is not None
         assert driver.answers[good].finish == {0: "length"}

@@ -188,7 +188,7 @@ def test_a_replay_after_other_numbers_were_put_in_gives_what_eager_gives(
         picked = rng.sample(range(9), rng.randint(1, 9))
         expected, given = eager.step(picked), graphed.step(picked)
         torch.testing.assert_close(given, expected, atol=1e-4, rtol=0)
-        assert graphed.runner.greedy is not None
+        assert graphed.runner.is_recorded
         assert graphed.runner.greedy.tolist() == [expected.argmax(dim=-1).tolist(), [0] * len(picked)]
     assert [one.tokens for one in graphed.sequences] == [one.tokens for one in eager.sequences]
     assert graphed.capture.replays == 40
@@ -250,7 +250,7 @@ def test_other_steps_are_computed_eagerly(model: torch.nn.Module, model_dir: Pat
         chunks[0] = Chunk(sequences[0], chunks[0].start - 1, 2)
     logits = side.runner.run(chunks)
     assert len(logits) == sum(chunk.samples for chunk in chunks)
-    assert side.runner.greedy is None
+    assert not side.runner.is_recorded
     assert side.capture.replays == 0
 
 
@@ -330,7 +330,7 @@ def test_a_row_with_nan_is_found_beside_others(model: torch.nn.Module, model_dir
     side.record()
     side.runner.pool.data[side.sequences[1].pages[0]] = torch.nan
     side.step([0, 1, 2])
-    assert side.runner.greedy is not None
+    assert side.runner.is_recorded
     assert side.runner.greedy[1].tolist() == [0, 1, 0]
 
 
