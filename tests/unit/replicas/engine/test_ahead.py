@@ -41,7 +41,7 @@ class History:
         built = small_engine(
             model, exact=False, step="transformers", pool_tokens=self.rng.choice([320, 2048]), sequences_max=6
         )
-        with_graphs(built)
+        with_graphs(built, self.rng.choice([0, 512]))
         self.engine, self.launched = built.engine, 0
         self.hung_up: set[int] = set()
         self.driver = Driver(self.engine)
