@@ -475,6 +475,7 @@ def test_an_engine_answers_the_same_with_graphs(model_dir: Path, tokens: int) ->
     for graphed in (False, True):
         built = small_engine(model_dir, exact=False, step="transformers")
         capture = with_graphs(built, tokens) if graphed else None
+        built.engine.runner.computes_behind = False  # what ends is behind then, in slots that nobody reads
         driver = Driver(built.engine)
         keys = [
             driver.submit(prompt_of(20, seed=1), max_tokens=24),
