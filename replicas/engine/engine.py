@@ -61,6 +61,46 @@ class _Flight(NamedTuple):
     is_usual: bool = True
 
 
+class _Ahead:
+    """The step that was launched before the tokens were known with which it begins: `flight`, if any."""
+
+    def __init__(self, scheduler: Scheduler, requests: OpenRequests) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self.flight: _Flight | None = None
+
+    def launch(
+        self, runner: Runner, before: _Flight, picks: Listing[tuple[int, Sequence]]
+    ) -> BegunSample | None:
+        """Begin to sample, and launch the step behind this one, which the device computes meanwhile.
+
+        So the device does not wait for what is done with tokens. None: nothing was begun.
+        """
+        plan, rows = before.plan, before.rows
+        behind = self._scheduler.behind(plan) if len(picks) == len(plan.chunks) else None
+        if behind is None:
+            return None
+        begun = self._requests.output.sampler.begin(rows.logits, picks, rows.greedy)
+        logits = None if begun is None else runner.run_behind(behind.chunks, begun.token_ids)
+        if logits is not None:
+            rows = _Rows(logits, runner.greedy, runner.took, runner.is_recorded)
+            self.flight = _Flight(behind, rows, list(enumerate(behind.chunks)))
+        return begun
+
+    def take(self) -> _Flight | None:
+        """Return what counts of the step: the rows of answers that have not ended; None: nothing."""
+        ahead, self.flight = self.flight, None
+        assert ahead is not None, "no step was launched ahead"
+        sampling = [(row, one) for row, one in ahead.sampling if one.sequence in self._requests.key_of]
+        if not sampling:
+            return None
+        for _, chunk in sampling:
+            if chunk.sequence.grammar is not None:
+                chunk.sequence.grammar.begin_mask()
+        plan = self._scheduler.commit_behind([chunk for _, chunk in sampling])
+        return _Flight(plan, ahead.rows, sampling)
+
+
 class Engine:
     """Runs the step loop of one replica.
 
@@ -86,7 +126,7 @@ class Engine:
         self.offload = offload
         self._step_times = StepTimes(meter, scheduler.budget.pace)
         self._step_s = 0.0  # time of the last step
-        self._ahead: _Flight | None = None  # launched before the tokens were known with which it begins
+        self._ahead = _Ahead(scheduler, requests)
 
     @property
     def has_work(self) -> bool:
@@ -133,7 +173,7 @@ class Engine:
             self.requests.jump(self.offload.collect())
             self.requests.is_stalled = False
         began_s, events = self.requests.clock(), list[tuple[int, Event]]()
-        flight = (self._ahead and self._take_ahead(self._ahead)) or self._launch(events)
+        flight = (self._ahead.flight and self._ahead.take()) or self._launch(events)
         if flight is None:
             return events
         plan, rows, sampling, _ = flight
@@ -145,7 +185,7 @@ class Engine:
             self._count_step(flight, self.requests.clock() - began_s)
         if sampling:
             admitted, picks = self._picks(sampling)
-            begun = self._launch_ahead(plan, rows, picks) if self.runner.computes_behind else None
+            begun = self._ahead.launch(self.runner, flight, picks) if self.runner.computes_behind else None
             if begun is None:
                 outcomes = self.sampler.sample(rows.logits, picks, rows.greedy, self._relieve)
             else:
@@ -190,35 +230,6 @@ class Engine:
             if not plan.chunks:
                 return None
         return _Flight(plan, rows, plan.sampling(), is_usual)
-
-    def _launch_ahead(
-        self, plan: StepPlan, rows: _Rows, picks: Listing[tuple[int, Sequence]]
-    ) -> BegunSample | None:
-        """Begin to sample, and launch the step behind this one, which the device computes meanwhile.
-
-        So the device does not wait for what is done with tokens. None: nothing was begun.
-        """
-        behind = self.scheduler.behind(plan) if len(picks) == len(plan.chunks) else None
-        begun = None if behind is None else self.sampler.begin(rows.logits, picks, rows.greedy)
-        if behind is None or begun is None:
-            return None
-        logits = self.runner.run_behind(behind.chunks, begun.token_ids)
-        if logits is not None:
-            rows = _Rows(logits, self.runner.greedy, self.runner.took, self.runner.is_recorded)
-            self._ahead = _Flight(behind, rows, list(enumerate(behind.chunks)))
-        return begun
-
-    def _take_ahead(self, ahead: _Flight) -> _Flight | None:
-        """Return what counts of a step that was launched ahead: the rows of answers that have not ended."""
-        self._ahead = None
-        sampling = [(row, one) for row, one in ahead.sampling if one.sequence in self.requests.key_of]
-        if not sampling:
-            return None
-        for _, chunk in sampling:
-            if chunk.sequence.grammar is not None:
-                chunk.sequence.grammar.begin_mask()
-        plan = self.scheduler.commit_behind([chunk for _, chunk in sampling])
-        return _Flight(plan, ahead.rows, sampling)
 
     def _check_drafts(self, sampling: Collection[tuple[int, Chunk]], rows: _Rows) -> list[tuple[int, Event]]:
         """Return the tokens behind the guesses that were right.

@@ -91,13 +91,25 @@ class History:
                 self.engine.requests.abort(key)
 
 
-def told(answer: Answer) -> dict[int, list[object]]:
-    """What each choice was told, token by token; log-probabilities as far as float32 gives them."""
-    found: dict[int, list[object]] = {}
-    for delta in answer.deltas:
-        logprobs = [(one.token_id, round(one.logprob, 3), len(one.top)) for one in delta.logprobs]
-        found.setdefault(delta.index, []).append((delta.text, delta.token_ids, logprobs, delta.finish_reason))
-    return found
+def told(answer: Answer, index: int) -> list[object]:
+    """What a choice was told, token by token; log-probabilities as far as float32 gives them."""
+    return [
+        (
+            delta.text,
+            delta.token_ids,
+            [(one.token_id, Near(one.logprob), len(one.top)) for one in delta.logprobs],
+            delta.finish_reason,
+        )
+        for delta in answer.deltas
+        if delta.index == index
+    ]
+
+
+class Near(float):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-3
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("seed", seeds(60))
@@ -106,7 +118,9 @@ def test_any_history_has_the_same_answers_with_steps_ahead(seed: int, tiny_llama
     wanted, given = plain.run(), ahead.run()
     for key, answer in wanted.items():
         assert (given[key].refused, given[key].failed) == (answer.refused, answer.failed)
-        for (index, ours), theirs in zip(told(given[key]).items(), told(answer).values(), strict=True):
+        assert given[key].texts.keys() == answer.texts.keys()
+        for index in answer.texts:
+            ours, theirs = told(given[key], index), told(answer, index)
             same = min(len(ours), len(theirs)) if key in plain.hung_up else max(len(ours), len(theirs))
             assert ours[:same] == theirs[:same], f"choice {index} of request {key}"
     assert plain.launched == 0
