@@ -26,7 +26,7 @@ from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool, LayerKv
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.scheduling.sequence import Sequence
-from samovar.replicas.scheduling.step import Chunk
+from samovar.replicas.scheduling.step import Chunk, StepTimes
 from samovar.replicas.start import build
 from samovar.replicas.start.build import BuiltEngine
 from tests.support.engines.engines import Driver, prompt_of, small_engine
@@ -316,14 +316,15 @@ def test_planted_words_of_another_step_are_found(
     first = [(0, 0, 2), (1, 3, 4), (2, 4, 6)]
     side.runner.run([Chunk(side.sequences[number], start, count) for number, start, count in first])
     if fault == "another tile":
-        write = inputs_module._Tiles.write
+        pack = StepPacker.pack
 
-        def other_row(self: Any, host: Any, tiles: int, items: int, places: Any, rows: int) -> None:
-            write(self, host, tiles, items, places, rows)
-            if len(self.tiles):
-                host[tiles + 4 * (len(self.tiles) - 1) :][:4] = self.tiles[-1] + [0, 1, 0, 0]
+        def other_row(self: StepPacker, chunks: Any, shape: Any = None) -> StepInputs:
+            inputs = pack(self, chunks, shape)
+            assert inputs.others is not None
+            inputs.others.tiles[0, 1] += 1
+            return inputs
 
-        monkeypatch.setattr(inputs_module._Tiles, "write", other_row)
+        monkeypatch.setattr(StepPacker, "pack", other_row)
     else:
         monkeypatch.setattr(inputs_module, fault, lambda *_: None)
     step = [(2, 3, 5), (1, 0, 4), (0, 2, 3), (2, 22, 1)]
@@ -511,18 +512,19 @@ def test_an_engine_answers_the_same_with_graphs(model_dir: Path, tokens: int) ->
 
 
 @pytest.mark.parametrize("tokens", [0, 512])
-def test_recorded_steps_tell_what_they_take(model_dir: Path, tokens: int) -> None:
+def test_recorded_steps_tell_what_they_take(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
     """Prices learn of all steps where chunks are recorded, too; the pace always does."""
     built = small_engine(model_dir, exact=False, step="transformers")
     capture, engine = with_graphs(built, tokens), built.engine
-    told = list[tuple[int, bool]]()
-    ran = engine._step_times.ran
+    told, ran = list[tuple[int, bool]](), StepTimes.ran
 
-    def noted(chunks: Any, seconds: Any, *, prices: bool) -> None:
+    def noted(self: StepTimes, chunks: Any, seconds: Any, *, prices: bool) -> None:
         told.append((sum(chunk.rows for chunk in chunks), prices))
-        ran(chunks, seconds, prices=prices)
+        ran(self, chunks, seconds, prices=prices)
 
-    engine._step_times.ran = noted  # type: ignore[method-assign]
+    monkeypatch.setattr(StepTimes, "ran", noted)
     driver = Driver(engine)
     driver.submit(prompt_of(20, seed=1), max_tokens=8)
     driver.drain()
