@@ -188,8 +188,12 @@ class StepInputs:
         self.positions = words[positions : positions + shape.rows]
         self.slots = words[slots : slots + shape.rows]
         self.spans = _matrix(words, spans, shape.segments, SEGMENT_WORDS)
-        self.decodes = _work(words, shape, decodes, shape.decodes, is_split[0])
-        self.others = _work(words, shape, others, shape.others, is_split[1])
+        self.decodes: TileWork | None = None
+        self.others: TileWork | None = None
+        if shape.decodes.tiles:
+            self.decodes = _work(words, shape, decodes, shape.decodes, is_split[0])
+        if shape.others.tiles:
+            self.others = _work(words, shape, others, shape.others, is_split[1])
         self.sample_rows = words[rows : rows + shape.samples]
         self.tables = words[tables:]
 
@@ -211,11 +215,7 @@ def _matrix(words: torch.Tensor, start: int, rows: int, columns: int) -> torch.T
     return words[start : start + rows * columns].view(rows, columns)
 
 
-def _work(
-    words: torch.Tensor, shape: StepShape, start: int, places: TilePlaces, is_split: bool
-) -> TileWork | None:
-    if not places.tiles:
-        return None
+def _work(words: torch.Tensor, shape: StepShape, start: int, places: TilePlaces, is_split: bool) -> TileWork:
     behind = start + -(-places.tiles * TILE_WORDS // ALIGN_WORDS) * ALIGN_WORDS
     return TileWork(
         _matrix(words, start, places.tiles, TILE_WORDS),
@@ -291,10 +291,16 @@ class StepPacker:
                 sampling += range(row + chunk.count - 1, row + rows)
             row += rows
             table += blocks
-        decodes, others = _tiles(segments, self._tiling)
+        decodes = others = _NO_TILES
+        if self._tiling is not None:
+            decodes, others = _tiles(segments, self._tiling)
         if shape is None:
             shape = StepShape(
-                self._padded(row), len(segments), self._padded(len(sampling)), decodes.places, others.places
+                self._padded(row),
+                len(segments),
+                self._padded(len(sampling)),
+                TilePlaces(len(decodes.tiles), len(decodes.items)),
+                TilePlaces(len(others.tiles), len(others.items)),
             )
         places = shape.places()
         words = places[-1] + table
@@ -305,8 +311,9 @@ class StepPacker:
             tables[one.table : one.table + one.blocks] = chunk.sequence.pages[: one.blocks]
         _write_rows(host, places, shape.rows, chunks, segments, block_tokens)
         _write_spans(host, places, shape, segments)
-        decodes.write(host, places[4], places[5], shape.decodes, shape.rows)
-        others.write(host, places[6], places[7], shape.others, shape.rows)
+        if self._tiling is not None:
+            decodes.write(host, places[4], places[5], shape.decodes, shape.rows)
+            others.write(host, places[6], places[7], shape.others, shape.rows)
         _write_samples(host, places, shape, sampling)
         if shape.rows > row:
             slots = host[places[2] : places[2] + shape.rows]
@@ -361,14 +368,8 @@ class _Tiles:
     items: Words
     is_split: bool
 
-    @property
-    def places(self) -> TilePlaces:
-        return TilePlaces(len(self.tiles), len(self.items))
-
     def write(self, host: Words, tiles: int, items: int, places: TilePlaces, rows: int) -> None:
         """Write them, and padding: tiles behind the last of `rows`, and items of no run."""
-        if not places.tiles:
-            return
         for start, own, count, padding in (
             (tiles, self.tiles, places.tiles, (0, rows, 0, 0)),
             (items, self.items, places.items, (0, SPLITS_MAX)),
@@ -382,10 +383,8 @@ class _Tiles:
 _NO_TILES = _Tiles(np.empty((0, TILE_WORDS), np.int32), np.empty((0, ITEM_WORDS), np.int32), False)
 
 
-def _tiles(segments: Listing[Segment], tiling: Tiling | None) -> tuple[_Tiles, _Tiles]:
+def _tiles(segments: Listing[Segment], tiling: Tiling) -> tuple[_Tiles, _Tiles]:
     """Cut a step into tiles of segments of one row, and of more; each in the order of the segments."""
-    if tiling is None:
-        return _NO_TILES, _NO_TILES
     decodes, others = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
     for number, one in enumerate(segments):
         if one.count == 1:

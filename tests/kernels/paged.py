@@ -10,7 +10,7 @@ import torch
 
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.attention_triton import TileShape, TritonPaged
-from samovar.replicas.forward.inputs import StepInputs, StepPacker
+from samovar.replicas.forward.inputs import StepInputs, StepPacker, StepShape, TilePlaces, Tiling
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.scheduling.sequence import bare_sequence
 from samovar.replicas.scheduling.step import Chunk
@@ -24,6 +24,10 @@ MIXED = ((130, 1), (0, 37), (30, 21), (0, 1), (63, 1), (64, 20), (95, 1))
 
 FEW = ((130, 1), (30, 21), (0, 1), (64, 6))
 """For what the interpreter is slow at: splits are merged row by row and head by head."""
+
+
+LONG_AND_SHORT = ((130, 1), (700, 1), (17, 1), (600, 40), (0, 21))
+"""The long ones are read in several runs."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,27 @@ class PagedCase:
         plan = self.backend.prepare(self.inputs).split_into(self.shape.splits)
         unused = torch.empty(0)
         return self.backend.attend(self.query, unused, unused, self.kv, plan, form or self.form())
+
+    def attend_padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a recorded shape gives for the step, and what the step's own does.
+
+        All that is not of the step is NaN, the trash page and padding's queries too. Two layers
+        write one after the other.
+        """
+        tiling = Tiling(self.backend.tiling.rows, 9, 40)
+        self.backend.tiling = tiling
+        padded = StepShape(96, 12, 12, TilePlaces(8, 17), TilePlaces(20, 60), is_recorded=True)
+        found = list[torch.Tensor]()
+        for shape in (None, padded):
+            inputs = StepPacker(CPU, self.shape.block_tokens, tiling=tiling).pack(self.chunks, shape)
+            plan, empty = self.backend.prepare(inputs), torch.empty(0)
+            assert all(launch.work.is_split for launch in plan.launches)
+            missing = inputs.shape.rows - len(self.query)
+            query = torch.cat([self.query, torch.full((missing, *self.query.shape[1:]), math.nan)])
+            for _ in range(2):
+                out = self.backend.attend(query, empty, empty, self.kv, plan, self.form())
+            found.append(out)
+        return found[1], found[0]
 
     def form(self) -> AttentionForm:
         return AttentionForm(self.shape.head_dim**-0.5)

@@ -9,9 +9,8 @@ from samovar.replicas.forward import attention_triton
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.attention_choice import compare
 from samovar.replicas.forward.attention_triton import TritonPaged, Unserved, write_rows
-from samovar.replicas.forward.inputs import StepPacker, StepShape, TilePlaces, Tiling
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
-from tests.kernels.paged import CPU, SMALL, PagedCase, Shape
+from tests.kernels.paged import CPU, LONG_AND_SHORT, SMALL, PagedCase, Shape
 
 INT8 = {"head_dim": 64, "is_int8": True}
 
@@ -80,29 +79,12 @@ def test_a_wrong_kernel_is_found_at_the_start(wrong: type[TritonPaged], why: str
         compare(kernel(wrong, 1), pool, [AttentionForm(0.125)])
 
 
-STEPS = ((130, 1), (700, 1), (17, 1), (600, 40), (0, 21))
-
-
 @pytest.mark.parametrize("shape", [Shape(), Shape(group=7), Shape(group=3, **INT8)], ids=str)
 def test_a_padded_step_is_the_same_step_to_the_bit(shape: Shape) -> None:
-    """As graphs have it: decodes beside chunks, some in runs and some not, the rest of the places empty.
-
-    All that is not of the step is NaN, the trash page too; padding rows are zero.
-    """
-    case = PagedCase(shape, STEPS)
-    case.backend.tiling = tiling = Tiling(case.backend.tiling.rows, 9, 40)
-    packer, rows, form = StepPacker(CPU, 16, tiling=tiling), case.inputs.shape.rows, case.form()
-    unused = torch.empty(0)
-    case.inputs = packer.pack(case.chunks)
-    plan = case.backend.prepare(case.inputs)
-    assert all(launch.work.is_split for launch in plan.launches)
-    expected = case.backend.attend(case.query, unused, unused, case.kv, plan, form)
-    padded = StepShape(96, 12, 12, TilePlaces(8, 17), TilePlaces(20, 60), is_recorded=True)
-    inputs = StepPacker(CPU, 16, tiling=tiling).pack(case.chunks, padded)
-    query = torch.cat([case.query, torch.full((96 - rows, *case.query.shape[1:]), torch.nan)])
-    plan = case.backend.prepare(inputs)
-    for _ in range(2):  # one layer after the other
-        found = case.backend.attend(query, unused, unused, case.kv, plan, form)
-        assert torch.equal(found[:rows], expected)
-        assert (found[rows:] == 0).all()
+    """As graphs have it: decodes beside chunks, some in runs and some not, the rest of the places empty."""
+    case = PagedCase(shape, LONG_AND_SHORT)
+    found, expected = case.attend_padded()
+    rows = len(expected)
+    assert torch.equal(found[:rows], expected)
+    assert (found[rows:] == 0).all()
     assert (expected.double() - case.reference()).abs().max() <= 1e-5

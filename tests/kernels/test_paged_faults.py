@@ -10,7 +10,7 @@ import torch
 
 from samovar.replicas.forward import attention_triton, paged_kernels
 from samovar.replicas.forward.attention import AttentionForm
-from tests.kernels.paged import PagedCase, Shape
+from tests.kernels.paged import LONG_AND_SHORT, PagedCase, Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -68,6 +68,11 @@ FAULTS = {
         PLAIN,
     ),
     "split: the last one is not merged": ("mask=numbers < splits", "mask=numbers < splits - 1", PLAIN),
+    "split: the first one is not merged": (
+        "(first + numbers) * kv_heads",
+        "(first + numbers + 1) * kv_heads",
+        PLAIN,
+    ),
     "split: each has the sink": ("if split == 0:", "if split >= 0:", WINDOW),
     "head: a group has its neighbour's K": (
         "kv_head % HEADS_PER_GROUP",
@@ -101,6 +106,29 @@ def test_without_a_fault_there_is_none(shape: Shape, form: AttentionForm) -> Non
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find, put, form = FAULTS[fault]
+    plant(find, put, tmp_path, monkeypatch)
+    assert not PagedCase(shape_of(fault), STEPS).error(form) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("find", "put"),
+    [
+        ("if splits < 2:  # padding", "if splits < 1:  # padding"),  # merged of what nobody wrote
+        ("tl.load(tiles + 4 * tile + 2) + split) * kv_heads", "split) * kv_heads"),
+        ("tile, split = tl.load(items + 2 * item),", "tile, split = tl.load(items),"),
+    ],
+)
+def test_a_planted_fault_of_a_recorded_step_is_seen(
+    find: str, put: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(find, put, tmp_path, monkeypatch)
+    case = PagedCase(Shape(), LONG_AND_SHORT)
+    found, _ = case.attend_padded()
+    off = (found[: len(case.query)].double() - case.reference()).abs().max().item()
+    assert not off <= 1e-2  # NaN is not, either
+
+
+def plant(find: str, put: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Path(paged_kernels.__file__).read_text()
     assert find in text
     planted = tmp_path / "planted_kernels.py"
@@ -111,4 +139,3 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path, monkeypatch: pytest
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(attention_triton, "_kernels", lambda: module)
-    assert not PagedCase(shape_of(fault), STEPS).error(form) <= 1e-2
