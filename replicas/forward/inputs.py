@@ -295,10 +295,11 @@ class StepPacker:
         if self._tiling is not None:
             decodes, others = _tiles(segments, self._tiling)
         if shape is None:
+            rows, samples = (count + -count % self._rows_multiple for count in (row, len(sampling)))
             shape = StepShape(
-                self._padded(row),
+                rows,
                 len(segments),
-                self._padded(len(sampling)),
+                samples,
                 TilePlaces(len(decodes.tiles), len(decodes.items)),
                 TilePlaces(len(others.tiles), len(others.items)),
             )
@@ -355,9 +356,6 @@ class StepPacker:
             is_split=(bool(split), bool(split_too)),
             block_tokens=self._block_tokens,
         )
-
-    def _padded(self, count: int) -> int:
-        return count + -count % self._rows_multiple
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -115,22 +115,35 @@ class BegunDraws:
         self._drawn: _Drawn | None = None
         self.order = sorted(range(len(draws)), key=lambda place: draws[place].order)
         self.tokens, self.is_decided = greedy[:0], True
-        back = [greedy]
+        self._back = [greedy]
         if draws:
             batch = _Batch([draws[place] for place in self.order], logits.shape[1])
             with torch.inference_mode():
                 self._drawn = _Drawn(batch, logits, upload(batch.arrays, logits.device))
             self.tokens = self._drawn.tensors[0]
             self.is_decided = not _is_on_host(logits) or bool((self.tokens < logits.shape[1]).all())
-            back += self._drawn.tensors
-        self._fetch = _Fetch(back)
+            self._back += self._drawn.tensors
+        flat = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in self._back])
+        self._host, self._event = flat, cast(torch.cuda.Event | None, None)
+        if flat.device.type == "cuda":
+            # Not `.cpu()`, which waits for all that is launched before it is called.
+            self._host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=True)
+            self._host.copy_(flat, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(flat.device))
 
     def read(self) -> tuple[list[int], list[bool], list[Sampled]]:
         """Return the best token of each row, whether it contains a NaN, and what each draw gives.
 
         Waits for the device. Raises what it reports.
         """
-        fetched = self._fetch.read()
+        if self._event is not None:
+            self._event.synchronize()
+        whole, fetched, start = self._host.numpy(), list[Array](), 0
+        for tensor in self._back:
+            part = whole[start : start + tensor.numel()]
+            fetched.append(part.view(np.float32) if tensor.dtype == torch.float32 else part)
+            start += len(part)
         has_nan = fetched[0][self._rows :].astype(bool)
         sampled: list[Sampled] = [Sampled(0)] * len(self.order)
         if self._drawn is not None:
@@ -475,30 +488,3 @@ def _bools(bits: torch.Tensor, count: int) -> torch.Tensor:
     """Return bool `[..., count]` of uint8 `[..., bytes]`, the lowest bit first."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits[..., None] >> places) & 1).flatten(-2)[..., :count].bool()
-
-
-class _Fetch:
-    """One transfer of int32 and float32 tensors from their device, as they are when this is made."""
-
-    def __init__(self, tensors: Listing[torch.Tensor]) -> None:
-        self._parts = [(tensor.numel(), tensor.dtype == torch.float32) for tensor in tensors]
-        flat = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors])
-        self._event: torch.cuda.Event | None = None
-        self._host = flat
-        if flat.device.type == "cuda":
-            # Not `.cpu()`, which waits for all that is launched before it is called.
-            self._host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=True)
-            self._host.copy_(flat, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(flat.device))
-
-    def read(self) -> list[Array]:
-        """Wait for the transfer; return flat arrays. Raises what the device reports."""
-        if self._event is not None:
-            self._event.synchronize()
-        whole, found, start = self._host.numpy(), list[Array](), 0
-        for numbers, is_float in self._parts:
-            part = whole[start : start + numbers]
-            found.append(part.view(np.float32) if is_float else part)
-            start += numbers
-        return found

@@ -134,7 +134,8 @@ def peaked(rows: int) -> torch.Tensor:
 def test_a_step_comes_back_in_one_transfer_for_each_so_many_rows(
     rows_max: int, transfers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetches = counted(monkeypatch, "_Fetch")
+    fetches, begun = list[int](), sampler.BegunDraws
+    monkeypatch.setattr(sampler, "BegunDraws", lambda *given: fetches.append(1) or begun(*given))
     rng = random.Random(3)
     made: list[Params] = [{"temperature": 0.0}, {"top_p": 0.9}, {}, {"logprobs": 3}, {"logprobs": 5}]
     logits = peaked(15)
