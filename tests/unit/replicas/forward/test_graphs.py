@@ -400,7 +400,7 @@ def runner_on(device: str, *, tiled: bool = True, error: Exception | None = None
     backend = Mock(tiling=Tiling(4) if tiled else None)
     backend.name = "sdpa"
     runner = Mock(device=torch.device(device), backend=backend, exact=False)
-    graphs = Mock(sentence="7 of decodes to 32 rows")
+    graphs = Mock(sentence="7 of decodes to 32 rows", most_decodes=32)
     runner.record_steps.side_effect = error or (lambda *_: graphs)
     return runner
 
@@ -416,7 +416,7 @@ def runner_on(device: str, *, tiled: bool = True, error: Exception | None = None
         (runner_on("cuda"), {"tensor_parallel": 2, "kv_groups": 2}, "", "none: the other ranks"),
         (runner_on("cuda", error=RuntimeError("no memory")), {}, "", "none: RuntimeError: no memory"),
         (runner_on("cuda"), {}, "", "7 of decodes to 32 rows; 0.0 s, 300 MiB"),
-        (runner_on("cuda"), {"graph_rows_max": 16}, "", "MiB; more decodes eagerly, of 32"),
+        (runner_on("cuda"), {"sequences_max": 33}, "", "MiB; more than 32 decodes eagerly, of 33"),
     ],
 )
 def test_what_cannot_be_recorded_is_served_without_and_told(
@@ -429,7 +429,7 @@ def test_what_cannot_be_recorded_is_served_without_and_told(
     monkeypatch.setattr(build, "why_by_rows", lambda device, dtype: "by rows")
     begun = list[str]()
     said = build.record_steps(
-        EngineSettings(sequences_max=32, **settings),
+        EngineSettings(**{"sequences_max": 32, **settings}),
         runner,
         Mock(has_experts=experts != ""),
         Mock(context_tokens_max=99),
@@ -463,6 +463,15 @@ def test_the_memory_of_the_largest_steps_is_held_again_after_recording(
     said = build.record_steps(EngineSettings(), runner, Mock(has_experts=False), Mock(context_tokens_max=99))
     assert done == ["record", "hold", *([] if fits else ["forget"])]
     assert said.startswith("7 of decodes") == fits
+
+
+def test_what_is_recorded_is_told(model: torch.nn.Module, model_dir: Path) -> None:
+    side = Side(model, model_dir, 1)
+    graphs = side.runner.record_steps(side.capture, LIMITS)
+    assert graphs.sentence == "5 of decodes to 12 rows, 4 of chunks to 128 tokens"
+    assert graphs.most_decodes == ROWS + 1
+    few = side.runner.record_steps(side.capture, DECODES)
+    assert (few.sentence, few.most_decodes) == ("5 of decodes to 12 rows", ROWS)
 
 
 def test_forgotten_graphs_are_replayed_no_more(model: torch.nn.Module, model_dir: Path) -> None:
