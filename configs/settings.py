@@ -235,8 +235,8 @@ class EngineSettings(SplitSettings):
         None,
         ge=0,
         le=GRAPH_ROWS_MAX,
-        description="decode steps of up to so many sequences are CUDA graphs; empty = all that may run "
-        f"(sequences_max), up to {GRAPH_ROWS_MAX}; 0 = no step is one",
+        description="CUDA graphs of decodes alone are recorded for up to so many sequences; empty = all "
+        f"that may run (sequences_max), up to {GRAPH_ROWS_MAX}; 0 = no step is a graph",
     )
     graph_tokens_max: ClassVar[int] = GRAPH_ROWS_MAX  # steps with parts of prompts are CUDA graphs, too
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")

@@ -230,6 +230,11 @@ class StepGraphs:
         return Computed(left.logits[: parts.samples], left.greedy[:, : parts.samples])
 
     @property
+    def most_decodes(self) -> int:
+        """Return how many decodes a recorded step holds at most."""
+        return max(bucket.most.single for bucket in (*self.decodes, *self.chunks))
+
+    @property
     def sentence(self) -> str:
         """Return what is recorded."""
         kinds = (

@@ -11,10 +11,11 @@ the same shape have the same addresses, as a captured graph needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -244,6 +245,7 @@ class StepPacker:
     """Packs steps for one device.
 
     `rows_multiple`: rows and samples are padded to a multiple of it; `tiling`: None: the backend needs none.
+    `queue`: where uploads go; None: the device's own, or no upload on a CPU.
 
     The device's buffer is always the same one, unless a step does not fit into it (`StepInputs.words` longer
     than `words_max`): such a step gets memory of its own. `reserve` makes it larger; never call it once a
@@ -257,8 +259,9 @@ class StepPacker:
         *,
         rows_multiple: int = 1,
         tiling: Tiling | None = None,
+        queue: UploadQueue | None = None,
     ) -> None:
-        self._device = device
+        self._queue = CudaQueue(device) if queue is None and device.type == "cuda" else queue
         self._block_tokens = block_tokens
         self._rows_multiple = rows_multiple
         self._tiling = tiling
@@ -272,7 +275,7 @@ class StepPacker:
     def reserve(self, words: int) -> None:
         """Allocate the buffers, for steps of up to so many words."""
         self._buffers: _Buffers = (
-            _PinnedBuffers(self._device, words) if self._device.type == "cuda" else _HostBuffers(words)
+            _HostBuffers(words) if self._queue is None else _QueuedBuffers(self._queue, words)
         )
 
     def pack(self, chunks: Listing[Chunk], shape: StepShape | None = None) -> StepInputs:
@@ -513,31 +516,63 @@ class _HostBuffers:
         return self._step[:words]
 
 
-class _PinnedBuffers:
-    """Packs in pinned memory and copies it to the device's buffer, on the current stream.
+class UploadQueue(Protocol):
+    """What a device does in order: uploads are queued behind the steps before them."""
+
+    def host(self, words: int) -> torch.Tensor:
+        """Return memory of the host that a queued copy reads whenever it is its turn."""
+        ...
+
+    def device(self, words: int) -> torch.Tensor:
+        """Return memory of the device."""
+        ...
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        """Queue a copy to the device; return what waits until it is over."""
+        ...
+
+
+class CudaQueue:
+    """The current stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def host(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int32, pin_memory=True)
+
+    def device(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int32, device=self._device)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event.synchronize
+
+
+class _QueuedBuffers:
+    """Packs in memory of the host and queues the copy to the device's buffer.
 
     Two host buffers in turns: a copy that is only queued still reads the other one.
     """
 
-    def __init__(self, device: torch.device, words: int) -> None:
+    def __init__(self, queue: UploadQueue, words: int) -> None:
         self.words = words
-        self._device = device
-        self._own = torch.zeros(words, dtype=torch.int32, device=device)
-        self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._queue = queue
+        self._own = queue.device(words)
+        self._hosts = [queue.host(words) for _ in range(2)]
+        self._wait: list[Callable[[], object] | None] = [None, None]
         self._turn = 0
         self._step = self._hosts[0]
 
     def host(self, words: int) -> Words:
         """Return memory to write a step of so many words to."""
         self._turn = 1 - self._turn
-        copied = self._copied[self._turn]
-        if copied is not None:
-            copied.synchronize()  # of two steps ago: over long since
-        if words <= self.words:
-            self._step = self._hosts[self._turn]
-        else:
-            self._step = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        wait = self._wait[self._turn]
+        if wait is not None:
+            wait()  # of two steps ago: over long since
+        self._step = self._hosts[self._turn] if words <= self.words else self._queue.host(words)
         return self._step.numpy()
 
     def written(self, words: int) -> Words:
@@ -546,14 +581,9 @@ class _PinnedBuffers:
 
     def upload(self, words: int) -> torch.Tensor:
         """Begin the copy and return the words on the device."""
-        target = self._own
-        if words > self.words:
-            target = torch.empty(words, dtype=torch.int32, device=self._device)
-        target[:words].copy_(self._step[:words], non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        self._copied[self._turn] = event
+        target = self._own if words <= self.words else self._queue.device(words)
+        self._wait[self._turn] = self._queue.copy(self._step[:words], target[:words])
         return target[:words]
 
 
-_Buffers = _HostBuffers | _PinnedBuffers
+_Buffers = _HostBuffers | _QueuedBuffers

@@ -604,8 +604,8 @@ def record_steps(
         logger.warning("steps are computed without CUDA graphs", exc_info=True)
         return f"none: {type(error).__name__}: {str(error).strip()[:REASON_CHARS_MAX]}"
     said = f"{graphs.sentence}; {took_s:.1f} s, {max(0, taken_bytes) / MIB:.0f} MiB"
-    if engine.graph_rows < engine.sequences_max:
-        said += f"; more decodes eagerly, of {engine.sequences_max} (engine.sequences_max)"
+    if graphs.most_decodes < engine.sequences_max:
+        said += f"; more than {graphs.most_decodes} decodes eagerly, of {engine.sequences_max} that may run"
     return said
 
 

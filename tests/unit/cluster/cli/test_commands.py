@@ -356,6 +356,15 @@ def test_the_table_at_start_shows_the_cache_and_what_fits() -> None:
         "off (tiers.s3.bucket)",
     ):
         assert part in text
+    assert "graphs" not in text, "of a CPU"
+
+
+def test_the_table_of_a_gpu_says_which_steps_are_graphs() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    recorded = replace(info(), graphs="15 of decodes to 128 rows; 4.1 s, 310 MiB")
+    console.print(startup_table(recorded, replicas=1, settings=Settings()))
+    (line,) = (line for line in console.export_text().splitlines() if " graphs " in line)
+    assert "15 of decodes to 128 rows; 4.1 s, 310 MiB" in line
 
 
 def test_the_table_at_start_says_where_each_tier_is() -> None:

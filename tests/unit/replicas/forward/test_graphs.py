@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ from samovar.configs.settings import EngineSettings
 from samovar.replicas.engine.audit import bare_sequence
 from samovar.replicas.forward import inputs as inputs_module
 from samovar.replicas.forward import loading
+from samovar.replicas.forward import runner as runner_module
 from samovar.replicas.forward.attention import AttentionForm
 from samovar.replicas.forward.graphs import CHUNK_ROWS, Bucket, GraphLimits, buckets_of, chunk_buckets_of
 from samovar.replicas.forward.inputs import StepInputs, StepPacker, Tiling
@@ -31,6 +35,7 @@ from samovar.replicas.start import build
 from samovar.replicas.start.build import BuiltEngine
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.launches import Launches
+from tests.support.engines.simulated_device import SimulatedDevice
 from tests.support.engines.tiny_models import Family, make_tiny_model
 
 CPU = torch.device("cpu")
@@ -125,6 +130,12 @@ class Side:
         ]
         for sequence in self.sequences:
             self.runner.run([Chunk(sequence, 0, len(sequence.tokens) - 1)])
+
+    def use_queue(self, queue: SimulatedQueue) -> None:
+        """Let the runner's steps be uploaded by this queue from now on."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner_module, "StepPacker", partial(StepPacker, queue=queue))
+            self.runner = Runner(self.runner.model, self.runner.pool, TensorPaged(), exact=False)
 
     def record(self) -> None:
         self.runner.record_steps(self.capture, LIMITS)
@@ -307,6 +318,84 @@ def test_steps_with_chunks_give_what_eager_gives_to_the_bit(model: torch.nn.Modu
     torch.testing.assert_close(ours[kept], theirs[kept], atol=0, rtol=0, equal_nan=True)
 
 
+class SimulatedQueue:
+    """A device that is busy: what is queued happens in order, but some time later."""
+
+    def __init__(self, seed: int) -> None:
+        self._device = SimulatedDevice(np.zeros((1, 16), dtype=np.uint8), random.Random(seed))
+        self.is_recording = True
+
+    def host(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int32)
+
+    def device(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int32)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+        half = len(source) // 2
+        self.submit(lambda: target[:half].copy_(source[:half]), lambda: target[half:].copy_(source[half:]))
+        return self._device.mark().wait
+
+    def submit(self, *parts: Callable[[], object]) -> None:
+        self._device.computing.submit(*parts)  # type: ignore[arg-type]
+        if self.is_recording:
+            self.finish()
+        else:
+            self._device.happen()
+
+    def finish(self) -> None:
+        while self._device.run_one():
+            pass
+
+    def __call__(self, launch: Callable[[], None]) -> Callable[[], None]:
+        launch()
+        return lambda: self.submit(launch)
+
+
+@torch.inference_mode()
+def queued_steps(model: torch.nn.Module, model_dir: Path, seed: int) -> bool:
+    """Whether steps that are launched while the ones before still wait give what eager gives."""
+    eager, side, queue = Side(model, model_dir, 9), Side(model, model_dir, 9), SimulatedQueue(seed)
+    side.use_queue(queue)
+    side.runner.record_steps(queue, LIMITS)
+    queue.is_recording = False
+    rng, truths, found = random.Random(seed), list[torch.Tensor](), list[torch.Tensor]()
+    while len(truths) < 25:
+        step = mixes(eager, rng)
+        if sum(count for *_, count in step) > 64 or sum(count > 1 for *_, count in step) > 4:
+            continue
+        truths.append(
+            eager.runner.run([Chunk(eager.sequences[one], start, count) for one, start, count in step])
+        )
+        logits = side.runner.run([Chunk(side.sequences[one], start, count) for one, start, count in step])
+        assert side.runner.is_recorded
+        queue.submit(lambda logits=logits: found.append(logits.clone()))  # as the sampling that is behind it
+    queue.finish()
+    return all(torch.equal(*pair) for pair in zip(found, truths, strict=True))
+
+
+@pytest.mark.usefixtures("row_by_row")
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_launched_on_a_busy_device_give_what_eager_gives(
+    model: torch.nn.Module, model_dir: Path, seed: int
+) -> None:
+    assert queued_steps(model, model_dir, seed)
+
+
+@pytest.mark.usefixtures("row_by_row")
+def test_planted_a_step_written_over_a_queued_one_is_found(
+    model: torch.nn.Module, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hasty(SimulatedQueue):
+        def copy(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+            super().copy(source, target)
+            return lambda: None
+
+    monkeypatch.setitem(globals(), "SimulatedQueue", Hasty)
+    with suppress(RuntimeError, IndexError):  # half of one step and half of another makes no sense
+        assert not all(queued_steps(model, model_dir, seed) for seed in range(4))
+
+
 @pytest.mark.parametrize("fault", ["_write_spans", "_write_samples", "_write_rows", "another tile"])
 def test_planted_words_of_another_step_are_found(
     model: torch.nn.Module, model_dir: Path, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -400,7 +489,7 @@ def runner_on(device: str, *, tiled: bool = True, error: Exception | None = None
     backend = Mock(tiling=Tiling(4) if tiled else None)
     backend.name = "sdpa"
     runner = Mock(device=torch.device(device), backend=backend, exact=False)
-    graphs = Mock(sentence="7 of decodes to 32 rows")
+    graphs = Mock(sentence="7 of decodes to 32 rows", most_decodes=32)
     runner.record_steps.side_effect = error or (lambda *_: graphs)
     return runner
 
@@ -416,7 +505,7 @@ def runner_on(device: str, *, tiled: bool = True, error: Exception | None = None
         (runner_on("cuda"), {"tensor_parallel": 2, "kv_groups": 2}, "", "none: the other ranks"),
         (runner_on("cuda", error=RuntimeError("no memory")), {}, "", "none: RuntimeError: no memory"),
         (runner_on("cuda"), {}, "", "7 of decodes to 32 rows; 0.0 s, 300 MiB"),
-        (runner_on("cuda"), {"graph_rows_max": 16}, "", "MiB; more decodes eagerly, of 32"),
+        (runner_on("cuda"), {"sequences_max": 33}, "", "MiB; more than 32 decodes eagerly, of 33"),
     ],
 )
 def test_what_cannot_be_recorded_is_served_without_and_told(
@@ -429,7 +518,7 @@ def test_what_cannot_be_recorded_is_served_without_and_told(
     monkeypatch.setattr(build, "why_by_rows", lambda device, dtype: "by rows")
     begun = list[str]()
     said = build.record_steps(
-        EngineSettings(sequences_max=32, **settings),
+        EngineSettings(**{"sequences_max": 32, **settings}),
         runner,
         Mock(has_experts=experts != ""),
         Mock(context_tokens_max=99),
@@ -463,6 +552,15 @@ def test_the_memory_of_the_largest_steps_is_held_again_after_recording(
     said = build.record_steps(EngineSettings(), runner, Mock(has_experts=False), Mock(context_tokens_max=99))
     assert done == ["record", "hold", *([] if fits else ["forget"])]
     assert said.startswith("7 of decodes") == fits
+
+
+def test_what_is_recorded_is_told(model: torch.nn.Module, model_dir: Path) -> None:
+    side = Side(model, model_dir, 1)
+    graphs = side.runner.record_steps(side.capture, LIMITS)
+    assert graphs.sentence == "5 of decodes to 12 rows, 4 of chunks to 128 tokens"
+    assert graphs.most_decodes == ROWS + 1
+    few = side.runner.record_steps(side.capture, DECODES)
+    assert (few.sentence, few.most_decodes) == ("5 of decodes to 12 rows", ROWS)
 
 
 def test_forgotten_graphs_are_replayed_no_more(model: torch.nn.Module, model_dir: Path) -> None:
