@@ -151,7 +151,11 @@ class Drafter:
             drafted.append(answer.guesses.next(answer.tokens, odds_min, max(0, most)))
         waits = any(drafted) and not all(drafted)
         rows_max = _rows_within(price, count, self._limits.stretch) if waits else math.inf
-        return _levelled(drafted, min(left, rows_max - count))
+        # Of each answer the first ones, of none more than of others.
+        most, fits = max(map(len, drafted), default=0), min(left, rows_max - count)
+        while most and sum(min(len(draft), most) for draft in drafted) > fits:
+            most -= 1
+        return [draft[:most] for draft in drafted]
 
 
 def _odds_min(price: PrefillPrice, answers: int) -> float:
@@ -165,11 +169,3 @@ def _rows_within(price: PrefillPrice, rows: int, stretch: float) -> float:
     """Return the rows of a step that takes `stretch` times as long as one of `rows`."""
     row_s = ROW_DEARNESS * price.a_s
     return stretch * rows + (stretch - 1) * price.c0_s / row_s if row_s > 0 else math.inf
-
-
-def _levelled(drafted: Listing[tuple[int, ...]], left: float) -> list[tuple[int, ...]]:
-    """Return at most `left` of the guesses: of each answer the first ones, of none more than of others."""
-    most = max(map(len, drafted), default=0)
-    while most and sum(min(len(draft), most) for draft in drafted) > left:
-        most -= 1
-    return [draft[:most] for draft in drafted]
