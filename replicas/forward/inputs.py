@@ -298,11 +298,11 @@ class StepPacker:
         if self._tiling is not None:
             decodes, others = _tiles(segments, self._tiling)
         if shape is None:
-            rows, samples = (count + -count % self._rows_multiple for count in (row, len(sampling)))
+            multiple, samples = self._rows_multiple, len(sampling)
             shape = StepShape(
-                rows,
+                row + -row % multiple,
                 len(segments),
-                samples,
+                samples + -samples % multiple,
                 TilePlaces(len(decodes.tiles), len(decodes.items)),
                 TilePlaces(len(others.tiles), len(others.items)),
             )
@@ -470,7 +470,9 @@ def _write_single_rows(
     ids: Words, positions: Words, slots: Words, chunks: Listing[Chunk], block_tokens: int
 ) -> None:
     places = [chunk.start for chunk in chunks]  # plain lists are quicker for a few numbers
-    ids[:] = [0 if chunk.is_behind else chunk.sequence.tokens[chunk.start] for chunk in chunks]
+    # Where the step before samples the token, only the device knows it (`Runner.run_behind`).
+    known = [(chunk.sequence.tokens, chunk.start) for chunk in chunks]
+    ids[:] = [tokens[start] if start < len(tokens) else 0 for tokens, start in known]
     positions[:] = places
     slots[:] = [
         chunk.sequence.pages[place // block_tokens] * block_tokens + place % block_tokens

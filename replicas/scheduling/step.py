@@ -46,11 +46,6 @@ class Chunk:
         return self.start + self.count >= len(self.sequence.tokens)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether its token is the one that the step before it samples, which only the device knows."""
-        return self.start == len(self.sequence.tokens)
-
-    @property
     def scored(self) -> range:
         """Return the slots whose logits give a log-probability of the prompt that is asked for."""
         first, end = self.sequence.score_from, self.start + self.count
