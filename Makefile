@@ -25,7 +25,7 @@ OTHER_CPU_SERVICES := tests/api/test_openai_client.py tests/e2e/test_sessions.py
 
 # What proves the GPU's code without a GPU.
 KERNEL_TESTS := tests/kernels tests/unit/replicas/kv tests/unit/cache_tiers/pricing/test_launch_bound.py \
-	$(addprefix tests/unit/replicas/,forward/test_graphs.py forward/test_inputs.py sampling/test_batched_sampling.py ranks) \
+	$(addprefix tests/unit/replicas/,forward sampling engine/test_ahead.py ranks) \
 	$(addprefix tests/laws/,test_int8_bytes.py test_l14_families.py)
 
 PY := $(VENV)/bin/python
