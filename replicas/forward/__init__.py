@@ -4,8 +4,8 @@ from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, Gat
 from samovar.replicas.forward.attention_choice import ChosenAttention, choose_attention
 from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
 from samovar.replicas.forward.fused import FusedForward
-from samovar.replicas.forward.graphs import CudaCapture, GraphLimits
-from samovar.replicas.forward.inputs import StepInputs, StepPacker, step_words_max
+from samovar.replicas.forward.graphs import Capture, GraphLimits, StepGraphs, open_capture
+from samovar.replicas.forward.inputs import StepInputs, StepPacker, StepShape, step_words_max
 from samovar.replicas.forward.lean import LeanForward, LeanModel
 from samovar.replicas.forward.loading import load_model
 from samovar.replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
@@ -15,8 +15,8 @@ __all__ = [
     "EXACT_ROWS",
     "PLAIN_TYPES",
     "AttentionBackend",
+    "Capture",
     "ChosenAttention",
-    "CudaCapture",
     "DeviceTime",
     "Forward",
     "FusedForward",
@@ -31,12 +31,15 @@ __all__ = [
     "Runner",
     "Same",
     "Score",
+    "StepGraphs",
     "StepInputs",
     "StepPacker",
+    "StepShape",
     "TransformersForward",
     "choose_attention",
     "groups_experts",
     "load_model",
+    "open_capture",
     "plain_model",
     "step_words_max",
     "why_by_rows",

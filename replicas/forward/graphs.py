@@ -160,6 +160,11 @@ class CudaCapture:
         return graph.replay
 
 
+def open_capture(device: torch.device) -> Capture | None:
+    """Return what records steps on a device; None: nothing can be recorded there."""
+    return CudaCapture(device) if device.type == "cuda" else None
+
+
 @dataclass(frozen=True, slots=True)
 class Computed:
     """What a graph leaves behind until the next one: logits `[rows, vocab]`, and their `greedy_of`."""
@@ -168,8 +173,11 @@ class Computed:
     greedy: torch.Tensor
 
 
-Compute = Callable[[StepInputs], torch.Tensor]
-"""Computes float32 logits `[samples, vocab]`, padding included, from the tensors of a step alone."""
+Compute = Callable[[StepInputs], torch.Tensor | None]
+"""Computes a step from its tensors alone: float32 logits `[samples, vocab]`, padding included.
+
+None: there are none, as another rank makes them.
+"""
 
 
 class StepGraphs:
@@ -201,33 +209,34 @@ class StepGraphs:
         shapes = [bucket.shape for bucket in buckets]
         words = max(shape.places()[-1] + 1 + shape.segments * self._table_words for shape in shapes)
         packer.reserve(max(words, packer.words_max))
-        samples = max(shape.samples for shape in shapes)
-        first = self._filled(buckets[0])
-        self._address = first.words.data_ptr()
-        vocab = compute(first).shape[1]
-        self._logits = torch.empty((samples, vocab), dtype=torch.float32, device=first.device)
-        self._greedy = torch.empty(2 * samples, dtype=torch.int32, device=first.device)
+        self._samples = max(shape.samples for shape in shapes)
+        self._left: Computed | None = None
+        self._address = self._filled(buckets[0]).words.data_ptr()
         self._replays = {bucket.shape: self._recorded(bucket, capture) for bucket in buckets}
 
-    def run(self, chunks: Listing[Chunk], token_ids: torch.Tensor | None = None) -> Computed | None:
-        """Compute a step; None: it is not one of those that are recorded, and nothing was done.
-
-        `token_ids`: int32, of its rows, on the device, where the host does not know them yet.
-        """
+    def shape_of(self, chunks: Listing[Chunk]) -> StepShape | None:
+        """Return the shape to pack a step to; None: it is not one of those that are recorded."""
         parts = StepParts.of(chunks)
         if parts is None:
             return None
         is_decodes = parts.rows == parts.single == parts.samples
         buckets = (*(self.decodes if is_decodes else ()), *self.chunks)
-        bucket = next((bucket for bucket in buckets if bucket.holds(parts)), None)
-        if bucket is None:
+        return next((bucket.shape for bucket in buckets if bucket.holds(parts)), None)
+
+    def replay(self, inputs: StepInputs) -> Computed | None:
+        """Compute the step that was packed last, to a shape that is recorded; None: it makes no logits."""
+        if inputs.words.data_ptr() != self._address:
+            raise AssertionError("a step's words have moved: the recorded graphs would read an older step")
+        self._replays[inputs.shape]()
+        left, sampled = self._left, inputs.sampled
+        if left is None:
             return None
-        inputs = self._pack(chunks, bucket.shape)
-        if token_ids is not None:
-            inputs.token_ids[: len(token_ids)].copy_(token_ids)
-        self._replays[bucket.shape]()
-        left = self._left(bucket.shape)
-        return Computed(left.logits[: parts.samples], left.greedy[:, : parts.samples])
+        greedy = left.greedy[: 2 * inputs.shape.samples].view(2, -1)
+        return Computed(left.logits[:sampled], greedy[:, :sampled])
+
+    def forget(self) -> None:
+        """Destroy the graphs: NCCL waits for that before it lets go of what their sums go through."""
+        self._replays.clear()
 
     @property
     def most_decodes(self) -> int:
@@ -250,13 +259,24 @@ class StepGraphs:
         return len(self._longest.sequence.pages)
 
     def _recorded(self, bucket: Bucket, capture: Capture) -> Callable[[], None]:
-        inputs, left = self._filled(bucket), self._left(bucket.shape)
+        inputs, samples = self._filled(bucket), bucket.shape.samples
 
         def launch() -> None:
-            left.logits.copy_(self._compute(inputs))
-            left.greedy.copy_(greedy_of(left.logits).reshape(left.greedy.shape))
+            found = self._compute(inputs)
+            if found is not None:
+                left = self._place(found)
+                left.logits[:samples].copy_(found)
+                left.greedy[: 2 * samples].copy_(greedy_of(left.logits[:samples]).flatten())
 
         return capture(launch)
+
+    def _place(self, found: torch.Tensor) -> Computed:
+        """Return where graphs leave what they compute; made when the first of them is run, to be recorded."""
+        if self._left is None:
+            vocab, device = found.shape[1], found.device
+            logits = torch.empty((self._samples, vocab), dtype=torch.float32, device=device)
+            self._left = Computed(logits, torch.empty(2 * self._samples, dtype=torch.int32, device=device))
+        return self._left
 
     def _filled(self, bucket: Bucket) -> StepInputs:
         """Pack a step of the bucket's shape, with long contexts: as many decodes and a chunk as it holds."""
@@ -267,16 +287,6 @@ class StepGraphs:
         if rows > 1:
             chunks.append(Chunk(longest.sequence, end - rows, rows))
         return self._packer.pack(chunks, bucket.shape)
-
-    def _left(self, shape: StepShape) -> Computed:
-        samples = shape.samples
-        return Computed(self._logits[:samples], self._greedy[: 2 * samples].view(2, samples))
-
-    def _pack(self, chunks: Listing[Chunk], shape: StepShape) -> StepInputs:
-        inputs = self._packer.pack(chunks, shape)
-        if inputs.words.data_ptr() != self._address:
-            raise AssertionError("a step's words have moved: the recorded graphs would read an older step")
-        return inputs
 
 
 def _longest_decode(context_tokens_max: int, block_tokens: int) -> Chunk:

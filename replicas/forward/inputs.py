@@ -225,7 +225,7 @@ def _work(words: torch.Tensor, shape: StepShape, start: int, places: TilePlaces,
     )
 
 
-MESSAGE_HEAD = 11
+MESSAGE_HEAD = 12
 """Words of `StepPacker.message` before the step's own."""
 PADDING_ROWS_MAX = 64
 """Of a step's rows and samples: `rows_multiple`."""
@@ -337,14 +337,15 @@ class StepPacker:
         shape, work = inputs.shape, (inputs.decodes, inputs.others)
         is_split = [one is not None and one.is_split for one in work]
         sizes = (shape.rows, shape.segments, shape.samples, *shape.decodes, *shape.others)
-        head = (*sizes, inputs.sampled, *is_split, len(inputs.segments))
+        head = (*sizes, shape.is_recorded, inputs.sampled, *is_split, len(inputs.segments))
         return [np.array(head, dtype=np.int32), self._buffers.written(len(inputs.words))]
 
     def adopt(self, message: Words) -> StepInputs:
         """Begin the upload of a step that another rank has packed; later work on the stream sees it."""
-        rows, segments, samples, *tiles, sampled, split, split_too, count = message[:MESSAGE_HEAD].tolist()
-        shape = StepShape(rows, segments, samples, TilePlaces(*tiles[:2]), TilePlaces(*tiles[2:]))
-        packed = message[MESSAGE_HEAD:]
+        head, packed = message[:MESSAGE_HEAD].tolist(), message[MESSAGE_HEAD:]
+        rows, segments, samples, *tiles, is_recorded, sampled, split, split_too, count = head
+        tile_places = TilePlaces(*tiles[:2]), TilePlaces(*tiles[2:])
+        shape = StepShape(rows, segments, samples, *tile_places, bool(is_recorded))
         self._buffers.host(len(packed))[: len(packed)] = packed
         first = shape.places()[3]
         spans = packed[first : first + count * SEGMENT_WORDS].reshape(count, SEGMENT_WORDS).tolist()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 
 from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend
 from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
-from samovar.replicas.forward.graphs import Capture, GraphLimits, StepGraphs
-from samovar.replicas.forward.inputs import StepInputs, StepPacker, Words
+from samovar.replicas.forward.graphs import Capture, Computed, GraphLimits, StepGraphs
+from samovar.replicas.forward.inputs import StepInputs, StepPacker, StepShape
 from samovar.replicas.kv import KvPool
 from samovar.replicas.sampling import greedy_of
 from samovar.replicas.scheduling import Chunk
@@ -107,9 +108,7 @@ class Runner:
             raise ValueError(f"{self.backend.name} reads no query tiles: its steps cannot be recorded")
         self._graphs = StepGraphs(
             self._packer,
-            lambda inputs: self.forward.logits(
-                self.forward.hidden(inputs), inputs.sample_rows, inputs.shape.samples
-            ),
+            self._recorded,
             capture,
             self.backend.tiling,
             limits,
@@ -120,8 +119,14 @@ class Runner:
 
     def forget_graphs(self) -> None:
         """Compute all steps eagerly from now on, and give back the memory of their graphs."""
+        if self._graphs is not None:
+            self._graphs.forget()
         self._graphs, self.computes_behind = None, False
         self.free_memory()
+
+    def on_trial(self) -> AbstractContextManager[None]:
+        """Return a block of steps which may fail without harm, wherever the model and the pool lie."""
+        return nullcontext()
 
     @property
     def records_chunks(self) -> bool:
@@ -139,7 +144,7 @@ class Runner:
         """
         self.took = DeviceTime(self.device) if self.device.type == "cuda" else None
         self._copy(copies)
-        computed = None if self._graphs is None else self._graphs.run(chunks)
+        computed = self._replayed(chunks)
         self.is_recorded = computed is not None
         logits = self._computed(chunks, score) if computed is None else computed.logits
         self.greedy = greedy_of(logits) if computed is None else computed.greedy
@@ -167,11 +172,6 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @torch.inference_mode()
-    def obey(self, message: Words) -> torch.Tensor:
-        """Compute a step that another rank has packed, up to the last hidden state."""
-        return self.forward.hidden(self._packer.adopt(message))
-
     def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
         """Return whether slots `[start, end)` of two page tables are the `same`, wherever the pool lies."""
         return same(self, ours, fresh, start, end)
@@ -184,7 +184,7 @@ class Runner:
         launches kernel by kernel is late as it is.
         """
         took = DeviceTime(self.device) if self.device.type == "cuda" else None
-        decoded = None if self._graphs is None else self._graphs.run(chunks, token_ids)
+        decoded = self._replayed(chunks, token_ids)
         if decoded is None:
             return None
         self.took, self.greedy, self.is_recorded = took, decoded.greedy, True
@@ -196,7 +196,9 @@ class Runner:
         """Raise `RuntimeError` if no further step can be computed. Returns at once; for any thread."""
 
     def close(self) -> None:
-        """Give back what lies outside of this process. Call when no step runs any more."""
+        """Give back graphs, and what lies outside of this process. Call when no step runs any more."""
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def _logits_of(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """Return the logits of rows `[first, end)`; no list of them goes to the device."""
@@ -209,8 +211,25 @@ class Runner:
         for source, target in copies:
             self.pool.copy_page(source, target)
 
-    def _pack(self, chunks: Listing[Chunk]) -> StepInputs:
-        return self._packer.pack(chunks)
+    def _pack(self, chunks: Listing[Chunk], shape: StepShape | None = None) -> StepInputs:
+        return self._packer.pack(chunks, shape)
+
+    def _recorded(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Compute what a graph is recorded of."""
+        return self.forward.logits(self.forward.hidden(inputs), inputs.sample_rows, inputs.shape.samples)
+
+    def _replayed(self, chunks: Listing[Chunk], token_ids: torch.Tensor | None = None) -> Computed | None:
+        """Compute a step by its graph; None: it has none, and nothing was done.
+
+        `token_ids`: int32, of its rows, on the device, where the host does not know them yet.
+        """
+        shape = None if self._graphs is None else self._graphs.shape_of(chunks)
+        if self._graphs is None or shape is None:
+            return None
+        inputs = self._pack(chunks, shape)
+        if token_ids is not None:
+            inputs.token_ids[: len(token_ids)].copy_(token_ids)
+        return self._graphs.replay(inputs)
 
 
 EXPERTS_NAME, GROUPED_NAME = "samovar_experts", "samovar_grouped_experts"

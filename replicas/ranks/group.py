@@ -10,16 +10,28 @@ import tempfile
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from samovar.replicas.forward import AttentionBackend, ChosenAttention, Runner, Same, Score, StepInputs
+from samovar.replicas.forward import (
+    AttentionBackend,
+    Capture,
+    ChosenAttention,
+    GraphLimits,
+    Runner,
+    Same,
+    Score,
+    StepGraphs,
+    StepInputs,
+    StepShape,
+)
 from samovar.replicas.kv import KvGeometry, KvPool, PageIo
 from samovar.replicas.model import ModelSpec
+from samovar.replicas.ranks.accord import Accord, SharedCapture
 from samovar.replicas.ranks.channel import RankLost
 from samovar.replicas.ranks.meeting import Listener
 from samovar.replicas.ranks.orders import Order, words_of
@@ -57,6 +69,7 @@ class RankGroup:
         self.ranks = start.ranks
         self._start = start
         self._failed: str | None = None
+        self._is_on_trial = False
         self._processes: list[RankProcess] = []
         self._folder = folder = Path(tempfile.mkdtemp(prefix="samovar-ranks-"))
         try:
@@ -122,9 +135,35 @@ class RankGroup:
         self.check()
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it was, the others are in the midst of it
+        except Exception as error:
+            if self._is_on_trial and not isinstance(error, RankLost):
+                raise  # the others hear of it at the trial's end
+            # Whatever it was, the others are in the midst of it.
             self.fail(f"what all ranks do failed on rank 0: {type(error).__name__}: {error}")
             self.check()
+
+    @contextmanager
+    def accord(self, order: Order, *words: Words, on_trial: bool = False) -> Iterator[Accord]:
+        """Do what all ranks do or none, by an order: an error of one is no end, as the others hear of it.
+
+        `on_trial`: the orders of this block are obeyed without sums, up to its end. Raises what the block
+        raises, `Unable` if another rank could not, `RankLost`.
+        """
+        self.check()
+        accord, self._is_on_trial = Accord(self._peers), on_trial
+        try:
+            with accord.reached(apart=on_trial):
+                self.tell(order, *words)
+                try:
+                    yield accord
+                finally:
+                    if on_trial:
+                        self.tell(Order.TRIED)
+        except RankLost as lost:
+            self.fail(str(lost))
+            self.check()
+        finally:
+            self._is_on_trial = False
 
     def fail(self, why: str) -> None:
         """Say that the ranks no longer agree: `check` raises from now on."""
@@ -188,10 +227,34 @@ class LeadingRunner(Runner):
             self._group.tell(Order.COPY, words_of([page for copy in copies for page in copy]))
         super()._copy(copies)
 
-    def _pack(self, chunks: Listing[Chunk]) -> StepInputs:
-        inputs = super()._pack(chunks)
+    def _pack(self, chunks: Listing[Chunk], shape: StepShape | None = None) -> StepInputs:
+        inputs = super()._pack(chunks, shape)
         self._group.tell(Order.STEP, *self._packer.message(inputs))
         return inputs
+
+    def record_steps(self, capture: Capture, limits: GraphLimits) -> StepGraphs:
+        """Do as `Runner.record_steps`, on all ranks or on none. Raises `Unable` and `RankLost`, too.
+
+        No step is computed behind another: the other ranks' words come from the host, tokens included.
+        """
+        with self._group.accord(Order.RECORD, words_of(astuple(limits))) as accord:
+            graphs = super().record_steps(SharedCapture(capture, accord), limits)
+        self.computes_behind = False
+        return graphs
+
+    def run_behind(self, chunks: Listing[Chunk], token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Return None: see `record_steps`."""
+        return None
+
+    def forget_graphs(self) -> None:
+        with self._group.together():
+            self._group.tell(Order.FORGET)
+        super().forget_graphs()
+
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        with self._group.accord(Order.TRY, on_trial=True):
+            yield
 
     def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
         with self._group.together():
@@ -202,6 +265,7 @@ class LeadingRunner(Runner):
         self._group.check()
 
     def close(self) -> None:
+        super().close()
         self._group.close()
 
 

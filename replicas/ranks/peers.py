@@ -21,13 +21,14 @@ class Peers:
     """All ranks of one replica, as one of them sees them.
 
     `store`: a file, not yet there, by which they find each other. `timeout_s`: how long one waits for the
-    others.
+    others. `is_apart`: sums are left out: what is computed is nonsense, and waits for no other rank.
     """
 
     def __init__(self, store: Path, rank: int, ranks: int, device: torch.device, timeout_s: float) -> None:
         self.rank = rank
         self.ranks = ranks
         self.device = device
+        self.is_apart = False
         self._group = _group(str(store), rank, ranks, device, timedelta(seconds=timeout_s))
         self.least(0)  # NCCL connects at the first call: now, not inside a step
 
@@ -36,7 +37,8 @@ class Peers:
 
         Raises `RuntimeError` if a rank has died; on CUDA the wait is for the stream, not here.
         """
-        self._reduce(tensor, dist.ReduceOp.SUM)
+        if not self.is_apart:
+            self._reduce(tensor, dist.ReduceOp.SUM)
 
     def least(self, number: int) -> int:
         """Return the smallest of all ranks' numbers."""

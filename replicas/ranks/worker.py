@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,25 @@ from pydantic import TypeAdapter
 
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.engine import same_slots
-from samovar.replicas.forward import AttentionBackend, ChosenAttention, GatherSdpa, Runner, choose_attention
+from samovar.replicas.forward import (
+    AttentionBackend,
+    ChosenAttention,
+    GatherSdpa,
+    GraphLimits,
+    Runner,
+    StepInputs,
+    choose_attention,
+    open_capture,
+)
 from samovar.replicas.kv import KvGeometry, KvPool, PageIo, free_memory_bytes, page_io
-from samovar.replicas.model import choose_device, inspect_model
-from samovar.replicas.ranks.channel import ReplicaGone
+from samovar.replicas.model import choose_device, inspect_model, is_device_lost
+from samovar.replicas.ranks.accord import Accord, SharedCapture, Unable
+from samovar.replicas.ranks.channel import RankLost, ReplicaGone
 from samovar.replicas.ranks.meeting import ChannelPlan, connect
 from samovar.replicas.ranks.orders import Order
 from samovar.replicas.ranks.page_io import copy_runs
 from samovar.replicas.ranks.peers import Peers
-from samovar.replicas.ranks.ring import RingMessage
+from samovar.replicas.ranks.ring import RingMessage, Words
 from samovar.replicas.ranks.weights import load_part
 
 logger = logging.getLogger(__name__)
@@ -86,6 +97,23 @@ def agreed_attention(
     return ChosenAttention(sdpa, f"{sdpa.name}, as the GPUs of the replica do not agree on a kernel")
 
 
+class FollowingRunner(Runner):
+    """The runner of a rank above 0: computes what rank 0 has packed, up to the last hidden state."""
+
+    @torch.inference_mode()
+    def obey(self, message: Words) -> None:
+        """Compute a step, by the graph of its shape if rank 0 does so."""
+        inputs = self._packer.adopt(message)
+        if inputs.shape.is_recorded:
+            assert self._graphs is not None, "a recorded step before any was recorded"
+            self._graphs.replay(inputs)
+        else:
+            self.forward.hidden(inputs)
+
+    def _recorded(self, inputs: StepInputs) -> None:
+        self.forward.hidden(inputs)
+
+
 class Rank:
     """One rank above 0. Its constructor meets the others and loads the model's part.
 
@@ -126,7 +154,8 @@ class Rank:
         )
         self._geometry = part_of(whole, start.ranks)
         self._backend: AttentionBackend | None = None
-        self._runner: Runner | None = None
+        self._runner: FollowingRunner | None = None
+        self._is_able: bool | None = None  # to compute the steps of a trial; None: there is none
         self._io: PageIo | None = None
         self._steps = StepsDone()
 
@@ -142,10 +171,27 @@ class Rank:
         finally:
             self._steps.end()
             self._channels.close()
+            if self._runner is not None:
+                self._runner.close()
             self._peers.close()
             moves.join(self._start.engine.rank_wait_s)
 
     def _obey_step(self, order: RingMessage) -> None:
+        try:
+            if order.kind in _BEFORE_STEPS:
+                self._prepare(order)
+            else:
+                assert self._runner is not None, "a step before there is a pool"
+                self._compute(order, self._runner)
+        except Exception as error:
+            if self._is_able is None or is_device_lost(error):
+                raise
+            logger.warning("rank %d cannot compute such a step", self._start.rank, exc_info=True)
+            self._is_able = False
+        self._steps.passed(order.number)
+        self._channels.steps.done()
+
+    def _prepare(self, order: RingMessage) -> None:
         if order.kind == Order.POOL:
             self._make_pool(int(order.words[0]))
         elif order.kind == Order.ATTENTION:
@@ -153,24 +199,48 @@ class Rank:
             self._backend = chosen.backend
         elif order.kind == Order.LEAST_MEMORY:
             self._peers.least(free_memory_bytes(self._device))
-        elif order.kind == Order.STEP:
-            assert self._runner is not None, "a step before there is a pool"
-            self._runner.obey(order.words)
+
+    def _compute(self, order: RingMessage, runner: FollowingRunner) -> None:
+        if order.kind == Order.STEP:
+            runner.obey(order.words)
         elif order.kind == Order.COPY:
-            assert self._runner is not None, "a copy before there is a pool"
             pages = order.words.tolist()
             for source, target in zip(pages[::2], pages[1::2], strict=True):
-                self._runner.pool.copy_page(source, target)
+                runner.pool.copy_page(source, target)
         elif order.kind == Order.SAME:
-            assert self._runner is not None, "a comparison before there is a pool"
             start, end, *tables = order.words.tolist()
             half = len(tables) // 2
-            is_same = same_slots(self._runner, tables[:half], tables[half:], start, end)
-            self._peers.least(int(is_same))
-        elif order.kind != Order.READY:
+            self._peers.least(int(same_slots(runner, tables[:half], tables[half:], start, end)))
+        elif order.kind == Order.RECORD:
+            self._record(GraphLimits(*order.words.tolist()), runner)
+        elif order.kind == Order.FORGET:
+            runner.forget_graphs()
+        elif order.kind == Order.TRY:
+            self._is_able = self._peers.is_apart = True
+        elif order.kind == Order.TRIED:
+            self._end_trial()
+        else:
             raise ValueError(f"order {order.number} is of the unknown kind {order.kind}")
-        self._steps.passed(order.number)
-        self._channels.steps.done()
+
+    def _record(self, limits: GraphLimits, runner: FollowingRunner) -> None:
+        """Record what all ranks record, if all of them can."""
+        accord = Accord(self._peers)
+        try:
+            with accord.reached():
+                capture = open_capture(self._device)
+                assert capture is not None, f"nothing can be recorded on {self._device}"
+                runner.record_steps(SharedCapture(capture, accord), limits)
+        except Exception as error:
+            if isinstance(error, RankLost) or is_device_lost(error):
+                raise
+            logger.warning("rank %d records no steps", self._start.rank, exc_info=True)
+            runner.forget_graphs()
+
+    def _end_trial(self) -> None:
+        """Say whether the steps of a trial could be computed; what follows is rank 0's to decide."""
+        is_able, self._is_able, self._peers.is_apart = bool(self._is_able), None, False
+        with suppress(Unable):
+            Accord(self._peers).agree(is_able=is_able)
 
     def _make_pool(self, pages: int) -> None:
         assert self._backend is not None, "a pool before there is a backend"
@@ -178,7 +248,7 @@ class Rank:
             self._io.close()
         self._runner = self._io = None  # an earlier pool goes first
         pool = KvPool(self._geometry, pages, self._device)
-        self._runner = Runner(self._model, pool, self._backend, exact=False)
+        self._runner = FollowingRunner(self._model, pool, self._backend, exact=False)
         self._io = page_io(pool)
         self._io.adopt(np.frombuffer(self._channels.staging, dtype=np.uint8))
 
@@ -204,6 +274,9 @@ class Rank:
         # Behind all that was launched: the step that the move follows, and perhaps later ones.
         mark = self._io.mark()
         copy_runs(self._io, pages, staging, self._start.rank, mark, is_out=order.kind == Order.OUT)
+
+
+_BEFORE_STEPS = (Order.READY, Order.ATTENTION, Order.LEAST_MEMORY, Order.POOL)
 
 
 class StepsDone:

@@ -34,12 +34,12 @@ from samovar.replicas.engine import (
 )
 from samovar.replicas.forward import (
     ChosenAttention,
-    CudaCapture,
     GraphLimits,
     Runner,
     choose_attention,
     groups_experts,
     load_model,
+    open_capture,
     step_words_max,
     why_by_rows,
 )
@@ -583,7 +583,8 @@ def record_steps(
 
     The pool's pages must hold no blocks yet. `begin`: is told when it begins.
     """
-    if runner.device.type != "cuda":
+    capture = open_capture(runner.device)
+    if capture is None:
         return ""
     if why := _why_unrecorded(engine, runner, spec):
         return f"none: {why}"
@@ -593,17 +594,20 @@ def record_steps(
     runner.free_memory()
     started_s, free_bytes = clock(), free_memory_bytes(runner.device)
     try:
-        graphs = runner.record_steps(CudaCapture(runner.device), limits)
+        graphs = runner.record_steps(capture, limits)
         took_s, taken_bytes = clock() - started_s, free_bytes - free_memory_bytes(runner.device)
         # Again: recording gives back what torch held.
         hold_step_memory(engine, runner, spec.vocab, plan.context_tokens_max)
     except Exception as error:  # memory that does not suffice, whatever a compiler may raise
         if is_device_lost(error):
             raise
+        runner.check()  # that all ranks of the replica are where this one is
         runner.forget_graphs()
         logger.warning("steps are computed without CUDA graphs", exc_info=True)
         return f"none: {type(error).__name__}: {str(error).strip()[:REASON_CHARS_MAX]}"
     said = f"{graphs.sentence}; {took_s:.1f} s, {max(0, taken_bytes) / MIB:.0f} MiB"
+    if engine.tensor_parallel > 1:
+        said += f" on each of {engine.tensor_parallel} GPUs"
     if graphs.most_decodes < engine.sequences_max:
         said += f"; more than {graphs.most_decodes} decodes eagerly, of {engine.sequences_max} that may run"
     return said
@@ -620,8 +624,6 @@ def _why_unrecorded(engine: EngineSettings, runner: Runner, spec: ModelSpec) -> 
     if spec.has_experts and not (runner.model is not None and groups_experts(runner.model)):
         why = why_by_rows(runner.device, runner.pool.geometry.dtype)
         return f"the host looks which experts there are: {why}"
-    if engine.tensor_parallel > 1:
-        return "the other ranks would have to record and replay the same"
     return ""
 
 

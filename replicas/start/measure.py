@@ -122,9 +122,14 @@ def hold_step_memory(engine: EngineSettings, runner: Runner, vocab: int, context
     """
     tokens = engine.step_tokens_max
     try:
-        run_largest_steps(
-            runner, vocab, step_tokens=tokens, sequences=engine.sequences_max, context_tokens=context_tokens
-        )
+        with runner.on_trial():
+            run_largest_steps(
+                runner,
+                vocab,
+                step_tokens=tokens,
+                sequences=engine.sequences_max,
+                context_tokens=context_tokens,
+            )
     except Exception as error:
         if not is_memory_short(error):
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -279,6 +279,10 @@ def mixes(side: Side, rng: random.Random) -> list[tuple[int, int, int]]:
 @pytest.fixture
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a product's row have the same bits beside any others, which a GEMM library does not promise."""
+    rows_by_themselves(monkeypatch)
+
+
+def rows_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = F.linear
 
     def of_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -488,7 +492,7 @@ class Free:
 def runner_on(device: str, *, tiled: bool = True, error: Exception | None = None) -> Mock:
     backend = Mock(tiling=Tiling(4) if tiled else None)
     backend.name = "sdpa"
-    runner = Mock(device=torch.device(device), backend=backend, exact=False)
+    runner = Mock(device=torch.device(device), backend=backend, exact=False, on_trial=nullcontext)
     graphs = Mock(sentence="7 of decodes to 32 rows", most_decodes=32)
     runner.record_steps.side_effect = error or (lambda *_: graphs)
     return runner
@@ -502,7 +506,7 @@ def runner_on(device: str, *, tiled: bool = True, error: Exception | None = None
         (runner_on("cuda", tiled=False), {}, "", "none: sdpa looks"),
         (runner_on("cuda"), {}, EXPERTS_NAME, "none: the host looks which experts there are: by rows"),
         (runner_on("cuda"), {}, GROUPED_NAME, "7 of decodes to 32 rows; 0.0 s, 300 MiB"),
-        (runner_on("cuda"), {"tensor_parallel": 2, "kv_groups": 2}, "", "none: the other ranks"),
+        (runner_on("cuda"), {"tensor_parallel": 2, "kv_groups": 2}, "", "300 MiB on each of 2 GPUs"),
         (runner_on("cuda", error=RuntimeError("no memory")), {}, "", "none: RuntimeError: no memory"),
         (runner_on("cuda"), {}, "", "7 of decodes to 32 rows; 0.0 s, 300 MiB"),
         (runner_on("cuda"), {"sequences_max": 33}, "", "MiB; more than 32 decodes eagerly, of 33"),
@@ -511,7 +515,7 @@ def runner_on(device: str, *, tiled: bool = True, error: Exception | None = None
 def test_what_cannot_be_recorded_is_served_without_and_told(
     runner: Mock, settings: dict[str, Any], experts: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder())
+    monkeypatch.setattr(build, "open_capture", lambda device: Recorder() if device.type == "cuda" else None)
     monkeypatch.setattr(build, "hold_step_memory", Mock())
     monkeypatch.setattr(build, "free_memory_bytes", Free())
     monkeypatch.setattr(build, "groups_experts", lambda model: experts == GROUPED_NAME)
@@ -542,7 +546,7 @@ def test_the_memory_of_the_largest_steps_is_held_again_after_recording(
         if not fits:
             raise ModelRefused("it does not fit beside the graphs", "lower something")
 
-    monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder())
+    monkeypatch.setattr(build, "open_capture", lambda device: Recorder() if device.type == "cuda" else None)
     monkeypatch.setattr(build, "hold_step_memory", hold)
     monkeypatch.setattr(build, "free_memory_bytes", Free())
     runner = runner_on("cuda")
