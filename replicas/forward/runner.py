@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -124,9 +123,9 @@ class Runner:
         self._graphs, self.computes_behind = None, False
         self.free_memory()
 
-    def on_trial(self) -> AbstractContextManager[None]:
-        """Return a block of steps which may fail without harm, wherever the model and the pool lie."""
-        return nullcontext()
+    def try_out(self, steps: Callable[[], None]) -> None:
+        """Run some steps that may fail for want of memory, and no harm done. Raises what they raise."""
+        steps()
 
     @property
     def records_chunks(self) -> bool:
@@ -144,7 +143,7 @@ class Runner:
         """
         self.took = DeviceTime(self.device) if self.device.type == "cuda" else None
         self._copy(copies)
-        computed = self._replayed(chunks)
+        computed = None if self._graphs is None else self._replayed(self._graphs, chunks)
         self.is_recorded = computed is not None
         logits = self._computed(chunks, score) if computed is None else computed.logits
         self.greedy = greedy_of(logits) if computed is None else computed.greedy
@@ -184,7 +183,7 @@ class Runner:
         launches kernel by kernel is late as it is.
         """
         took = DeviceTime(self.device) if self.device.type == "cuda" else None
-        decoded = self._replayed(chunks, token_ids)
+        decoded = None if self._graphs is None else self._replayed(self._graphs, chunks, token_ids)
         if decoded is None:
             return None
         self.took, self.greedy, self.is_recorded = took, decoded.greedy, True
@@ -218,18 +217,20 @@ class Runner:
         """Compute what a graph is recorded of."""
         return self.forward.logits(self.forward.hidden(inputs), inputs.sample_rows, inputs.shape.samples)
 
-    def _replayed(self, chunks: Listing[Chunk], token_ids: torch.Tensor | None = None) -> Computed | None:
+    def _replayed(
+        self, graphs: StepGraphs, chunks: Listing[Chunk], token_ids: torch.Tensor | None = None
+    ) -> Computed | None:
         """Compute a step by its graph; None: it has none, and nothing was done.
 
         `token_ids`: int32, of its rows, on the device, where the host does not know them yet.
         """
-        shape = None if self._graphs is None else self._graphs.shape_of(chunks)
-        if self._graphs is None or shape is None:
+        shape = graphs.shape_of(chunks)
+        if shape is None:
             return None
         inputs = self._pack(chunks, shape)
         if token_ids is not None:
             inputs.token_ids[: len(token_ids)].copy_(token_ids)
-        return self._graphs.replay(inputs)
+        return graphs.replay(inputs)
 
 
 EXPERTS_NAME, GROUPED_NAME = "samovar_experts", "samovar_grouped_experts"

@@ -251,10 +251,11 @@ class LeadingRunner(Runner):
             self._group.tell(Order.FORGET)
         super().forget_graphs()
 
-    @contextmanager
-    def on_trial(self) -> Iterator[None]:
+    def try_out(self, steps: Callable[[], None]) -> None:
+        """Run steps on each rank by itself, and if none has failed together: sums take memory, too."""
         with self._group.accord(Order.TRY, on_trial=True):
-            yield
+            steps()
+        steps()
 
     def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
         with self._group.together():

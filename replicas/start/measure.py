@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -121,15 +122,9 @@ def hold_step_memory(engine: EngineSettings, runner: Runner, vocab: int, context
     `runner`: as for `run_largest_steps`. Raises `ModelRefused` if there is too little of it.
     """
     tokens = engine.step_tokens_max
+    run = partial(run_largest_steps, runner, vocab, step_tokens=tokens, sequences=engine.sequences_max)
     try:
-        with runner.on_trial():
-            run_largest_steps(
-                runner,
-                vocab,
-                step_tokens=tokens,
-                sequences=engine.sequences_max,
-                context_tokens=context_tokens,
-            )
+        runner.try_out(lambda: run(context_tokens=context_tokens))
     except Exception as error:
         if not is_memory_short(error):
             raise

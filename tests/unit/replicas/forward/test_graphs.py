@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -492,7 +492,7 @@ class Free:
 def runner_on(device: str, *, tiled: bool = True, error: Exception | None = None) -> Mock:
     backend = Mock(tiling=Tiling(4) if tiled else None)
     backend.name = "sdpa"
-    runner = Mock(device=torch.device(device), backend=backend, exact=False, on_trial=nullcontext)
+    runner = Mock(device=torch.device(device), backend=backend, exact=False)
     graphs = Mock(sentence="7 of decodes to 32 rows", most_decodes=32)
     runner.record_steps.side_effect = error or (lambda *_: graphs)
     return runner

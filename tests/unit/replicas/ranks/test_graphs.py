@@ -369,7 +369,7 @@ def test_a_rank_that_dies_while_it_records_ends_the_start(
 
 
 def test_a_graph_has_its_sums_in_it(ranks: Ranks) -> None:
-    """What was tried before without them is recorded with them, once; nothing else is summed at start."""
+    """What is tried without them is recorded with them, once; nothing else is summed at start."""
     sums, add_up = list[tuple[int, bool]](), Peers.add_up
 
     def counted(self: Peers, tensor: torch.Tensor) -> None:
@@ -380,9 +380,10 @@ def test_a_graph_has_its_sums_in_it(ranks: Ranks) -> None:
     with ranks.start() as built:
         graphs, layers = 7, inspect_model(ranks.model).layers
         assert built.info.graphs.startswith("4 of decodes to 6 rows, 3 of chunks")
-        assert [sums.count((rank, False)) for rank in range(2)] == [graphs * 2 * layers] * 2
-        tried = graphs + 2  # and the largest steps, beside the graphs
-        assert [sums.count((rank, True)) for rank in range(2)] == [tried * 2 * layers] * 2
+        steps = graphs + 2  # and the largest, beside the graphs
+        for is_apart in (True, False):
+            counts = [sums.count((rank, is_apart)) for rank in range(2)]
+            assert counts == [steps * 2 * layers] * 2
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
