@@ -181,9 +181,7 @@ class OutputProcessor:
             return True
         return token_id in self._eos_token_ids and not params.ignore_eos
 
-    def resume(
-        self, opened: OpenAnswers, choice: AnswerTokens, token_ids: Sequence[int]
-    ) -> Refused | None:
+    def resume(self, opened: OpenAnswers, choice: AnswerTokens, token_ids: Sequence[int]) -> Refused | None:
         """Restore the state in which another replica left an answer; refuse if not possible."""
         try:
             is_over = any(self.append(opened, choice, token).reason for token in token_ids)

@@ -168,9 +168,9 @@ class OwnEngine:
         self._lanes = lanes
 
     def start(self, deliver: Deliver) -> None:
-        from samovar.replicas.engine import EngineThread as Thread  # it computes: with torch
+        from samovar.replicas.engine import EngineThread as Own  # it computes: with torch
 
-        self._thread = Thread(self._engine, deliver, self._settings.idle_check_s)
+        self._thread = Own(self._engine, deliver, self._settings.idle_check_s)
         self._thread.start()
 
     def answer(self, key: int, request: GenerateRequest) -> None:

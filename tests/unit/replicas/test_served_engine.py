@@ -216,7 +216,9 @@ def test_a_replica_asks_for_all_of_the_protocol_and_nothing_else() -> None:
     asked = {
         node.attr
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self._engine", "engine") and not node.attr.endswith("_max")
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in ("self._engine", "engine")
+        and not node.attr.endswith("_max")
     }
     assert asked == {name for name in vars(ServedEngine) if not name.startswith("_")} | {"info"}
 
