@@ -157,7 +157,8 @@ class OutputProcessor:
         if grammar is not None:
             grammar.accept(token_id)
         tokens = choice.output_tokens
-        text, is_over, reason = "", self._ends_turn(token_id, choice, tokens), None
+        reason: FinishReason | None = None
+        text, is_over = "", self._ends_turn(token_id, choice, tokens)
         if not is_over:
             text, is_over = text_out.push(token_id, may_stop=tokens >= params.min_tokens)
         if is_over or (grammar is not None and grammar.is_complete):

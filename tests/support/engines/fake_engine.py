@@ -74,8 +74,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.info, self.is_ill, self.told = INFO, False, list[object]()
         self._output = OutputProcessor(VOCABULARY, (0,), TokenText(VOCABULARY, frozenset()), 512)
-        self._open: dict[int, asyncio.Task[None]] = {}
-        self._blocks: Counter[bytes] = Counter()
+        self._open, self._blocks = dict[int, asyncio.Task[None]](), Counter[bytes]()
 
     def start(self, deliver: Deliver) -> None:
         self._deliver = deliver
