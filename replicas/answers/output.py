@@ -97,7 +97,6 @@ class AnswerTokens(Protocol):
 
     request_id: str
     tokens: array[int]  # u32: prompt, then sampled tokens
-    prompt_tokens: int
     sampling: SamplingParams
     index: int
     grammar: GrammarState | None

@@ -48,7 +48,8 @@ TEXT = {
     "kv_dtype": "none",
 }
 NUMBERS = {"threads": 1, "block_tokens": 4, "bytes_per_token": 2, "pages": 1, "pool_bytes": 1, "load_s": 0.0}
-INFO = ReplicaInfo("fake", "echo", 512, exact=True, dtype_sentence="", **TEXT, **NUMBERS)  # type: ignore[arg-type]
+INFO = ReplicaInfo("fake", "echo", 4096, exact=True, dtype_sentence="", **TEXT, **NUMBERS)  # type: ignore[arg-type]
+STEP_S = 0.005
 PRICE = PrefillPrice(0.001, 0.0, 0.0, 64)
 
 
@@ -73,7 +74,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.info, self.is_ill, self.told = INFO, False, list[object]()
-        self._output = OutputProcessor(VOCABULARY, (0,), TokenText(VOCABULARY, frozenset()), 512)
+        self._output = OutputProcessor(VOCABULARY, (0,), TokenText(VOCABULARY, frozenset()), 4096)
         self._open, self._blocks = dict[int, asyncio.Task[None]](), Counter[bytes]()
 
     def start(self, deliver: Deliver) -> None:
@@ -91,7 +92,7 @@ class FakeEngine:
         self._blocks[request.tenant + request.session] += len(ids) // INFO.block_tokens
         self._deliver([(key, Admitted(INFO.replica_id, 0, 0.0, Receipt()))])
         while reason is None:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(STEP_S)
             text, reason = self._output.append(opened, echo, ids[echo.output_tokens % len(ids)])
             self._deliver([(key, Delta(0, text, (echo.tokens[-1],), (), reason))])
         del self._open[key]

@@ -9,6 +9,7 @@ import ast
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,14 +37,15 @@ from tests import house
 from tests.house import ROOT
 from tests.support.engines import fake_engine
 from tests.support.engines.engines import small_engine
-from tests.support.engines.fake_engine import EngineReplica, FakeEngine
+from tests.support.engines.fake_engine import STEP_S, EngineReplica, FakeEngine
 from tests.support.inside import streams_of
 
 TENANT, SESSION = b"t" * TAG_BYTES, b"s" * TAG_BYTES
 OWNER = TENANT + SESSION
 PROMPT = [1, 2, 3, 4, 5, 6] * 6
-LONG = 400
-"""Tokens of an answer that is not over before the test has done something to it."""
+LONG = 1500
+"""Tokens of an answer that takes longer than `SOON_S`, of either kind of engine."""
+SOON_S = 5.0
 
 
 class Kind(NamedTuple):
@@ -61,6 +63,13 @@ def kind(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[Kind]:
         return
     built = small_engine(tiny_llama)
     engine = OwnEngine(built.engine, built.info, Settings().engine)
+    quick = built.engine.step
+
+    def slow() -> list[tuple[int, Event]]:
+        time.sleep(STEP_S)
+        return quick()
+
+    built.engine.step = slow  # type: ignore[method-assign]
 
     def step() -> list[tuple[int, Event]]:
         raise OSError("the device is gone")
@@ -87,7 +96,7 @@ def ids_of(events: list[Any]) -> list[int]:
 
 async def running(replica: EngineReplica, count: int) -> None:
     """Wait until so many answers are computed."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         while len(streams_of(replica)) != count or (await replica.stats()).running != count:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
