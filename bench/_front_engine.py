@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.replicas.messages import (
     Admitted,
     Delta,
@@ -28,9 +29,10 @@ from samovar.replicas.messages import (
     ReplicaInfo,
 )
 from samovar.replicas.serving.deployment import Replica
+from samovar.replicas.serving.served_engine import OwnEngine
 
 STEP_VARIABLE = "BENCH_STEP_MS"
-PRICE = SimpleNamespace(c0_s=0.0, a_s=0.0, b_s=0.0, step_tokens=512)
+PRICE = PrefillPrice(c0_s=0.0, a_s=0.0, b_s=0.0, step_tokens=512)
 
 
 class ScriptedEngine:
@@ -108,7 +110,7 @@ class ScriptedReplica(Replica):
     """The Serve deployment with a scripted engine."""
 
     def build(self, settings: Any, model_dir: Path, replica_id: str, notes: Any) -> Any:
-        """Return the engine and what is said about it."""
+        """Return the engine, as ours is served."""
         from samovar.replicas.model import inspect_model
 
         spec = inspect_model(model_dir)
@@ -133,7 +135,7 @@ class ScriptedReplica(Replica):
             model=spec.fingerprint.hex(),
         )
         step_s = float(os.environ[STEP_VARIABLE]) / 1000
-        return SimpleNamespace(engine=ScriptedEngine(replica_id, step_s), info=info)
+        return OwnEngine(ScriptedEngine(replica_id, step_s), info, settings.engine)  # type: ignore[arg-type]
 
 
 def main() -> int:

@@ -224,6 +224,19 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sampled token. `top`: (token id, log-probability) pairs, best first; empty if not requested.
+
+    `rank`: of a token that was given: its place among all, 1 for the best; 0: not computed.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """Where the KV of one prompt came from; sent when the prompt is computed.
 

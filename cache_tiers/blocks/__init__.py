@@ -21,6 +21,7 @@ from samovar.cache_tiers.blocks.extent import (
     namespace_digest,
     root_tokens,
     session_of,
+    session_owner,
     tenant_tag,
 )
 from samovar.cache_tiers.blocks.record import (
@@ -115,5 +116,6 @@ __all__ = [
     "root_tokens",
     "seal",
     "session_of",
+    "session_owner",
     "tenant_tag",
 ]

@@ -110,6 +110,11 @@ def session_of(tag: bytes) -> bytes:
     return tag[:SESSION_BYTES] + bytes(TAG_BYTES - SESSION_BYTES)
 
 
+def session_owner(owner: bytes) -> bytes:
+    """Return the tags of the tenant and the whole session that an owner (tags of both) is of."""
+    return owner[:TAG_BYTES] + session_of(owner[TAG_BYTES:])
+
+
 def is_of(lineage: bytes, tag: bytes) -> bool:
     """Return whether a lineage is the one, or of the whole session, that `tag` stands for."""
     return tag in (lineage, session_of(lineage))

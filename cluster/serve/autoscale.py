@@ -27,7 +27,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from samovar.configs.cluster import AutoscalingSettings
 from samovar.configs.optional_sections import INGRESSES_MAX
-from samovar.replicas.serving.deployment import FIELDS, PREFIX, ReplicaLoad
+from samovar.replicas.serving.served_engine import FIELDS, PREFIX, ReplicaLoad
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,17 @@
-"""Answers that are kept for a while, for a client that names them and may ask again (docs/adr/017)."""
+"""Answers, whichever engine computes them: text of tokens, when they end, which are kept (docs/adr/017)."""
 
 from samovar.replicas.answers.answer_log import AnswerLog, AnswerLogs, Reader
+from samovar.replicas.answers.output import AnswerTokens, OpenAnswers, OutputProcessor, TextOut, TokenText
 from samovar.replicas.answers.sweep_timer import SweepTimer
 
-__all__ = ["AnswerLog", "AnswerLogs", "Reader", "SweepTimer"]
+__all__ = [
+    "AnswerLog",
+    "AnswerLogs",
+    "AnswerTokens",
+    "OpenAnswers",
+    "OutputProcessor",
+    "Reader",
+    "SweepTimer",
+    "TextOut",
+    "TokenText",
+]

@@ -13,9 +13,8 @@ from typing import Protocol
 
 import msgpack
 
-from samovar.cache_tiers.blocks import TAG_BYTES
+from samovar.cache_tiers.blocks import TAG_BYTES, session_owner
 from samovar.configs.optional_sections import AnswerSettings
-from samovar.replicas.kv import session_owner
 from samovar.replicas.links import pack_event, whole_bytes
 from samovar.replicas.messages import Delta, Event, Failed, GenerateRequest, LoggedAnswer, Refused
 

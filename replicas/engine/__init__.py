@@ -2,9 +2,8 @@
 
 from samovar.replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, same_slots
 from samovar.replicas.engine.engine import Engine
-from samovar.replicas.engine.output import OutputProcessor, TokenText
 from samovar.replicas.engine.requests import EngineLimits, Intake, OpenRequests
-from samovar.replicas.engine.thread import EngineThread, EventStream
+from samovar.replicas.engine.thread import EngineThread
 from samovar.replicas.scheduling import bare_sequence
 
 __all__ = [
@@ -13,13 +12,10 @@ __all__ = [
     "Engine",
     "EngineLimits",
     "EngineThread",
-    "EventStream",
     "Intake",
     "OpenRequests",
-    "OutputProcessor",
     "Probe",
     "ProbeResult",
-    "TokenText",
     "bare_sequence",
     "same_slots",
 ]

@@ -80,7 +80,7 @@ class _Ahead:
         behind = self._scheduler.behind(plan) if len(picks) == len(plan.chunks) else None
         if behind is None:
             return None
-        begun = self._requests.output.sampler.begin(rows.logits, picks, rows.greedy)
+        begun = self._requests.sampler.begin(rows.logits, picks, rows.greedy)
         logits = None if begun is None else runner.run_behind(behind.chunks, begun.token_ids)
         if logits is not None:
             rows = _Rows(logits, runner.greedy, runner.took, runner.is_recorded)
@@ -120,7 +120,7 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.requests = requests
-        self.sampler = requests.output.sampler
+        self.sampler = requests.sampler
         self.meter = meter
         self.auditor = auditor
         self.offload = offload

@@ -13,13 +13,12 @@ from typing import Final
 
 import torch
 
-from samovar.cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest
+from samovar.cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest, session_owner
 from samovar.cache_tiers.forecast import Stop
 from samovar.cache_tiers.messages import LookupResult
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, in_digits
-from samovar.replicas.engine.output import OpenRequest, OutputProcessor
+from samovar.replicas.answers import OpenAnswers, OutputProcessor
 from samovar.replicas.grammar import GrammarRefused, GrammarState
-from samovar.replicas.kv import session_owner
 from samovar.replicas.messages import (
     Admitted,
     Delta,
@@ -31,12 +30,13 @@ from samovar.replicas.messages import (
     Receipt,
     Refused,
     Resume,
+    Sampled,
     TokenLogprob,
     sources,
 )
 from samovar.replicas.model import is_device_lost, is_memory_short
 from samovar.replicas.offload import Offload
-from samovar.replicas.sampling import NotNumbers, Sampled
+from samovar.replicas.sampling import NotNumbers, Sampler
 from samovar.replicas.scheduling import OWN, Chunk, Fate, Restore, Scheduler, Sequence
 
 logger = logging.getLogger(__name__)
@@ -182,6 +182,15 @@ class EngineCounts:
     shortages: Counter[str] = field(default_factory=Counter)  # of the device's memory, by what was given up
 
 
+@dataclass(slots=True, kw_only=True)
+class OpenRequest(OpenAnswers):
+    """A request with unfinished choices."""
+
+    since_s: float
+    sequences: list[Sequence]
+    scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens, in their order
+
+
 class OpenRequests:
     """The requests that are not over, and what becomes of them: each event belongs to a request's `key`.
 
@@ -193,6 +202,7 @@ class OpenRequests:
         self,
         intake: Intake,
         output: OutputProcessor,
+        sampler: Sampler,
         scheduler: Scheduler,
         *,
         offload: Offload | None,
@@ -202,6 +212,7 @@ class OpenRequests:
     ) -> None:
         self.intake = intake
         self.output = output
+        self.sampler = sampler
         self.replica_id = replica_id
         self.counts = EngineCounts()
         self.opened: dict[int, OpenRequest] = {}
@@ -222,14 +233,15 @@ class OpenRequests:
         refused = refusal(request, self.intake.limits, self._scheduler)
         if refused is None:
             try:
-                opened = OpenRequest(request, self.clock(), [self.intake.sequence(request)])
-                refused = self.output.resume(opened)
+                sequence = self.intake.sequence(request)
+                opened = OpenRequest(request=request, since_s=self.clock(), sequences=[sequence])
+                if request.resume is not None:
+                    refused = self.output.resume(opened, sequence, request.resume.token_ids)
             except GrammarRefused as error:
                 refused = error.event
         if refused is not None:
             self.counts.totals["refused"] += 1
             return refused
-        (sequence,) = opened.sequences
         self.opened[key] = opened
         self.key_of[sequence] = key
         if self._offload is not None:
@@ -300,7 +312,7 @@ class OpenRequests:
         top, given = sequence.sampling.prompt_logprobs, sequence.tokens[start + 1 : end + 1].tolist()
         assert top is not None, "the prompt's log-probabilities are not wanted"
         scores = self.opened[self.key_of[sequence]].scores
-        for sampled in self.output.sampler.score(logits, given, top):
+        for sampled in self.sampler.score(logits, given, top):
             scores += self.output.text.logprobs(sampled)
         if any(math.isnan(score.logprob) for score in scores[-len(given) :]):
             self._spoiled.append(sequence)
@@ -318,9 +330,7 @@ class OpenRequests:
         return events
 
     def _prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprob, ...]:
-        """Return all tokens of a computed prompt, if their log-probabilities were asked for."""
-        if sequence.sampling.prompt_logprobs is None:
-            return ()
+        """Return all tokens of a computed prompt."""
         scores = self.opened[self.key_of[sequence]].scores
         before = sequence.tokens[: sequence.prompt_tokens - len(scores)]
         return (*map(self.output.text.unscored, before), *scores)
@@ -339,7 +349,7 @@ class OpenRequests:
         self.counts.totals["cached_tokens"] += cached
         admitted_s = self.clock() if sequence.admitted_s is None else sequence.admitted_s
         queue_s = admitted_s - self.opened[key].since_s
-        logprobs = self._prompt_logprobs(sequence)
+        logprobs = () if sequence.sampling.prompt_logprobs is None else self._prompt_logprobs(sequence)
         return key, Admitted(self.replica_id, cached, queue_s, receipt, logprobs)
 
     def split(self, sequence: Sequence) -> list[Sequence]:
@@ -378,7 +388,8 @@ class OpenRequests:
         self.counts.totals["generated_tokens"] += 1
         if told.reason is not None:
             self._finish(key, sequence, told.reason)
-        logprobs = self.output.text.logprobs(sampled)  # of the end token, too: as many as there are ids
+        # Of the end token, too: as many as there are ids.
+        logprobs = () if sampled.logprob is None else self.output.text.logprobs(sampled)
         return key, Delta(sequence.index, told.text, (sampled.token_id,), logprobs, told.reason)
 
     def _finish(self, key: int, sequence: Sequence, reason: FinishReason) -> None:

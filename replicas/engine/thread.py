@@ -7,8 +7,6 @@ bookkeeping once and sleeps until the next command.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -18,8 +16,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from samovar.replicas.engine.engine import Engine
-from samovar.replicas.links import said_events
-from samovar.replicas.messages import Delta, Event, Failed, GenerateRequest, Refused
+from samovar.replicas.messages import Event, Failed, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -192,97 +189,3 @@ class EngineThread:
         except AssertionError:
             self.integrity_failures += 1
             raise
-
-
-class EventStream:
-    """Carries events of one request from the engine's thread to the reader of its answer, through Serve.
-
-    The way where there is no link (`replicas/links`). The first token is sent at once; later ones are
-    batched, because a message through a Serve handle costs about 3 CPU-ms. After
-    `heartbeat_s` without events the reader gets an empty list, so that silence means a dead replica.
-
-    `choices`: answers of the request. `joins`: events that wait become one. `put` and `next` must run on one
-    event loop.
-    """
-
-    def __init__(self, choices: int, *, coalesce_s: float, heartbeat_s: float, joins: bool = True) -> None:
-        self._events: list[Event] = []
-        self._arrived = asyncio.Event()
-        self._over = asyncio.Event()
-        self._read = asyncio.Event()
-        self._choices_open = choices
-        self._coalesce_s = coalesce_s
-        self._heartbeat_s = heartbeat_s
-        self._has_spoken = False
-        self._joins = joins
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the request's last event has come."""
-        return self._over.is_set()
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the request is over and `next` has returned all of its events."""
-        return self.is_over and not self._events
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-        if isinstance(event, Delta) and event.finish_reason is not None:
-            self._choices_open -= 1
-        if self._choices_open == 0 or isinstance(event, Refused | Failed):
-            self._over.set()
-        self._arrived.set()
-
-    def put_packed(self, piece: bytes) -> None:
-        """Take several events, packed one behind the other."""
-        for event in said_events([piece]):
-            self.put(event)
-
-    def caught_up(self, choices_open: int) -> None:
-        """Do nothing: each event was counted."""
-
-    async def drained(self) -> None:
-        """Wait until what was put is read."""
-        while self._events:
-            self._read.clear()
-            await self._read.wait()
-
-    async def next(self) -> list[Event]:
-        """Return the new events; empty if none came for `heartbeat_s`. Not for a stream that is read."""
-        if self._has_spoken:
-            with contextlib.suppress(TimeoutError):  # the end is sent without waiting for a batch
-                await asyncio.wait_for(self._over.wait(), self._coalesce_s)
-        try:
-            async with asyncio.timeout(self._heartbeat_s):
-                await self._arrived.wait()
-        except TimeoutError:
-            return []
-        events, self._events = self._events, []
-        self._arrived.clear()
-        self._read.set()
-        self._has_spoken = any(isinstance(event, Delta) for event in events)
-        return merge_deltas(events) if self._joins else events
-
-
-def merge_deltas(events: list[Event]) -> list[Event]:
-    """Join consecutive `Delta`s of the same choice into one; the order of choices stays."""
-    merged: list[Event] = []
-    last_of_choice: dict[int, int] = {}
-    for event in events:
-        if isinstance(event, Delta) and event.index in last_of_choice:
-            place = last_of_choice[event.index]
-            earlier = merged[place]
-            assert isinstance(earlier, Delta)
-            merged[place] = Delta(
-                event.index,
-                earlier.text + event.text,
-                earlier.token_ids + event.token_ids,
-                earlier.logprobs + event.logprobs,
-                event.finish_reason,
-            )
-            continue
-        if isinstance(event, Delta):
-            last_of_choice[event.index] = len(merged)
-        merged.append(event)
-    return merged

@@ -10,7 +10,6 @@ from samovar.replicas.kv.page_pool import (
     OutOfPages,
     PagePool,
     PrefixEntry,
-    session_owner,
 )
 from samovar.replicas.kv.registered import RegisteredMemory, populate_pages
 
@@ -35,5 +34,4 @@ __all__ = [
     "plan_pages",
     "populate_pages",
     "register_object_store",
-    "session_owner",
 ]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from samovar.cache_tiers.blocks import TAG_BYTES, session_of
+from samovar.cache_tiers.blocks import TAG_BYTES, session_owner
 from samovar.cache_tiers.forecast import Forecast, Hint, HintEvent, SessionKey, hinted
 from samovar.cache_tiers.policy import (
     IdleSessions,
@@ -174,11 +174,6 @@ class OwnedPages:
 
 def _groups(owner: bytes) -> tuple[bytes, bytes]:
     return owner[:TAG_BYTES], session_owner(owner)
-
-
-def session_owner(owner: bytes) -> bytes:
-    """Return the tags of the tenant and the whole session that an owner is of."""
-    return owner[:TAG_BYTES] + session_of(owner[TAG_BYTES:])
 
 
 TRASH_PAGE = 0

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from samovar.replicas.messages import SamplingParams
+from samovar.replicas.messages import Sampled, SamplingParams
 
 TEMPERATURE_MIN = 1e-5
 """Below this, dividing logits overflows float32; sampling is then effectively greedy."""
@@ -37,19 +37,6 @@ HALF_BITS = 15
 """A probability is at most 1: of its float 30 bits differ, of which each pass finds one half."""
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A sampled token. `top`: (token id, log-probability) pairs, best first; empty if not requested.
-
-    `rank`: of a token that was given: its place among all, 1 for the best; 0: not computed.
-    """
-
-    token_id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

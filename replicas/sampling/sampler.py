@@ -15,13 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
-from samovar.replicas.messages import Grammar, Refused
+from samovar.replicas.messages import Grammar, Refused, Sampled
 from samovar.replicas.model import is_device_lost, is_memory_short
 from samovar.replicas.sampling.draws import (
     TEMPERATURE_MIN,
     BegunDraws,
     Draw,
-    Sampled,
     greedy_of,
     upload,
 )
@@ -72,17 +71,6 @@ class Sampler:
         except GrammarRefused as refused:
             return refused.event
         return None
-
-    def ends_turn(self, token_id: int, sequence: Sequence) -> bool:
-        """Return whether this token, just sampled, ends the answer."""
-        params = sequence.sampling
-        if sequence.grammar is not None:  # after what ends it, it allows nothing
-            return token_id in self.eos_token_ids or token_id in params.stop_token_ids
-        if sequence.output_tokens < params.min_tokens:
-            return False
-        if token_id in params.stop_token_ids:
-            return True
-        return token_id in self.eos_token_ids and not params.ignore_eos
 
     @staticmethod
     def is_plain_greedy(sequence: Sequence) -> bool:

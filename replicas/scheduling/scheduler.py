@@ -20,8 +20,8 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from samovar.cache_tiers.blocks import TAG_BYTES
-from samovar.replicas.kv import PagePool, session_owner
+from samovar.cache_tiers.blocks import TAG_BYTES, session_owner
+from samovar.replicas.kv import PagePool
 from samovar.replicas.scheduling.drafts import Drafter
 from samovar.replicas.scheduling.order import (
     DecodeRests,

@@ -17,11 +17,11 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
-from samovar.cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key
+from samovar.cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key, session_owner
 from samovar.cache_tiers.catalog import BlockMemory
 from samovar.cache_tiers.messages import Fetch, LookupResult
 from samovar.replicas.grammar import GrammarState
-from samovar.replicas.kv import ROOT_ENTRY, session_owner
+from samovar.replicas.kv import ROOT_ENTRY
 from samovar.replicas.messages import Decision, SamplingParams
 from samovar.replicas.scheduling.drafts import Guesses
 

@@ -1,4 +1,4 @@
-"""A replica as the service calls it: the Serve deployment, and its requests and answers over links.
+"""A replica as the service calls it: the deployment, what it asks of an engine, calls over links, spans.
 
 Its modules are imported one by one: `deployment` needs Ray.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from samovar.cache_tiers.messages import (
     Fetch,
@@ -16,7 +17,9 @@ from samovar.cache_tiers.messages import (
 )
 from samovar.configs.telemetry import Tracer, Value
 from samovar.replicas.messages import Admitted, Event, Failed, Refused
-from samovar.replicas.offload import TierLink
+
+if TYPE_CHECKING:
+    from samovar.replicas.offload import TierLink
 
 
 class TracedLink:

@@ -23,15 +23,8 @@ from samovar.cache_tiers.policy import make_policy
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
 from samovar.configs.sections import MIB
 from samovar.configs.settings import EngineSettings, Settings
-from samovar.replicas.engine import (
-    Auditor,
-    Engine,
-    EngineLimits,
-    Intake,
-    OpenRequests,
-    OutputProcessor,
-    TokenText,
-)
+from samovar.replicas.answers import OutputProcessor, TokenText
+from samovar.replicas.engine import Auditor, Engine, EngineLimits, Intake, OpenRequests
 from samovar.replicas.forward import (
     ChosenAttention,
     GraphLimits,
@@ -414,7 +407,8 @@ class Start:
                 sampler.open_grammar,
                 draw_seed=lambda: secrets.randbits(63),
             ),
-            OutputProcessor(tokenizer, sampler, text, self.plan.context_tokens_max),
+            OutputProcessor(tokenizer, spec.eos_token_ids, text, self.plan.context_tokens_max),
+            sampler,
             scheduler,
             offload=self.offload,
             meter=self.meter,

@@ -28,8 +28,9 @@ from samovar.replicas.forward.plain import PLAIN_TYPES, plain_model
 from samovar.replicas.forward.runner import Runner, why_by_rows
 from samovar.replicas.kv.block_io import page_io
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool, quantise
+from samovar.replicas.messages import Sampled
 from samovar.replicas.model.spec import SERVED_TYPES, inspect_model
-from samovar.replicas.sampling.draws import Sampled, nucleus_of
+from samovar.replicas.sampling.draws import nucleus_of
 from samovar.replicas.sampling.sampler import NotNumbers, Sampler
 from samovar.replicas.scheduling.step import Chunk
 from samovar.replicas.start.fused_choice import compare_fused

@@ -18,13 +18,10 @@ from samovar.cache_tiers.actors.tier import TierActor
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.settings import Settings
 from samovar.configs.telemetry import Tracer
-from samovar.replicas.links import Links
 from samovar.replicas.messages import Event, GenerateRequest
 from samovar.replicas.offload import TierLink
-from samovar.replicas.serving.deployment import Replica, places
-from samovar.replicas.serving.ingress_loads import IngressLoads
+from samovar.replicas.serving.deployment import Replica
 from samovar.replicas.serving.tracing import TracedLink
-from samovar.replicas.turns import TenantThreads
 from tests.support.engines.tier_engines import Tiered, tiered
 from tests.support.router.router_harness import House
 
@@ -52,21 +49,14 @@ class _Replica(Replica):
     """A replica whose engine runs each request to its end when it comes."""
 
     def __init__(self, engine: Tiered, tracer: Tracer | None) -> None:
-        self._settings = Settings()
-        self._info = replace(engine.built.info, model="")
         self._tracer = tracer
-        self._streams = {}
-        self._untold = {}
-        self._answer_logs = {}
-        self._ingress_loads = IngressLoads("here")
-        self._compiles = TenantThreads("compile", 1, places=8)
-        self._links = Links(self._settings.cluster.links, self._settings.router.heartbeat_s)
-        self._places = places(self._settings.engine)
-        self._keys = iter(range(1, 1000))  # type: ignore[assignment]
-        self._thread = self  # type: ignore[assignment]
         self._tiered = engine
+        self._begin(Settings(), self, replace(engine.built.info, model=""), None)  # type: ignore[arg-type]
 
-    def submit(self, key: int, request: GenerateRequest) -> None:
+    def start(self, deliver: object) -> None:
+        """Nothing: `answer` runs the engine."""
+
+    def answer(self, key: int, request: GenerateRequest) -> None:
         engine = self._tiered.built.engine
         refused = engine.requests.add(key, request)
         events: list[tuple[int, Event]] = [] if refused is None else [(key, refused)]

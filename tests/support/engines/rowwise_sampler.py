@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from samovar.replicas.sampling.draws import TEMPERATURE_MIN, Sampled
+from samovar.replicas.messages import Sampled
+from samovar.replicas.sampling.draws import TEMPERATURE_MIN
 from samovar.replicas.sampling.sampler import uniform
 from samovar.replicas.scheduling.sequence import Sequence
 

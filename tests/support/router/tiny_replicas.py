@@ -5,7 +5,6 @@ Their engines take as many steps as they are allowed, so that a test can stop an
 
 from __future__ import annotations
 
-import itertools
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,14 +14,11 @@ from typing import Any
 
 from samovar.configs.optional_sections import AnswerSettings
 from samovar.configs.settings import Settings
-from samovar.replicas.answers import AnswerLogs, SweepTimer
-from samovar.replicas.engine import EngineThread
 from samovar.replicas.links import Inlet, Links
 from samovar.replicas.messages import Delta, Event, GenerateRequest, LoggedAnswer, ReplyTo
-from samovar.replicas.serving.deployment import Replica, _call_later, places
-from samovar.replicas.serving.ingress_loads import IngressLoads
+from samovar.replicas.serving.deployment import Replica
 from samovar.replicas.serving.served import pack_request
-from samovar.replicas.turns import TenantThreads
+from samovar.replicas.serving.served_engine import OwnEngine
 from samovar.router.routing import ReplicaLost
 from samovar.router.routing.ray_clients import AnswerSearch, DirectCall
 from samovar.router.routing.replica_client import choices_ended
@@ -57,34 +53,24 @@ class HeldEngine:
 
 
 class TinyReplica(Replica):
-    """The deployment, without Ray: what its constructor does is done here."""
+    """The deployment, without Ray."""
 
     def __init__(self, name: str, model_dir: Path, answers: AnswerSettings, clock: Clock) -> None:
         built = small_engine(model_dir)
         built.engine.requests.replica_id = name
         self.engine = HeldEngine(built.engine)
-        self._settings = Settings(answers=answers)
-        self._info = replace(built.info, replica_id=name, model="")
+        settings, info = Settings(answers=answers), replace(built.info, replica_id=name, model="")
+        engine = OwnEngine(self.engine, info, settings.engine)  # type: ignore[arg-type]
         self._tiers = None
-        self._sampler = built.engine.sampler
-        self._thread = EngineThread(self.engine, self._deliver, 60.0)  # type: ignore[arg-type]
-        self._streams, self._untold, self._answer_logs, self._kept_spans = {}, {}, {}, {}
+        self._begin(settings, engine, info, Inlet(LOOPBACK, LINKS, 0.0), clock)
         self._links = Links(LINKS, 60.0)
-        self._ingress_loads = IngressLoads(name)
-        self._compiles = TenantThreads("compile", 1, places=8)
-        self._places = places(self._settings.engine)
-        self._inlet = Inlet(LOOPBACK, LINKS, 0.0)
-        self._keys = itertools.count()
-        self._kept = AnswerLogs(answers, self._abort_kept, clock)
-        self._sweeps = SweepTimer(self._kept, _call_later, clock)
         self.is_lost = False
-        self._thread.start()
 
     def __del__(self) -> None:  # type: ignore[override]
         """Nothing: `stop` does it."""
 
-    def stop(self) -> None:
-        self._thread.stop(30)
+    async def stop(self) -> None:
+        await self._engine.close()
         self._compiles.close()
         self._sweeps.stop()
         if self._inlet is not None:
@@ -93,7 +79,7 @@ class TinyReplica(Replica):
     def allow(self, steps: int) -> None:
         """Let the engine take as many steps from now on."""
         self.engine.steps_left = steps
-        self._thread.call(lambda engine: None)
+        self._engine.abort(-1)  # there is none: it wakes up
 
     @property
     def generated(self) -> int:
@@ -188,7 +174,7 @@ async def tiny_replicas(
                 assert not one._ingress_loads._calls
     finally:
         for one in made:
-            one.stop()
+            await one.stop()
 
 
 @asynccontextmanager

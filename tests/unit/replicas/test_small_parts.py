@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks.extent import ROOT, block_key, namespace_digest
-from samovar.replicas.engine.thread import merge_deltas
 from samovar.replicas.kv.kv_pool import PoolTooSmall, free_memory_bytes, plan_pages
 from samovar.replicas.messages import Admitted, Delta
+from samovar.replicas.serving.served import merge_deltas
 
 NAMESPACE = namespace_digest(b"model")
 

@@ -54,6 +54,7 @@ REASONS = {
     "cache_tiers/transport/link.py NixlLink.__init__": TIERS,
     "replicas/serving/deployment.py Replica.clear": DELETES,
     "replicas/serving/deployment.py Replica.__del__": END,
+    "replicas/serving/served_engine.py OwnEngine.close": END,
     "replicas/serving/deployment.py Replica.tier_sign": TIERS,
     "replicas/serving/deployment.py Replica.tier_stats": TIERS,
     "replicas/engine/thread.py EngineThread.__init__": "the engine itself: its scheduler takes turns",

@@ -28,7 +28,7 @@ LARGE = {
     "PostgresStore": (434, 31),
     "Prefetcher": (313, 13),
     "PromptBuilder": (410, 12),
-    "Replica": (404, 19),
+    "Replica": (375, 19),
     "S3Tier": (351, 18),
     "Sim": (312, 3),
     "SqliteStore": (502, 31),

@@ -25,7 +25,7 @@ from samovar.cluster.serve.autoscale import (
 from samovar.cluster.serve.graph import build_front_app, build_model_app
 from samovar.configs.cluster import AutoscalingSettings, ClusterSettings
 from samovar.configs.settings import Settings
-from samovar.replicas.serving.deployment import FIELDS, PREFIX, ReplicaLoad
+from samovar.replicas.serving.served_engine import FIELDS, PREFIX, ReplicaLoad
 from samovar.router.generation.services import Readiness
 
 IDLE = ReplicaLoad(0, 0, 8, 0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samovar.replicas.engine import output as answer_rules
-from samovar.replicas.engine.output import TextOut
+from samovar.replicas.answers import TextOut
+from samovar.replicas.answers import output as answer_rules
 from samovar.replicas.messages import Delta, GenerateRequest, Refused, Resume, SamplingParams
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_deltas
@@ -214,9 +214,13 @@ def test_a_planted_fault_is_noticed(
     assert_goes_on(other, params, whole.deltas, is_exact)
     resume = answer_rules.OutputProcessor.resume
 
-    def faulty(self: answer_rules.OutputProcessor, opened: answer_rules.OpenRequest) -> Refused | None:
-        refused = resume(self, opened)
-        (sequence,) = opened.sequences
+    def faulty(
+        self: answer_rules.OutputProcessor,
+        opened: answer_rules.OpenAnswers,
+        sequence: answer_rules.AnswerTokens,
+        token_ids: tuple[int, ...],
+    ) -> Refused | None:
+        refused = resume(self, opened, sequence, token_ids)
         if fault == "position":
             sequence.prompt_tokens = len(sequence.tokens)
         elif len(sequence.tokens) > len(PROMPT):

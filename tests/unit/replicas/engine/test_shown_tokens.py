@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samovar.replicas.engine.output import TextOut
+from samovar.replicas.answers import TextOut
 from tests.support.engines.tiny_models import BOS_ID, BOS_TOKEN, PAD_ID, make_tiny_tokenizer
 
 

@@ -12,7 +12,7 @@ from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.pricing.meters import PrefillPrice
 from samovar.configs.sections import TierSettings
 from samovar.replicas.offload.offload import Handover
-from samovar.replicas.serving.deployment import ReplicaLoad, load_of
+from samovar.replicas.serving.served_engine import ReplicaLoad, load_of
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Tiered, receipt_of, tiered
 from tests.support.inside import records_in, settings_of

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from samovar.replicas.messages import Sampled
 from samovar.replicas.sampling import draws, sampler
-from samovar.replicas.sampling.draws import Sampled, packed, unpacked, upload
+from samovar.replicas.sampling.draws import packed, unpacked, upload
 from samovar.replicas.sampling.sampler import NotNumbers, Sampler
 from tests.support.engines import rowwise_sampler
 from tests.support.engines.rowwise_sampler import sample_row

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
+from samovar.replicas.messages import Sampled
 from samovar.replicas.sampling import draws
-from samovar.replicas.sampling.draws import Sampled, greedy_of
+from samovar.replicas.sampling.draws import greedy_of
 from samovar.replicas.sampling.sampler import NotNumbers, Sampler
 from tests.support.engines.sampled_batches import EOS, KINDS, batch_of
 

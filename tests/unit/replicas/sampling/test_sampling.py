@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from samovar.replicas.engine.output import TextOut, TokenText
-from samovar.replicas.messages import SamplingParams
-from samovar.replicas.sampling.draws import Sampled
+from samovar.replicas.answers import TextOut, TokenText
+from samovar.replicas.messages import Sampled, SamplingParams
 from samovar.replicas.sampling.sampler import Sampler, uniform
 from samovar.replicas.scheduling.sequence import Sequence
 from tests.support.engines.tiny_models import make_tiny_tokenizer

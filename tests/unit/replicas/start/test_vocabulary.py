@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from samovar.replicas.engine.output import _printable_stand_ins
+from samovar.replicas.answers.output import _printable_stand_ins
 from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.model import load_tokenizer
 from samovar.replicas.start import checkpoint

@@ -16,7 +16,6 @@ import torch
 
 from samovar.configs.settings import RouterSettings
 from samovar.replicas.engine.engine import Engine
-from samovar.replicas.engine.thread import EventStream, merge_deltas
 from samovar.replicas.messages import (
     Admitted,
     Delta,
@@ -31,6 +30,7 @@ from samovar.replicas.messages import (
     SamplingParams,
     TokenLogprob,
 )
+from samovar.replicas.serving.served import EventStream, merge_deltas
 from samovar.router.generation import failover
 from samovar.router.generation.answer import Answer
 from samovar.router.generation.failover import (

@@ -16,9 +16,9 @@ import pytest
 
 from samovar.configs.optional_sections import AnswerSettings
 from samovar.replicas.answers import answer_log
-from samovar.replicas.engine import EventStream
 from samovar.replicas.links import EventSender, pack_event
 from samovar.replicas.messages import Delta
+from samovar.replicas.serving.served import EventStream
 from samovar.router.generation import AskedTurn, PromptStage
 from samovar.router.openai import ChatMessage
 from tests.support.clock import Clock

@@ -1,4 +1,4 @@
-"""Decodes tokens to text and decides when an answer ends.
+"""Decodes tokens to text and decides when an answer ends, whichever engine sampled them.
 
 The same rules apply to a token that was just sampled and to tokens that another replica sampled before it was
 lost: a resumed answer continues in exactly the same state. Pure except for the tokenizer.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -15,11 +17,16 @@ from typing import NamedTuple, Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from samovar.replicas.grammar import GrammarRefused
-from samovar.replicas.messages import FinishReason, GenerateRequest, Refused, TokenLogprob
+from samovar.replicas.grammar import GrammarRefused, GrammarState
+from samovar.replicas.messages import (
+    FinishReason,
+    GenerateRequest,
+    Refused,
+    Sampled,
+    SamplingParams,
+    TokenLogprob,
+)
 from samovar.replicas.reply import called_tool
-from samovar.replicas.sampling import Sampled, Sampler
-from samovar.replicas.scheduling import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +92,25 @@ class TextOut:
         return longest
 
 
+class AnswerTokens(Protocol):
+    """One of a request's answers so far. `grammar`: what it must look like; has accepted its tokens."""
+
+    request_id: str
+    tokens: array[int]  # u32: prompt, then sampled tokens
+    sampling: SamplingParams
+    index: int
+    grammar: GrammarState | None
+
+    @property
+    def output_tokens(self) -> int: ...
+
+
 @dataclass(slots=True)
-class OpenRequest:
-    """A request with unfinished choices."""
+class OpenAnswers:
+    """What has been said of a request with unfinished choices."""
 
     request: GenerateRequest
-    since_s: float
-    sequences: list[Sequence]
     texts: dict[int, TextOut] = field(default_factory=dict)  # by choice
-    scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens, in their order
     words: dict[int, list[str]] = field(default_factory=dict)  # by choice, to read tool calls from
 
     def called_tool(self, choice: int) -> str | None:
@@ -117,63 +134,63 @@ class TokenOutput(NamedTuple):
 class OutputProcessor:
     """Applies tokens to the answers of open requests.
 
-    `text`: of single tokens, for log-probabilities. `context_tokens_max`: prompt and answer of one sequence
-    together.
+    `eos_token_ids` end an answer that may end. `text`: of single tokens, for log-probabilities.
+    `context_tokens_max`: prompt and answer of one sequence together.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, sampler: Sampler, text: TokenText, context_tokens_max: int
+        self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], text: TokenText, context_tokens_max: int
     ) -> None:
         self.tokenizer = tokenizer
-        self.sampler = sampler
         self.text = text
+        self._eos_token_ids = eos_token_ids
         self._context_tokens_max = context_tokens_max
 
-    def append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
+    def append(self, opened: OpenAnswers, choice: AnswerTokens, token_id: int) -> TokenOutput:
         """Add a token to one answer of a request. Raises `GrammarRefused` if its grammar has none such."""
-        told = self._append(opened, sequence, token_id)
-        if opened.request.reading is not None:
-            opened.words.setdefault(sequence.index, []).append(told.text)
-        return told
-
-    def _append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
-        params, grammar = sequence.sampling, sequence.grammar
-        if sequence.index not in opened.texts:
-            opened.texts[sequence.index] = TextOut(self.tokenizer, params.stop, params.shown_token_ids)
-        text_out = opened.texts[sequence.index]
-        sequence.tokens.append(token_id)
+        params, grammar = choice.sampling, choice.grammar
+        if choice.index not in opened.texts:
+            opened.texts[choice.index] = TextOut(self.tokenizer, params.stop, params.shown_token_ids)
+        text_out = opened.texts[choice.index]
+        choice.tokens.append(token_id)
         if grammar is not None:
             grammar.accept(token_id)
-        if self.sampler.ends_turn(token_id, sequence):
-            return TokenOutput(text_out.flush(), "stop")
-        text, stopped = text_out.push(token_id, may_stop=sequence.output_tokens >= params.min_tokens)
-        if stopped:
-            return TokenOutput(text, "stop")
-        if grammar is not None and grammar.is_complete:
-            return TokenOutput(text + text_out.flush(), "stop")
-        if self._is_full(sequence):
-            return TokenOutput(text + text_out.flush(), "length")
-        return TokenOutput(text, None)
+        tokens = choice.output_tokens
+        reason: FinishReason | None = None
+        text, is_over = "", self._ends_turn(token_id, choice, tokens)
+        if not is_over:
+            text, is_over = text_out.push(token_id, may_stop=tokens >= params.min_tokens)
+        if is_over or (grammar is not None and grammar.is_complete):
+            reason = "stop"
+        elif tokens >= params.max_tokens or len(choice.tokens) >= self._context_tokens_max:
+            reason = "length"
+        if reason is not None:
+            text += text_out.flush()
+        if opened.request.reading is not None:
+            opened.words.setdefault(choice.index, []).append(text)
+        return TokenOutput(text, reason)
 
-    def resume(self, opened: OpenRequest) -> Refused | None:
-        """Restore the state in which another replica left an answer, if any; refuse if not possible."""
-        resume = opened.request.resume
-        if resume is None:
-            return None
-        (sequence,) = opened.sequences
+    def _ends_turn(self, token_id: int, choice: AnswerTokens, output_tokens: int) -> bool:
+        """Return whether this token, just sampled, ends the answer."""
+        params = choice.sampling
+        if choice.grammar is not None:  # after what ends it, it allows nothing
+            return token_id in self._eos_token_ids or token_id in params.stop_token_ids
+        if output_tokens < params.min_tokens:
+            return False
+        if token_id in params.stop_token_ids:
+            return True
+        return token_id in self._eos_token_ids and not params.ignore_eos
+
+    def resume(self, opened: OpenAnswers, choice: AnswerTokens, token_ids: Sequence[int]) -> Refused | None:
+        """Restore the state in which another replica left an answer; refuse if not possible."""
         try:
-            is_over = any(self.append(opened, sequence, token).reason for token in resume.token_ids)
+            is_over = any(self.append(opened, choice, token).reason for token in token_ids)
         except GrammarRefused as refused:
             return refused.event
         except Exception:  # else the request would crash one replica after the other
-            logger.exception("request %s cannot be resumed", sequence.request_id)
+            logger.exception("request %s cannot be resumed", choice.request_id)
             return Refused("invalid", "the tokens to resume from cannot be read")
         return Refused("invalid", "the answer to resume is complete") if is_over else None
-
-    def _is_full(self, sequence: Sequence) -> bool:
-        if sequence.output_tokens >= sequence.sampling.max_tokens:
-            return True
-        return len(sequence.tokens) >= self._context_tokens_max
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -235,9 +252,8 @@ class TokenText:
         return TokenLogprob(token_id, *self.of(token_id), 0.0)
 
     def logprobs(self, sampled: Sampled) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities of a sampled token and its rivals; empty if none were requested."""
-        if sampled.logprob is None:
-            return ()
+        """Return the log-probabilities of a sampled token and its rivals, which were requested."""
+        assert sampled.logprob is not None, "no log-probability was computed"
         top = tuple(TokenLogprob(i, *self.of(i), logprob) for i, logprob in sampled.top)
         name, raw = self.of(sampled.token_id)
         return (TokenLogprob(sampled.token_id, name, raw, sampled.logprob, top, sampled.rank),)
