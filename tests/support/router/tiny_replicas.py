@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from samovar.configs.optional_sections import AnswerSettings
-from samovar.configs.settings import Settings
+from samovar.configs.settings import EngineSettings, Settings
 from samovar.replicas.links import Inlet, Links
 from samovar.replicas.messages import Delta, Event, GenerateRequest, LoggedAnswer, ReplyTo
 from samovar.replicas.serving.deployment import Replica
@@ -30,6 +30,12 @@ from tests.support.router.linked_replicas import LINKS, LOOPBACK
 from tests.support.router.router_harness import House, until
 
 FREE = 1 << 30
+
+
+class Held(EngineSettings):
+    """An engine that a test holds looks at no books meanwhile."""
+
+    idle_check_s: ClassVar[float] = 60.0
 
 
 class HeldEngine:
@@ -60,7 +66,7 @@ class TinyReplica(Replica):
         built.engine.requests.replica_id = name
         self.engine = HeldEngine(built.engine)
         settings, info = Settings(answers=answers), replace(built.info, replica_id=name, model="")
-        engine = OwnEngine(self.engine, info, settings.engine)  # type: ignore[arg-type]
+        engine = OwnEngine(self.engine, info, Held())  # type: ignore[arg-type]
         self._tiers = None
         self._begin(settings, engine, info, Inlet(LOOPBACK, LINKS, 0.0), clock)
         self._links = Links(LINKS, 60.0)
