@@ -56,7 +56,10 @@ class Peers:
 
     def close(self) -> None:
         """Leave the group; the others' calls then fail."""
-        self._group.shutdown()
+        if self.device.type == "cuda":
+            self._group.abort()  # its `shutdown` waits for sums that a dead rank will never end
+        else:
+            self._group.shutdown()
 
 
 def _group(store: str, rank: int, ranks: int, device: torch.device, timeout: timedelta) -> Any:
