@@ -7,6 +7,10 @@ _LOST = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "
 """In the messages of errors that torch releases before 2.8, and other libraries, raise as `RuntimeError`."""
 
 
+_OF_RECORDING = "captur"
+"""In the message of every error of a recording (`cudaErrorStreamCapture*`): it ends, the context does not."""
+
+
 def is_memory_short(error: BaseException) -> bool:
     """Return whether the device's memory did not suffice: what takes less of it may still be computed.
 
@@ -24,11 +28,11 @@ def is_memory_short(error: BaseException) -> bool:
 def is_device_lost(error: BaseException) -> bool:
     """Return whether the device's context is lost: every later call fails, whatever it is asked.
 
-    All errors of CUDA are such, except that memory is short.
+    All errors of CUDA are such, except that memory is short, and what cannot be recorded as a graph.
     """
     import torch
 
-    if is_memory_short(error):
+    if is_memory_short(error) or _OF_RECORDING in str(error):
         return False
     if isinstance(error, torch.AcceleratorError):
         return True

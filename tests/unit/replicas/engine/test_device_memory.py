@@ -316,6 +316,8 @@ def test_a_draw_that_never_fits_fails_its_request_alone_and_is_counted(
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"), True),
         (RankLost("what all ranks do failed on rank 0: CUDA error: out of memory"), True),
+        (torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), False),
+        (RuntimeError("CUDA error: operation failed due to a previous error during capture"), False),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), False),
         (torch.AcceleratorError("CUDA error: out of memory"), False),
@@ -325,7 +327,9 @@ def test_a_draw_that_never_fits_fails_its_request_alone_and_is_counted(
     ],
     ids=str,
 )
-def test_every_cuda_error_but_short_memory_loses_the_device(error: Exception, is_lost: bool) -> None:
+def test_every_cuda_error_but_short_memory_and_recordings_loses_the_device(
+    error: Exception, is_lost: bool
+) -> None:
     assert is_device_lost(error) is is_lost
     says_short = any(word in str(error) for word in ("out of memory", "ALLOC_FAILED"))
     assert is_memory_short(error) is (says_short and not isinstance(error, RankLost))
