@@ -21,7 +21,8 @@ from samovar.router.proxy import ADDRESS, KNOWN, KnownIngresses, ListedIngress, 
 from samovar.router.proxy.proxy_guard import ProxyGuard
 from tests.support.router.router_harness import House
 
-LINKS = LinkSettings()
+LINKS = LinkSettings(connect_s=30.0)
+"""Connecting takes what it takes on a machine that is loaded: only the tests about it bound that."""
 LOOPBACK = "127.0.0.1"
 
 

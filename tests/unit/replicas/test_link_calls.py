@@ -16,9 +16,10 @@ from samovar.replicas.links import CLOSING, FAILED, FULL, Inlet, Link, LinkCall,
 from samovar.replicas.links.wire import CALL, LEAVE, Parser, packed
 from tests.support.constants import tuned
 from tests.support.inside import paused_on, queue_of
+from tests.support.router.linked_replicas import LINKS
 from tests.support.router.router_harness import until
 
-SETTINGS = tuned(LinkSettings(), stream_bytes_max=1024, calls_max=2)
+SETTINGS = tuned(LINKS, stream_bytes_max=1024, calls_max=2)
 
 
 class Callee:

@@ -33,10 +33,11 @@ from tests.support.clock import Clock
 from tests.support.constants import tuned
 from tests.support.inside import boxes_of, bytes_in, connecting_by, links_of, unreached_by
 from tests.support.link_ends import admit
+from tests.support.router.linked_replicas import LINKS
 from tests.support.router.router_harness import until
 
 SECRET = "0" * 64
-SETTINGS = tuned(LinkSettings(), stream_bytes_max=1024)
+SETTINGS = tuned(LINKS, stream_bytes_max=1024)
 TOKEN = TokenLogprob(3, "\ud83d", b"\xf0\x9f", -0.25, (TokenLogprob(4, "é", b"\xc3\xa9", -1.5),), 1)
 EVENTS: list[Event] = [
     Admitted("r1", 5, 0.25, Receipt({"cpu": 3, "compute": 2}, "load", miss="late"), (TOKEN,)),
@@ -195,7 +196,7 @@ async def test_a_writer_waits_while_the_connection_takes_no_more() -> None:
 
     server = await asyncio.start_server(hold, "127.0.0.1", 0, limit=1024)
     to = ReplyTo("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
-    link = await Links(tuned(LinkSettings(), unread_bytes_max=1 << 20), 60.0).reach(to)
+    link = await Links(tuned(LINKS, unread_bytes_max=1 << 20), 60.0).reach(to)
     assert link is not None
     link.open("t", lost.set)
 

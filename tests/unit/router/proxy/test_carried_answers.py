@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from samovar.configs.cluster import LinkSettings
 from samovar.configs.settings import LimitsSettings
 from samovar.replicas.links import open_inlet
 from samovar.replicas.messages import Admitted, Delta, ReplyTo
@@ -130,7 +129,7 @@ async def test_an_ingress_that_reaches_no_proxy_leaves_the_request_to_serve(
 @pytest.mark.parametrize("why", ["closing", "full", "gone", "elsewhere", "no app", "control"])
 async def test_what_no_ingress_takes_serve_brings(why: str) -> None:
     house = worded_house()
-    async with through_proxy(house, tuned(LinkSettings(), calls_max=1)) as (client, there):
+    async with through_proxy(house, tuned(LINKS, calls_max=1)) as (client, there):
         holding, path = None, "/v1/models"
         if why == "closing":
             there.taker.refuse()
@@ -247,9 +246,7 @@ async def test_a_client_that_does_not_read_holds_its_replica_back_at_the_proxy()
     limits = {"write_idle_s": 1}
     house = House(lambda request: say(["x" * 200] * 40), settings=make_settings(limits=limits))
     gate, sent = asyncio.Event(), asyncio.Event()
-    there = await proxied(
-        house.app, tuned(LinkSettings(), stream_bytes_max=1024), limits=LimitsSettings(**limits)
-    )
+    there = await proxied(house.app, tuned(LINKS, stream_bytes_max=1024), limits=LimitsSettings(**limits))
     await house.service.readiness.poll()
 
     async def send(message: Any) -> None:
@@ -286,7 +283,7 @@ async def test_a_body_larger_than_a_connection_may_hold_arrives_and_harms_no_oth
         await send({"type": "http.response.body", "body": b"x" * (8 << 20), "more_body": True})
         await send({"type": "http.response.body", "body": b"end", "more_body": False})
 
-    there = await proxied(front(write), tuned(LinkSettings(), unread_bytes_max=1 << 20))
+    there = await proxied(front(write), tuned(LINKS, unread_bytes_max=1 << 20))
 
     async def send(message: Any) -> None:
         got.extend(message.get("body", b""))

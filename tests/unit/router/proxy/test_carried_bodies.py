@@ -124,7 +124,7 @@ async def test_a_body_in_parts_arrives_whole(path: str, first: int) -> None:
 @pytest.mark.parametrize("bytes_max", [0, len(BODY), 1 << 20])
 async def test_a_large_body_comes_in_pieces(bytes_max: int) -> None:
     ingress = Ingress()
-    async with proxy(ingress, tuned(LinkSettings(), body_bytes_max=bytes_max, stream_bytes_max=1 << 15)) as (
+    async with proxy(ingress, tuned(LINKS, body_bytes_max=bytes_max, stream_bytes_max=1 << 15)) as (
         url,
         there,
     ):
