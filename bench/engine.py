@@ -74,17 +74,17 @@ def _engine_subject(engine: Engine) -> Subject:
         return time.perf_counter() - started_s
 
     def decode_s(batch: int) -> float:
+        totals = engine.requests.counts.totals
+        before = totals["generated_tokens"]
         for _ in range(batch):
             submit(CONTEXT, DECODE_TOKENS + 1)
-        while len(engine.scheduler.running) < batch or any(
-            s.output_tokens == 0 for s in engine.scheduler.running
-        ):
+        # Some may have ended when the last begins: prompts are computed a few at a time beside answers.
+        while engine.scheduler.waiting or any(not s.output_tokens for s in engine.scheduler.running):
             engine.step()
-        done_before = sum(s.output_tokens for s in engine.scheduler.running)
+        left = batch * (DECODE_TOKENS + 1) - (totals["generated_tokens"] - before)
         started_s = time.perf_counter()
         drain()
-        seconds = time.perf_counter() - started_s
-        return seconds * batch * DECODE_TOKENS / (batch * (DECODE_TOKENS + 1) - done_before)
+        return (time.perf_counter() - started_s) * batch * DECODE_TOKENS / max(1, left)
 
     return Subject(prefill_s, decode_s)
 
