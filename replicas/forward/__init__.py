@@ -1,7 +1,7 @@
 """A forward pass of a model on paged KV: attention, the ways to compute a step, the runner."""
 
 from samovar.replicas.forward.attention import EXACT_ROWS, AttentionBackend, GatherSdpa
-from samovar.replicas.forward.attention_choice import ChosenAttention, choose_attention
+from samovar.replicas.forward.attention_choice import ATTENTION_TOLERANCES, ChosenAttention, choose_attention
 from samovar.replicas.forward.forward import Forward, MakeForward, TransformersForward
 from samovar.replicas.forward.fused import FusedForward
 from samovar.replicas.forward.graphs import Capture, GraphLimits, StepGraphs, open_capture
@@ -12,6 +12,7 @@ from samovar.replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, Pl
 from samovar.replicas.forward.runner import DeviceTime, Runner, Same, Score, groups_experts, why_by_rows
 
 __all__ = [
+    "ATTENTION_TOLERANCES",
     "EXACT_ROWS",
     "PLAIN_TYPES",
     "AttentionBackend",

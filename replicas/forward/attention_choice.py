@@ -14,17 +14,16 @@ from samovar.replicas.forward.attention import AttentionBackend, AttentionForm, 
 from samovar.replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
 from samovar.replicas.forward.inputs import StepPacker
 from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool
-from samovar.replicas.model import is_device_lost
+from samovar.replicas.model import in_a_line, is_device_lost
 from samovar.replicas.scheduling import Chunk, bare_sequence
 
 logger = logging.getLogger(__name__)
 
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+ATTENTION_TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """How far a head's output may be from `GatherSdpa`'s, relative to it: several times what either is off."""
 TOKENS_MAX = 600
 """Of the longest sequence that is compared: several runs of keys, and ends inside a page."""
 SPLITS = (1, 4)
-REASON_CHARS_MAX = 300
 SCORES_BYTES = 1 << 30
 """Of what torch's SDPA takes of all heads at a time, in float32, where none of its quicker kernels serves: 64
 rows of 32 heads behind 128k tokens."""
@@ -84,7 +83,7 @@ def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> 
     except Exception as error:  # whatever a compiler may raise
         if is_device_lost(error):
             raise
-        reason = f"{type(error).__name__}: {str(error).strip()[:REASON_CHARS_MAX]}"
+        reason = in_a_line(error)
         logger.warning("the attention kernel does not run here", exc_info=True)
     else:
         return ChosenAttention(found, found.name)
@@ -147,5 +146,5 @@ def compare(kernel: TritonPaged, pool: KvPool, forms: Listing[AttentionForm]) ->
             plan = kernel.prepare(inputs).split_into(splits)
             found = kernel.attend(query, keys, values, layer, plan, form).float()
             off = ((found - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
-            if not off <= TOLERANCES[geometry.dtype]:  # NaN is not, either
+            if not off <= ATTENTION_TOLERANCES[geometry.dtype]:  # NaN is not, either
                 raise Unserved(f"its result differs by {off:.2g} of it, in {splits} splits, with {form}")

@@ -138,9 +138,7 @@ class LeanForward:
     def hidden(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Return the last hidden state `[1, rows, hidden]`, before its norm; write the step's K and V."""
         plain, meta = self._plain, self._backend.prepare(inputs)
-        rows = F.embedding(inputs.token_ids, plain.embedding)
-        if plain.embedding_multiplier != 1.0:
-            rows = rows * plain.embedding_multiplier
+        rows = plain.embedded(inputs.token_ids)
         rotation = self._rotation(inputs.positions)
         for number, layer in enumerate(self._model.layers):
             attended = self._attended(layer, self._norm(rows, layer.input_norm), rotation, meta, number)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from samovar.replicas.model import SERVED_ROPE_TYPES
 
@@ -96,6 +97,11 @@ class PlainModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return what the first layer gets, `[rows, hidden]`, of int token ids `[rows]`."""
+        rows = F.embedding(token_ids, self.embedding)
+        return rows if self.embedding_multiplier == 1.0 else rows * self.embedding_multiplier
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[rows, head_dim / 2]` of the rotations at int positions `[rows]`, as stored."""

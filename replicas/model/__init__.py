@@ -14,7 +14,7 @@ from samovar.replicas.model.device import (
     torch_version,
     why_no_gpu,
 )
-from samovar.replicas.model.device_errors import is_device_lost, is_memory_short
+from samovar.replicas.model.device_errors import in_a_line, is_device_lost, is_memory_short
 from samovar.replicas.model.spec import SERVED_ROPE_TYPES, ModelSpec, check_heads, inspect_model, refuse_early
 from samovar.replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
 from samovar.replicas.model.tokenizer import leave_torch_out, load_tokenizer
@@ -33,6 +33,7 @@ __all__ = [
     "find_early",
     "free_host_bytes",
     "gpus_seen",
+    "in_a_line",
     "inspect_model",
     "is_device_lost",
     "is_memory_short",

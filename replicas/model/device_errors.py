@@ -11,6 +11,14 @@ _OF_RECORDING = "captur"
 """In the message of every error of a recording (`cudaErrorStreamCapture*`): it ends, the context does not."""
 
 
+REASON_CHARS_MAX = 300
+
+
+def in_a_line(error: Exception, chars_max: int = REASON_CHARS_MAX) -> str:
+    """Return what went wrong, for a sentence that people read."""
+    return f"{type(error).__name__}: {str(error).strip()[:chars_max]}"
+
+
 def is_memory_short(error: BaseException) -> bool:
     """Return whether the device's memory did not suffice: what takes less of it may still be computed.
 

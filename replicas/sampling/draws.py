@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,7 +111,8 @@ class BegunDraws:
             self.is_decided = not _is_on_host(logits) or bool((self.tokens < logits.shape[1]).all())
             self._back += self._drawn.tensors
         flat = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in self._back])
-        self._host, self._event = flat, cast(torch.cuda.Event | None, None)
+        self._host = flat
+        self._event: torch.cuda.Event | None = None
         if flat.device.type == "cuda":
             # Not `.cpu()`, which waits for all that is launched before it is called.
             self._host = torch.empty(flat.shape, dtype=torch.int32, pin_memory=True)

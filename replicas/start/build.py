@@ -58,6 +58,7 @@ from samovar.replicas.model import (
     check_heads,
     choose_device,
     choose_dtype,
+    in_a_line,
     inspect_model,
     is_device_lost,
     measure_gemm,
@@ -598,7 +599,7 @@ def record_steps(
         runner.check()  # that all ranks of the replica are where this one is
         runner.forget_graphs()
         logger.warning("steps are computed without CUDA graphs", exc_info=True)
-        return f"none: {type(error).__name__}: {str(error).strip()[:REASON_CHARS_MAX]}"
+        return f"none: {in_a_line(error, REASON_CHARS_MAX)}"
     said = f"{graphs.sentence}; {took_s:.1f} s, {max(0, taken_bytes) / MIB:.0f} MiB"
     if engine.tensor_parallel > 1:
         said += f" on each of {engine.tensor_parallel} GPUs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from samovar.replicas.forward import (
+    ATTENTION_TOLERANCES,
     Forward,
     FusedForward,
     GatherSdpa,
@@ -13,14 +14,12 @@ from samovar.replicas.forward import (
     TransformersForward,
 )
 from samovar.replicas.kv import TRASH_PAGE, KvGeometry, KvPool
-from samovar.replicas.model import is_device_lost
+from samovar.replicas.model import in_a_line, is_device_lost
 from samovar.replicas.scheduling import Chunk, bare_sequence
 
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""How far K and V of the first layers may be from the modules', relative to them: as attention may be."""
-REASON_CHARS_MAX = 300
 STRICT_LAYERS = 2
-"""Whose K and V are compared within `TOLERANCES`: those of the second say what the first one computes."""
+"""Whose K and V may be as far from the modules' as attention may be: `ATTENTION_TOLERANCES`, relative to
+them. Those of the second say what the first one computes."""
 LOGITS_OFF_MAX = 5
 """Times the tolerance of a layer: two right ways to round drift apart over a model's layers."""
 INT8_TOLERANCE = 2e-2
@@ -50,7 +49,7 @@ def compare_fused(
     except Exception as error:  # whatever a compiler may raise
         if is_device_lost(error):
             raise
-        raise NotFused(f"{type(error).__name__}: {str(error).strip()[:REASON_CHARS_MAX]}") from error
+        raise NotFused(in_a_line(error)) from error
 
 
 @torch.inference_mode()
@@ -74,7 +73,7 @@ def _compare(model: torch.nn.Module, plain: PlainModel, geometry: KvGeometry, de
     ]
     for pool in pools:
         pool.page_bytes.fill_(0xFF)  # NaN, wherever no token is
-    tolerance = TOLERANCES[geometry.dtype]
+    tolerance = ATTENTION_TOLERANCES[geometry.dtype]
     if geometry.is_int8:
         tolerance = max(tolerance, INT8_TOLERANCE)
     packer = StepPacker(device, geometry.block_tokens)

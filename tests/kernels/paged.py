@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -169,3 +172,17 @@ class PagedCase:
         assert (found[rows:] == 0).all(), "padding"
         largest = ((found - truth).norm(dim=-1) / truth.norm(dim=-1))[:rows].max().item()
         return math.inf if math.isnan(largest) else largest
+
+
+def planted(kernels: ModuleType, find: str, put: str, folder: Path) -> ModuleType:
+    """Return a module of kernels with a fault in it: `put` in the place of `find`."""
+    text = Path(kernels.__file__ or "").read_text()
+    assert find in text
+    file = folder / "planted_kernels.py"
+    file.write_text(text.replace(find, put))
+    spec = importlib.util.spec_from_file_location("planted_kernels", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

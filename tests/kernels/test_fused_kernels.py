@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from samovar.replicas.forward.attention_triton import write_rows
 from samovar.replicas.forward.fused import kernels, step
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
-from tests.kernels.paged import CPU
+from tests.kernels.paged import CPU, planted
 from tests.support.engines.fused_reference import FusedReference
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -163,14 +162,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find, put, shape = FAULTS[fault]
-    text = Path(kernels.__file__).read_text()
-    assert find in text
-    planted = tmp_path / "planted_kernels.py"
-    planted.write_text(text.replace(find, put))
-    spec = importlib.util.spec_from_file_location("planted_kernels", planted)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = planted(kernels, find, put, tmp_path)
     monkeypatch.setattr(step, "_kernels", lambda: module)
     assert not KernelCase(shape).error(monkeypatch) <= 5 * ERROR_MAX[shape.dtype]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from samovar.replicas.forward import attention_triton, paged_kernels
 from samovar.replicas.forward.attention import AttentionForm
-from tests.kernels.paged import LONG_AND_SHORT, PagedCase, Shape
+from tests.kernels.paged import LONG_AND_SHORT, PagedCase, Shape, planted
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -129,13 +128,5 @@ def test_a_planted_fault_of_a_recorded_step_is_seen(
 
 
 def plant(find: str, put: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Path(paged_kernels.__file__).read_text()
-    assert find in text
-    planted = tmp_path / "planted_kernels.py"
-    planted.write_text(text.replace(find, put))
-    spec = importlib.util.spec_from_file_location("planted_kernels", planted)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = planted(paged_kernels, find, put, tmp_path)
     monkeypatch.setattr(attention_triton, "_kernels", lambda: module)

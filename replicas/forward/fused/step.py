@@ -45,9 +45,7 @@ class FusedForward:
     def hidden(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Return the last hidden state `[1, rows, hidden]`, behind its norm; write the step's K and V."""
         plain, meta = self.plain, self._backend.prepare(inputs)
-        rows = F.embedding(inputs.token_ids, plain.embedding)
-        if plain.embedding_multiplier != 1.0:
-            rows = rows * plain.embedding_multiplier
+        rows = plain.embedded(inputs.token_ids)
         rotation = plain.cos_sin(inputs.positions)
         following = [*(layer.input_norm for layer in plain.layers[1:]), plain.final_norm]
         normed = norm(rows, plain.layers[0].input_norm, plain.norm_eps)

@@ -12,7 +12,9 @@ import torch
 
 from samovar.replicas.messages import SamplingParams
 from samovar.replicas.sampling.draws import PREFIX
+from samovar.replicas.sampling.sampler import Sampler
 from samovar.replicas.scheduling.sequence import Sequence
+from tests.support.engines.rowwise_sampler import sample_row
 
 EOS = (2, 7)
 LARGE, SMALL = 3 * PREFIX - 71, 257
@@ -130,3 +132,19 @@ def batch_of(
         for index in range(rng.choice([1, 1, 1, 3]))
     ]
     return logits, picks
+
+
+def differences(rng: random.Random, kind: Kind, count: int) -> int:
+    """How many of `count` picks, in batches, are not what their row alone gives."""
+    batched, done, wrong = Sampler(EOS, rows_max=10), 0, 0
+    while done < count:
+        logits, picks = batch_of(rng, kind)
+        before = logits.clone()
+        given = batched.sample(logits, picks)
+        assert torch.equal(logits, before), "the model's own logits were written to"
+        wrong += sum(
+            one != sample_row(logits[row], sequence, EOS)
+            for one, (row, sequence) in zip(given, picks, strict=True)
+        )
+        done += len(picks)
+    return wrong

@@ -19,28 +19,11 @@ from tests.support.engines.sampled_batches import (
     EOS,
     KINDS,
     LARGE,
-    Kind,
     Params,
     anything,
-    batch_of,
+    differences,
     sequence_of,
 )
-
-
-def differences(rng: random.Random, kind: Kind, count: int) -> int:
-    """How many of `count` picks, in batches, are not what their row alone gives."""
-    batched, done, wrong = Sampler(EOS, rows_max=10), 0, 0
-    while done < count:
-        logits, picks = batch_of(rng, kind)
-        before = logits.clone()
-        given = batched.sample(logits, picks)
-        assert torch.equal(logits, before), "the model's own logits were written to"
-        wrong += sum(
-            one != sample_row(logits[row], sequence, EOS)
-            for one, (row, sequence) in zip(given, picks, strict=True)
-        )
-        done += len(picks)
-    return wrong
 
 
 @pytest.mark.parametrize("kind", KINDS)

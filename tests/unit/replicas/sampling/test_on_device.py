@@ -18,7 +18,7 @@ from samovar.replicas.scheduling.sequence import Sequence
 from tests.support.engines import rowwise_sampler
 from tests.support.engines.launches import Launches
 from tests.support.engines.rowwise_sampler import sample_row
-from tests.support.engines.sampled_batches import EOS, KINDS, LARGE, batch_of, sequence_of
+from tests.support.engines.sampled_batches import EOS, KINDS, LARGE, differences, sequence_of
 
 
 @pytest.fixture(autouse=True)
@@ -33,19 +33,6 @@ def _on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def top_p_of(rng: random.Random, **given: Any) -> dict[str, Any]:
     return {"top_p": rng.choice([1e-9, 0.1, 0.5, 0.9, 0.99, 0.9999]), **given}
-
-
-def differences(rng: random.Random, kind: Any, count: int) -> int:
-    done = wrong = 0
-    while done < count:
-        logits, picks = batch_of(rng, kind)
-        given = Sampler(EOS, rows_max=10).sample(logits, picks)
-        wrong += sum(
-            one != sample_row(logits[row], sequence, EOS)
-            for one, (row, sequence) in zip(given, picks, strict=True)
-        )
-        done += len(picks)
-    return wrong
 
 
 @pytest.mark.parametrize("kind", KINDS)
