@@ -208,7 +208,7 @@ def gpu(
     if not seen:
         state: CheckState = "error" if settings.engine.device == "cuda" else "warning"
         said = "there is a driver, and torch sees no GPU"
-        if named is None or least is None:
+        if named is None or least is None or int(named[1].partition(".")[0]) >= least:
             return state, said, "install a driver that fits torch's CUDA build"
         said += f": its CUDA {major} needs driver {least} or later, and this is {named[1]}"
         return state, said, f"install NVIDIA driver {least} or later, or a torch built for an older CUDA"

@@ -125,6 +125,12 @@ PLANTED: dict[str, tuple[Planted, CheckState, str, str]] = {
         ),
         *("warning", "its CUDA 13 needs driver 580 or later, and this is 570.1", "driver 580"),
     ),
+    "a driver that is new enough, and no GPU": (
+        lambda make, tmp: doctor.gpu(
+            make(), lambda: "2.13.0", lambda version: None, lambda: 0, lambda: ("H200", "590.2"), lambda: 13
+        ),
+        *("warning", "torch sees no GPU", "a driver that fits torch's CUDA build"),
+    ),
     "no C compiler for kernels": (
         lambda make, tmp: doctor.gpu_kernels(make(), used, {"PATH": str(tmp)}),
         *("error", "no C compiler on the PATH (gcc, clang, cc)", "gcc python3-dev"),
