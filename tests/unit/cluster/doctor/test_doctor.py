@@ -279,7 +279,12 @@ SOUND: dict[str, Planted] = {
         make(), used, headers=lambda: _headers(tmp, "int Py_IsInitialized(void);")
     ),
     "kernels not used": lambda make, tmp: doctor.gpu_kernels(make(engine={"device": "cpu"})),
-    "memory": lambda make, tmp: doctor.gpu_memory(make(), used, where=tmp),
+    "memory": lambda make, tmp: doctor.gpu_memory(
+        make(),
+        used,
+        lambda memory: memory.madvise(mmap.MADV_WILLNEED),
+        tmp,  # any kernel knows it
+    ),
     "one socket": lambda make, tmp: doctor.gpu_node(make(), used, lambda: [0], system=tmp),
     "bound to the GPU's socket": lambda make, tmp: doctor.gpu_node(
         make(), used, lambda: [1, -1], lambda: frozenset({9}), _sockets(tmp)
