@@ -30,6 +30,7 @@ from samovar.configs.sections import (
     Section,
     SplitSettings,
     TierSettings,
+    VllmSettings,
 )
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
@@ -175,6 +176,10 @@ class EngineSettings(SplitSettings):
 
     FORMER = {"turn_tokens": "quantum_tokens", "measurements_keep_s": "measurements_ttl_s"}
 
+    kind: Literal["samovar", "vllm"] = Field(
+        "samovar", description="whose engine computes: Samovar's, or vLLM, in an environment of its own"
+    )
+    vllm: VllmSettings = VllmSettings()
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda when there is one")
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
