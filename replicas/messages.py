@@ -348,6 +348,11 @@ class ReplicaInfo:
     stages: tuple[tuple[str, float], ...] = ()  # of its start, with seconds
     prefill: PrefillPrice | None = None  # as its start measured it; `EngineStats` has what was learned since
 
+    @property
+    def pool_tokens(self) -> int:
+        """Return the tokens for which its pages have room."""
+        return (self.pages - SCRATCH_PAGES) * self.block_tokens
+
     def sessions_that_fit(self, tokens: int) -> int | None:
         """Return how many sessions of `tokens` its pages hold at once; None beyond its context."""
         if tokens > self.context_tokens_max:

@@ -31,6 +31,7 @@ from samovar.cache_tiers.vllm.names.chain import extra_digest
 from samovar.cache_tiers.vllm.names.identity import Adapters, model_path, namespace_of, weights_digest
 from samovar.cache_tiers.vllm.pages.tensors import open_pages
 from samovar.cache_tiers.vllm.refusals import check_config, check_ranks, check_version
+from samovar.cache_tiers.vllm.replica_turn import ReplicaTurn, ToReplica
 from samovar.cache_tiers.vllm.scheduler import FETCHES_AT_ONCE, SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.told import (
     SamovarHandshake,
@@ -306,6 +307,8 @@ class SamovarConnector(_SchedulerCalls, _WorkerCalls, KVConnectorBase_V1):  # ty
         self._page_count: int = kv_cache_config.num_blocks
         self._link = SocketLink(self._options.socket, f"vllm {role.name.lower()} {os.getpid()}")
         self._scheduler: SchedulerHalf | None = None
+        is_told = role == KVConnectorRole.SCHEDULER and self._options.replica is not None
+        self._replica = ToReplica(self._options.replica) if is_told and self._options.replica else None
         self._worker: WorkerHalf | None = None
         events = vllm_config.kv_events_config
         self._tells = events is not None and events.enable_kv_cache_events
@@ -324,6 +327,7 @@ class SamovarConnector(_SchedulerCalls, _WorkerCalls, KVConnectorBase_V1):  # ty
                 pages=self._page_count,
                 extra_of=self._extra_of,
                 events=self._tells,
+                tell=None if self._replica is None else self._replica.tell,
             )
 
     @guarded(_no_stats)
@@ -338,6 +342,8 @@ class SamovarConnector(_SchedulerCalls, _WorkerCalls, KVConnectorBase_V1):  # ty
     def shutdown(self) -> None:
         """Close the connections."""
         self._link.close()
+        if self._replica is not None:
+            self._replica.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SamovarStats:
@@ -376,8 +382,12 @@ def extra_of(request: Any, adapter: tuple[object, ...], block_tokens: int, token
     """Return the extra digest of each block up to a token, shortened by trailing empty ones.
 
     By vLLM's own rule of what besides tokens a block depends on: images, adapter, salt. `adapter`: what names
-    its content. Raises `ValueError` for what has no name.
+    its content. A replica's turn has a salt of its own for what is stored. Raises `ValueError` for what has
+    no name.
     """
+    turn = ReplicaTurn.of(request)
+    if turn is not None:
+        request = _Salted(request, turn.salt.hex() or None)
     if not (request.mm_features or request.lora_request or request.cache_salt):
         return []
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -392,6 +402,17 @@ def extra_of(request: Any, adapter: tuple[object, ...], block_tokens: int, token
     while found and not found[-1]:
         found.pop()
     return found
+
+
+class _Salted:
+    """A request with another salt."""
+
+    def __init__(self, request: Any, cache_salt: str | None) -> None:
+        self._request = request
+        self.cache_salt = cache_salt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 def step_size(output: Any) -> tuple[int, int]:

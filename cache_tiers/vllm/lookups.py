@@ -55,6 +55,7 @@ class PromptLookup:
     began_s: float
     tokens: int
     wait_s: float
+    peers: tuple[str, ...] = ()
     extra: Extra | None = None
     keys: list[bytes] = field(default_factory=list)
     found: tuple[LookupResult, ...] = ()
@@ -102,15 +103,16 @@ class Lookups:
         owner: tuple[bytes, bytes],
         token_ids: Sequence[int],
         extra_of: Callable[[], Extra],
+        peers: tuple[str, ...] = (),
     ) -> PromptLookup:
-        """Begin a prompt's lookup. `owner`: tenant and session.
+        """Begin a prompt's lookup. `owner`: tenant and session; `peers`: nodes that may have its blocks.
 
         `extra_of`: may take long, as it reads an adapter's files; raises `ValueError` if what the blocks
         depend on has no name: then the tiers are not used for it.
         """
         tokens = len(token_ids)
         wait_s = self._worth.wait_s(tokens - 1, 0, self._usual_s, self._s_max)
-        prompt = PromptLookup(namespace, *owner, self._clock(), tokens, wait_s)
+        prompt = PromptLookup(namespace, *owner, self._clock(), tokens, wait_s, peers)
         self._submit(prompt, self._begin, tuple(token_ids), extra_of)
         return prompt
 
@@ -204,6 +206,7 @@ class Lookups:
                     b"".join(rank_name(key, rank) for key in keys),
                     prompt.tenant,
                     prompt.session,
+                    prompt.peers,
                     starts_turn=starts_turn and not rank,
                     wait_s=prompt.wait_s,
                 )

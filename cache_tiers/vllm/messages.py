@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, tenant_tag
+from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Placement, tenant_tag
 from samovar.cache_tiers.messages import BlockRange
 
 EXTENT_BYTES_MAX = 16 * 1024 * 1024
@@ -20,7 +20,8 @@ class ConnectorOptions:
 
     `socket`: the tiers'. `tenant`: whose blocks these are, for quotas and clears. `trusts_clients`: the
     `tenant` and `session` in a request's `kv_transfer_params` are believed. `lookup_s_max`: a request waits
-    so long for an answer of the tiers at most, `load_s_max` for its blocks. `secret`: of the tags.
+    so long for an answer of the tiers at most, `load_s_max` for its blocks. `secret`: of the tags. `replica`:
+    where a replica of Samovar hears what becomes of its turns; requests that are none of them are not stored.
     """
 
     socket: Path
@@ -29,11 +30,12 @@ class ConnectorOptions:
     lookup_s_max: float = 4.0
     load_s_max: float = 10.0
     secret: str = ""
+    replica: Path | None = None
 
     @staticmethod
     def of(extra: Mapping[str, Any]) -> ConnectorOptions:
         """Return the options. Raises `ValueError` naming the key, its value and the fix."""
-        known = {"socket": str, "tenant": str, "trusts_clients": bool, "secret": str}
+        known = {"socket": str, "tenant": str, "trusts_clients": bool, "secret": str, "replica": str}
         numbers = ("lookup_s_max", "load_s_max")
         for key, value in extra.items():
             if key in numbers:
@@ -52,7 +54,8 @@ class ConnectorOptions:
             raise ValueError(
                 "kv_connector_extra_config.socket is missing: as in `samovar tiers --socket PATH`"
             )
-        return ConnectorOptions(**{**extra, "socket": Path(extra["socket"]).expanduser()})
+        paths = {name: Path(extra[name]).expanduser() for name in ("socket", "replica") if extra.get(name)}
+        return ConnectorOptions(**{**extra, **paths})
 
     def owner_of(self, request: Any) -> tuple[bytes, bytes]:
         """Return the tags of tenant and session. What a client says of itself counts only where it may."""
@@ -116,6 +119,7 @@ class Store:
     incarnation: str
     clear_seq: int
     recompute_s: float
+    placement: Placement = Placement()
 
 
 @dataclass(slots=True)

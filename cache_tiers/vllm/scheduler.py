@@ -23,6 +23,7 @@ from samovar.cache_tiers.blocks import (
     TIERS,
     Clear,
     LoadSource,
+    Placement,
     marks_of,
 )
 from samovar.cache_tiers.forecast import Stop
@@ -33,6 +34,7 @@ from samovar.cache_tiers.vllm.idle_wait import IdleWait
 from samovar.cache_tiers.vllm.lookups import Extra, LookupCalls, Lookups, PromptLookup
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, Load, Store, StoresTaken
 from samovar.cache_tiers.vllm.names.chain import chain_keys, rank_name
+from samovar.cache_tiers.vllm.replica_turn import PromptTold, ReplicaTurn, StoresTold, Told, TurnTold
 from samovar.cache_tiers.vllm.spans import CommonRun, RecentStores, kept_front, segments, spans_behind
 from samovar.cache_tiers.vllm.worth import Worth
 
@@ -68,12 +70,14 @@ class _Turn:
     """One request, from its arrival to its end.
 
     `fetched`: blocks of the prompt that were brought into main memory for it, None while that is under way.
-    `plan`: None until it was made. `is_asked`: it was begun; only once, since vLLM asks again for what
-    failed. `is_loading`: its pages are being written, and mean nothing yet. `pages`: those of the load,
-    `bad`: of these, what could not be loaded. `loaded`: tokens by tier.
+    `replica`: what a replica says of it. `plan`: None until it was made. `is_asked`: it was begun; only once,
+    since vLLM asks again for what failed. `is_told`: the replica was told where it came from. `is_loading`:
+    its pages are being written, and mean nothing yet. `pages`: those of the load, `bad`: of these, what could
+    not be loaded. `loaded`: tokens by tier, in `load_s`, from `load_began_s` on.
     """
 
     prompt: PromptLookup
+    replica: ReplicaTurn | None = None
     fetched: int | None = 0
     fetches: int = 0
     fetch_began_s: float = 0.0
@@ -83,11 +87,30 @@ class _Turn:
     pages: tuple[int, ...] = ()
     bad: set[int] = field(default_factory=set)
     loaded: dict[LoadSource, int] = field(default_factory=dict)
+    asked_tokens: int = 0
+    load_began_s: float = 0.0
+    load_s: float = 0.0
+    is_told: bool = False
 
     @property
     def is_awaited(self) -> bool:
         """Whether the engine can do nothing for it before a lookup has been answered, or a fetch."""
         return not self.prompt.is_settled or self.fetched is None
+
+    def tell_prompt(self, tell: Callable[[Told], None] | None) -> None:
+        """Tell the replica where a prompt came from: once, when nothing of it is loaded any more."""
+        if tell is not None and self.replica is not None and not (self.is_told or self.is_loading):
+            self.is_told = True
+            asked, loaded = self.asked_tokens, dict(self.loaded)
+            tell(PromptTold(self.replica.key, asked, loaded, self.load_s, self.prompt.why))
+
+    def count_loaded(self, end: int, block_tokens: int) -> None:
+        """Note that what is planned is loaded up to block `end`."""
+        self.loaded = {}
+        for one in self.plan.segments if self.plan else ():
+            tokens = max(0, min(one.first + one.blocks, end) - one.first) * block_tokens
+            if tokens:
+                self.loaded[one.tier] = self.loaded.get(one.tier, 0) + tokens
 
 
 class Threads(NamedTuple):
@@ -162,7 +185,8 @@ class SchedulerHalf:
 
     `namespace`: of the model; None until the workers have told the layouts of their pages (`named`).
     `extra_of`: what else a request's blocks depend on, see `Lookups.open`. `pages`: of the engine's pool.
-    `events`: whether routers are told what the tiers have.
+    `events`: whether routers are told what the tiers have. `tell`: tells a replica of its turns, if there is
+    one: what is none of them is not looked up.
     """
 
     def __init__(
@@ -175,6 +199,7 @@ class SchedulerHalf:
         pages: int,
         extra_of: Callable[[Any], Extra],
         events: bool = False,
+        tell: Callable[[Told], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.namespace: bytes | None = None
@@ -184,6 +209,7 @@ class SchedulerHalf:
         self._block_tokens = block_tokens
         self._pages = pages
         self._extra_of = extra_of
+        self._tell_replica = tell
         self._clock = clock
         self._turns: dict[str, _Turn] = {}
         self._saving: dict[str, int] = {}  # request -> pages
@@ -213,13 +239,23 @@ class SchedulerHalf:
         ids = request.prompt_token_ids
         if self.namespace is None or ids is None or getattr(request, "prompt_embeds", None) is not None:
             return
-        owner = self._options.owner_of(request)
-        prompt = self._lookups.open(self.namespace, owner, ids, lambda: self._extra_of(request))
-        self._turns[request.request_id] = _Turn(prompt)
+        replica = None if self._tell_replica is None else ReplicaTurn.of(request)
+        if self._tell_replica is not None and (replica is None or replica.placement is None):
+            return
+        owner = self._options.owner_of(request) if replica is None else (replica.tenant, replica.session)
+        peers = () if replica is None else replica.peers
+        prompt = self._lookups.open(self.namespace, owner, ids, lambda: self._extra_of(request), peers)
+        self._turns[request.request_id] = _Turn(prompt, replica)
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Return how many tokens behind `computed` are to be loaded; None: ask again."""
         turn = self._turns.get(request.request_id)
+        tokens = self._matched(request, turn, computed)
+        if tokens == 0 and turn is not None:
+            turn.tell_prompt(self._tell_replica)
+        return tokens
+
+    def _matched(self, request: Any, turn: _Turn | None, computed: int) -> int | None:
         if turn is None or turn.is_asked or computed % self._block_tokens:
             return 0
         if not self._lookups.is_over(turn.prompt, computed, is_alone=len(self._turns) == 1):
@@ -270,15 +306,9 @@ class SchedulerHalf:
             load = Load(request.request_id, turn.prompt.namespace, plan.ranks, plan.first, keys, pages)
         if turn is not None:
             turn.is_asked, turn.is_loading, turn.pages = True, True, load.pages
-            self._count_loaded(turn, plan.first + blocks if load.ranks else 0)
+            turn.load_began_s, turn.asked_tokens = self._clock(), tokens
+            turn.count_loaded(plan.first + blocks if load.ranks else 0, self._block_tokens)
         self._jobs.loads.append(load)
-
-    def _count_loaded(self, turn: _Turn, end: int) -> None:
-        turn.loaded = {}
-        for one in turn.plan.segments if turn.plan else ():
-            tokens = max(0, min(one.first + one.blocks, end) - one.first) * self._block_tokens
-            if tokens:
-                turn.loaded[one.tier] = turn.loaded.get(one.tier, 0) + tokens
 
     def loaded_from(self, request: Any) -> Mapping[LoadSource, int]:
         """Return the tokens that are loaded for a request, by tier."""
@@ -318,9 +348,12 @@ class SchedulerHalf:
                 good = next((at for at, page in enumerate(loaded.pages) if page in loaded.bad), None)
                 if good is not None and loaded.plan is not None:
                     loaded.prompt.why = loaded.prompt.why or "a block was bad"
-                    self._count_loaded(loaded, loaded.plan.first + good)
+                    loaded.count_loaded(loaded.plan.first + good, self._block_tokens)
+                loaded.load_s = self._clock() - loaded.load_began_s
+                loaded.tell_prompt(self._tell_replica)
         for request_id in sent:
-            self._saving.pop(request_id, None)
+            if self._saving.pop(request_id, None) is not None:
+                self._tell_stores()
         if self.announced is not None:
             self.announced.taken(taken, self._lookups.ranks)
 
@@ -340,13 +373,23 @@ class SchedulerHalf:
         in_flight = request.num_in_flight_tokens
         sure = min(request.num_computed_tokens - in_flight, request.num_tokens - 1)
         blocks = min(sure // self._block_tokens, len(page_ids))
-        self._threads.lookups.submit(self._tell, prompt, request.num_tokens - prompt.tokens, stop)
-        store = self._store(request, prompt, tuple(page_ids[:blocks]))
+        if turn.replica is not None and self._tell_replica is not None:
+            self._tell_replica(TurnTold(turn.replica.key, marks_of(prompt.keys)))
+        else:
+            self._threads.lookups.submit(self._tell, prompt, request.num_tokens - prompt.tokens, stop)
+        placement = Placement() if turn.replica is None else turn.replica.placement
+        assert placement is not None, "a turn without a placement is not looked up"
+        store = self._store(request, prompt, tuple(page_ids[:blocks]), placement)
         if store is None:
             return False, {"samovar": receipt}
         self._jobs.stores.append(store)
         self._saving[request.request_id] = len(store.pages)
+        self._tell_stores()
         return True, {"samovar": receipt | {"stored_blocks": len(store.pages)}}
+
+    def _tell_stores(self) -> None:
+        if self._tell_replica is not None:
+            self._tell_replica(StoresTold(len(self._saving)))
 
     def _count(self, turn: _Turn) -> None:
         for tier, tokens in turn.loaded.items():
@@ -354,7 +397,9 @@ class SchedulerHalf:
         if turn.prompt.why:
             self.counts["missed", turn.prompt.why] += 1
 
-    def _store(self, request: Any, prompt: PromptLookup, page_ids: tuple[int, ...]) -> Store | None:
+    def _store(
+        self, request: Any, prompt: PromptLookup, page_ids: tuple[int, ...], placement: Placement
+    ) -> Store | None:
         """Return the store of what the tiers lack of the blocks in `page_ids`, the request's first."""
         assert prompt.extra is not None
         blocks, ids = len(page_ids), request.all_token_ids
@@ -386,21 +431,13 @@ class SchedulerHalf:
             prompt.found[0].incarnation,  # of rank 0: it was asked first
             prompt.found[0].clear_seq,
             self.worth.compute_s(len(pages) * self._block_tokens, held),
+            placement,
         )
 
     def _tell(self, prompt: PromptLookup, output_tokens: int, stop: Stop) -> None:
-        over = TurnEnded(
-            prompt.tenant,
-            prompt.session,
-            self._clock() - prompt.began_s,
-            prompt.tokens,
-            max(output_tokens, 0),
-            marks_of(prompt.keys),
-            self._block_tokens,
-            stop=stop,
-        )
+        took_s = self._clock() - prompt.began_s
         try:
-            self._calls.turn_over(over)
+            self._calls.turn_over(_turn_ended(prompt, took_s, output_tokens, self._block_tokens, stop))
         except Exception:
             logger.exception("a turn's end was not told")
 
@@ -436,6 +473,21 @@ class SchedulerHalf:
         for request_id in loading & self._turns.keys():
             assert self._turns[request_id].is_loading, f"{request_id} is to be loaded, and is not loading"
         assert all(pages > 0 for pages in self._saving.values()), "a store without pages"
+
+
+def _turn_ended(
+    prompt: PromptLookup, service_s: float, output_tokens: int, block_tokens: int, stop: Stop
+) -> TurnEnded:
+    return TurnEnded(
+        prompt.tenant,
+        prompt.session,
+        service_s,
+        prompt.tokens,
+        max(output_tokens, 0),
+        marks_of(prompt.keys),
+        block_tokens,
+        stop=stop,
+    )
 
 
 def fetch_of(namespace: bytes, span: BlockRange, deadline_s: float) -> Fetch:

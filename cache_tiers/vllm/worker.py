@@ -24,7 +24,6 @@ from samovar.cache_tiers.blocks import (
     BlockShape,
     Bytes,
     LoadSource,
-    Placement,
     TierError,
     header_bytes,
     record_bytes,
@@ -290,7 +289,7 @@ class WorkerHalf:
             first_block=store.first + first,
             keys=[rank_name(key, self._rank) for key in keys[first : first + blocks]],
             token_counts=[self._block_tokens] * blocks,
-            placement=Placement(),
+            placement=store.placement,
             created_unix_s=self._wall_clock(),
         )
         # Read once more, after the seal: what was copied before it was written, or while it was, shows here.

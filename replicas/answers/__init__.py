@@ -1,6 +1,7 @@
 """Answers, whichever engine computes them: text of tokens, when they end, which are kept (docs/adr/017)."""
 
 from samovar.replicas.answers.answer_log import AnswerLog, AnswerLogs, Reader
+from samovar.replicas.answers.limits import EngineLimits, Room, Waiting, refusal
 from samovar.replicas.answers.output import AnswerTokens, OpenAnswers, OutputProcessor, TextOut, TokenText
 from samovar.replicas.answers.sweep_timer import SweepTimer
 
@@ -8,10 +9,14 @@ __all__ = [
     "AnswerLog",
     "AnswerLogs",
     "AnswerTokens",
+    "EngineLimits",
     "OpenAnswers",
     "OutputProcessor",
     "Reader",
+    "Room",
     "SweepTimer",
     "TextOut",
     "TokenText",
+    "Waiting",
+    "refusal",
 ]

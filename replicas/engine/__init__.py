@@ -2,7 +2,7 @@
 
 from samovar.replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, same_slots
 from samovar.replicas.engine.engine import Engine
-from samovar.replicas.engine.requests import EngineLimits, Intake, OpenRequests
+from samovar.replicas.engine.requests import Intake, OpenRequests
 from samovar.replicas.engine.thread import EngineThread
 from samovar.replicas.scheduling import bare_sequence
 
@@ -10,7 +10,6 @@ __all__ = [
     "TOLERANCES",
     "Auditor",
     "Engine",
-    "EngineLimits",
     "EngineThread",
     "Intake",
     "OpenRequests",

@@ -17,7 +17,7 @@ from samovar.cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest, sessi
 from samovar.cache_tiers.forecast import Stop
 from samovar.cache_tiers.messages import LookupResult
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, in_digits
-from samovar.replicas.answers import OpenAnswers, OutputProcessor
+from samovar.replicas.answers import EngineLimits, OpenAnswers, OutputProcessor, Room, refusal
 from samovar.replicas.grammar import GrammarRefused, GrammarState
 from samovar.replicas.messages import (
     Admitted,
@@ -29,7 +29,6 @@ from samovar.replicas.messages import (
     Grammar,
     Receipt,
     Refused,
-    Resume,
     Sampled,
     TokenLogprob,
     sources,
@@ -40,88 +39,6 @@ from samovar.replicas.sampling import NotNumbers, Sampler
 from samovar.replicas.scheduling import OWN, Chunk, Fate, Restore, Scheduler, Sequence
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Limits on the requests that an engine accepts.
-
-    `context_tokens_max`: prompt and answer of one sequence together; `queue_max`: waiting sequences;
-    `tenant_queue_max`: those of one tenant; `vocab`: token ids are below it.
-    """
-
-    vocab: int
-    context_tokens_max: int
-    queue_max: int
-    retry_after_s: float
-    tenant_queue_max: int | None = None  # None: the whole queue
-
-
-def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
-    """Return why `request` cannot be accepted now, or None if it can. Pure."""
-    prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
-    limit = limits.context_tokens_max
-    if prompt < 1 or answer < 1:
-        return Refused("too_long", "a request needs at least one prompt token and one answer token")
-    if prompt and max(request.prompt_token_ids) >= limits.vocab:
-        return Refused("invalid", f"a token id of the prompt is not below {limits.vocab}")
-    if max(request.sampling.allowed_token_ids, default=0) >= limits.vocab:
-        return Refused("invalid", f"a token id of allowed_token_ids is not below {limits.vocab}")
-    if max((token_id for token_id, _ in request.sampling.logit_bias), default=0) >= limits.vocab:
-        return Refused("invalid", f"a token id of logit_bias is not below {limits.vocab}")
-    if prompt + answer > limit or scheduler.pool.pages_for(prompt + answer) > scheduler.pool.usable:
-        return Refused(
-            "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
-        )
-    if request.n > (places := scheduler.queues.sequences_max):
-        return Refused("too_long", f"n={request.n} exceeds the {places} running sequences")
-    if request.resume is not None and (why := _bad_resume(request, request.resume, limits, scheduler)):
-        return Refused("invalid", why)
-    return _no_place(request, limits, scheduler)
-
-
-def _no_place(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
-    """Return why a request cannot wait, or None.
-
-    What yields to it takes none of its places, so that a flood of one priority refuses no better one; but no
-    queue is ever longer than twice its limit.
-    """
-    own = list(scheduler.waiting.of(request.tenant))
-    yielding = sum(one.forks for one in own if one.yields_to(request.priority))
-    waiting = sum(one.forks for one in scheduler.waiting)
-    more = request.n - scheduler.queues.free_places
-
-    def is_full(count: int, limit: int) -> bool:
-        return count - yielding + more > limit or count + more > 2 * limit
-
-    if is_full(waiting, limits.queue_max):
-        return Refused("queue_full", f"{waiting} sequences are waiting already", limits.retry_after_s)
-    held = sum(one.forks for one in own)
-    if limits.tenant_queue_max is not None and is_full(held, limits.tenant_queue_max):
-        message = (
-            f"{held} sequences of this API key are waiting already, and it may have "
-            f"{limits.tenant_queue_max} of the queue's places (limits.tenant_share)"
-        )
-        return Refused("queue_full", message, limits.retry_after_s)
-    return None
-
-
-def _bad_resume(
-    request: GenerateRequest, resume: Resume, limits: EngineLimits, scheduler: Scheduler
-) -> str | None:
-    """Return why an answer cannot be resumed, or None.
-
-    It may have no token yet, if only its siblings had.
-    """
-    if request.n != 1:
-        return f"only one answer can be resumed at a time, not n={request.n}"
-    if not 0 <= resume.choice < scheduler.queues.sequences_max:
-        return f"choice {resume.choice} is not among {scheduler.queues.sequences_max}"
-    if len(resume.token_ids) >= request.sampling.max_tokens:
-        return f"all {request.sampling.max_tokens} tokens of the answer to resume exist already"
-    if resume.token_ids and not 0 <= min(resume.token_ids) <= max(resume.token_ids) < limits.vocab:
-        return f"a token id of the answer to resume is not below {limits.vocab}"
-    return None
 
 
 def _score_from(request: GenerateRequest) -> int | None:
@@ -230,7 +147,7 @@ class OpenRequests:
 
     def add(self, key: int, request: GenerateRequest) -> Refused | None:
         """Queue a request under the caller's unique `key`, or return why it is refused."""
-        refused = refusal(request, self.intake.limits, self._scheduler)
+        refused = self._refusal(request)
         if refused is None:
             try:
                 sequence = self.intake.sequence(request)
@@ -251,6 +168,12 @@ class OpenRequests:
         self.is_stalled = False
         self.counts.totals["prompt_tokens"] += sequence.prompt_tokens
         return None
+
+    def _refusal(self, request: GenerateRequest) -> Refused | None:
+        queues, waiting, pool = self._scheduler.queues, self._scheduler.waiting, self._scheduler.pool
+        room = Room(pool.usable * pool.block_tokens, queues.sequences_max, queues.free_places)
+        held = sum(one.forks for one in waiting)
+        return refusal(request, self.intake.limits, room, waiting.of(request.tenant), held)
 
     def abort(self, key: int) -> bool:
         """Abort a request and release its pages before returning. False if it is already over."""

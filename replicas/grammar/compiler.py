@@ -71,6 +71,18 @@ class GrammarCompiler:
         """Raise `GrammarRefused` if `grammar` cannot be served, or not within `grammar.compile_s_max`."""
         self._matcher(grammar, cpu_s_max=self._settings.compile_s_max)
 
+    def lark(self, grammar: Grammar) -> str:
+        """Return a grammar as Lark in llguidance's form, for who compiles it elsewhere. Raises `GrammarRefused`."""
+        source = _source(grammar, self._settings)
+        if not source.startswith("{"):
+            return source
+        (only,) = parse_json(source)["grammars"]
+        return (
+            only["lark_grammar"]
+            if "lark_grammar" in only
+            else f"start: %json {json.dumps(only['json_schema'])}"
+        )
+
     def open(self, grammar: Grammar) -> GrammarState:
         """Return the state of an answer without tokens. Raises `GrammarRefused`."""
         build = partial(self._build, grammar)

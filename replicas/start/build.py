@@ -23,8 +23,8 @@ from samovar.cache_tiers.policy import make_policy
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
 from samovar.configs.sections import MIB
 from samovar.configs.settings import EngineSettings, Settings
-from samovar.replicas.answers import OutputProcessor, TokenText
-from samovar.replicas.engine import Auditor, Engine, EngineLimits, Intake, OpenRequests
+from samovar.replicas.answers import EngineLimits, OutputProcessor, TokenText
+from samovar.replicas.engine import Auditor, Engine, Intake, OpenRequests
 from samovar.replicas.forward import (
     ChosenAttention,
     GraphLimits,

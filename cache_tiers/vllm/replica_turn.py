@@ -1,0 +1,162 @@
+"""What a replica says of a turn that its vLLM computes, and what the connector tells it of that turn.
+
+A replica knows the tenant, the session and the placement of a turn, and its clients hear with the first token
+where the prompt came from: vLLM has no way for either. So a request carries the one in its
+`kv_transfer_params`, and the other comes by a datagram, sent before the step that computes the first token.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from samovar.cache_tiers.blocks import TAG_BYTES, ChainMarks, LoadSource, Placement
+
+logger = logging.getLogger(__name__)
+
+PARAM = "samovar"
+"""The name in `kv_transfer_params` of what a replica says, and in its receipt of what the tiers did."""
+HEARD_BYTES = 8192
+"""Of a datagram; one is about 300."""
+SOCKET_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTurn:
+    """A turn. `key`: the replica's name for it. `salt`: what its blocks' names depend on besides the tokens.
+
+    The engine's own salt may be another: it changes when a replica forgets what its pages hold. `placement`:
+    of its blocks; None: the tiers are not used. `peers`: nodes whose tiers may hold them.
+    """
+
+    key: int
+    tenant: bytes
+    session: bytes
+    salt: bytes = b""
+    placement: Placement | None = None
+    peers: tuple[str, ...] = ()
+
+    def params(self) -> dict[str, Any]:
+        """Return the request's `kv_transfer_params`, plain data."""
+        said = {**asdict(self), "placement": None if self.placement is None else asdict(self.placement)}
+        tags = {name: said[name].hex() for name in ("tenant", "session", "salt")}
+        return {PARAM: said | tags}
+
+    @staticmethod
+    def of(request: Any) -> ReplicaTurn | None:
+        """Return what a request of vLLM's says; None: it is not a replica's. Raises `ValueError`."""
+        said = (getattr(request, "kv_transfer_params", None) or {}).get(PARAM)
+        if not isinstance(said, Mapping):
+            return None
+        tags = {name: bytes.fromhex(said[name]) for name in ("tenant", "session", "salt")}
+        try:
+            turn = _TURN.validate_python({**said, **tags})
+        except ValidationError as error:
+            raise ValueError(f"no turn of a replica: {error.errors(include_input=False)}") from None
+        if len(turn.tenant) != TAG_BYTES or len(turn.session) != TAG_BYTES:
+            raise ValueError(f"tags have {TAG_BYTES} bytes")
+        return turn
+
+
+_TURN = TypeAdapter(ReplicaTurn)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTold:
+    """Where a prompt's blocks came from, once nothing more is loaded. `why`: not all; in a word or two.
+
+    `asked_tokens`: those that vLLM counts as computed before because they were to be loaded.
+    """
+
+    key: int
+    asked_tokens: int = 0
+    tokens_by_tier: dict[LoadSource, int] = field(default_factory=dict)
+    load_s: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTold:
+    """A turn that has ended, by the marks of its chain."""
+
+    key: int
+    marks: ChainMarks
+
+
+@dataclass(frozen=True, slots=True)
+class StoresTold:
+    """How many turns are being stored now."""
+
+    saving: int
+
+
+Told = PromptTold | TurnTold | StoresTold
+_KINDS: dict[str, TypeAdapter[Any]] = {
+    kind.__name__: TypeAdapter(kind) for kind in (PromptTold, TurnTold, StoresTold)
+}
+
+
+class ToReplica:
+    """Tells a replica, at the socket `path`. Never waits: what finds no room is not told. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+
+    def tell(self, told: Told) -> None:
+        """Tell it."""
+        try:
+            self._socket.sendto(msgpack.packb([type(told).__name__, asdict(told)]), self._path)
+        except OSError as error:
+            logger.info("the replica was not told: %s", error)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class FromConnector:
+    """Hears the connector at the socket `path`, which it makes: for this user alone. For one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            path.unlink()
+        self._socket.bind(str(path))
+        path.chmod(0o600)
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait at."""
+        return self._socket.fileno()
+
+    def heard(self) -> Iterator[Told]:
+        """Yield what has come since the last call. What is nothing that the connector says is left out."""
+        while True:
+            try:
+                data = self._socket.recv(HEARD_BYTES)
+            except (BlockingIOError, OSError):
+                return
+            try:
+                kind, said = msgpack.unpackb(data)
+                yield _KINDS[kind].validate_python(said)
+            except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+                logger.warning("a datagram of the connector cannot be read: %s", type(error).__name__)
+
+    def close(self) -> None:
+        """Close the socket and remove it."""
+        self._socket.close()
+        with suppress(FileNotFoundError):
+            self.path.unlink()

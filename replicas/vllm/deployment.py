@@ -1,0 +1,138 @@
+"""The Serve deployment whose engine is vLLM: the same `Replica`, in vLLM's environment.
+
+vLLM is imported by the constructor: the processes of Serve that need only this module's names have none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import ModelRefused, ReplicaInfo
+from samovar.replicas.serving.deployment import Replica
+from samovar.replicas.serving.served_engine import ServedEngine
+
+if TYPE_CHECKING:
+    from samovar.replicas.start.start_notes import StartNotes
+
+CORES = os.cpu_count() or 1
+
+
+class VllmReplica(Replica):
+    """The Serve deployment of vLLM. See `Replica`; `engine.vllm` in the settings says where vLLM is.
+
+    Raises `ModelRefused` with vLLM's reason if it cannot serve the model.
+    """
+
+    @staticmethod
+    def _import_engine() -> None:
+        """Nothing yet: variables that vLLM reads at its import depend on the model's device."""
+
+    def build(self, settings: Settings, model_dir: Path, replica_id: str, notes: StartNotes) -> ServedEngine:
+        """Build the engine: start vLLM, its connector and what stands around it."""
+        from samovar.cache_tiers.forecast import fast_clock
+        from samovar.cache_tiers.pricing import PrefillMeter, fit_prefill
+        from samovar.cache_tiers.vllm.replica_turn import FromConnector
+        from samovar.replicas.answers import EngineLimits, OutputProcessor, TokenText
+        from samovar.replicas.grammar import GrammarCompiler
+        from samovar.replicas.model import (
+            choose_device,
+            choose_dtype,
+            free_host_bytes,
+            inspect_model,
+            load_tokenizer,
+        )
+        from samovar.replicas.start.tier_access import by_tag, tiers_socket
+        from samovar.replicas.vllm.arguments import engine_arguments, process_environment
+        from samovar.replicas.vllm.engine import VllmEngine
+        from samovar.replicas.vllm.forgetting import PageSalts
+        from samovar.replicas.vllm.returns import SessionReturns
+
+        notes.begin("digest")
+        started_s, engine = time.monotonic(), settings.engine
+        spec = inspect_model(model_dir, settings.inspected_dir, notes.begin)
+        device = choose_device(engine)
+        on_cpu = device.type == "cpu"
+        sharing = settings.cluster.sharing_node(CORES)
+        threads = engine.threads or max(1, CORES // sharing)
+        os.environ.update(process_environment(threads if on_cpu else None))
+        dtype = choose_dtype(settings.model, device)
+        pool_bytes = engine.pool_bytes_max
+        if pool_bytes is None and on_cpu:
+            left_bytes = free_host_bytes() - sharing * spec.weights_bytes
+            pool_bytes = int(engine.pool_memory_fraction * max(0, left_bytes) / sharing)
+        connector, told = None, {}
+        if self._tiers is not None and engine.prefix_reuse:
+            connector = FromConnector(Path(tempfile.mkdtemp(prefix="samovar-")) / "told.sock")
+            told = {"socket": str(tiers_socket(settings)), "replica": str(connector.path)}
+        notes.begin("weights")
+        from samovar.replicas.vllm.async_llm import VERSION, AsyncVllm
+
+        name = str(dtype.dtype).removeprefix("torch.")
+        try:
+            source = AsyncVllm(engine_arguments(settings, model_dir, name, pool_bytes, told))
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise ModelRefused(
+                f"vLLM {VERSION} does not serve it: {error}", "see the replica's log"
+            ) from error
+        notes.begin("engine")
+        layout = source.layout
+        tokenizer = load_tokenizer(model_dir)
+        vocabulary = tokenizer.backend_tokenizer
+        info = ReplicaInfo(
+            replica_id=replica_id,
+            model_name=settings.model.served_name or spec.name,
+            context_tokens_max=layout.context_tokens_max,
+            device=layout.device,
+            dtype=layout.dtype,
+            dtype_sentence=dtype.sentence,
+            threads=threads,
+            step=f"vLLM {VERSION}",
+            exact=False,
+            exactness="as vLLM computes: the bits depend on what is computed together",
+            attention="vLLM's",
+            block_tokens=layout.block_tokens,
+            kv_dtype=layout.kv_dtype,
+            bytes_per_token=layout.bytes_per_token,
+            pages=layout.pages,
+            pool_bytes=layout.pages * layout.block_tokens * layout.bytes_per_token,
+            load_s=time.monotonic() - started_s,
+            model=spec.fingerprint.hex(),
+        )
+        share = settings.share_of_tenant(settings.limits.tenant_share)
+        predictor = settings.tiers.predictor
+        ends = spec.eos_token_ids
+        return VllmEngine(
+            info,
+            source,
+            limits=EngineLimits(
+                vocab=spec.vocab,
+                context_tokens_max=info.context_tokens_max,
+                queue_max=engine.queue_max,
+                retry_after_s=settings.limits.retry_after_s,
+                tenant_queue_max=math.ceil(engine.queue_max * share),
+            ),
+            sequences_max=engine.sequences_max,
+            step_tokens=engine.step_tokens_max,
+            quantum_tokens=engine.quantum_tokens,
+            weights=by_tag(settings.auth, settings.limits.tenant_weights),
+            output=OutputProcessor(
+                vocabulary,
+                ends,
+                TokenText(vocabulary, frozenset(tokenizer.all_special_ids)),
+                info.context_tokens_max,
+            ),
+            ends=ends,
+            grammars=GrammarCompiler(vocabulary.to_str, spec.vocab, ends, settings.grammar),
+            meter=PrefillMeter(fit_prefill([], engine.step_tokens_max)),
+            salts=PageSalts(secrets.token_bytes(16)),
+            returns=SessionReturns(predictor.sessions_max, fast_clock(time.monotonic, predictor.clock_rate)),
+            connector=connector,
+            reports=None if self._tiers is None else self._tiers.link,
+        )

@@ -1,0 +1,89 @@
+"""Tells the tiers of turns that vLLM has computed, and hears when their sessions are expected back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol
+
+from samovar.cache_tiers.blocks import ChainMarks
+from samovar.cache_tiers.forecast import Forecast
+from samovar.cache_tiers.messages import TurnEnded
+from samovar.cache_tiers.vllm.replica_turn import TurnTold
+from samovar.replicas.vllm.answers import Job
+from samovar.replicas.vllm.returns import SessionReturns
+
+logger = logging.getLogger(__name__)
+
+ENDED_MAX = 4096
+"""Turns that are over, of which the connector has not told the marks yet."""
+
+
+class Reports(Protocol):
+    """See `TierLink`."""
+
+    def turn_over(self, over: TurnEnded) -> Forecast | None: ...
+
+
+class TurnReports:
+    """Tells the tiers of turns that ended, once the connector has told the marks of their chains.
+
+    `reports`: None without tiers. A forecast comes back on the event loop.
+    """
+
+    def __init__(self, reports: Reports | None, returns: SessionReturns, block_tokens: int) -> None:
+        self._reports = reports
+        self._returns = returns
+        self._block_tokens = block_tokens
+        self._lane = None if reports is None else ThreadPoolExecutor(1, "turn-reports")
+        self._ended: OrderedDict[int, tuple[TurnEnded, float]] = OrderedDict()
+
+    def over(self, job: Job, service_s: float) -> None:
+        """Note that a turn is over."""
+        request, last = job.request, job.choices[-1]
+        tool = job.called_tool(last.index) if job.stop == "stop" else None
+        since_s = self._returns.ended(job.owner, request, len(last.tokens), calls_tool=tool is not None)
+        if self._reports is None or request.placement is None:
+            return
+        over = TurnEnded(
+            request.tenant,
+            request.session,
+            service_s,
+            last.prompt_tokens,
+            last.output_tokens,
+            ChainMarks(),
+            self._block_tokens,
+            stop=job.stop if tool is None else "tool_calls",
+            role=request.turn.role,
+            tool=tool or request.turn.tool,
+            profile=request.turn.profile,
+        )
+        self._ended[job.key] = over, since_s
+        if len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+
+    def marked(self, told: TurnTold) -> None:
+        """Report a turn whose marks are known."""
+        ended = self._ended.pop(told.key, None)
+        if ended is None or self._lane is None or self._reports is None:
+            return
+        over, since_s = ended
+        asked = self._lane.submit(self._reports.turn_over, replace(over, marks=told.marks))
+        owner, loop = over.tenant + over.session, asyncio.get_running_loop()
+        asked.add_done_callback(lambda done: loop.call_soon_threadsafe(self._heard, owner, done, since_s))
+
+    def _heard(self, owner: bytes, done: Future[Forecast | None], since_s: float) -> None:
+        if done.cancelled():
+            return
+        if (error := done.exception()) is not None:
+            logger.info("a turn was not reported: %s", error)
+        elif (forecast := done.result()) is not None:
+            self._returns.told(owner, forecast, since_s)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._lane is not None:
+            self._lane.shutdown(wait=False, cancel_futures=True)
