@@ -534,6 +534,11 @@ class Settings(OptionalSections):
         return (self.model.cache_dir / "native").expanduser()
 
     @property
+    def engines_dir(self) -> Path:
+        """Directory of the environments that `samovar engines add` makes, and of what they see of Samovar."""
+        return (self.model.cache_dir / "engines").expanduser()
+
+    @property
     def starting_dir(self) -> Path:
         """Directory of the notes that starting replicas make for the command that waits for them."""
         return (self.model.cache_dir / "starting").expanduser()

@@ -67,7 +67,7 @@ def deploy(
     from rich.console import Console
 
     from samovar.cluster.deploy.deploy import deploy as deploy_now
-    from samovar.cluster.serve.preflight import StartFailed
+    from samovar.cluster.errors import StartFailed
     from samovar.configs.loader import ConfigError, load
     from samovar.replicas.messages import ModelRefused
 
@@ -406,7 +406,8 @@ def _look_first(settings: Settings, with_s3_demo: bool) -> StartStages:
     """Exit if the start cannot succeed, before anything heavy is imported; return what shows its stages."""
     from rich.console import Console
 
-    from samovar.cluster.serve.preflight import StartFailed, first_look
+    from samovar.cluster.errors import StartFailed
+    from samovar.cluster.serve.preflight import first_look
     from samovar.cluster.serve.stages import StartStages
     from samovar.replicas.messages import ModelRefused
 

@@ -16,8 +16,8 @@ import yaml
 from pydantic import Field, ValidationError
 from ray import serve
 
+from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.graph import build_front_app, build_model_app
-from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.ray_cluster import refuse_open_cluster_here
 from samovar.configs.fields import Tree, merged
 from samovar.configs.sections import Section

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samovar.cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
+from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import application_environment
 from samovar.cluster.serve.graph import (
     FRONT_APP,
@@ -28,7 +29,7 @@ from samovar.cluster.serve.graph import (
     model_app_name,
     serve_logs,
 )
-from samovar.cluster.serve.preflight import StartFailed, check_extras
+from samovar.cluster.serve.preflight import check_extras
 from samovar.cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
 from samovar.cluster.serve.rollout import (
     EVERY_INTERFACE,

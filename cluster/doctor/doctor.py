@@ -27,6 +27,7 @@ from samovar.cache_tiers.command import vllm_checks
 from samovar.cluster.doctor.check import CheckState, MachineCheck, Result, existing
 from samovar.cluster.doctor.media import MEASURE_S, disk_price, disk_tier, prices, s3_tier, serves_here
 from samovar.cluster.doctor.safety import CHILD_S_MAX, nixl, open_binds, ray_cluster, secrets_files
+from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve import preflight
 from samovar.cluster.serve.startup_table import smaller_than_pools
 from samovar.configs.sections import GIB
@@ -130,7 +131,7 @@ def packages(
         )
     try:
         preflight.check_extras(settings)
-    except preflight.StartFailed as error:
+    except StartFailed as error:
         return "error", str(error), "install the extra that is named"
     return "ok", f"{count} packages as required", ""
 
@@ -214,7 +215,7 @@ def gpu(
         return state, said, f"install NVIDIA driver {least} or later, or a torch built for an older CUDA"
     try:
         preflight.check_gpus(settings)
-    except (preflight.StartFailed, ModelRefused) as error:
+    except (StartFailed, ModelRefused) as error:
         return "error", str(error), "lower cluster.replicas or engine.tensor_parallel"
     about = "" if named is None else f" ({named[0]}, driver {named[1]})"
     return "ok", f"{seen} for torch {version()}{about}", ""
@@ -359,7 +360,7 @@ def port(settings: Settings, running: Sequence[str] = ()) -> Result:
     host, number = settings.server.host, settings.server.port
     try:
         preflight.check_port(host, number)
-    except preflight.StartFailed as error:
+    except StartFailed as error:
         if mine := serves_here(settings, running):
             return "ok", f"{host}:{number} is served by Samovar itself ({mine})", ""
         text, _, fix = str(error).partition(". ")
@@ -377,7 +378,7 @@ def shared_memory(
     try:
         memory = preflight.free_memory(settings, _weights_bytes(settings))
         sized, warning = preflight.with_object_store(settings, free_bytes, memory)
-    except preflight.StartFailed as error:
+    except StartFailed as error:
         text, _, fix = str(error).partition(". ")
         return "error", text, fix
     if warning:

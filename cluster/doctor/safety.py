@@ -12,7 +12,7 @@ import psutil
 
 from samovar import HOME
 from samovar.cluster.doctor.check import Result
-from samovar.cluster.serve import preflight
+from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret
 from samovar.configs.extras import missing
 from samovar.configs.settings import Settings
@@ -123,7 +123,7 @@ def ray_cluster(
         if not (asks or gcs_asks_for_token)(address):
             fix = "start every node with RAY_AUTH_MODE=token: who reaches Ray without it can run code"
             return "error", f"Ray at {address} requires no token", fix
-    except preflight.StartFailed as error:
+    except StartFailed as error:
         text, _, fix = str(error).partition(". ")
         return "error", text, fix
     return "ok", f"{said}; Ray at {address} requires it", ""

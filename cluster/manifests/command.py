@@ -30,8 +30,8 @@ def ray_service(
 ) -> str:
     """Return the RayService. `secrets`: the Secret's file. Raises `ConfigError`, `RenderFailed`."""
     from samovar.cluster.deploy.builders import read_secrets
+    from samovar.cluster.errors import StartFailed
     from samovar.cluster.manifests.kuberay import render_kuberay
-    from samovar.cluster.serve.preflight import StartFailed
 
     if secrets is None:
         raise RenderFailed(

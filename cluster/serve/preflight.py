@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 from pydantic import SecretStr
 
+from samovar.cluster.engines.interpreter import find_python
+from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import (
     FreeMemory,
     StoreTooSmall,
@@ -37,10 +39,6 @@ from samovar.replicas.model import (
 CUDA_FIX = "set engine.device to auto or cpu, or install a CUDA build of torch on a machine with a GPU"
 
 
-class StartFailed(Exception):
-    """The service did not become ready; the message says why and where to look."""
-
-
 def first_look(
     settings: Settings,
     *,
@@ -54,6 +52,8 @@ def first_look(
     """
     refuse_two_buckets(settings, with_s3_demo=with_s3_demo)
     check_extras(settings)
+    if settings.engine.kind == "vllm":
+        find_python(settings)
     model_dir = find_early(settings.model)
     if model_dir is not None:
         refuse_early(model_dir)

@@ -44,8 +44,8 @@ from ray._raylet import (  # type: ignore[attr-defined]  # compiled, and its stu
 )
 
 from samovar import HOME
+from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import TOKEN_MODE
-from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.secrets import DIR_OWNER_ONLY, OWNER_ONLY, make_private
 from samovar.configs.cluster import ClusterSettings
 

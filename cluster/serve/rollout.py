@@ -22,8 +22,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from samovar.cache_tiers.actors import rpc, tier_actors
+from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.graph import FRONT_APP
-from samovar.cluster.serve.preflight import StartFailed
 from samovar.configs.cluster import ClusterSettings
 from samovar.configs.settings import Settings
 

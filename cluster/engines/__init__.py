@@ -1,0 +1,5 @@
+"""Environments that other engines live in, beside Samovar's own: made, found, checked, removed."""
+
+from samovar.cluster.engines.interpreter import VllmPython, vllm_python
+
+__all__ = ["VllmPython", "vllm_python"]
