@@ -99,6 +99,7 @@ FLAG_ALIASES = {
     "--record": "server.record",
     "--replicas": "cluster.replicas",
     "--model": "model.path",
+    "--engine": "engine.kind",
 }
 # Names with our prefix that are not settings: the client's key and address, variables between our processes.
 ENV_KNOWN_NAMES = frozenset({"SAMOVAR_API_KEY", "SAMOVAR_URL"})

@@ -42,7 +42,7 @@ from samovar.cluster.serve.rollout import (
 from samovar.configs.fields import public_tree
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import REPLICA_DEPLOYMENT
-from samovar.replicas.model import check_heads, ensure_model, inspect_model, pinned
+from samovar.replicas.model import describe_model, ensure_model, pinned
 
 NODES_PATH = "/nodes?view=summary"
 Application = dict[str, Any]
@@ -145,13 +145,12 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
             f"Put one into {secrets_file} on every node (`openssl rand -hex 32` makes one)"
         )
     model_dir = ensure_model(settings.model)
-    spec = inspect_model(model_dir, settings.inspected_dir)
-    check_heads(spec, settings.engine.tensor_parallel)
+    card = describe_model(settings, model_dir)
     # A node that joins next week gets the commit that is served now, whatever the branch is then.
     settings = settings.model_copy(update={"model": pinned(settings.model, model_dir)})
     wanted = applications(
         settings,
-        model_app_name(settings, spec.fingerprint),
+        model_app_name(settings, card.fingerprint),
         secrets_file,
         secrets_digest(read_secrets(secrets_file), secret.get_secret_value()),
     )

@@ -151,8 +151,7 @@ def model(settings: Settings) -> Result:
     """Ask the start's own check whether the configured model can be served, as far as its files tell."""
     try:
         found = find_early(settings.model)
-        if found is not None:
-            refuse_early(found)
+        refuse_early(settings, found)
     except ModelRefused as error:
         return "error", error.reason, error.fix
     return (

@@ -63,7 +63,7 @@ from samovar.configs.loader import ConfigError
 from samovar.configs.model_reference import DEFAULT_NAME
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
-from samovar.replicas.model import check_heads, ensure_model, inspect_model
+from samovar.replicas.model import describe_model, ensure_model
 from samovar.replicas.serving.deployment import Replica
 from samovar.replicas.start.start_notes import forget_notes, stage_noted
 
@@ -166,15 +166,14 @@ class Service:
         settings = with_server_secret(self.settings)
         model_dir = ensure_model(settings.model).resolve()
         # Refuse it before anything starts.
-        spec = inspect_model(model_dir, settings.inspected_dir, self.stages.begin)
-        check_heads(spec, settings.engine.tensor_parallel)
+        card = describe_model(settings, model_dir, self.stages.begin)
         is_here = address_of(settings.cluster) is None  # else the tiers are on other machines as well
-        memory = free_memory(settings, spec.weights_bytes) if is_here else None
+        memory = free_memory(settings, card.weights_bytes) if is_here else None
         settings, warning = with_object_store(settings, shm_free_bytes(), memory)
         self.settings = settings
         if warning:
             _warn(warning)
-        self.model_dir, self.model_app = str(model_dir), model_app_name(settings, spec.fingerprint)
+        self.model_dir, self.model_app = str(model_dir), model_app_name(settings, card.fingerprint)
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
         os.environ.update(required_environment(settings))  # Ray's processes inherit it
@@ -183,7 +182,7 @@ class Service:
             os.environ.setdefault(name, value)
         forget_notes(settings.starting_dir, str(settings.server.port))
         self.stages.end()
-        of = spec.name if spec.commit is None else f"{spec.name}, commit {spec.commit[:12]}"
+        of = card.name if card.commit is None else f"{card.name}, commit {card.commit[:12]}"
         self.stages.say(f"starting {self.replicas} replica{'s' * (self.replicas > 1)} of {of}")
         self.stages.begin("ray")
         try:
@@ -248,9 +247,7 @@ class Service:
         given, kept = settings, {name: getattr(self.settings, name) for name in FIXED}
         settings = settings.model_copy(update=kept)  # completed at the start: a secret, sizes that fit
         model_dir = str(ensure_model(settings.model).resolve())
-        spec = inspect_model(Path(model_dir), settings.inspected_dir)
-        check_heads(spec, settings.engine.tensor_parallel)
-        new_app = model_app_name(settings, spec.fingerprint)
+        new_app = model_app_name(settings, describe_model(settings, Path(model_dir)).fingerprint)
         check_gpus(settings)
         replicas = self._replicas_to_go_on_with(settings)
         # Running replicas share this machine as configured at their start.

@@ -33,6 +33,7 @@ from samovar.replicas.model import (
     gpus_seen,
     refuse_early,
     torch_version,
+    unused_settings,
     why_no_gpu,
 )
 
@@ -52,16 +53,14 @@ def first_look(
     """
     refuse_two_buckets(settings, with_s3_demo=with_s3_demo)
     check_extras(settings)
+    refuse_early(settings, find_early(settings.model))
     if settings.engine.kind == "vllm":
         find_python(settings)
-    model_dir = find_early(settings.model)
-    if model_dir is not None:
-        refuse_early(model_dir)
     if settings.engine.device == "cuda" and (why_not := why_no_gpu(torch_version(), open_library)):
         raise ModelRefused(f"engine.device is cuda and {why_not}", CUDA_FIX)  # `check_gpus` knows the rest
     with_object_store(settings, shm_free_bytes())
     check_port(settings.server.host, settings.server.port)
-    return disk_warnings(settings)
+    return unused_settings(settings) + disk_warnings(settings)
 
 
 def refuse_two_buckets(settings: Settings, *, with_s3_demo: bool) -> None:

@@ -18,7 +18,7 @@ from samovar import HOME
 from samovar.configs.json_text import parse_json
 from samovar.replicas.messages import ModelRefused
 
-Task = Literal["config", "convert", "turn"]
+Task = Literal["config", "convert", "sizes", "turn"]
 ENTRY = "import sys; from samovar.replicas.model.apart import main; main(*sys.argv[1:])"
 """Not `-m`: this package imports this module, so that it would be there twice, and Python warns of that."""
 END_S = 60.0
@@ -60,11 +60,15 @@ def run_apart(task: Task, *args: str) -> str:
 
 def _do(task: str, args: list[str]) -> str:
     if task != "convert":
-        from samovar.replicas.model.spec import config_text, turn_text
+        from samovar.replicas.model.card import turn_text
+        from samovar.replicas.model.served import sizes_text
+        from samovar.replicas.model.spec import config_text
         from samovar.replicas.model.tokenizer import leave_torch_out
 
         leave_torch_out()
-        return config_text(Path(args[0])) if task == "config" else turn_text(Path(args[0]), args[1])
+        if task == "turn":
+            return turn_text(Path(args[0]), args[1])
+        return config_text(Path(args[0])) if task == "config" else sizes_text(Path(args[0]))
     from samovar.replicas.model.gguf import convert_gguf
 
     source, target, progress = args

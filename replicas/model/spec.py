@@ -1,7 +1,7 @@
-"""Describes the model in a directory and decides whether it can be served.
+"""Decides whether our own engine can serve the model in a directory, and describes it for that.
 
-Reads config.json, the tokenizer files and the headers of the weights, and refuses, with a reason and a fix,
-what the engine could not serve correctly. Loads no model; see `store.py` for where the directory comes from.
+Refuses, with a reason and a fix, what the engine could not serve correctly. Loads no model; see `card.py` for
+what is read of any model, `store.py` for where the directory comes from.
 
 What transformers makes of a config.json is kept, if the caller names a folder: merely importing the class of
 a config takes it four seconds (5.23: it imports torch's compiler).
@@ -9,26 +9,26 @@ a config takes it four seconds (5.23: it imports torch's compiler).
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from samovar.configs.atomic_file import atomic_write
-from samovar.configs.json_text import parse_json
-from samovar.configs.model_reference import snapshot_of
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.apart import run_apart, runs_apart
-from samovar.replicas.model.tokenizer import load_tokenizer
-from samovar.replicas.model.weights import WeightsFile, read_weights, weights_digest
-
-logger = logging.getLogger(__name__)
+from samovar.replicas.model.card import (
+    COPY_AGAIN,
+    ModelCard,
+    answer_kept,
+    kept_name,
+    read_card,
+    read_config,
+    transformers_config,
+)
+from samovar.replicas.model.weights import WeightsFile, read_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,28 +127,12 @@ UNSERVED_QUANTIZATION = {
 """Methods of quantization_config, and why none of them is served (docs/limits.md)."""
 
 
-__all__ = ["PROVENANCE_FILE", "SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
+__all__ = ["SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
 
 # Rotations that depend on a token's position alone. `dynamic` and `longrope` change with the length of the
 # whole sequence: a cached K would be wrong as soon as its conversation grew.
 SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-GENERATION_FILE = "generation_config.json"
-PROVENANCE_FILE = "samovar.json"  # written by our converter: the model's name and source
-FINGERPRINT_VERSION = b"samovar model fingerprint 1"
-# Fields of config.json that do not affect what the model computes.
-CONFIG_NOISE = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "use_cache"})
-TOKENIZER_FILES = (
-    "added_tokens.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-TEMPLATES_DIR = "additional_chat_templates"
 CONFIG_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -157,38 +141,20 @@ CONFIG_SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-T = TypeVar("T")
-
+OR_VLLM = ", or have vLLM compute it (--engine vllm)"
 ANOTHER_MODEL = f"point --model at a causal model of a served type: {', '.join(SERVED_TYPES)}"
-COPY_AGAIN = "copy or download the model directory again"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """What the engine and the ingress need to know of a model before it is loaded.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(ModelCard):
+    """What our engine needs to know besides. `rope` is the canonical JSON of the rotary parameters."""
 
-    `rope` is the canonical JSON of the rotary parameters; `fingerprint` is a sha256 over config, tokenizer
-    and weights: KV of models with different fingerprints is never interchangeable. `weights_bytes` is the
-    size of the tensors as stored.
-    """
-
-    path: Path
-    name: str
-    model_type: str
     layers: int
     q_heads: int
     kv_heads: int
     head_dim: int
     hidden: int
-    vocab: int
-    context_tokens_max: int
-    eos_token_ids: tuple[int, ...]
     rope: str
-    has_chat_template: bool
-    weights_bytes: int
-    fingerprint: bytes
-    commit: str | None = None  # of the hub, if the directory is in its cache
-    generation: Mapping[str, float] = field(default_factory=dict)  # the defaults of a request's fields
 
     @property
     def has_experts(self) -> bool:
@@ -219,7 +185,6 @@ class _Config:
 
 
 _CONFIG = TypeAdapter(_Config)
-_TURN: TypeAdapter[tuple[int | None, str]] = TypeAdapter(tuple[int | None, str])
 
 
 def inspect_model(
@@ -232,36 +197,23 @@ def inspect_model(
     are hashed. Raises `ModelRefused` if the engine could not serve the model, or not correctly.
     """
     path = path.expanduser()
-    raw = _read_config(path)
-    _refuse_by_config(path, raw)
+    raw = read_config(path)
+    refuse_by_config(path, raw)
     config = _normalised_config(path, raw, keep)
     _refuse_by_attention(path, config)
     rope = _served_rope(path, config)
-    tokenizer = _read_tokenizer(path, vocab=config.vocab_size)
-    has_chat_template = _has_chat_template(path)
-    ends = _stated_ends(path, raw, tokenizer)
-    if has_chat_template:
-        ends = _with_end_of_turn(path, ends, keep)
     files = read_weights(path)
     _refuse_missing_tensors(path, config, files)
+    vocab, context = config.vocab_size, config.max_position_embeddings
+    card = read_card(path, raw, files, vocab=vocab, context_tokens_max=context, keep=keep, begin=begin)
     return ModelSpec(
-        path=path,
-        name=_name(path),
-        model_type=config.model_type,
+        **card.parts(),
         layers=config.num_hidden_layers,
         q_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=_head_dim(config),
         hidden=config.hidden_size,
-        vocab=config.vocab_size,
-        context_tokens_max=config.max_position_embeddings,
-        eos_token_ids=ends,
         rope=rope,
-        has_chat_template=has_chat_template,
-        weights_bytes=sum(tensor.end - tensor.begin for file in files for tensor in file.tensors),
-        fingerprint=_fingerprint(path, raw, weights_digest(files, keep, begin)),
-        commit=_commit(path),
-        generation=generation_defaults(_read_json_if_there(path / GENERATION_FILE)),
     )
 
 
@@ -277,61 +229,15 @@ def check_heads(spec: ModelSpec, ranks: int) -> None:
         )
 
 
-def refuse_early(path: Path) -> None:
-    """Refuse a model directory by its config.json alone, in milliseconds. Raises `ModelRefused`.
-
-    What passes may still be refused by `inspect_model`, which also reads the weights and asks transformers.
-    """
-    path = path.expanduser()
-    _refuse_by_config(path, _read_config(path))
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise ModelRefused(
-            f"model directory {path} does not exist",
-            "check the path of --model; a model of the hub is named organisation/name; without --model the "
-            "default model is served",
-        )
-    if not path.is_dir():
-        raise ModelRefused(
-            f"{path} is a file, not a model directory",
-            "point --model at the directory with config.json and *.safetensors",
-        )
-    if not (path / "config.json").is_file():
-        raise ModelRefused(
-            f"{path} has no config.json",
-            "point --model at a directory that transformers' save_pretrained wrote",
-        )
-    config = _read_json(path / "config.json")
-    if not isinstance(config.get("model_type"), str):
-        raise ModelRefused(f"{path / 'config.json'} has no model_type", COPY_AGAIN)
-    return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ModelRefused(f"{path} is not valid JSON ({error})", COPY_AGAIN) from error
-    if not isinstance(value, dict):
-        raise ModelRefused(f"{path} holds a JSON {type(value).__name__}, not an object", COPY_AGAIN)
-    return value
-
-
-def _read_json_if_there(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.is_file() else {}
-
-
-def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
-    """Refuse what config.json rules out by itself; the most specific reason comes first."""
+def refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
+    """Raise `ModelRefused` for what config.json rules out by itself; the most specific reason comes first."""
     model_type = raw["model_type"]
     if raw.get("is_encoder_decoder"):
         raise ModelRefused(f"{path} is an encoder-decoder model ({model_type})", ANOTHER_MODEL)
     if model_type in UNSERVED_TYPES:
         raise ModelRefused(
             f"{path} has the architecture {model_type!r}, which is not served: {UNSERVED_TYPES[model_type]}",
-            ANOTHER_MODEL,
+            f"{ANOTHER_MODEL}{OR_VLLM}",
         )
     architectures = [str(name) for name in raw.get("architectures") or []]
     if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
@@ -345,7 +251,8 @@ def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
         )
     if model_type not in SERVED_TYPES:
         raise ModelRefused(
-            f"{path} has the architecture {model_type!r}, which Samovar does not serve", ANOTHER_MODEL
+            f"{path} has the architecture {model_type!r}, which our engine does not serve",
+            f"{ANOTHER_MODEL}{OR_VLLM}",
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
@@ -354,18 +261,14 @@ def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
         raise ModelRefused(
             f"{path} is a quantized checkpoint (quantization_config, method {method}), which is not served: "
             f"{why}",
-            "use the bfloat16, float16 or float32 weights of this model",
+            f"use the bfloat16, float16 or float32 weights of this model{OR_VLLM}",
         )
 
 
 def _normalised_config(path: Path, raw: dict[str, Any], keep: Path | None) -> _Config:
     """Return the config as transformers reads it: old field names, defaults, rope in one dict."""
-    kept = None if keep is None else keep / f"{_config_digest(raw)}.json"
-    config = None if kept is None else _read_kept(kept, _CONFIG)
-    if config is None:
-        config = _ask_transformers(path)
-        if kept is not None:
-            _write_kept(kept, _CONFIG, config)
+    name = kept_name(raw, ",".join(_Config.__dataclass_fields__))
+    config = answer_kept(keep, name, _CONFIG, lambda: _ask_transformers(path))
     for key in CONFIG_SIZES:
         value = getattr(config, key)
         if not isinstance(value, int) or value < 1:
@@ -398,41 +301,9 @@ def _ask_transformers(path: Path) -> _Config:
 
 
 def _asked_here(path: Path) -> _Config:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError) as error:
-        raise ModelRefused(
-            f"transformers does not accept {path / 'config.json'}: {' '.join(str(error).split())}", COPY_AGAIN
-        ) from error
+    config = transformers_config(path)
     names = _Config.__dataclass_fields__
     return _Config(**{name: getattr(config, name) for name in names if hasattr(config, name)})
-
-
-def _config_digest(raw: dict[str, Any]) -> str:
-    """Return the name under which a config is kept: what it depends on, transformers' version included."""
-    parts = (version("transformers"), ",".join(_Config.__dataclass_fields__), json.dumps(raw, sort_keys=True))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def _read_kept(path: Path, kind: TypeAdapter[T]) -> T | None:
-    try:
-        return kind.validate_python(parse_json(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, ValidationError) as error:
-        logger.warning("%s cannot be read, and is written again: %s", path, error)
-        return None
-
-
-def _write_kept(path: Path, kind: TypeAdapter[T], value: T) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, kind.dump_json(value), durable=False)
-    except (OSError, ValueError) as error:
-        logger.warning("%s could not be written: %s", path, error)
 
 
 def _refuse_by_attention(path: Path, config: _Config) -> None:
@@ -446,7 +317,7 @@ def _refuse_by_attention(path: Path, config: _Config) -> None:
         raise ModelRefused(
             f"{path} has layers with {', '.join(others)} (layer_types): only "
             f"{' and '.join(sorted(SERVED_LAYERS))} are served",
-            "use a model whose layers keep K and V of every token",
+            f"use a model whose layers keep K and V of every token{OR_VLLM}",
         )
 
 
@@ -459,104 +330,13 @@ def _served_rope(path: Path, config: _Config) -> str:
             raise ModelRefused(
                 f"{path} has rope_type={rope_type!r}: its rotation is not known to depend on the position "
                 "alone, so cached keys could be wrong",
-                f"use a variant with rope_type {', '.join(SERVED_ROPE_TYPES)}",
+                f"use a variant with rope_type {', '.join(SERVED_ROPE_TYPES)}{OR_VLLM}",
             )
     return json.dumps(rope, sort_keys=True, separators=(",", ":"))
 
 
 def _head_dim(config: _Config) -> int:
     return int(config.head_dim or config.hidden_size // config.num_attention_heads)
-
-
-def _read_tokenizer(path: Path, vocab: int) -> dict[str, int]:
-    """Return the ids of all tokens in the vocabulary, added (special) tokens included."""
-    if not (path / "tokenizer.json").is_file():
-        found = [
-            name for name in TOKENIZER_FILES if (path / name).is_file() and name.endswith((".model", ".txt"))
-        ]
-        has = f"only {', '.join(found)}, no" if found else "no"
-        raise ModelRefused(
-            f"{path} has {has} tokenizer.json",
-            "copy it beside the weights, or write it with AutoTokenizer.from_pretrained(...).save_pretrained",
-        )
-    tokenizer = _read_json(path / "tokenizer.json")
-    try:
-        added = {str(token["content"]): int(token["id"]) for token in tokenizer.get("added_tokens") or []}
-        pieces = tokenizer["model"]["vocab"]
-        ids = (
-            dict(pieces)
-            if isinstance(pieces, dict)
-            else {piece[0]: index for index, piece in enumerate(pieces)}
-        )
-        ids.update(added)
-        last_token, last_id = max(ids.items(), key=lambda item: item[1])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ModelRefused(
-            f"{path / 'tokenizer.json'} is not a tokenizer of the tokenizers library ({error!r})", COPY_AGAIN
-        ) from error
-    if last_id >= vocab:
-        raise ModelRefused(
-            f"the tokenizer of {path} gives token {last_token!r} the id {last_id}, but the model has only "
-            f"{vocab} embeddings (vocab_size): that token would crash it",
-            "use the tokenizer that belongs to these weights, or grow them with resize_token_embeddings",
-        )
-    return ids
-
-
-def _stated_ends(path: Path, raw: dict[str, Any], tokenizer: dict[str, int]) -> tuple[int, ...]:
-    """Return the ids that the files say end an answer: generation config (else the config) and tokenizer."""
-    ids: list[int] = []
-    generation = _read_json_if_there(path / GENERATION_FILE)
-    stated = generation.get("eos_token_id", raw.get("eos_token_id"))
-    for value in stated if isinstance(stated, list) else [stated]:
-        if isinstance(value, int) and not isinstance(value, bool):
-            ids.append(value)
-    eos = _read_json_if_there(path / "tokenizer_config.json").get("eos_token")
-    token = eos.get("content") if isinstance(eos, dict) else eos
-    if isinstance(token, str) and token in tokenizer:
-        ids.append(tokenizer[token])
-    return tuple(dict.fromkeys(ids))
-
-
-def _with_end_of_turn(path: Path, stated: tuple[int, ...], keep: Path | None) -> tuple[int, ...]:
-    """Return the ids that end an answer: those stated, and what the chat template ends a turn with."""
-    kept = None if keep is None else keep / f"{_turn_digest(path, stated)}.turn.json"
-    turn = None if kept is None else _read_kept(kept, _TURN)
-    if turn is None:
-        ids = ",".join(map(str, stated))
-        text = run_apart("turn", str(path.absolute()), ids) if runs_apart() else turn_text(path, ids)
-        turn = _TURN.validate_json(text)
-        if kept is not None:
-            _write_kept(kept, _TURN, turn)
-    added, doubt = turn
-    if doubt:
-        logger.warning("%s: %s", path, doubt)
-    return stated if added is None else (*stated, added)
-
-
-def turn_text(path: Path, stated: str) -> str:
-    """Return as JSON how a model's chat template ends a turn; `stated`: known ids, with commas."""
-    from samovar.replicas.templates import end_of_turn  # jinja2, and a tokenizer: most starts have it kept
-
-    known = [int(one) for one in stated.split(",") if one]
-    tokenizer = load_tokenizer(path)
-    return _TURN.dump_json(end_of_turn(tokenizer, tokenizer.added_tokens_decoder, known)).decode()
-
-
-def _turn_digest(path: Path, stated: tuple[int, ...]) -> str:
-    """Return the name under which the end of a turn is kept: all files that a template may come from."""
-    digest = hashlib.sha256(repr((version("transformers"), "turn 1", stated)).encode())
-    files = [path / name for name in ("config.json", *TOKENIZER_FILES, *TEMPLATE_FILES)]
-    for file in (*files, *sorted((path / TEMPLATES_DIR).glob("*.jinja"))):
-        if file.is_file():
-            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
-    return digest.hexdigest()[:32]
-
-
-def _has_chat_template(path: Path) -> bool:
-    if any((path / name).is_file() for name in TEMPLATE_FILES):
-        return True
-    return bool(_read_json_if_there(path / "tokenizer_config.json").get("chat_template"))
 
 
 def _refuse_missing_tensors(path: Path, config: _Config, files: tuple[WeightsFile, ...]) -> None:
@@ -574,61 +354,3 @@ def _refuse_missing_tensors(path: Path, config: _Config, files: tuple[WeightsFil
             f"the first is {missing[0]}",
             "copy all weights, and the config.json that belongs to them",
         )
-
-
-def _name(path: Path) -> str:
-    name = _read_json_if_there(path / PROVENANCE_FILE).get("name")
-    if isinstance(name, str) and name:
-        return name
-    directory = path.resolve()
-    of_hub = snapshot_of(directory)
-    return directory.name if of_hub is None else of_hub.id
-
-
-def _commit(path: Path) -> str | None:
-    of_hub = snapshot_of(path.resolve())
-    return None if of_hub is None else of_hub.revision
-
-
-def _fingerprint(path: Path, raw: dict[str, Any], weights: bytes) -> bytes:
-    digest = hashlib.sha256(FINGERPRINT_VERSION)
-    config = {key: value for key, value in raw.items() if key not in CONFIG_NOISE}
-    parts = [("config.json", json.dumps(config, sort_keys=True, separators=(",", ":")).encode())]
-    parts += [(name, (path / name).read_bytes()) for name in TOKENIZER_FILES if (path / name).is_file()]
-    parts.append(("weights", weights))
-    for name, content in parts:  # lengths keep adjacent parts unambiguous
-        digest.update(len(name).to_bytes(8, "little") + name.encode())
-        digest.update(len(content).to_bytes(8, "little") + content)
-    return digest.digest()
-
-
-# A request's field, its name in the file, and what a request may ask for (`router/openai/schema.py`): above
-# the first number or, where that is allowed itself, from it on, up to the second.
-_FIELDS: tuple[tuple[str, str, float, bool, float], ...] = (
-    ("temperature", "temperature", 0, True, 2),
-    ("top_p", "top_p", 0, False, 1),
-    ("top_k", "top_k", 0, True, 2**31 - 1),
-    ("min_p", "min_p", 0, True, 1),
-    ("repetition_penalty", "repetition_penalty", 0, False, 10),
-    ("max_tokens", "max_new_tokens", 0, False, 2**31 - 1),
-)
-_COUNTS = frozenset({"top_k", "max_tokens"})
-
-
-def generation_defaults(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a generation_config.json states, by the names of a request's fields, as vLLM reads it.
-
-    What no request may ask for is left out, and logged. `do_sample` is not read: files state temperatures
-    beside `do_sample: false`. The ids that end an answer are not here: they hold for every request.
-    """
-    found: dict[str, float] = {}
-    for name, in_file, least, takes_least, most in _FIELDS:
-        stated = config.get(in_file)
-        if stated is None:
-            continue
-        is_number = isinstance(stated, (int, float)) and not isinstance(stated, bool)
-        if is_number and (least < stated <= most or (takes_least and stated == least)):
-            found[name] = int(stated) if name in _COUNTS else float(stated)
-        else:
-            logger.warning("generation_config.json: %s=%r is no value for a request", in_file, stated)
-    return found

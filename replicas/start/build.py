@@ -459,10 +459,6 @@ class Start:
             prefill=self.meter.price,
         )
 
-    def _context_tokens_max(self) -> int:
-        limit = self.settings.model.context_tokens_max
-        return self.spec.context_tokens_max if limit is None else min(self.spec.context_tokens_max, limit)
-
     def _plan_pool(self) -> PagePlan:
         """Return how large a pool may be now."""
         settings, device, block_bytes = self.settings, self.device, self.geometry.block_bytes
@@ -480,7 +476,7 @@ class Start:
             bytes_max=settings.engine.pool_bytes_max,
             block_bytes=block_bytes,
             block_tokens=self.geometry.block_tokens,
-            context_tokens_max=self._context_tokens_max(),
+            context_tokens_max=self.spec.context_tokens(self.settings.model.context_tokens_max),
         )
 
     def _make_runner(self, pages: int) -> Runner:

@@ -33,7 +33,7 @@ from samovar.configs.settings import Settings
 from samovar.configs.telemetry import Tracer, open_tracer, set_up_logs
 from samovar.replicas.links import Links, open_inlet
 from samovar.replicas.messages import REPLICA_DEPLOYMENT
-from samovar.replicas.model import ModelSpec, ensure_model, inspect_model, leave_torch_out, load_tokenizer
+from samovar.replicas.model import ModelCard, describe_model, ensure_model, leave_torch_out, load_tokenizer
 from samovar.router.anthropic import MessagesDialect, MessagesParser, messages_error, models_page
 from samovar.router.auth import (
     ADMIN,
@@ -442,23 +442,18 @@ def _http_exception(request: Request, refused: Exception) -> Response:
 __all__ = ["Ingress", "build_api", "build_service", "open_prompts"]
 
 
-def open_prompts(settings: Settings, model_dir: str | None) -> tuple[ModelSpec, PromptBuilder]:
+def open_prompts(settings: Settings, model_dir: str | None) -> tuple[ModelCard, PromptBuilder]:
     """Inspect the served model and return it with the builder of its prompts. Raises `ModelRefused`."""
     path = Path(model_dir) if model_dir else ensure_model(settings.model)
-    spec = inspect_model(path, settings.inspected_dir)
+    card = describe_model(settings, path)
     prompts = PromptBuilder(
-        load_tokenizer(spec.path),
-        vocab_tokens=spec.vocab,
-        context_tokens_max=_context_tokens(settings, spec),
-        eos_token_ids=spec.eos_token_ids,
+        load_tokenizer(card.path),
+        vocab_tokens=card.vocab,
+        context_tokens_max=card.context_tokens(settings.model.context_tokens_max),
+        eos_token_ids=card.eos_token_ids,
         settings=settings,
     )
-    return spec, prompts
-
-
-def _context_tokens(settings: Settings, spec: ModelSpec) -> int:
-    wanted = settings.model.context_tokens_max or spec.context_tokens_max
-    return min(wanted, spec.context_tokens_max)
+    return card, prompts
 
 
 def item_bounds(settings: Settings) -> ItemBounds:
@@ -505,7 +500,7 @@ class Ingress:
             self._taker = RequestTaker(inlet, settings.router.heartbeat_s)
         with collector_paused():  # of transformers, and a vocabulary
             leave_torch_out()
-            spec, prompts = open_prompts(settings, model_dir)
+            card, prompts = open_prompts(settings, model_dir)
         self._service = build_service(
             settings=settings,
             client=ray_clients.RayReplicaClient(
@@ -519,15 +514,15 @@ class Ingress:
             ),
             prompts=prompts,
             tracer=tracer,
-            model_name=settings.model.served_name or spec.name,
-            context_tokens_max=_context_tokens(settings, spec),
-            model=spec.fingerprint.hex(),
+            model_name=settings.model.served_name or card.name,
+            context_tokens_max=card.context_tokens(settings.model.context_tokens_max),
+            model=card.fingerprint.hex(),
             waits=waits,
             first_s=settings.ingress.start_wait_s,
             ingresses=_all_ingresses(settings),
             secret=server_secret(settings.auth),
-            generation=spec.generation,
-            commit=spec.commit,
+            generation=card.generation,
+            commit=card.commit,
             directory=SessionDirectory(
                 ray_clients.RayDirectoryLink(
                     rpc.ActorRef(

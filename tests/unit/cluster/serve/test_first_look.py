@@ -61,7 +61,7 @@ def test_what_can_start_passes(free_port: int, tmp_path: Path) -> None:
     [
         (None, "does not exist"),
         ({}, "has no model_type"),
-        ({"model_type": "bert"}, "'bert', which Samovar does not serve"),
+        ({"model_type": "bert"}, "'bert', which our engine does not serve"),
         ({"model_type": "llama", "architectures": ["LlamaModel"]}, "not a causal language model"),
     ],
 )

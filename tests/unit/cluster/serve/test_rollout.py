@@ -290,8 +290,8 @@ def service(monkeypatch: pytest.MonkeyPatch, house: FakeServe) -> Service:
     monkeypatch.setattr(app, "ensure_model", lambda model: Path(model.path or "/m"))
     monkeypatch.setattr(
         app,
-        "inspect_model",
-        lambda path, kept=None: SimpleNamespace(fingerprint=str(path).encode(), name="tiny", kv_heads=1),
+        "describe_model",
+        lambda settings, path: SimpleNamespace(fingerprint=str(path).encode(), name="tiny"),
     )
     monkeypatch.setattr(app, "check_gpus", lambda settings: None)
     monkeypatch.setattr(Service, "_wait_for_replicas", lambda self: [])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused
-from samovar.replicas.model import inspect_model, spec
+from samovar.replicas.model import card, inspect_model
 from samovar.replicas.model.gguf import convert_gguf
 from samovar.replicas.templates import end_of_turn
 from samovar.router.ingress.app import open_prompts
@@ -110,7 +110,7 @@ def test_a_directory_whose_configs_name_another_end_stops_at_its_turn(
     assert (of_ingress.eos_token_ids, set(prompts._eos_token_ids)) == ((PAD_ID, EOS_ID), {PAD_ID, EOS_ID})
 
     with monkeypatch.context() as patch:  # it is looked for once
-        patch.setattr(spec, "load_tokenizer", lambda path: pytest.fail("rendered again"))
+        patch.setattr(card, "load_tokenizer", lambda path: pytest.fail("rendered again"))
         assert inspect_model(path, keep).eos_token_ids == (PAD_ID, EOS_ID)
     (path / "chat_template.jinja").write_text(PLAIN)
     with caplog.at_level(logging.WARNING):
