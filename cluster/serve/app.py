@@ -129,7 +129,7 @@ class Service:
     """A running Samovar. `start` blocks until it is ready, `stop` until everything has ended."""
 
     def __init__(
-        self, settings: Settings, stages: StartStages | None = None, kind: type[Replica] = Replica
+        self, settings: Settings, stages: StartStages | None = None, kind: type[Replica] | None = None
     ) -> None:
         """`stages`: shows how far the start is; None: on stderr, from now on. `kind`: of the replicas."""
         self.settings = settings
@@ -381,7 +381,7 @@ def serve_forever(
     reload: Callable[[], Settings] | None = None,
     stages: StartStages | None = None,
     on_ready: Callable[[str], object] = lambda url: None,
-    kind: type[Replica] = Replica,
+    kind: type[Replica] | None = None,
 ) -> int:
     """Run `samovar serve` until SIGINT or SIGTERM, and return the exit code.
 

@@ -14,11 +14,13 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from samovar.cache_tiers.sessions import ON_HEAD
+from samovar.cluster.engines import vllm_python
 from samovar.cluster.serve.autoscale import autoscaling_config, one_ingress_per_node
 from samovar.cluster.serve.preflight import uses_gpu
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import REPLICA_DEPLOYMENT
 from samovar.replicas.serving.deployment import Replica
+from samovar.replicas.vllm import VllmReplica
 from samovar.router.ingress import app as ingress_app
 from samovar.router.ingresses import ingress_count
 
@@ -30,6 +32,9 @@ REQUEST_ROUTERS = {
     "consistent_hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
 }
 """`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's default."""
+
+KINDS: dict[str, type[Replica]] = {"samovar": Replica, "vllm": VllmReplica}
+"""`engine.kind` -> the deployment's class."""
 
 INGRESS_ROUTER = "samovar.router.proxy.ingress_router.IngressRouter"
 HEALTH_PERIOD_S = 2.0
@@ -52,9 +57,12 @@ def model_app_name(settings: Settings, fingerprint: bytes) -> str:
 
 
 def build_model_app(
-    settings: Settings, model_dir: str | None, replicas: int, kind: type[Replica] = Replica
+    settings: Settings, model_dir: str | None, replicas: int, kind: type[Replica] | None = None
 ) -> serve.Application:
-    """Return the application of the model's replicas. `kind`: builds their engine (`Replica.build`).
+    """Return the application of the model's replicas.
+
+    `kind`: builds their engine (`Replica.build`); None: the one of the settings. Raises `StartFailed` if vLLM
+    is to be it and cannot be had.
 
     `model_dir` must be readable on every node that runs a replica; None: each replica looks for it. With
     autoscaling, `replicas` is the initial number. `settings.cluster` says how many share a node's cores and
@@ -76,7 +84,7 @@ def build_model_app(
         request_router_config=_request_router(settings),
         logging_config=serve_logs(settings),
         **_how_many(settings, replicas),
-    )(kind)
+    )(kind or KINDS[settings.engine.kind])
     _set_version(replica, settings, model_dir or "")
     application: serve.Application = replica.bind(settings, model_dir)
     return application
@@ -116,7 +124,7 @@ def run_targets(
     replicas: int,
     *,
     is_update: bool = False,
-    kind: type[Replica] = Replica,
+    kind: type[Replica] | None = None,
 ) -> dict[str, serve.RunTarget]:
     """Return both applications by name, in the order in which they start. `kind`: see `build_model_app`."""
     front = build_front_app(settings, model_dir, model_app, replicas, is_update=is_update)
@@ -138,6 +146,12 @@ def _where(settings: Settings, *, has_gpu: bool) -> dict[str, Any]:
         "num_gpus": 1 if has_gpu else 0,
         "resources": cluster.replica_resources,
     }
+    if settings.engine.kind == "vllm":
+        python = vllm_python(settings)
+        variables = {"PYTHONPATH": str(python.path)}
+        own["runtime_env"] = {"py_executable": str(python.python), "env_vars": variables}
+        own["num_gpus"] *= ranks  # vLLM starts them itself, in one process tree on one node
+        ranks = 1
     if ranks == 1:
         return {"ray_actor_options": own, "max_replicas_per_node": cluster.replicas_per_node_max}
     bundle = {"GPU": 1.0} if has_gpu else {"CPU": max(cluster.replica_cpus, RANK_CPUS)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from samovar.cache_tiers.actors import StagingBuffer, open_outbox
@@ -26,7 +27,14 @@ def by_tag(auth: AuthSettings, of_tenant: Mapping[str, Value]) -> dict[bytes, Va
 def shared_tiers(settings: Settings) -> TierSettings:
     """Return the tier settings with one tenant's share filled in: the tiers know no API keys."""
     share = settings.share_of_tenant(settings.tiers.tenant_share)
-    return settings.tiers.model_copy(update={"tenant_share": share})
+    return settings.tiers.model_copy(update={"tenant_share": share, "socket": tiers_socket(settings)})
+
+
+def tiers_socket(settings: Settings) -> Path | None:
+    """Return where the node's tiers listen for vLLM: where vLLM is the engine, always."""
+    if settings.tiers.socket is not None or settings.engine.kind != "vllm":
+        return settings.tiers.socket
+    return settings.nvme_dir / f"tiers-{settings.server.port}.sock"
 
 
 def open_tiers(settings: Settings) -> TierAccess:

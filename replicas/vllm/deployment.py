@@ -45,7 +45,7 @@ class VllmReplica(Replica):
             choose_device,
             choose_dtype,
             free_host_bytes,
-            inspect_model,
+            describe_model,
             load_tokenizer,
         )
         from samovar.replicas.start.tier_access import by_tag, tiers_socket
@@ -56,7 +56,7 @@ class VllmReplica(Replica):
 
         notes.begin("digest")
         started_s, engine = time.monotonic(), settings.engine
-        spec = inspect_model(model_dir, settings.inspected_dir, notes.begin)
+        spec = describe_model(settings, model_dir, notes.begin)
         device = choose_device(engine)
         on_cpu = device.type == "cpu"
         sharing = settings.cluster.sharing_node(CORES)
