@@ -586,8 +586,8 @@ class VllmSettings(Section):
     )
     options: dict[str, bool | int | float | str] = Field(
         {},
-        description="further arguments of vLLM's engine by their names there, such as quantization; not those "
-        "that other settings stand for",
+        description="further arguments of vLLM's engine by their names there, such as quantization; not "
+        "those that other settings stand for",
     )
 
 

@@ -346,6 +346,7 @@ class ReplicaInfo:
     model: str = ""  # fingerprint of config, tokenizer and weights, in hex
     graphs: str = ""  # which steps are CUDA graphs, and why others are not; empty on a CPU
     stages: tuple[tuple[str, float], ...] = ()  # of its start, with seconds
+    drops_pages: bool = True  # of what is forgotten; else nothing finds them until they are overwritten
     prefill: PrefillPrice | None = None  # as its start measured it; `EngineStats` has what was learned since
 
     @property
@@ -422,13 +423,15 @@ class TierSign:
 class Forgotten:
     """What a replica's `clear` removed: its own pages, and extents of its node's tiers.
 
-    `unreachable`: tiers that did not answer; their records are deleted as soon as they do.
+    `unreachable`: tiers that did not answer; their records are deleted as soon as they do. `leaves_pages`:
+    its engine cannot drop single pages: nothing finds them any more, until they are overwritten.
     """
 
     pages: int
     extents: int
     nbytes: int
     unreachable: tuple[str, ...] = ()
+    leaves_pages: bool = False
 
 
 class ModelRefused(Exception):

@@ -119,7 +119,7 @@ class Store:
     incarnation: str
     clear_seq: int
     recompute_s: float
-    placement: Placement = Placement()
+    placement: Placement = field(default_factory=Placement)
 
 
 @dataclass(slots=True)

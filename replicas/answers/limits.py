@@ -1,4 +1,4 @@
-"""What an engine refuses at once, whichever it is: what cannot be computed, and what finds no place to wait."""
+"""What any engine refuses at once: what cannot be computed, and what finds no place to wait. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Waiting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What there is room for: `pool_tokens` in all pages, `sequences_max` at once, `free_places` of them now."""
+    """What there is room for: `pool_tokens` in all pages, `sequences_max` at once, `free_places` now."""
 
     pool_tokens: int
     sequences_max: int

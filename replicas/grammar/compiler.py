@@ -72,7 +72,10 @@ class GrammarCompiler:
         self._matcher(grammar, cpu_s_max=self._settings.compile_s_max)
 
     def lark(self, grammar: Grammar) -> str:
-        """Return a grammar as Lark in llguidance's form, for who compiles it elsewhere. Raises `GrammarRefused`."""
+        """Return a grammar as Lark in llguidance's form, for who compiles it elsewhere.
+
+        Raises `GrammarRefused`.
+        """
         source = _source(grammar, self._settings)
         if not source.startswith("{"):
             return source

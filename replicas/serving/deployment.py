@@ -340,15 +340,15 @@ class Replica:
             return await self._engine.forget(tags)
 
         # The engine first: running sequences must not publish or store after the tiers have forgotten.
-        pages = await forget()
+        pages, leaves = await forget(), not self._info.drops_pages
         if self._tiers is None:
-            return Forgotten(pages, 0, 0)
+            return Forgotten(pages, 0, 0, leaves_pages=leaves)
         clear = Clear(tenant) if sessions is None else Clear(tenant, sessions[0], sessions[1:])
         try:
             done = await asyncio.to_thread(self._tiers.link.clear, clear)
         finally:
             pages += await forget()  # what a concurrent request has loaded from the tiers
-        return Forgotten(pages, done.extents, done.nbytes, tuple(sorted(done.unreachable)))
+        return Forgotten(pages, done.extents, done.nbytes, tuple(sorted(done.unreachable)), leaves)
 
     async def tier_stats(self) -> NodeStats | None:
         """Return the stats of this node's tiers; None without tiers, or if they do not answer."""

@@ -29,7 +29,6 @@ from samovar.replicas.messages import (
 )
 from samovar.replicas.vllm.source import Piece, is_replayed
 
-
 NOT_KEPT = "not in the pool"
 DEARER = "cheaper to compute"  # as the connector says it
 

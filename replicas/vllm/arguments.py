@@ -13,7 +13,7 @@ CONNECTOR = "samovar.cache_tiers.vllm.connector"
 LOGPROBS_MAX = 100
 """More than the front lets through: it is the one that refuses."""
 BACKEND = "guidance"
-"""What keeps answers to their grammar: llguidance, as in Samovar's own engine, so that grammars are the same."""
+"""What keeps answers to their grammar: llguidance, as in Samovar's own engine: grammars are the same."""
 
 
 def engine_arguments(

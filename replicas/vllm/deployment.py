@@ -44,8 +44,8 @@ class VllmReplica(Replica):
         from samovar.replicas.model import (
             choose_device,
             choose_dtype,
-            free_host_bytes,
             describe_model,
+            free_host_bytes,
             load_tokenizer,
         )
         from samovar.replicas.start.tier_access import by_tag, tiers_socket
@@ -104,6 +104,7 @@ class VllmReplica(Replica):
             pool_bytes=layout.pages * layout.block_tokens * layout.bytes_per_token,
             load_s=time.monotonic() - started_s,
             model=spec.fingerprint.hex(),
+            drops_pages=False,
         )
         share = settings.share_of_tenant(settings.limits.tenant_share)
         predictor = settings.tiers.predictor

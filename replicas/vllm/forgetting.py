@@ -9,7 +9,7 @@ from collections.abc import Collection
 from samovar.cache_tiers.blocks import TAG_BYTES
 
 SALTS_MAX = 65536
-"""Of tenants and salts that are remembered; beyond it, all are forgotten at once, and their pages with them."""
+"""That are remembered; beyond it all are forgotten at once, and the pages with them."""
 
 
 class PageSalts:

@@ -366,7 +366,10 @@ class CacheRoutes:
         counts = sum(done, Cleared())
         cleared = {name: counts[name] for name in ("replies", "pages", "extents", "bytes")}
         replicas = min(one["replicas"] for one in done)
-        return JSONResponse({"object": "cache.cleared", "cleared": cleared, "replicas": replicas})
+        told: dict[str, Any] = {"object": "cache.cleared", "cleared": cleared, "replicas": replicas}
+        if left := max(one["overwriting"] for one in done):
+            told["pages"] = f"unreachable until overwritten, in {left} of {replicas} replicas"
+        return JSONResponse(told)
 
 
 def _plain(value: Any) -> Any:

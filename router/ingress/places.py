@@ -134,7 +134,11 @@ class _Places:
             raise Left("not all replicas are there")  # and those that are have been asked
         counts = await service.client.clear(self._tag(what), what.tags)
         cleared = Cleared(
-            pages=counts.pages, extents=counts.extents, bytes=counts.nbytes, replicas=counts.replicas
+            pages=counts.pages,
+            extents=counts.extents,
+            bytes=counts.nbytes,
+            replicas=counts.replicas,
+            overwriting=counts.overwriting,
         )
         wanted = max(readiness.wanted, counts.replicas + counts.silent)
         if counts.replicas < wanted:

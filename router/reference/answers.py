@@ -329,11 +329,15 @@ class ClearedCountsJson(TypedDict):
 
 
 class ClearedJson(TypedDict):
-    """Everything asked for is deleted; else the answer is 503 `clear_incomplete`."""
+    """Everything asked for is deleted; else the answer is 503 `clear_incomplete`.
+
+    `pages`: of an engine that cannot drop single pages: nothing finds them any more.
+    """
 
     object: Literal["cache.cleared"]
     cleared: ClearedCountsJson
     replicas: int
+    pages: NotRequired[str]
 
 
 class CacheStatsJson(TypedDict):

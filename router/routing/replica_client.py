@@ -34,7 +34,8 @@ class ReplicaFailed(Exception):
 class ClearCounts:
     """What a clear reached in all replicas that answered; `silent` is the number that did not answer.
 
-    `unreachable`: tiers that will delete their records only when they answer again.
+    `unreachable`: tiers that will delete their records only when they answer again. `overwriting`: replicas
+    whose pages nothing finds any more, and that are not overwritten yet.
     """
 
     replicas: int = 0
@@ -43,6 +44,7 @@ class ClearCounts:
     extents: int = 0
     nbytes: int = 0
     unreachable: tuple[str, ...] = ()
+    overwriting: int = 0
 
     def __add__(self, other: ClearCounts) -> ClearCounts:
         """Combine two consecutive clears."""
@@ -53,6 +55,7 @@ class ClearCounts:
             extents=self.extents + other.extents,
             nbytes=self.nbytes + other.nbytes,
             unreachable=tuple(dict.fromkeys((*self.unreachable, *other.unreachable))),
+            overwriting=max(self.overwriting, other.overwriting),
         )
 
     def with_nodes(self, cleared: Sequence[Cleared]) -> ClearCounts:
@@ -82,6 +85,7 @@ def clear_counts(answers: Sequence[object]) -> ClearCounts:
         extents=max((answer.extents for answer in good), default=0),
         nbytes=max((answer.nbytes for answer in good), default=0),
         unreachable=tuple(dict.fromkeys(tier for answer in good for tier in answer.unreachable)),
+        overwriting=sum(answer.leaves_pages for answer in good),
     )
 
 
