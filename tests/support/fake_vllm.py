@@ -20,6 +20,7 @@ from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, PageLayout
 from samovar.cache_tiers.vllm.names.chain import extra_digest
 from samovar.cache_tiers.vllm.names.identity import namespace_of
+from samovar.cache_tiers.vllm.replica_turn import Told
 from samovar.cache_tiers.vllm.scheduler import SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.worker import WorkerHalf
 
@@ -128,6 +129,7 @@ class FakeVllm:
         pages: int = 256,
         ranks: int = 1,
         events: bool = False,
+        tell: Callable[[Told], None] | None = None,
         extra_of: Callable[[FakeRequest, int], Sequence[bytes]] | None = None,
         worker_pool: Executor | None = None,
         make_pages: Callable[[int], FakePages] = FakePages,
@@ -150,6 +152,7 @@ class FakeVllm:
             pages=pages,
             extra_of=lambda request: functools.partial(extra_of or image_digests, request),
             events=events,
+            tell=tell,
         )
         namespace = namespace_of(
             weights=hashlib.sha256(world.encode()).digest(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import itertools
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -54,7 +54,8 @@ class FakeSource:
         is_over = False
         try:
             ids, known = list(ask.token_ids), self.pages.get(ask.salt, [])
-            cached = len(os.path.commonprefix([ids, known]))
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, known, strict=False))
+            cached = len(list(same))
             self.pages[ask.salt] = ids
             turn = _turn_of(ask)
             if turn is not None and self._connector is not None and turn.key in self.tells:
