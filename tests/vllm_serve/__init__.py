@@ -1,0 +1,1 @@
+"""Replicas whose engine is vLLM, behind the whole service: `make test-vllm-serve`."""

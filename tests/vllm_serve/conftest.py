@@ -1,0 +1,76 @@
+"""A real service of two replicas, each a real vLLM on one core, in float32."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_rollout import Rolling
+from tests.support.services.tier_service import ADMIN_KEY, MIB
+
+ENVIRONMENT = os.environ.get("TESTS_VLLM_SERVE")
+collect_ignore_glob = [] if ENVIRONMENT else ["test_*.py"]
+"""`make test-vllm-serve` names the environment's Python; other targets leave these files out."""
+
+KEYS = {"red": "key-of-red", "green": "key-of-green"}
+POOL_BYTES = 80 * MIB
+"""About 1,800 tokens of SmolLM2-135M in float32: one long prompt overruns it."""
+
+
+def flags(**more: object) -> dict[str, object]:
+    """Settings of a service of vLLM replicas, small enough for two cores."""
+    own = {
+        "model.dtype": "float32",
+        "engine.kind": "vllm",
+        "engine.vllm.python": ENVIRONMENT,
+        "engine.vllm.options": json.dumps({"enforce_eager": True}),
+        "engine.threads": 1,
+        "engine.sequences-max": 8,
+        "engine.pool-bytes-max": POOL_BYTES,
+        "tiers.cpu.bytes-max": 512 * MIB,
+        "cluster.replicas": 2,
+        "router.heartbeat-s": 1,
+        "router.stall-s": 10,
+        "server.start-timeout-s": 600,
+    }
+    return own | more
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(1500))  # a service starts within the first test
+
+
+class VllmService(Rolling):
+    """A service of vLLM replicas, with two tenants."""
+
+    def core_pids(self) -> list[int]:
+        """The processes in which vLLM's engines compute."""
+        return self.pids_of("EngineCore")
+
+
+def start(folder: Path, given: Mapping[str, object], *, has_keys: bool = True) -> VllmService:
+    """Start a service and wait until it serves. `has_keys`: of two tenants and an administrator."""
+    env = {
+        "SAMOVAR_AUTH__API_KEYS": json.dumps(KEYS),
+        "SAMOVAR_AUTH__ADMIN_KEY": ADMIN_KEY,
+    }
+    service = VllmService(folder, given, env=env if has_keys else None, key=ADMIN_KEY if has_keys else None)
+    service.wait_ready()
+    return service
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmService]:
+    service = start(tmp_path_factory.mktemp("vllm-serve"), flags())
+    try:
+        yield service
+    finally:
+        code = service.stop()
+    assert code == 0, service.text
