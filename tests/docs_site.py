@@ -39,6 +39,7 @@ NAV: dict[str, dict[str, str]] = {
         "Installing": "install.md",
         "Commands": "commands.md",
         "With vLLM": "vllm.md",
+        "Which engine": "engines.md",
     },
     "The cache": {
         "How it works": "how-it-works.md",

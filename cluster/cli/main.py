@@ -31,6 +31,7 @@ from samovar.cluster.cli.options import (
     ApiKeyOption,
     Command,
     ConfigOption,
+    EngineOption,
     Group,
     HostOption,
     ModelOption,
@@ -337,6 +338,7 @@ def serve(
     port: PortOption = None,
     replicas: ReplicasOption = None,
     model: ModelOption = None,
+    engine: EngineOption = None,
     record: Annotated[
         str | None,
         typer.Option(
@@ -363,6 +365,7 @@ def serve(
     """
     model, args = _with_model(model, ctx.args)
     rest = [*([] if record is None else [f"--record={Path(record).absolute()}"]), *args]
+    rest = [*([] if engine is None else [f"--engine={engine}"]), *rest]
     rest = [*(["--engine.fast-start=true"] if fast_start else []), *rest]
     loaded = load_or_exit(config, host, port, replicas, model, rest)
 

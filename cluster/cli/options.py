@@ -44,6 +44,10 @@ ModelOption = Annotated[
         help="organisation/name of the Hugging Face hub, a directory or a .gguf file; also --model.path",
     ),
 ]
+EngineOption = Annotated[
+    str | None,
+    typer.Option("--engine", metavar="KIND", help="samovar or vllm: the same as --engine.kind"),
+]
 ApiKeyOption = Annotated[
     str | None,
     typer.Option(

@@ -55,16 +55,18 @@ def leave_torch_out() -> None:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Return the fast tokenizer of the model in `path`, which `inspect_model` has accepted.
+    """Return the fast tokenizer of the model in `path`, which `describe_model` has accepted.
 
     A class that tokenizer_config.json names may split texts its own way, whatever tokenizer.json says: the
-    two are compared, and where ids differ the file is taken, as it was saved beside the weights. Raises
-    `ModelRefused` if transformers cannot be had to follow it, or cannot load it at all.
+    two are compared, and where ids differ the file is taken, as it was saved beside the weights; also where
+    transformers does not know the class. Raises `ModelRefused` if transformers cannot be had to follow the
+    file, or cannot load it at all.
     """
     from tokenizers import Tokenizer
 
     try:
-        named, file = _load_named(path), Tokenizer.from_file(str(path / TOKENIZER_FILE))
+        file = Tokenizer.from_file(str(path / TOKENIZER_FILE))
+        named = _load_known(path)
     except Exception as error:  # tokenizers raises no other
         raise ModelRefused(
             f"transformers does not accept the tokenizer in {path}: {' '.join(str(error).split())}",
@@ -74,9 +76,7 @@ def load_tokenizer(path: Path) -> Any:
     other = _first_difference(named, file, texts)
     if other is None:
         return named
-    from transformers import TokenizersBackend  # the plain class: of the file, and nothing else
-
-    plain = TokenizersBackend.from_pretrained(path, local_files_only=True)
+    plain = _load_plain(path)
     if (still := _first_difference(plain, file, texts)) is not None:
         raise ModelRefused(
             f"{path}: transformers makes other tokens of {still!r} than {TOKENIZER_FILE}",
@@ -112,6 +112,21 @@ def _ids(tokenizer: Any, text: str) -> list[int] | None:
     return [one for one, counts in zip(encoding.ids, encoding.attention_mask, strict=True) if counts]
 
 
+def _load_known(path: Path) -> Any:
+    """Return what AutoTokenizer loads, or the plain tokenizer if it knows no class for this model."""
+    try:
+        return _load_named(path)
+    except (ValueError, KeyError, ImportError) as error:
+        logger.info("%s: no class of its tokenizer is known, its file alone is used: %s", path, error)
+        return _load_plain(path)
+
+
+def _load_plain(path: Path) -> Any:
+    from transformers import TokenizersBackend  # of the file, and nothing else
+
+    return TokenizersBackend.from_pretrained(path, local_files_only=True)
+
+
 def _load_named(path: Path) -> Any:
     """Return what AutoTokenizer loads.
 
@@ -126,4 +141,4 @@ def _load_named(path: Path) -> Any:
         # Not `from_pretrained`, which warns that this is not the class that the config names.
         config = PreTrainedConfig.from_dict(parse_json((path / "config.json").read_bytes()))
         return AutoTokenizer.from_pretrained(path, local_files_only=True, config=config)
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

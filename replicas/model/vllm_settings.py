@@ -30,7 +30,7 @@ MAPPED = {
     "threads": "OMP_NUM_THREADS",
     "native_build_s_max": "",  # the tiers' checksums are compiled there, too
     "block_tokens": "block_size",
-    "pool_memory_fraction": "kv_cache_memory_bytes",
+    "pool_memory_fraction": "kv_cache_memory_bytes",  # on a CPU; of a GPU vLLM takes its own share
     "pool_bytes_max": "kv_cache_memory_bytes",
     "step_tokens_max": "max_num_batched_tokens",
     "sequences_max": "max_num_seqs",
@@ -96,13 +96,11 @@ OPTIONS = {
     "max_num_batched_tokens": "engine.step_tokens_max",
     "tensor_parallel_size": "engine.tensor_parallel",
     "kv_cache_memory_bytes": "engine.pool_bytes_max",
-    "gpu_memory_utilization": "engine.pool_memory_fraction",
     "enable_prefix_caching": "engine.prefix_reuse",
     "kv_transfer_config": "tiers.enabled",
     "kv_offloading_size": "tiers.cpu.bytes_max",
     "kv_offloading_backend": "tiers.enabled",
     "data_parallel_size": "cluster.replicas",
-    "log_level": "telemetry.log_level",
 }
 """Arguments of vLLM's engine that a setting stands for."""
 

@@ -115,6 +115,31 @@ def test_serve_takes_the_model_as_a_word_or_a_flag(
     assert [str(settings.model.path) for settings in given] == ["Qwen/Qwen3-0.6B@main"] * 2
 
 
+@pytest.mark.parametrize("flag", ["--engine", "--engine.kind"])
+def test_serve_takes_the_engine_in_short(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    given: list[Settings] = []
+
+    def serve_forever(settings: Settings, *, reload: Callable[[], Settings], **_: object) -> int:
+        given.extend((settings, reload()))
+        return 0
+
+    fake_app(monkeypatch, serve_forever)
+    assert runner.invoke(cli.app, ["serve", "Qwen/Qwen3-8B", flag, "vllm"]).exit_code == 0
+    assert [(str(one.model.path), one.engine.kind) for one in given] == [("Qwen/Qwen3-8B", "vllm")] * 2
+    result = runner.invoke(cli.app, ["serve", flag, "llama.cpp"])
+    assert result.exit_code == 2
+    assert "engine.kind = 'llama.cpp'" in result.stderr
+    assert runner.invoke(cli.app, ["config", "get", "engine.kind", flag, "vllm"]).stdout.startswith("vllm")
+
+
+def test_what_vllm_cannot_do_is_refused_before_anything_starts(runner: CliRunner) -> None:
+    result = runner.invoke(cli.app, ["serve", "--engine", "vllm", "--engine.kv-dtype", "int8"])
+    assert result.exit_code == 2
+    assert "engine.kv_dtype=int8: vLLM has another int8 cache" in result.stderr
+
+
 def test_a_model_that_is_given_twice_is_refused(runner: CliRunner) -> None:
     result = runner.invoke(cli.app, ["serve", "a/b", "--model", "c/d"])
     assert result.exit_code == 2

@@ -73,6 +73,19 @@ def test_a_model_is_refused_by_what_its_config_says(
         first_look(settings(free_port, tmp_path, model={"path": str(path)}))
 
 
+def test_with_vllm_other_models_pass_and_other_settings_are_refused(free_port: int, tmp_path: Path) -> None:
+    path = model_dir(tmp_path, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"])
+    given: dict[str, Any] = {"model": {"path": str(path)}, "engine": {"kind": "vllm"}}
+    assert first_look(settings(free_port, tmp_path, **given)) == []
+    with pytest.raises(ModelRefused, match=r"--engine vllm"):
+        first_look(settings(free_port, tmp_path, model=given["model"]))
+    given["engine"] |= {"step": "lean"}
+    with pytest.raises(ModelRefused, match=r"engine\.step=lean"):
+        first_look(settings(free_port, tmp_path, **given))
+    given["engine"] = {"kind": "vllm", "fast_start": True}
+    assert "engine.fast_start=True changes nothing" in first_look(settings(free_port, tmp_path, **given))[0]
+
+
 def test_a_port_that_is_taken_is_named(taken_port: int, tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match=f"127.0.0.1:{taken_port} .*--port N"):
         first_look(settings(taken_port, tmp_path))
