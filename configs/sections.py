@@ -576,21 +576,6 @@ SESSION_IDS = (
 )
 
 
-class VllmSettings(Section):
-    """How vLLM runs as the engine of a replica (`engine.kind: vllm`)."""
-
-    python: Path | None = Field(
-        None,
-        description="the Python of an environment that has vLLM, and Ray in the version that is here; empty "
-        "= the one that `samovar engines add vllm` has made",
-    )
-    options: dict[str, bool | int | float | str] = Field(
-        {},
-        description="further arguments of vLLM's engine by their names there, such as quantization; not "
-        "those that other settings stand for",
-    )
-
-
 class PrefixSettings(Section):
     """What keeps a prompt's beginning equal to that of the prompt before, and says where it is not."""
 

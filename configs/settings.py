@@ -30,7 +30,6 @@ from samovar.configs.sections import (
     Section,
     SplitSettings,
     TierSettings,
-    VllmSettings,
 )
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
@@ -169,6 +168,27 @@ class ModelSettings(Section):
 
 GRAPH_ROWS_MAX = 512
 """Of a recorded step: a longer one takes the device longer than its launches take."""
+
+
+class VllmSettings(Section):
+    """How vLLM runs as the engine of a replica (`engine.kind: vllm`)."""
+
+    python: Path | None = Field(
+        None,
+        description="the Python of an environment that has vLLM, and Ray in the version that is here; empty "
+        "= the one that `samovar engines add vllm` has made",
+    )
+    options: dict[str, bool | int | float | str] = Field(
+        {},
+        description="further arguments of vLLM's engine by their names there, such as quantization; not "
+        "those that other settings stand for",
+    )
+    adapters: dict[ModelName, Path] = Field(
+        {},
+        max_length=256,
+        description="LoRA adapters: the `model` that clients send, and the directory of each; with the tiers "
+        "it must be a local one on every node",
+    )
 
 
 class EngineSettings(SplitSettings):

@@ -185,7 +185,7 @@ class GenerateRequest:
     is not traced. `reply_to`: where the events of a call over a link are awaited; None: Serve carries the
     call, and its events. `keep`: the answer is kept for a while, and may be read again; None: it ends with
     its reader. `stores_all`: its blocks are stored even where computing them again is cheaper.
-    `priority`: smaller = sooner, among the tenant's own.
+    `priority`: smaller = sooner, among the tenant's own. `adapter`: its name, of an engine that has any.
     """
 
     request_id: str
@@ -206,6 +206,7 @@ class GenerateRequest:
     keep: Keep | None = None
     stores_all: bool = False
     priority: int = 0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

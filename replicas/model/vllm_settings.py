@@ -101,11 +101,11 @@ OPTIONS = {
     "kv_offloading_size": "tiers.cpu.bytes_max",
     "kv_offloading_backend": "tiers.enabled",
     "data_parallel_size": "cluster.replicas",
+    "enable_lora": "engine.vllm.adapters",
 }
 """Arguments of vLLM's engine that a setting stands for."""
 
 UNFIT_OPTIONS = {
-    "enable_lora": "adapters are not served as models yet",
     "runner": "the front serves text alone",
     "convert": "the front serves text alone",
     "skip_tokenizer_init": "the front has the tokenizer",
@@ -143,7 +143,7 @@ def unused_settings(settings: Settings) -> list[str]:
     if engine.kind == "samovar":
         return [
             f"{key} changes nothing: engine.kind is samovar, not vllm (--engine vllm)"
-            for key in ("engine.vllm.python", "engine.vllm.options")
+            for key in ("engine.vllm.python", "engine.vllm.options", "engine.vllm.adapters")
             if _given(settings, key)
         ]
     return [

@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from samovar.configs.json_text import parse_json
 from samovar.configs.settings import Settings
+from samovar.replicas.messages import ModelRefused
 
+LORAS_MAX = 8
+"""Adapters that are on the device at once; of others, vLLM exchanges one."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 CONNECTOR = "samovar.cache_tiers.vllm.connector"
 LOGPROBS_MAX = 100
 """More than the front lets through: it is the one that refuses."""
@@ -42,6 +47,13 @@ def engine_arguments(
         "structured_outputs_config": {"backend": BACKEND},
         "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
     }
+    if engine.vllm.adapters:
+        ranks = [_rank_of(path) for path in engine.vllm.adapters.values()]
+        given |= {
+            "enable_lora": True,
+            "max_loras": min(len(ranks), LORAS_MAX),
+            "max_lora_rank": _up(max(ranks)),
+        }
     if pool_bytes is not None:
         given["kv_cache_memory_bytes"] = pool_bytes
     if connector:
@@ -53,6 +65,23 @@ def engine_arguments(
             "kv_connector_extra_config": dict(connector),
         }
     return given | {name: _parsed(value) for name, value in engine.vllm.options.items()}
+
+
+def _rank_of(adapter: Path) -> int:
+    """Return an adapter's rank. Raises `ModelRefused` if the directory has no adapter."""
+    file = adapter.expanduser() / "adapter_config.json"
+    try:
+        return int(parse_json(file.read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelRefused(
+            f"engine.vllm.adapters: {file} does not say the rank of an adapter ({type(error).__name__})",
+            "name the directory that has adapter_config.json and adapter_model.safetensors",
+        ) from error
+
+
+def _up(rank: int) -> int:
+    """Return the next rank that vLLM has kernels for."""
+    return next((fit for fit in LORA_RANKS if fit >= rank), rank)
 
 
 def _parsed(value: bool | int | float | str) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import vllm
 from vllm import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -40,12 +42,15 @@ class _PoolGauge(StatLoggerBase):  # type: ignore[misc]
 
 
 class AsyncVllm:
-    """`TokenSource`, in this process and those that it starts. `arguments`: of vLLM's `AsyncEngineArgs`.
+    """`TokenSource`, in this process and those that it starts.
 
-    Raises what vLLM raises where it cannot serve the model.
+    `arguments`: of vLLM's `AsyncEngineArgs`; `adapters`: directories by name. Raises what vLLM raises where
+    it cannot serve the model.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any], adapters: Mapping[str, Path]) -> None:
+        numbered = enumerate(sorted(adapters.items()), 1)
+        self._adapters = {name: LoRARequest(name, number, str(path)) for number, (name, path) in numbered}
         self._gauge = _PoolGauge()
         made = AsyncEngineArgs(**arguments, disable_log_stats=True)
         # A logger of one's own has vLLM gather what it logs, and only that.
@@ -82,7 +87,8 @@ class AsyncVllm:
                 extra_args={"kv_transfer_params": ask.params} if ask.params else None,
             )
             prompt = tokens_input(ids, cache_salt=ask.salt or None)
-            async for output in self._llm.generate(prompt, params, ask.name):
+            lora = self._adapters[ask.adapter] if ask.adapter else None
+            async for output in self._llm.generate(prompt, params, ask.name, lora_request=lora):
                 scores = _prompt_scores(ids, output.prompt_logprobs, params.prompt_logprobs)
                 yield [
                     Piece(

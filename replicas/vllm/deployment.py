@@ -76,7 +76,8 @@ class VllmReplica(Replica):
 
         name = str(dtype.dtype).removeprefix("torch.")
         try:
-            source = AsyncVllm(engine_arguments(settings, model_dir, name, pool_bytes, told))
+            arguments = engine_arguments(settings, model_dir, name, pool_bytes, told)
+            source = AsyncVllm(arguments, engine.vllm.adapters)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise ModelRefused(
                 f"vLLM {VERSION} does not serve it: {error}", "see the replica's log"

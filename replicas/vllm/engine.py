@@ -165,6 +165,7 @@ class VllmEngine:
             self._salts.salt(request.tenant, request.salt),
             turn.params() if self._connector is not None else {},
             "" if params.grammar is None else self._grammars.lark(params.grammar),
+            request.adapter,
         )
 
     def _over(self, job: Job, task: asyncio.Task[None]) -> None:

@@ -18,6 +18,7 @@ class Ask:
     """A prompt for vLLM. `sampling`: arguments of vLLM's `SamplingParams`, `params` its `kv_transfer_params`.
 
     `salt`: pages are shared with prompts of the same salt alone. `grammar`: in llguidance's form; empty: any.
+    `adapter`: its name; empty: none.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Ask:
     salt: str = ""
     params: dict[str, Any] = field(default_factory=dict)
     grammar: str = ""
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ request needs, before and after its prompts are known.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
@@ -490,6 +491,8 @@ class RequestOpener:
         name, request = self._names.name(request, headers, tenant)
         request = await self._within(lease, request)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
+        if request.model in service.adapters:  # its KV is another's, and so are its replies
+            salt = hashlib.sha256(b"adapter" + salt + request.model.encode()).digest()[: len(salt)]
         where = placement(settings.tiers, tenant, headers, request.cache)
         session = session_key(
             service.secret,
@@ -563,7 +566,7 @@ class RequestOpener:
         request, named = who.request, made.named
         head = AnswerHead(
             answer_id=f"{self._dialect.id_prefix}{uuid.uuid4().hex}" if named is None else named.answer_id,
-            model=self._service.model_name,
+            model=request.model if request.model in self._service.adapters else self._service.model_name,
             created=int(time.time()) if named is None else named.keep.created,
             wants_logprobs=request.sampling.logprobs is not None,
             extras=request.extras,
@@ -615,6 +618,7 @@ class RequestOpener:
                     trace=span.trace,
                     keep=None if named is None else named.keep,
                     priority=request.priority,
+                    adapter=request.model if request.model in service.adapters else "",
                 )
             )
         return asks

@@ -68,7 +68,13 @@ class IngressServices:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that a request may send as `model`, the served one first."""
-        return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases)))
+        return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases, *self.adapters)))
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The names among them that stand for an adapter, which answers by that name."""
+        engine = self.settings.engine
+        return engine.vllm.adapters if engine.kind == "vllm" else ()
 
     def stage(self, name: str) -> PromptStage | None:
         """Return the stage of that name; None: it is switched off."""

@@ -396,6 +396,10 @@ class _SimpleRoutes:
             )
         return Response(self._document, media_type="application/json")
 
+    def _kind(self, name: str) -> str:
+        """Return what the served model is to another name: an adapter's base, or what stands behind it."""
+        return "parent" if name in self._service.adapters else "root"
+
     def _card(self, name: str) -> dict[str, object]:
         defaults = self._service.generation
         return {
@@ -404,7 +408,7 @@ class _SimpleRoutes:
             "created": self._created,
             "owned_by": DISTRIBUTION,
             "max_model_len": self._service.context_tokens_max,
-            **({} if name == self._service.model_name else {"root": self._service.model_name}),
+            **({} if name == self._service.model_name else {self._kind(name): self._service.model_name}),
             **({} if self._service.commit is None else {"revision": self._service.commit}),
             **({"generation_defaults": defaults} if defaults else {}),
         }

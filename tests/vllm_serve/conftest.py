@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.e2e.test_rollout import Rolling
 from tests.support.services.tier_service import ADMIN_KEY, MIB
@@ -66,9 +68,28 @@ def start(folder: Path, given: Mapping[str, object], *, has_keys: bool = True) -
     return service
 
 
+ADAPTER = "tea-tuned"
+
+
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmService]:
-    service = start(tmp_path_factory.mktemp("vllm-serve"), flags())
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter of the model, of random numbers that are large enough to be heard."""
+    made, width, rank = tmp_path_factory.mktemp("adapter"), 576, 8
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
+    (made / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
+    draws, tensors = torch.Generator().manual_seed(1), {}
+    for layer in range(30):
+        at = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{at}.lora_A.weight"] = torch.randn(rank, width, generator=draws)
+        tensors[f"{at}.lora_B.weight"] = torch.randn(width, rank, generator=draws) / 16
+    save_file(tensors, made / "adapter_model.safetensors")
+    return made
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[VllmService]:
+    own = flags(**{"engine.vllm.adapters": json.dumps({ADAPTER: str(adapter)})})
+    service = start(tmp_path_factory.mktemp("vllm-serve"), own)
     try:
         yield service
     finally:

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import yaml
+from openai import NotFoundError
 
 from tests.api.test_failover import FORM, pids_of, replicas
 from tests.e2e.test_rollout import Crowd
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import MODEL, until
-from tests.vllm_serve.conftest import ENVIRONMENT, KEYS, VllmService, flags, start
+from tests.vllm_serve.conftest import ADAPTER, ENVIRONMENT, KEYS, VllmService, flags, start
 
 RED, GREEN = KEYS["red"], KEYS["green"]
 
@@ -173,6 +174,33 @@ class TestAnswers:
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "guided_regex")
 
 
+class TestAdapters:
+    def test_an_adapter_is_a_model_of_its_own_with_a_cache_of_its_own(self, service: VllmService) -> None:
+        client = service.openai(RED)
+        cards = {card.id: card.model_extra for card in client.models.list()}
+        assert (cards[ADAPTER] or {})["parent"] == MODEL
+        ids = random.Random(700).choices(range(1000, 40000), k=300)
+
+        def answer(model: str) -> tuple[str, str, int]:
+            said = client.completions.create(model=model, prompt=ids, max_tokens=8, temperature=0)
+            assert said.usage is not None
+            assert said.usage.prompt_tokens_details is not None
+            return said.model, said.choices[0].text, said.usage.prompt_tokens_details.cached_tokens or 0
+
+        base, tuned = answer(MODEL), answer(ADAPTER)
+        assert (base[0], tuned[0]) == (MODEL, ADAPTER)
+        assert base[1] != tuned[1]
+        assert (base[2], tuned[2]) == (0, 0)
+        settled(service)
+        assert [answer(name)[1:] for name in (MODEL, ADAPTER)] == [(base[1], 288), (tuned[1], 288)]
+        overrun(service)
+        assert [answer(name)[1:] for name in (MODEL, ADAPTER)] == [(base[1], 288), (tuned[1], 288)]
+
+    def test_a_model_that_is_none_is_refused(self, service: VllmService) -> None:
+        with pytest.raises(NotFoundError):
+            service.openai(RED).completions.create(model="another", prompt="Tea")
+
+
 class TestTenants:
     @pytest.mark.guarantee("G2")
     def test_g2_a_tenant_finds_nothing_of_another(self, service: VllmService) -> None:
@@ -276,7 +304,7 @@ def cached_after(service: VllmService, chats: list[Conversation]) -> list[Reply]
 
 @pytest.mark.timeout(2400)
 def test_from_our_engine_to_vllm_and_back_under_traffic(tmp_path: Path) -> None:
-    """Nobody sees an error. What one engine has stored the other does not find; on the way back it is there."""
+    """Nobody sees an error. What one engine has stored the other does not find; then it is there again."""
     file, apart = tmp_path / "samovar.yaml", ("engine.kind", "cluster.replicas", "engine.vllm.python")
     vllm = {"kind": "vllm", "vllm": {"python": ENVIRONMENT}}
     file.write_text(yaml.safe_dump({"cluster": {"replicas": 1}}))
