@@ -123,9 +123,8 @@ class VllmEngine:
             self._running += job.forks
             job.begun_s = self._clock()
             job.task = asyncio.get_running_loop().create_task(self._run(job))
-            job.task.add_done_callback(
-                partial(self._over, job)
-            )  # also of one that is cancelled before it runs
+            # Not in `_run`: a task that is cancelled before its first step runs none of it.
+            job.task.add_done_callback(partial(self._over, job))
 
     async def _run(self, job: Job) -> None:
         try:

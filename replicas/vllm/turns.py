@@ -19,7 +19,7 @@ from samovar.replicas.vllm.returns import SessionReturns
 logger = logging.getLogger(__name__)
 
 ENDED_MAX = 4096
-"""Turns that are over, of which the connector has not told the marks yet."""
+"""Turns of which one is known, the end or the marks, and not the other."""
 
 
 class Reports(Protocol):
@@ -40,6 +40,7 @@ class TurnReports:
         self._block_tokens = block_tokens
         self._lane = None if reports is None else ThreadPoolExecutor(1, "turn-reports")
         self._ended: OrderedDict[int, tuple[TurnEnded, float]] = OrderedDict()
+        self._marks: OrderedDict[int, ChainMarks] = OrderedDict()  # that came before the end
 
     def over(self, job: Job, service_s: float) -> None:
         """Note that a turn is over."""
@@ -62,16 +63,22 @@ class TurnReports:
             profile=request.turn.profile,
         )
         self._ended[job.key] = over, since_s
-        if len(self._ended) > ENDED_MAX:
-            self._ended.popitem(last=False)
+        self._report(job.key)
 
     def marked(self, told: TurnTold) -> None:
-        """Report a turn whose marks are known."""
-        ended = self._ended.pop(told.key, None)
-        if ended is None or self._lane is None or self._reports is None:
+        """Take in the marks of a turn's chain: before or after its end, as the two come by ways of their own."""
+        self._marks[told.key] = told.marks
+        self._report(told.key)
+
+    def _report(self, key: int) -> None:
+        """Report a turn that is over, if its marks are known."""
+        for known in (self._ended, self._marks):
+            if len(known) > ENDED_MAX:
+                known.popitem(last=False)
+        if key not in self._ended or key not in self._marks or self._lane is None or self._reports is None:
             return
-        over, since_s = ended
-        asked = self._lane.submit(self._reports.turn_over, replace(over, marks=told.marks))
+        (over, since_s), marks = self._ended.pop(key), self._marks.pop(key)
+        asked = self._lane.submit(self._reports.turn_over, replace(over, marks=marks))
         owner, loop = over.tenant + over.session, asyncio.get_running_loop()
         asked.add_done_callback(lambda done: loop.call_soon_threadsafe(self._heard, owner, done, since_s))
 

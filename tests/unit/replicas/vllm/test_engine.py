@@ -403,15 +403,19 @@ class Reports:
         return Forecast(np.full(len(EDGES), 5.0, dtype=np.float32))
 
 
+@pytest.mark.parametrize("is_told_first", [False, True])
 async def test_a_turn_is_reported_with_the_marks_of_its_chain_and_the_forecast_counts_as_load(
-    connector: FromConnector,
+    connector: FromConnector, is_told_first: bool
 ) -> None:
     reports = Reports()
     async with asking(FakeSource(), connector=connector, reports=reports) as asks:
-        await asks.answer(asked(3, placement=Placement()))
-        assert (await asks.engine.load(3600)).returns == 0
         teller, marks = ToReplica(connector.path), ChainMarks((2,), b"m" * 8)
-        teller.tell(TurnTold(0, marks))
+        if is_told_first:
+            teller.tell(TurnTold(0, marks))
+        await asks.answer(asked(3, placement=Placement()))
+        if not is_told_first:
+            assert (await asks.engine.load(3600)).returns == 0
+            teller.tell(TurnTold(0, marks))
         async with asyncio.timeout(20):
             while (await asks.engine.load(3600)).returns < 0.5:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
