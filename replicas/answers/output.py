@@ -105,7 +105,7 @@ class AnswerTokens(Protocol):
     def output_tokens(self) -> int: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OpenAnswers:
     """What has been said of a request with unfinished choices."""
 
