@@ -20,6 +20,7 @@ EXTRAS = {
     "wordllama": "knowledge",
     "psycopg": "postgres",
     "pypdf": "documents",
+    "uv": "engines",
     OTLP: "otel",
 }
 """Package -> the extra in pyproject.toml that brings it."""

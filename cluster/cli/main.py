@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Protocol, cast
 
 import typer
 
@@ -523,7 +523,73 @@ def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine")
     raise typer.Exit(importlib.import_module(f"bench.{name}").main(args))
 
 
+engines = typer.Typer(
+    name="engines",
+    cls=Group,
+    context_settings=HELP_NAMES,
+    help="Environments of other engines, beside Samovar's own: `vllm`, for engine.kind=vllm.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+EngineArgument = Annotated[Literal["vllm"], typer.Argument(metavar="ENGINE", help="vllm")]
+
+
+@engines.command("add", cls=Command, context_settings=ANY_SETTING)
+def add_engine(ctx: typer.Context, engine: EngineArgument, config: ConfigOption = None) -> None:
+    """Make the environment that an engine lives in, as it is locked; takes minutes and gigabytes.
+
+    Needs uv (extra `engines`) and the package index. engine.device says for which device: without a GPU some
+    3 GB are installed below model.cache_dir. One that is there stays. Also takes --section.key VALUE.
+    """
+    from rich.console import Console
+
+    from samovar.cluster.engines.environment import EnvironmentFailed, add
+    from samovar.cluster.engines.interpreter import environment_dir, python_of
+    from samovar.cluster.serve.stages import StartStages
+
+    settings = load_or_exit(config, None, None, None, None, ctx.args).settings
+    stages = StartStages(Console(stderr=True))
+    try:
+        with stages:
+            found, is_new = add(settings, stages)
+            stages.end()
+    except EnvironmentFailed as error:
+        _exit(str(error), EXIT_FAILED)
+    said = f"was made in {stages.total_s:.0f} s" if is_new else "is there"
+    typer.echo(f"{engine} {found.vllm} with Ray {found.ray} {said}: {python_of(environment_dir(settings))}")
+
+
+@engines.command("remove", cls=Command, context_settings=ANY_SETTING)
+def remove_engine(ctx: typer.Context, engine: EngineArgument, config: ConfigOption = None) -> None:
+    """Remove the environment of an engine. Also takes --section.key VALUE."""
+    from samovar.cluster.engines.environment import EnvironmentFailed, remove
+
+    settings = load_or_exit(config, None, None, None, None, ctx.args).settings
+    try:
+        was_there = remove(settings)
+    except EnvironmentFailed as error:
+        _exit(str(error), EXIT_FAILED)
+    typer.echo(f"{engine} was removed." if was_there else f"There is no {engine} in {settings.engines_dir}.")
+
+
+@engines.command("list", cls=Command, context_settings=ANY_SETTING)
+def list_engines(ctx: typer.Context, config: ConfigOption = None) -> None:
+    """Show the environments of engines, and whether they fit the Ray and the Python that run here.
+
+    Tab-separated in a pipe. Also takes --section.key VALUE.
+    """
+    from samovar.cluster.cli.options import print_table
+    from samovar.cluster.engines.environment import environments
+
+    settings = load_or_exit(config, None, None, None, None, ctx.args).settings
+    lines = [("vllm", *found, why or "yes", str(python)) for python, found, why in environments(settings)]
+    if not lines:
+        refuse(f"there is none in {settings.engines_dir}: `samovar engines add vllm` makes one")
+    print_table(("engine", "version", "python", "ray", "fits", "interpreter"), lines)
+
+
 app.add_typer(kb)
+app.add_typer(engines)
 app.command(cls=Command)(plan)
 app.command("config", cls=Command, context_settings=ANY_SETTING, epilog=SPELLING)(show_config)
 app.command("deploy", cls=Command, context_settings=ANY_SETTING, epilog=SPELLING)(deploy)

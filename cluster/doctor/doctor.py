@@ -27,6 +27,8 @@ from samovar.cache_tiers.command import vllm_checks
 from samovar.cluster.doctor.check import CheckState, MachineCheck, Result, existing
 from samovar.cluster.doctor.media import MEASURE_S, disk_price, disk_tier, prices, s3_tier, serves_here
 from samovar.cluster.doctor.safety import CHILD_S_MAX, nixl, open_binds, ray_cluster, secrets_files
+from samovar.cluster.engines.environment import is_made_of, recipe_for
+from samovar.cluster.engines.interpreter import ADD, ASK_S_MAX, environment_dir, find_python, python_of
 from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve import preflight
 from samovar.cluster.serve.startup_table import smaller_than_pools
@@ -68,6 +70,7 @@ def checks_of(
         MachineCheck("gpu_kernels", "GPU kernels", partial(gpu_kernels, settings), BUILD_S + 10),
         MachineCheck("gpu_memory", "GPU copies", partial(gpu_memory, settings)),
         MachineCheck("gpu_node", "GPU's NUMA node", partial(gpu_node, settings)),
+        MachineCheck("vllm", "vLLM", partial(vllm, settings), ASK_S_MAX + 5),
         MachineCheck("port", "port", partial(port, settings, running)),
         MachineCheck("shm", "/dev/shm", partial(shared_memory, settings)),
         MachineCheck("cache_dir", "model cache", partial(cache_dir, settings)),
@@ -352,6 +355,22 @@ def _asked(fields: str) -> list[str]:
     command = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
     said = subprocess.run(command, check=False, capture_output=True, text=True, timeout=ASK_S).stdout
     return said.strip().splitlines()
+
+
+def vllm(settings: Settings) -> Result:
+    """Ask the Python that vLLM's replicas would run in for its versions, as the start does."""
+    is_wanted, made = settings.engine.kind == "vllm", environment_dir(settings)
+    if not is_wanted and not made.is_dir():
+        return "ok", "not used: engine.kind is samovar", ""
+    try:
+        python, found = find_python(settings)
+    except StartFailed as error:
+        text, _, fix = str(error).rpartition(". ")
+        return "error" if is_wanted else "warning", text, fix
+    said = f"{found.vllm} with Ray {found.ray} and Python {found.python}: {python}"
+    if python == python_of(made) and not is_made_of(made, recipe_for(settings.engine.device)):
+        return "warning", f"{said}, which is not what this version locks", f"make it again by `{ADD}`"
+    return "ok", said, ""
 
 
 def port(settings: Settings, running: Sequence[str] = ()) -> Result:

@@ -86,19 +86,20 @@ def vllm_python(settings: Settings) -> VllmPython:
 def find_python(settings: Settings) -> tuple[Path, Versions]:
     """Return the interpreter and its versions; changes nothing. Raises as `vllm_python` does."""
     given = settings.engine.vllm.python
-    fix = f"run `{ADD}`"
-    if given is not None:
-        fix = f"repair that environment, or leave engine.vllm.python empty and {fix}"
-    python = python_of(environment_dir(settings)) if given is None else given.expanduser().absolute()
-    if given is None and not environment_dir(settings).is_dir():
+    made = environment_dir(settings)
+    if given is None and not made.is_dir():
         raise StartFailed(
-            f"engine.kind is vllm, and {environment_dir(settings)} is not there: {fix}, or name with "
-            "engine.vllm.python the Python of an environment that has it"
+            f"engine.kind is vllm, which has no environment in {made}. Make it by `{ADD}`, or name with "
+            "engine.vllm.python the Python of one that has it"
         )
+    python = python_of(made) if given is None else given.expanduser().absolute()
     found = ask(python)
     why = why_unfit(found, here())
     if isinstance(found, str) or why:
-        raise StartFailed(f"{python} cannot be vLLM's Python: it {why}. To go on, {fix}")
+        fix = f"Make it again by `{ADD}`"
+        if given is not None:
+            fix = f"Repair that environment, or leave engine.vllm.python empty and make one by `{ADD}`"
+        raise StartFailed(f"{python} cannot be vLLM's Python: it {why}. {fix}")
     return python, found
 
 
@@ -169,6 +170,7 @@ def linked(engines_dir: Path, package: Path = PACKAGE) -> Path:
     if not (link.is_symlink() and link.readlink() == package):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = folder / f".samovar-{os.getpid()}"
+        fresh.unlink(missing_ok=True)
         fresh.symlink_to(package)
         fresh.replace(link)
     return folder

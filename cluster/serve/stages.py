@@ -24,6 +24,9 @@ IN_WORDS = {
     "measure": "measuring this machine's speed",
     "engine": "building the engine",
     "ingress": "opening the ingress",
+    "environment": "making an environment",
+    "torch": "installing torch",
+    "packages": "installing the engine, as it is locked",
 }
 NAME_COLUMNS = 12
 
@@ -71,6 +74,11 @@ class StartStages:
         if self.console.is_terminal and not has_own_progress:
             self._spinner = self.console.status(f"{IN_WORDS.get(stage, stage)} ...")
             self._spinner.start()
+
+    def note(self, text: str) -> None:
+        """Show on a terminal what the stage that lasts does now; without markup."""
+        if self._spinner is not None:
+            self._spinner.update(Text(f"{IN_WORDS.get(self._stage, self._stage)} ... {text}"))
 
     def end(self) -> None:
         """Print the line of the stage that lasts, if there is one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -34,6 +35,7 @@ from samovar.configs.fields import setting_fields
 from samovar.configs.loader import ConfigError, preset_names
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused, ReplicaInfo
+from tests.support.engines.fake_python import FAKE_UV, fake_python, script
 from tests.support.router.fake_replica import INFO
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -464,3 +466,30 @@ def test_the_next_steps_fit_a_terminal_and_the_shell_runs_them() -> None:
     body = json.loads(said[said.index("{") :])
     assert body["model"] == "it's a model"
     assert body["messages"][0]["role"] == "user"
+
+
+def test_an_environment_of_an_engine_is_made_shown_and_removed(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path / "bin" / "uv", FAKE_UV)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    for name, value in {"LOG": tmp_path / "log", "MADE": fake_python(tmp_path / "made")}.items():
+        monkeypatch.setenv(name, str(value))
+    there = [f"--model.cache-dir={tmp_path}", "--engine.device=cpu"]
+    python = tmp_path / "engines" / "vllm" / "bin" / "python"
+    result = runner.invoke(cli.app, ["engines", "list", *there])
+    assert (result.exit_code, "samovar engines add vllm" in result.stderr) == (2, True)
+    made, again = (runner.invoke(cli.app, ["engines", "add", "vllm", *there]) for _ in range(2))
+    assert re.fullmatch(rf"vllm 0\.32\.0 with Ray \S+ was made in \d s: {python}\n", made.stdout), made.output
+    assert [line.split()[0] for line in made.stderr.splitlines()] == ["environment", "torch", "packages"]
+    assert (again.exit_code, again.stderr) == (0, "")
+    assert again.stdout.endswith(f" is there: {python}\n")
+    line = runner.invoke(cli.app, ["engines", "list", *there]).stdout.splitlines()[1].split("\t")
+    assert (line[:2], line[4:]) == (["vllm", "0.32.0"], ["yes", str(python)])
+    assert runner.invoke(cli.app, ["engines", "remove", "vllm", *there]).stdout == "vllm was removed.\n"
+    assert "There is no vllm" in runner.invoke(cli.app, ["engines", "remove", "vllm", *there]).stdout
+    monkeypatch.setenv("FAILS", "venv")
+    monkeypatch.setenv("SAYS", "no room")
+    failed = runner.invoke(cli.app, ["engines", "add", "vllm", *there])
+    assert (failed.exit_code, failed.stdout) == (1, "")
+    assert "samovar: uv cannot do it: no room; Caused by: it was so\n" in failed.stderr

@@ -18,10 +18,12 @@ import pytest
 from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
 from samovar.cluster.doctor import doctor, media, safety
 from samovar.cluster.doctor.check import CheckState, MachineCheck, Result, run_check
+from samovar.cluster.engines.environment import STAMP, recipe_for
 from samovar.configs.sections import GIB, MIB
 from samovar.configs.settings import Settings
 from samovar.replicas.model.device import why_no_gpu
 from samovar.replicas.start.machine_prices import FILE, MachinePrices, keep_prices, kept_prices
+from tests.support.engines.fake_python import fake_python
 
 PRICES = MachinePrices("a/model", "cpu", "bfloat16", 50_000, PrefillPrice(0.01, 1e-3, 1e-8, 512))
 FAST, SLOW = TierPrice(1e-4, 3e9), TierPrice(1e-2, 10e6)
@@ -72,6 +74,12 @@ def _headers(folder: Path, content: str) -> Path:
     return folder
 
 
+def _with_vllm(settings: Settings, digest: str = "older", **said: str) -> Settings:
+    python = fake_python(settings.engines_dir / "vllm" / "bin" / "python", **said)
+    (python.parents[1] / STAMP).write_text(digest)
+    return settings
+
+
 def _too_old(memory: mmap.mmap) -> None:
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -94,6 +102,22 @@ PLANTED: dict[str, tuple[Planted, CheckState, str, str]] = {
     "a missing package": (
         lambda make, tmp: doctor.packages(make(), ["nothing>=1"], no_package),
         *("error", "nothing is not installed", "install again"),
+    ),
+    "vLLM that is wanted and not there": (
+        lambda make, tmp: doctor.vllm(make(engine={"kind": "vllm"})),
+        *("error", "has no environment", "samovar engines add vllm"),
+    ),
+    "vLLM for another Ray": (
+        lambda make, tmp: doctor.vllm(_with_vllm(make(engine={"kind": "vllm"}), ray="1.0")),
+        *("error", "has Ray 1.0", "samovar engines add vllm"),
+    ),
+    "vLLM for another Ray that is not wanted": (
+        lambda make, tmp: doctor.vllm(_with_vllm(make(), ray="1.0")),
+        *("warning", "has Ray 1.0", "samovar engines add vllm"),
+    ),
+    "vLLM that was made by another version": (
+        lambda make, tmp: doctor.vllm(_with_vllm(make())),
+        *("warning", "not what this version locks", "samovar engines add vllm"),
     ),
     "an old package": (
         lambda make, tmp: doctor.packages(make(), ["a==2", "b>=1; extra == 'x'"], lambda name: "1"),
@@ -274,6 +298,13 @@ def test_a_disk_in_use_is_a_warning_unless_the_service_that_runs_uses_it(
 SOUND: dict[str, Planted] = {
     "python": lambda make, tmp: doctor.python((3, 12, 1), "linux"),
     "packages": lambda make, tmp: doctor.packages(make()),
+    "vLLM not used": lambda make, tmp: doctor.vllm(make()),
+    "vLLM": lambda make, tmp: doctor.vllm(
+        make(engine={"kind": "vllm", "vllm": {"python": fake_python(tmp / "python")}})
+    ),
+    "made vLLM": lambda make, tmp: doctor.vllm(
+        _with_vllm(make(engine={"kind": "vllm", "device": "cpu"}), recipe_for("cpu").digest)
+    ),
     "gpu": lambda make, tmp: doctor.gpu(make(), lambda: "2.13.0+cpu", why_no_gpu),
     "kernels": lambda make, tmp: doctor.gpu_kernels(
         make(), used, headers=lambda: _headers(tmp, "int Py_IsInitialized(void);")

@@ -16,6 +16,7 @@ import pytest
 from samovar.cluster.serve.preflight import StartFailed, first_look
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused
+from tests.support.engines.fake_python import fake_python
 
 ROOT = Path(__file__).resolve().parents[4]
 HEAVY = ("torch", "ray", "transformers", "boto3", "fastapi")
@@ -100,6 +101,15 @@ def test_sizes_that_contradict_each_other_are_refused(free_port: int, tmp_path: 
 def test_two_buckets_are_refused(free_port: int, tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match="two S3 tiers"):
         first_look(settings(free_port, tmp_path, tiers={"s3": {"bucket": "mine"}}), with_s3_demo=True)
+
+
+def test_vllm_without_its_environment_is_refused(free_port: int, tmp_path: Path) -> None:
+    asked = settings(free_port, tmp_path, engine={"kind": "vllm"})
+    with pytest.raises(StartFailed, match="samovar engines add vllm"):
+        first_look(asked)
+    fake_python(asked.engines_dir / "vllm" / "bin" / "python")
+    assert first_look(asked) == []
+    assert [path.name for path in asked.engines_dir.iterdir()] == ["vllm"], "it only looks"
 
 
 def test_cuda_without_a_gpu_is_refused(

@@ -38,6 +38,16 @@ def test_a_spinner_ends_with_a_start_that_fails() -> None:
     assert "ray" not in console.file.getvalue().rpartition("\n")[2]  # type: ignore[attr-defined]
 
 
+def test_what_a_stage_does_is_shown_on_a_terminal_alone() -> None:
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal)
+        with StartStages(console) as stages:
+            stages.note("nothing yet")
+            stages.begin("packages")
+            stages.note("Downloading [torch]")
+        assert ("Downloading [torch]" in console.file.getvalue()) == is_terminal  # type: ignore[attr-defined]
+
+
 def test_the_replica_furthest_behind_is_shown(tmp_path: Path) -> None:
     folder, clock = tmp_path / "starting", Clock(0.0)
     first, second = (StartNotes(folder, "8000", name, clock) for name in ("a", "b"))
