@@ -405,7 +405,7 @@ class Reports:
 
     def turn_over(self, over: TurnEnded) -> Forecast | None:
         self.heard.append(over)
-        return Forecast(np.linspace(0.5, 20.0, len(EDGES), dtype=np.float32))
+        return Forecast(np.linspace(-0.5, -20.0, EDGES, dtype=np.float32))
 
 
 @pytest.mark.parametrize("is_told_first", [False, True])
