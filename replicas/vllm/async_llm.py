@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class AsyncVllm:
             device=str(config.device_config.device_type),
         )
 
-    async def generate(self, ask: Ask) -> AsyncIterator[list[Piece]]:
+    async def generate(self, ask: Ask) -> AsyncGenerator[list[Piece], None]:
         """Yield what is computed. Raises `AskRefused`, `SourceLost`."""
         ids = list(ask.token_ids)
         try:

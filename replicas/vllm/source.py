@@ -6,7 +6,7 @@ engines (`replicas/answers`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,7 +69,7 @@ class SourceLost(RuntimeError):
 class TokenSource(Protocol):
     """vLLM. For one event loop."""
 
-    def generate(self, ask: Ask) -> AsyncIterator[list[Piece]]:
+    def generate(self, ask: Ask) -> AsyncGenerator[list[Piece], None]:
         """Yield what is computed. Closing it aborts. Raises `AskRefused`, `SourceLost`."""
 
     @property

@@ -66,7 +66,7 @@ class TurnReports:
         self._report(job.key)
 
     def marked(self, told: TurnTold) -> None:
-        """Take in the marks of a turn's chain: before or after its end, as the two come by ways of their own."""
+        """Take in the marks of a turn's chain: before its end or after, as the two come by different ways."""
         self._marks[told.key] = told.marks
         self._report(told.key)
 

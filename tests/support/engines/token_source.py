@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ class FakeSource:
         self._step_s = step_s
         self._connector = None if connector is None else ToReplica(connector)
 
-    async def generate(self, ask: Ask) -> AsyncIterator[list[Piece]]:
+    async def generate(self, ask: Ask) -> AsyncGenerator[list[Piece], None]:
         self.asked.append(ask)
         if self.refuses:
             raise AskRefused(self.refuses)
