@@ -52,6 +52,7 @@ def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CliRunner:
 
 def fake_app(monkeypatch: pytest.MonkeyPatch, serve_forever: object) -> None:
     monkeypatch.setattr(preflight, "check_port", lambda host, port: None)
+    monkeypatch.setattr(preflight, "find_python", lambda settings: None)
     module = types.ModuleType("samovar.cluster.serve.app")
     module.serve_forever = serve_forever  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "samovar.cluster.serve.app", module)

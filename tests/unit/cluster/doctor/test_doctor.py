@@ -365,7 +365,7 @@ def test_the_real_checks_of_this_machine_all_answer_and_change_nothing(
     settings = make(server={"port": free})
     environ = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "PATH": os.environ["PATH"]}
     checks = doctor.checks_of(settings, environ=environ)
-    assert len({check.name for check in checks}) == len(checks) == 18
+    assert len({check.name for check in checks}) == len(checks) == 19
     found = {check.name: run_check(check) for check in checks if check.name not in ("native", "binds")}
     assert {one.name for one in found.values() if one.state == "error"} == set()
     assert {
