@@ -142,9 +142,9 @@ def unused_settings(settings: Settings) -> list[str]:
     engine = settings.engine
     if engine.kind == "samovar":
         return [
-            f"{key} changes nothing: engine.kind is samovar, not vllm (--engine vllm)"
-            for key in ("engine.vllm.python", "engine.vllm.options", "engine.vllm.adapters")
-            if _given(settings, key)
+            f"engine.vllm.{name} changes nothing: engine.kind is samovar, not vllm (--engine vllm)"
+            for name in type(engine.vllm).model_fields
+            if _given(settings, f"engine.vllm.{name}")
         ]
     return [
         f"engine.{name}={value} changes nothing with engine.kind=vllm: {why}"

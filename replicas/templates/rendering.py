@@ -55,14 +55,18 @@ def rendered(
 
     Texts are given as parts where the template, one of a model that takes images, reads nothing else.
     """
-    if _reads_parts_alone(tokenizer):
+    source = str(tokenizer.chat_template)
+    if source not in _known_readers:
+        _look_for_parts(tokenizer, source)
+    if _known_readers.get(source):
         conversation = [_in_parts(message) for message in conversation]
-    return _rendered(tokenizer, conversation, add_generation_prompt=add_generation_prompt, **variables)
 
-
-def _rendered(tokenizer: Template, conversation: list[Json], **variables: Any) -> str:
     def render() -> str:
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, **variables))
+        return str(
+            tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
+        )
 
     text: str = within_limits(render)
     return text
@@ -72,25 +76,20 @@ PROBE: Json = {"role": "user", "content": "probe4parts"}
 PARTED = re.compile(r"\btype\b")
 """What a template says that looks at the parts of a message."""
 _known_readers: dict[str, bool] = {}
+"""Templates that were asked, and whether they leave out a text that is not in parts."""
 
 
-def _reads_parts_alone(tokenizer: Template) -> bool:
-    """Whether the template leaves out a text that is not in parts; asked once for each."""
-    source = str(tokenizer.chat_template)
-    if source not in _known_readers:
-        if len(_known_readers) >= TEMPLATES_MAX:
-            _known_readers.clear()
-        _known_readers[source] = (
-            PARTED.search(source) is not None
-            and not _shows_probe(tokenizer, PROBE)
-            and _shows_probe(tokenizer, _in_parts(PROBE))
-        )
-    return _known_readers[source]
+def _look_for_parts(tokenizer: Template, source: str) -> None:
+    if len(_known_readers) >= TEMPLATES_MAX:
+        _known_readers.clear()
+    _known_readers[source] = False  # while it is asked
+    if PARTED.search(source) and not _shows_probe(tokenizer, PROBE):
+        _known_readers[source] = _shows_probe(tokenizer, _in_parts(PROBE))
 
 
 def _shows_probe(tokenizer: Template, message: Json) -> bool:
     try:
-        return PROBE["content"] in _rendered(tokenizer, [message], add_generation_prompt=False)
+        return PROBE["content"] in rendered(tokenizer, [message], add_generation_prompt=False)
     except TemplateLimit:
         raise
     except TEMPLATE_FAULTS:

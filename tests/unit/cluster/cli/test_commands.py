@@ -120,7 +120,7 @@ def test_serve_takes_the_model_as_a_word_or_a_flag(
 
 @pytest.mark.parametrize("flag", ["--engine", "--engine.kind"])
 def test_serve_takes_the_engine_in_short(
-    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, flag: str
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
 ) -> None:
     given: list[Settings] = []
 
@@ -129,7 +129,8 @@ def test_serve_takes_the_engine_in_short(
         return 0
 
     fake_app(monkeypatch, serve_forever)
-    assert runner.invoke(cli.app, ["serve", "Qwen/Qwen3-8B", flag, "vllm"]).exit_code == 0
+    vllm = [flag, "vllm", "--engine.vllm.python", str(fake_python(tmp_path / "python"))]
+    assert runner.invoke(cli.app, ["serve", "Qwen/Qwen3-8B", *vllm]).exit_code == 0
     assert [(str(one.model.path), one.engine.kind) for one in given] == [("Qwen/Qwen3-8B", "vllm")] * 2
     result = runner.invoke(cli.app, ["serve", flag, "llama.cpp"])
     assert result.exit_code == 2

@@ -77,7 +77,7 @@ def test_a_model_is_refused_by_what_its_config_says(
 def test_with_vllm_other_models_pass_and_other_settings_are_refused(free_port: int, tmp_path: Path) -> None:
     path = model_dir(tmp_path, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"])
     given: dict[str, Any] = {"model": {"path": str(path)}, "engine": {"kind": "vllm"}}
-    fake_python(tmp_path / "engines" / "vllm" / "bin" / "python")
+    fake_python(settings(free_port, tmp_path).engines_dir / "vllm" / "bin" / "python")
     assert first_look(settings(free_port, tmp_path, **given)) == []
     with pytest.raises(ModelRefused, match=r"--engine vllm"):
         first_look(settings(free_port, tmp_path, model=given["model"]))

@@ -147,9 +147,9 @@ def test_what_changes_nothing_is_said() -> None:
     (told,) = unused_settings(settings(engine={"step_s_target": None}))
     why = IGNORED["step_s_target"]
     assert told == f"engine.step_s_target=None changes nothing with engine.kind=vllm: {why}"
-    ours = Settings.model_validate({"engine": {"vllm": {"python": "/v/bin/python", "options": {"seed": 1}}}})
-    told_of_ours = unused_settings(ours)
-    assert [line.split(" ")[0] for line in told_of_ours] == ["engine.vllm.python", "engine.vllm.options"]
+    given = {"python": "/v/bin/python", "options": {"seed": 1}, "adapters": {"poet": "/a"}}
+    told_of_ours = unused_settings(Settings.model_validate({"engine": {"vllm": given}}))
+    assert {line.split(" ")[0] for line in told_of_ours} == {f"engine.vllm.{name}" for name in given}
     assert all("--engine vllm" in line for line in told_of_ours)
 
 
