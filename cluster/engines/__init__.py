@@ -1,5 +1,5 @@
 """Environments that other engines live in, beside Samovar's own: made, found, checked, removed."""
 
-from samovar.cluster.engines.interpreter import VllmPython, vllm_python
+from samovar.cluster.engines.interpreter import VllmPython, has_vllm, vllm_python
 
-__all__ = ["VllmPython", "vllm_python"]
+__all__ = ["VllmPython", "has_vllm", "vllm_python"]

@@ -103,6 +103,12 @@ def find_python(settings: Settings) -> tuple[Path, Versions]:
     return python, found
 
 
+def has_vllm(settings: Settings) -> bool:
+    """Return whether replicas of vLLM may be asked for: an environment is named, or was made."""
+    engine = settings.engine
+    return engine.kind == "vllm" or engine.vllm.python is not None or environment_dir(settings).is_dir()
+
+
 def environment_dir(settings: Settings) -> Path:
     """Return where `samovar engines add vllm` makes the environment; there is none that is not finished."""
     return settings.engines_dir / "vllm"

@@ -28,6 +28,7 @@ from rich.table import Table
 from samovar.cache_tiers.actors import rpc, tier_actors
 from samovar.cache_tiers.messages import TierStats
 from samovar.cluster.errors import StartFailed
+from samovar.cluster.engines import has_vllm
 from samovar.cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment
 from samovar.cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, model_app_name, run_targets, serve_logs
 from samovar.cluster.serve.preflight import (
@@ -141,6 +142,7 @@ class Service:
         self.model_dir = ""
         self.replicas = settings.cluster.replicas_first
         self.folder: RayFolder | None = None
+        self._has_environments = False
 
     @property
     def url(self) -> str:
@@ -219,7 +221,8 @@ class Service:
         address = address_of(cluster)
         if address is None:
             self.folder = RayFolder(base_folder(os.environ))
-        warning = join_ray(cluster, address, self.folder)
+        self._has_environments = address is not None or has_vllm(self.settings)
+        warning = join_ray(cluster, address, self.folder, environments=self._has_environments)
         interrupt_on_signals()  # Ray has installed its own handler
         if warning:
             _warn(warning)
@@ -244,6 +247,11 @@ class Service:
         age out. Raises `ModelRefused` or `StartFailed`; nothing has changed then.
         """
         refuse_what_needs_a_restart(self._given, settings)
+        if settings.engine.kind == "vllm" and not self._has_environments:
+            raise StartFailed(
+                "engine.kind cannot become vllm: there was no environment with vLLM when this service was "
+                "started. Start it again"
+            )
         given, kept = settings, {name: getattr(self.settings, name) for name in FIXED}
         settings = settings.model_copy(update=kept)  # completed at the start: a secret, sizes that fit
         model_dir = str(ensure_model(settings.model).resolve())

@@ -342,9 +342,7 @@ AGENT_PORTS = {
     METRICS_AGENT_PORT_NAME: NO_PORT,
     METRICS_EXPORT_PORT_NAME: NO_PORT,
     DASHBOARD_AGENT_LISTEN_PORT_NAME: NO_PORT,
-    RUNTIME_ENV_AGENT_PORT_NAME: NOBODYS_PORT,
 }
-AGENTS = (PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT)
 WAIT_FOR_RAYLET = [sys.executable, "-I", "-S", "-c", "open(0).read()"]
 """Waits for the end of its standard input, which the raylet holds. No blanks: Ray makes one string of it."""
 AGENTS_HOLD_A_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
@@ -359,10 +357,13 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
     (ray 2.60). Ray itself starts nodes without them, by private parameters that `ray.init` does not pass on.
 
     The raylet does not run without its two agents, so processes of 10 MB wait in their place: one gathers for
-    the dashboard and exports metrics, which `PRIVATE_ENVIRONMENT` switches off; the other installs runtime
-    environments, which no application of `samovar serve` has. They were 215 MB and
+    the dashboard and exports metrics, which `PRIVATE_ENVIRONMENT` switches off; the other makes runtime
+    environments, which only replicas of another engine have (`EnvironmentNode`). They were 215 MB and
     1.5 CPU-seconds of a start.
     """
+
+    ports = AGENT_PORTS | {RUNTIME_ENV_AGENT_PORT_NAME: NOBODYS_PORT}
+    waiting = (PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT)
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         """Note that there is no dashboard."""
@@ -380,12 +381,14 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
     def start_raylet(self, *args: object, **options: object) -> None:
         """Start the raylet with agents that only wait; it reads from files at which ports they listen."""
         os.environ[AGENTS_HOLD_A_PIPE] = "1"
-        for name, port in AGENT_PORTS.items():
+        for name, port in self.ports.items():
             persist_port(self._session_dir, self._node_id, name, port)
         python_command = ray_services._build_python_executable_command_memory_profileable
 
         def command(component: str, *of: object, **more: object) -> list[str]:
-            return list(WAIT_FOR_RAYLET) if component in AGENTS else python_command(component, *of, **more)
+            return (
+                list(WAIT_FOR_RAYLET) if component in self.waiting else python_command(component, *of, **more)
+            )
 
         ray_services._build_python_executable_command_memory_profileable = command
         try:
@@ -394,21 +397,31 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
             ray_services._build_python_executable_command_memory_profileable = python_command
 
 
+class EnvironmentNode(ServingNode):
+    """A node with Ray's agent for runtime environments: replicas may have another interpreter."""
+
+    ports = AGENT_PORTS
+    waiting = (PROCESS_TYPE_DASHBOARD_AGENT,)
+
+
 @contextlib.contextmanager
-def serving_node() -> Iterator[None]:
-    """Have `ray.init` start a `ServingNode`; it takes the class from Ray's module, and knows no other way."""
+def serving_node(node: type[ServingNode]) -> Iterator[None]:
+    """Have `ray.init` start such a node; it takes the class from Ray's module, and knows no other way."""
     whole = ray_node.Node
-    ray_node.Node = ServingNode
+    ray_node.Node = node
     try:
         yield
     finally:
         ray_node.Node = whole
 
 
-def join_ray(cluster: ClusterSettings, address: str | None, folder: RayFolder | None) -> str:
+def join_ray(
+    cluster: ClusterSettings, address: str | None, folder: RayFolder | None, *, environments: bool = False
+) -> str:
     """Start or join a Ray cluster and return a warning for the user, or "".
 
-    `folder`: for a private cluster. Raises `StartFailed` and Ray's own errors.
+    `folder`: for a private cluster. `environments`: it makes runtime environments, as others do. Raises
+    `StartFailed` and Ray's own errors.
     """
     require_token()
     if address is not None:
@@ -418,7 +431,9 @@ def join_ray(cluster: ClusterSettings, address: str | None, folder: RayFolder | 
     # `samovar` there must not shadow ours.
     with (
         contextlib.chdir(HOME),
-        serving_node() if address is None else contextlib.nullcontext(),
+        serving_node(EnvironmentNode if environments else ServingNode)
+        if address is None
+        else contextlib.nullcontext(),
     ):
         try:
             ray.init(
