@@ -22,6 +22,9 @@ FOLDER = re.compile(r"[\w.-]+-[0-9a-f]{16}")
 FOLDERS_MAX = 3
 """Installations whose bytecode is kept in one place; each takes some 40 MB."""
 
+OWN_PYTHON = "_SAMOVAR_PYTHON"
+"""Names Samovar's own Python in a process that runs in another one: what it starts must not inherit that."""
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 import urllib3
-from ec2_metadata import EC2Metadata
 from ray._private.state import state as gcs_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
@@ -189,6 +188,8 @@ class SpotMetadata:
     """
 
     def __init__(self, url: str, answer_s_max: float) -> None:
+        from ec2_metadata import EC2Metadata  # vLLM's environment has none, and starts this module's actor
+
         self._service = EC2Metadata(_Pool(answer_s_max))
         self._service.service_url = f"{url}/latest/"
         self._service.metadata_url = f"{url}/latest/meta-data/"

@@ -9,6 +9,7 @@ more, it ends for good (`node/drain.py`); a later replica creates a new one.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import uuid
@@ -52,6 +53,7 @@ from samovar.cache_tiers.socket.server import (
     call_brought,
 )
 from samovar.cache_tiers.transport import PeerError
+from samovar.configs.imports import OWN_PYTHON
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.sections import TierSettings
 from samovar.configs.telemetry import open_tracer, set_up_logs
@@ -105,8 +107,10 @@ def tier_actor(
         max_restarts=-1,
         max_task_retries=0,
     )(TierActor)
+    own = os.environ.get(OWN_PYTHON)
     return actor.options(
         name=actor_name(node_id),
+        **({} if own is None else {"runtime_env": {"py_executable": own}}),
         lifetime="detached",
         get_if_exists=True,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),

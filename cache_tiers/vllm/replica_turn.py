@@ -156,7 +156,8 @@ class FromConnector:
                 logger.warning("a datagram of the connector cannot be read: %s", type(error).__name__)
 
     def close(self) -> None:
-        """Close the socket and remove it."""
+        """Close the socket and remove it, and its folder, if there is nothing else in it."""
         self._socket.close()
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             self.path.unlink()
+            self.path.parent.rmdir()

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from samovar.cache_tiers.actors import rpc, tier_actors
 from samovar.cache_tiers.messages import TierStats
-from samovar.cluster.errors import StartFailed
 from samovar.cluster.engines import has_vllm
+from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment
 from samovar.cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, model_app_name, run_targets, serve_logs
 from samovar.cluster.serve.preflight import (

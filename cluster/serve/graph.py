@@ -7,6 +7,7 @@ routes to them, and the old ones stay until the old ingress has finished (`rollo
 from __future__ import annotations
 
 import hashlib
+import sys
 from typing import Any
 
 from ray import serve
@@ -17,6 +18,7 @@ from samovar.cache_tiers.sessions import ON_HEAD
 from samovar.cluster.engines import vllm_python
 from samovar.cluster.serve.autoscale import autoscaling_config, one_ingress_per_node
 from samovar.cluster.serve.preflight import uses_gpu
+from samovar.configs.imports import OWN_PYTHON
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import REPLICA_DEPLOYMENT
 from samovar.replicas.serving.deployment import Replica
@@ -148,7 +150,7 @@ def _where(settings: Settings, *, has_gpu: bool) -> dict[str, Any]:
     }
     if settings.engine.kind == "vllm":
         python = vllm_python(settings)
-        variables = {"PYTHONPATH": str(python.path)}
+        variables = {"PYTHONPATH": str(python.path), OWN_PYTHON: sys.executable}
         own["runtime_env"] = {"py_executable": str(python.python), "env_vars": variables}
         own["num_gpus"] *= ranks  # vLLM starts them itself, in one process tree on one node
         ranks = 1

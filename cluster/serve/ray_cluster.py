@@ -386,9 +386,9 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
         python_command = ray_services._build_python_executable_command_memory_profileable
 
         def command(component: str, *of: object, **more: object) -> list[str]:
-            return (
-                list(WAIT_FOR_RAYLET) if component in self.waiting else python_command(component, *of, **more)
-            )
+            if component in self.waiting:
+                return list(WAIT_FOR_RAYLET)
+            return python_command(component, *of, **more)
 
         ray_services._build_python_executable_command_memory_profileable = command
         try:

@@ -381,6 +381,8 @@ class Replica:
 
         Calls over links, which Serve does not see, get as long as it would have waited for them.
         """
+        if not hasattr(self, "_engine"):  # it did not start, and has said why
+            return
         if self._inlet is not None:
             self._inlet.calls.stop()
             if not await self._inlet.calls.over(self._settings.server.graceful_shutdown_s):

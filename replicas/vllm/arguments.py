@@ -11,6 +11,10 @@ from samovar.configs.json_text import parse_json
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused
 
+CPU_BLOCK_TOKENS = 32
+"""The least that vLLM's attention takes on a CPU."""
+AS_FITS = -1
+"""Has vLLM take the model's context, or what its pool holds, if that is less: as our engine does."""
 LORAS_MAX = 8
 """Adapters that are on the device at once; of others, vLLM exchanges one."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -22,7 +26,13 @@ BACKEND = "guidance"
 
 
 def engine_arguments(
-    settings: Settings, model_dir: Path, dtype: str, pool_bytes: int | None, connector: Mapping[str, Any]
+    settings: Settings,
+    model_dir: Path,
+    dtype: str,
+    pool_bytes: int | None,
+    connector: Mapping[str, Any],
+    *,
+    on_cpu: bool,
 ) -> dict[str, Any]:
     """Return arguments of vLLM's `AsyncEngineArgs`.
 
@@ -34,8 +44,8 @@ def engine_arguments(
         "model": str(model_dir),
         "served_model_name": [settings.model.served_name or model_dir.name],
         "dtype": dtype,
-        "max_model_len": settings.model.context_tokens_max,
-        "block_size": engine.block_tokens,
+        "max_model_len": settings.model.context_tokens_max or AS_FITS,
+        "block_size": max(engine.block_tokens, CPU_BLOCK_TOKENS) if on_cpu else engine.block_tokens,
         "max_num_seqs": engine.sequences_max,
         "max_num_batched_tokens": max(engine.step_tokens_max, engine.sequences_max),
         "enable_chunked_prefill": True,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import tempfile
 import time
@@ -22,6 +23,25 @@ if TYPE_CHECKING:
     from samovar.replicas.start.start_notes import StartNotes
 
 CORES = os.cpu_count() or 1
+LOG_FIX = "serve another model or with other settings; the replica's log has all that vLLM said"
+LOG_BYTES, CAUSE_CHARS = 1 << 16, 600
+ERROR_LINE = re.compile(r"^(?:\S+ )*?(?:\w+\.)*(\w+(?:Error|Exception): .*)$")
+"""The last line of a traceback."""
+
+
+def last_error(log: Path) -> str:
+    """Return the last error but one's own that a log ends with; empty: none is found.
+
+    What has gone wrong in a process of vLLM's is told there, and here only that something has.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = [match[1] for line in lines if (match := ERROR_LINE.match(line))]
+    return found[-1][:CAUSE_CHARS] if found else ""
 
 
 class VllmReplica(Replica):
@@ -76,12 +96,13 @@ class VllmReplica(Replica):
 
         name = str(dtype.dtype).removeprefix("torch.")
         try:
-            arguments = engine_arguments(settings, model_dir, name, pool_bytes, told)
+            arguments = engine_arguments(settings, model_dir, name, pool_bytes, told, on_cpu=on_cpu)
             source = AsyncVllm(arguments, engine.vllm.adapters)
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise ModelRefused(
-                f"vLLM {VERSION} does not serve it: {error}", "see the replica's log"
-            ) from error
+            if connector is not None:
+                connector.close()
+            cause = last_error(Path("/proc/self/fd/2")) or str(error)
+            raise ModelRefused(f"vLLM {VERSION} does not serve it: {cause}", LOG_FIX) from error
         notes.begin("engine")
         layout = source.layout
         tokenizer = load_tokenizer(model_dir)

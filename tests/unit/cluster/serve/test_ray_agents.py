@@ -13,9 +13,11 @@ from ray._private import ray_constants
 from ray._private import services as ray_services
 
 from samovar.cluster.serve import ray_cluster
-from samovar.cluster.serve.ray_cluster import AGENT_PORTS, AGENTS, WAIT_FOR_RAYLET, ServingNode
+from samovar.cluster.serve.ray_cluster import AGENT_PORTS, WAIT_FOR_RAYLET, EnvironmentNode, ServingNode
 
 WITHIN_S = 60.0
+
+AGENTS = ServingNode.waiting
 
 
 def test_what_waits_ends_with_the_pipe_that_the_raylet_holds() -> None:
@@ -31,8 +33,9 @@ def test_what_waits_ends_with_the_pipe_that_the_raylet_holds() -> None:
     assert not any(" " in word or '"' in word for word in WAIT_FOR_RAYLET[1:])
 
 
+@pytest.mark.parametrize("kind", [ServingNode, EnvironmentNode])
 def test_only_agents_are_replaced_and_only_while_the_raylet_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[ServingNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder = ray_services._build_python_executable_command_memory_profileable
     kept: dict[str, int] = {}
@@ -51,14 +54,14 @@ def test_only_agents_are_replaced_and_only_while_the_raylet_starts(
     monkeypatch.setattr(
         ray_cluster, "persist_port", lambda _dir, _node, name, port: kept.update({name: port})
     )
-    node = object.__new__(ServingNode)
+    node = object.__new__(kind)
     node._session_dir, node._node_id = str(tmp_path), "a node"
     with pytest.raises(RuntimeError, match="planted"):
         node.start_raylet("plasma", object_store_memory=1)
     assert (seen["args"], seen["options"]) == (("plasma",), {"object_store_memory": 1})
-    assert (seen["ports"], seen["pipe"]) == (AGENT_PORTS, "1")
-    assert [seen[agent] for agent in AGENTS] == [WAIT_FOR_RAYLET, WAIT_FOR_RAYLET]
-    assert seen[ray_constants.PROCESS_TYPE_DASHBOARD] == builder(
-        ray_constants.PROCESS_TYPE_DASHBOARD, str(tmp_path)
-    )
+    assert seen["ports"].keys() == (AGENT_PORTS if kind is EnvironmentNode else ServingNode.ports).keys()
+    assert seen["pipe"] == "1"
+    for component in (*AGENTS, ray_constants.PROCESS_TYPE_DASHBOARD):
+        is_real = component not in kind.waiting
+        assert seen[component] == (builder(component, str(tmp_path)) if is_real else WAIT_FOR_RAYLET)
     assert ray_services._build_python_executable_command_memory_profileable is builder
