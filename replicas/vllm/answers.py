@@ -30,7 +30,8 @@ from samovar.replicas.messages import (
 from samovar.replicas.vllm.source import Piece, is_replayed
 
 NOT_KEPT = "not in the pool"
-DEARER = "cheaper to compute"  # as the connector says it
+NOTHING, DEARER = "nothing there", "cheaper to compute"
+"""As the connector says it."""
 
 
 @dataclass(slots=True)
@@ -200,7 +201,8 @@ def receipt_of(job: Job, cached_tokens: int, info: ReplicaInfo, price: PrefillPr
     # The last block of an answer is often tokenized otherwise in the next prompt.
     left_blocks = min(request.route.cached_tokens, prompt - 1) // info.block_tokens - 1
     missed = max(0, left_blocks * info.block_tokens - resident - loaded_tokens)
-    why = told.why or (NOT_KEPT if missed else "")
+    why = NOT_KEPT if missed and told.why in ("", NOTHING) else told.why
+    why = why if missed or why != NOTHING else ""
     return Receipt(
         tokens=tokens,
         decision="load" if loaded else "recompute" if told.why == DEARER else "none",
