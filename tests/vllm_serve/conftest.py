@@ -18,7 +18,7 @@ ENVIRONMENT = os.environ.get("TESTS_VLLM_SERVE")
 collect_ignore_glob = [] if ENVIRONMENT else ["test_*.py"]
 """`make test-vllm-serve` names the environment's Python; other targets leave these files out."""
 
-KEYS = {"red": "key-of-red", "green": "key-of-green"}
+KEYS = {name: f"key-of-tenant-{name}" for name in ("red", "green")}
 POOL_BYTES = 80 * MIB
 """About 1,800 tokens of SmolLM2-135M in float32: one long prompt overruns it."""
 
