@@ -32,7 +32,7 @@ from samovar.cache_tiers.vllm.names.identity import Adapters, model_path, namesp
 from samovar.cache_tiers.vllm.pages.tensors import open_pages
 from samovar.cache_tiers.vllm.refusals import check_config, check_ranks, check_version
 from samovar.cache_tiers.vllm.replica_turn import ReplicaTurn, ToReplica
-from samovar.cache_tiers.vllm.scheduler import FETCHES_AT_ONCE, SchedulerHalf, Threads
+from samovar.cache_tiers.vllm.scheduler import FETCHES_AT_ONCE, Hearers, SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.told import (
     SamovarHandshake,
     SamovarMetadata,
@@ -326,8 +326,7 @@ class SamovarConnector(_SchedulerCalls, _WorkerCalls, KVConnectorBase_V1):  # ty
                 block_tokens=self._block_tokens,
                 pages=self._page_count,
                 extra_of=self._extra_of,
-                events=self._tells,
-                tell=None if self._replica is None else self._replica.tell,
+                hearers=Hearers(self._tells, None if self._replica is None else self._replica.tell),
             )
 
     @guarded(_no_stats)

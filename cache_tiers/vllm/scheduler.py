@@ -120,6 +120,16 @@ class Threads(NamedTuple):
     fetches: Executor
 
 
+class Hearers(NamedTuple):
+    """Who is told: `routers`, what the tiers have; `replica`, of its turns, which then are all there are."""
+
+    routers: bool = False
+    replica: Callable[[Told], None] | None = None
+
+
+NO_HEARERS = Hearers()
+
+
 def _room(saving: Mapping[str, int], pages: int) -> int:
     """Return how many of the pool's `pages` one more store may keep: a later turn stores what is left."""
     return max(0, int(SAVING_SHARE * pages) - sum(saving.values())) if saving else pages
@@ -185,8 +195,6 @@ class SchedulerHalf:
 
     `namespace`: of the model; None until the workers have told the layouts of their pages (`named`).
     `extra_of`: what else a request's blocks depend on, see `Lookups.open`. `pages`: of the engine's pool.
-    `events`: whether routers are told what the tiers have. `tell`: tells a replica of its turns, if there is
-    one: what is none of them is not looked up.
     """
 
     def __init__(
@@ -198,8 +206,7 @@ class SchedulerHalf:
         block_tokens: int,
         pages: int,
         extra_of: Callable[[Any], Extra],
-        events: bool = False,
-        tell: Callable[[Told], None] | None = None,
+        hearers: Hearers = NO_HEARERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.namespace: bytes | None = None
@@ -209,7 +216,7 @@ class SchedulerHalf:
         self._block_tokens = block_tokens
         self._pages = pages
         self._extra_of = extra_of
-        self._tell_replica = tell
+        self._tell_replica = hearers.replica
         self._clock = clock
         self._turns: dict[str, _Turn] = {}
         self._saving: dict[str, int] = {}  # request -> pages
@@ -227,7 +234,7 @@ class SchedulerHalf:
             heard=self._idle.ended,
             clock=clock,
         )
-        self.announced = Announced(clock) if events else None
+        self.announced = Announced(clock) if hearers.routers else None
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def named(self, namespace: bytes, ranks: int) -> None:

@@ -124,7 +124,6 @@ def render_command(
 ) -> None:
     """Print the file that `ray up` reads. Also takes --section.key VALUE. It holds no secrets."""
     from samovar.cluster.launch.render import header, render
-    from samovar.cluster.manifests.command import ray_service, systemd_unit
 
     with _known_errors():
         if kuberay + systemd + (terraform is not None) > 1:
@@ -134,11 +133,14 @@ def render_command(
         if tiers is not None and not systemd:
             _exit("--tiers is for --systemd only", EXIT_REFUSED)
         if kuberay or systemd:
-            text = (
-                ray_service(config, secrets, os.environ, ctx.args)
-                if kuberay
-                else systemd_unit(config, os.environ, ctx.args, tiers)
-            )
+            if kuberay:
+                from samovar.cluster.manifests.kuberay import kuberay_file
+
+                text = kuberay_file(config, secrets, os.environ, ctx.args)
+            else:
+                from samovar.cluster.manifests.systemd import systemd_unit
+
+                text = systemd_unit(config, os.environ, ctx.args, tiers)
             typer.echo(text, nl=False)
             return
         if config is None:

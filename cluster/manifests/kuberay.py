@@ -6,15 +6,16 @@ Secrets are not in the file: a Secret is mounted, and the applications name its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from samovar.cluster.deploy.builders import secrets_digest
+from samovar.cluster.deploy.builders import read_secrets, secrets_digest
 from samovar.cluster.deploy.deploy import applications, serve_config
+from samovar.cluster.errors import StartFailed
 from samovar.cluster.launch.commands import (
     SHM_SPARE_BYTES,
     head_store_bytes,
@@ -25,6 +26,7 @@ from samovar.cluster.launch.settings import RenderFailed, check_complete, node_s
 from samovar.cluster.serve.graph import model_app_name
 from samovar.configs.cluster import KubeSettings
 from samovar.configs.fields import Tree
+from samovar.configs.loader import load
 from samovar.configs.sections import MIB
 from samovar.configs.settings import Settings
 
@@ -272,3 +274,19 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
+
+
+def kuberay_file(
+    config: str | None, secrets: Path | None, env: Mapping[str, str], flags: Sequence[str]
+) -> str:
+    """Return the RayService. `secrets`: the Secret's file. Raises `ConfigError`, `RenderFailed`."""
+    if secrets is None:
+        raise RenderFailed(
+            "--kuberay needs --secrets FILE (YAML: `auth:`, below it `api_keys:` and `server_secret:`): pods "
+            "check that they have those secrets. They are not printed"
+        )
+    settings = load(config, env, flags, secrets).settings
+    try:
+        return render_kuberay(settings, read_secrets(secrets), secrets)
+    except StartFailed as error:  # the file of secrets
+        raise RenderFailed(str(error)) from error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from samovar.cluster.launch.settings import RenderFailed
 from samovar.configs.fields import SettingField, setting_fields
-from samovar.configs.loader import LoadedSettings
+from samovar.configs.loader import LoadedSettings, load
 from samovar.configs.settings import Settings
 
 USER = "samovar"
@@ -311,3 +312,16 @@ def _quoted(word: str) -> str:
         raise RenderFailed(f"{word!r} holds a character that a unit cannot hold")
     word = word.replace("%", "%%").replace("\\", "\\\\").replace('"', '\\"')
     return f'"{word}"' if not word or set(word) & set(" '\";") or "\\" in word else word
+
+
+def systemd_unit(
+    config: str | None, env: Mapping[str, str], flags: Sequence[str], tiers: Path | None = None
+) -> str:
+    """Return the unit for this installation's `samovar`; `tiers`: of `samovar tiers`, at that socket.
+
+    Raises `ConfigError`, `RenderFailed`.
+    """
+    program, loaded = Path(sys.executable).with_name("samovar"), load(config, env, flags)
+    if tiers is not None:
+        return render_tiers_unit(loaded, program, config, tiers)
+    return render_unit(loaded, program, config)

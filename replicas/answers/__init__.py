@@ -1,19 +1,18 @@
 """Answers, whichever engine computes them: text of tokens, when they end, which are kept (docs/adr/017)."""
 
-from samovar.replicas.answers.answer_log import AnswerLog, AnswerLogs, Reader
-from samovar.replicas.answers.limits import EngineLimits, Room, Waiting, refusal
+from samovar.replicas.answers.answer_log import AnswerLog, AnswerLogs, Reader, SweepTimer
+from samovar.replicas.answers.limits import EngineLimits, EngineRoom, Waiting, refusal
 from samovar.replicas.answers.output import AnswerTokens, OpenAnswers, OutputProcessor, TextOut, TokenText
-from samovar.replicas.answers.sweep_timer import SweepTimer
 
 __all__ = [
     "AnswerLog",
     "AnswerLogs",
     "AnswerTokens",
     "EngineLimits",
+    "EngineRoom",
     "OpenAnswers",
     "OutputProcessor",
     "Reader",
-    "Room",
     "SweepTimer",
     "TextOut",
     "TokenText",

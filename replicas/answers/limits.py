@@ -35,7 +35,7 @@ class Waiting(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class EngineRoom:
     """What there is room for: `pool_tokens` in all pages, `sequences_max` at once, `free_places` now."""
 
     pool_tokens: int
@@ -44,7 +44,7 @@ class Room:
 
 
 def refusal(
-    request: GenerateRequest, limits: EngineLimits, room: Room, own: Iterable[Waiting], waiting: int
+    request: GenerateRequest, limits: EngineLimits, room: EngineRoom, own: Iterable[Waiting], waiting: int
 ) -> Refused | None:
     """Return why `request` cannot be accepted now, or None if it can. Pure.
 
@@ -72,7 +72,7 @@ def refusal(
 
 
 def _no_place(
-    request: GenerateRequest, limits: EngineLimits, room: Room, own: list[Waiting], waiting: int
+    request: GenerateRequest, limits: EngineLimits, room: EngineRoom, own: list[Waiting], waiting: int
 ) -> Refused | None:
     """Return why a request cannot wait, or None.
 
@@ -97,7 +97,9 @@ def _no_place(
     return None
 
 
-def _bad_resume(request: GenerateRequest, resume: Resume, limits: EngineLimits, room: Room) -> str | None:
+def _bad_resume(
+    request: GenerateRequest, resume: Resume, limits: EngineLimits, room: EngineRoom
+) -> str | None:
     """Return why an answer cannot be resumed, or None.
 
     It may have no token yet, if only its siblings had.

@@ -17,7 +17,7 @@ from samovar.cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest, sessi
 from samovar.cache_tiers.forecast import Stop
 from samovar.cache_tiers.messages import LookupResult
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, in_digits
-from samovar.replicas.answers import EngineLimits, OpenAnswers, OutputProcessor, Room, refusal
+from samovar.replicas.answers import EngineLimits, EngineRoom, OpenAnswers, OutputProcessor, refusal
 from samovar.replicas.grammar import GrammarRefused, GrammarState
 from samovar.replicas.messages import (
     Admitted,
@@ -171,7 +171,7 @@ class OpenRequests:
 
     def _refusal(self, request: GenerateRequest) -> Refused | None:
         queues, waiting, pool = self._scheduler.queues, self._scheduler.waiting, self._scheduler.pool
-        room = Room(pool.usable * pool.block_tokens, queues.sequences_max, queues.free_places)
+        room = EngineRoom(pool.usable * pool.block_tokens, queues.sequences_max, queues.free_places)
         held = sum(one.forks for one in waiting)
         return refusal(request, self.intake.limits, room, waiting.of(request.tenant), held)
 

@@ -1,8 +1,9 @@
-"""The answers that vLLM computes, and what is told of them."""
+"""The answers that vLLM computes, and the events that are made of them."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from samovar.replicas.messages import (
     SamplingParams,
     sources,
 )
-from samovar.replicas.vllm.source import Piece, is_replayed
+from samovar.replicas.vllm.source import TokenPiece, is_replayed
 
 NOT_KEPT = "not in the pool"
 NOTHING, DEARER = "nothing there", "cheaper to compute"
@@ -35,7 +36,7 @@ NOTHING, DEARER = "nothing there", "cheaper to compute"
 
 
 @dataclass(slots=True)
-class Choice:
+class VllmChoice:
     """One answer so far. `replay`: tokens that were told by another replica, and are to come again."""
 
     request_id: str
@@ -61,7 +62,7 @@ class Job(OpenAnswers):
 
     key: int
     since_s: float
-    choices: list[Choice]
+    choices: list[VllmChoice]
     begun_s: float | None = None
     is_alone: bool = True
     is_admitted: bool = False
@@ -98,7 +99,7 @@ def job_of(
     resume, params = request.resume, request.sampling
     replay = list(resume.token_ids) if resume is not None and is_replayed(params) else []
     choices = [
-        Choice(
+        VllmChoice(
             request.request_id,
             array("I", request.prompt_token_ids),
             len(request.prompt_token_ids),
@@ -116,30 +117,36 @@ class Telling:
     """Makes events of what vLLM has computed, and counts. `step_tokens`: of a prompt in one step."""
 
     def __init__(
-        self, info: ReplicaInfo, output: OutputProcessor, meter: PrefillMeter, step_tokens: int
+        self,
+        info: ReplicaInfo,
+        output: OutputProcessor,
+        meter: PrefillMeter,
+        step_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._info = info
-        self._output = output
-        self._meter = meter
+        self.info = info
+        self.output = output
+        self.meter = meter
+        self.clock = clock
         self._step_tokens = step_tokens
         self.totals: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.by_source: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
 
-    def events(self, job: Job, pieces: list[Piece], now_s: float) -> list[tuple[int, Event]]:
+    def events(self, job: Job, pieces: list[TokenPiece]) -> list[tuple[int, Event]]:
         """Return the events of what vLLM has computed of a request. Raises `GrammarRefused`."""
         events: list[tuple[int, Event]] = []
         if not job.is_admitted and pieces:
             job.is_admitted = True
-            events.append((job.key, self._admitted(job, pieces[0], now_s)))
+            events.append((job.key, self._admitted(job, pieces[0])))
         for piece in pieces:
             choice = job.choices[piece.index]
             if not choice.is_over and (delta := self._delta(job, choice, piece)) is not None:
                 events.append((job.key, delta))
         return events
 
-    def _delta(self, job: Job, choice: Choice, piece: Piece) -> Delta | Failed | None:
+    def _delta(self, job: Job, choice: VllmChoice, piece: TokenPiece) -> Delta | Failed | None:
         """Return the new text of a choice; None: nothing to tell."""
         text, new = "", list[Sampled]()
         reason: FinishReason | None = None
@@ -149,7 +156,7 @@ class Telling:
                     choice.is_over = True
                     return Failed("the answer cannot be continued: vLLM has computed another one here")
                 continue
-            told = self._output.append(job, choice, sampled.token_id)
+            told = self.output.append(job, choice, sampled.token_id)
             text, reason = text + told.text, told.reason
             new.append(sampled)
             if reason is not None:
@@ -164,14 +171,14 @@ class Telling:
         if not new and reason is None:
             return None
         scored = [sampled for sampled in new if sampled.logprob is not None]
-        logprobs = tuple(one for sampled in scored for one in self._output.text.logprobs(sampled))
+        logprobs = tuple(one for sampled in scored for one in self.output.text.logprobs(sampled))
         return Delta(choice.index, text, tuple(sampled.token_id for sampled in new), logprobs, reason)
 
-    def _admitted(self, job: Job, piece: Piece, now_s: float) -> Admitted:
+    def _admitted(self, job: Job, piece: TokenPiece) -> Admitted:
         """Return where the KV of a computed prompt came from."""
-        ids = job.request.prompt_token_ids
+        ids, now_s = job.request.prompt_token_ids, self.clock()
         begun_s = now_s if job.begun_s is None else job.begun_s
-        receipt = receipt_of(job, piece.cached_tokens, self._info, self._meter.price)
+        receipt = receipt_of(job, piece.cached_tokens, self.info, self.meter.price)
         computed, resident = receipt.tokens["compute"], receipt.tokens["gpu"]
         self.by_source.update(receipt.tokens)
         self.missed.update(receipt.missed)
@@ -179,11 +186,11 @@ class Telling:
         self.totals["cached_tokens"] += cached
         if job.is_alone and not receipt.load_bytes and job.forks == 1 and job.request.resume is None:
             steps = -(-computed // self._step_tokens)
-            self._meter.observe_steps(steps, computed, pairs_of(computed, resident), now_s - begun_s)
-        text = self._output.text
+            self.meter.observe_steps(steps, computed, pairs_of(computed, resident), now_s - begun_s)
+        text = self.output.text
         scores = [one for sampled in piece.prompt_scores for one in text.logprobs(sampled)]
         told = () if not scores else (text.unscored(ids[0]), *scores)
-        return Admitted(self._info.replica_id, cached, begun_s - job.since_s, receipt, told)
+        return Admitted(self.info.replica_id, cached, begun_s - job.since_s, receipt, told)
 
 
 def receipt_of(job: Job, cached_tokens: int, info: ReplicaInfo, price: PrefillPrice) -> Receipt:

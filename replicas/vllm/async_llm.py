@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from samovar.replicas.messages import Sampled
-from samovar.replicas.vllm.source import Ask, AskRefused, Piece, PoolLayout, SourceLost
+from samovar.replicas.vllm.source import Ask, AskRefused, PoolLayout, SourceLost, TokenPiece
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class AsyncVllm:
             device=str(config.device_config.device_type),
         )
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[list[Piece], None]:
+    async def generate(self, ask: Ask) -> AsyncGenerator[list[TokenPiece], None]:
         """Yield what is computed. Raises `AskRefused`, `SourceLost`."""
         ids = list(ask.token_ids)
         try:
@@ -91,7 +91,7 @@ class AsyncVllm:
             async for output in self._llm.generate(prompt, params, ask.name, lora_request=lora):
                 scores = _prompt_scores(ids, output.prompt_logprobs, params.prompt_logprobs)
                 yield [
-                    Piece(
+                    TokenPiece(
                         one.index,
                         _sampled(one.token_ids, one.logprobs, params.logprobs),
                         output.num_cached_tokens or 0,

@@ -69,10 +69,12 @@ class VllmReplica(Replica):
             load_tokenizer,
         )
         from samovar.replicas.start.tier_access import by_tag, tiers_socket
-        from samovar.replicas.vllm.arguments import engine_arguments, process_environment
-        from samovar.replicas.vllm.engine import VllmEngine
+        from samovar.replicas.turns import FairQueue
+        from samovar.replicas.vllm.answers import Telling
+        from samovar.replicas.vllm.engine import Asks, VllmEngine
         from samovar.replicas.vllm.forgetting import PageSalts
-        from samovar.replicas.vllm.returns import SessionReturns
+        from samovar.replicas.vllm.source import engine_arguments, process_environment
+        from samovar.replicas.vllm.turns import SessionReturns, TurnReports
 
         notes.begin("digest")
         started_s, engine = time.monotonic(), settings.engine
@@ -131,31 +133,28 @@ class VllmReplica(Replica):
         share = settings.share_of_tenant(settings.limits.tenant_share)
         predictor = settings.tiers.predictor
         ends = spec.eos_token_ids
+        returns = SessionReturns(predictor.sessions_max, fast_clock(time.monotonic, predictor.clock_rate))
+        text = TokenText(vocabulary, frozenset(tokenizer.all_special_ids))
+        output = OutputProcessor(vocabulary, ends, text, info.context_tokens_max)
+        grammars = GrammarCompiler(vocabulary.to_str, spec.vocab, ends, settings.grammar)
+        salts = PageSalts(secrets.token_bytes(16))
+        reports = None if self._tiers is None else self._tiers.link
+        limits = EngineLimits(
+            vocab=spec.vocab,
+            context_tokens_max=info.context_tokens_max,
+            queue_max=engine.queue_max,
+            retry_after_s=settings.limits.retry_after_s,
+            tenant_queue_max=math.ceil(engine.queue_max * share),
+        )
         return VllmEngine(
-            info,
             source,
-            limits=EngineLimits(
-                vocab=spec.vocab,
-                context_tokens_max=info.context_tokens_max,
-                queue_max=engine.queue_max,
-                retry_after_s=settings.limits.retry_after_s,
-                tenant_queue_max=math.ceil(engine.queue_max * share),
+            Telling(
+                info, output, PrefillMeter(fit_prefill([], engine.step_tokens_max)), engine.step_tokens_max
             ),
-            sequences_max=engine.sequences_max,
-            step_tokens=engine.step_tokens_max,
-            quantum_tokens=engine.quantum_tokens,
-            weights=by_tag(settings.auth, settings.limits.tenant_weights),
-            output=OutputProcessor(
-                vocabulary,
-                ends,
-                TokenText(vocabulary, frozenset(tokenizer.all_special_ids)),
-                info.context_tokens_max,
-            ),
-            ends=ends,
-            grammars=GrammarCompiler(vocabulary.to_str, spec.vocab, ends, settings.grammar),
-            meter=PrefillMeter(fit_prefill([], engine.step_tokens_max)),
-            salts=PageSalts(secrets.token_bytes(16)),
-            returns=SessionReturns(predictor.sessions_max, fast_clock(time.monotonic, predictor.clock_rate)),
-            connector=connector,
-            reports=None if self._tiers is None else self._tiers.link,
+            Asks(ends, grammars, salts, has_tiers=connector is not None),
+            TurnReports(reports, returns, info.block_tokens),
+            FairQueue(engine.quantum_tokens, by_tag(settings.auth, settings.limits.tenant_weights)),
+            limits,
+            engine.sequences_max,
+            connector,
         )

@@ -1,19 +1,18 @@
-"""`ServedEngine` over vLLM: whose turn it is, what is told of an answer, and what a replica is asked."""
+"""`ServedEngine` over vLLM: whose turn it is, what vLLM is asked, and what a replica is asked."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from contextlib import aclosing
 from functools import partial
 
 from samovar.cache_tiers.forecast import HintEvent
-from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice
+from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.cache_tiers.vllm.replica_turn import FromConnector, PromptTold, ReplicaTurn, StoresTold, TurnTold
-from samovar.replicas.answers import EngineLimits, OutputProcessor, Room, refusal
+from samovar.replicas.answers import EngineLimits, EngineRoom, refusal
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused
 from samovar.replicas.messages import (
     EngineStats,
@@ -22,69 +21,83 @@ from samovar.replicas.messages import (
     Grammar,
     Refused,
     ReplicaGlance,
-    ReplicaInfo,
 )
 from samovar.replicas.serving.served_engine import Deliver, ReplicaLoad
 from samovar.replicas.turns import FairQueue
 from samovar.replicas.vllm.answers import Job, Telling, job_of
 from samovar.replicas.vllm.forgetting import PageSalts
-from samovar.replicas.vllm.returns import SessionReturns
 from samovar.replicas.vllm.source import Ask, AskRefused, SourceLost, TokenSource, is_replayed, vllm_sampling
-from samovar.replicas.vllm.turns import Reports, TurnReports
+from samovar.replicas.vllm.turns import TurnReports
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 
 
+class Asks:
+    """Makes what vLLM is asked. `ends`: ids that end an answer. `has_tiers`: its connector hears of turns."""
+
+    def __init__(
+        self, ends: tuple[int, ...], grammars: GrammarCompiler, salts: PageSalts, *, has_tiers: bool
+    ) -> None:
+        self.grammars = grammars
+        self.salts = salts
+        self._ends = ends
+        self._has_tiers = has_tiers
+        self._numbers = itertools.count()
+
+    def of(self, job: Job) -> Ask:
+        """Return what to ask for a job. Raises `GrammarRefused`."""
+        request, params = job.request, job.request.sampling
+        first = job.choices[0]
+        begun = first.tokens[first.prompt_tokens :]
+        spent = 0 if is_replayed(params) else len(begun)
+        turn = ReplicaTurn(
+            job.key, request.tenant, request.session, request.salt, request.placement, request.route.peers
+        )
+        return Ask(
+            f"{job.key}-{next(self._numbers)}",
+            [*request.prompt_token_ids, *(begun if spent else ())],
+            vllm_sampling(params, request.n, self._ends, spent=spent, choice=first.index),
+            self.salts.salt(request.tenant, request.salt),
+            turn.params() if self._has_tiers else {},
+            "" if params.grammar is None else self.grammars.lark(params.grammar),
+            request.adapter,
+        )
+
+
 class VllmEngine:
     """vLLM behind a replica, on the replica's event loop.
 
-    It has at most `limits`' and `sequences_max` sequences in vLLM; what waits, waits here, by tenants' turns.
-    `ends`: ids that end an answer. `connector`: where vLLM's connector tells what the tiers gave; None
-    without tiers.
+    At most `sequences_max` sequences are in vLLM; what waits, waits in `queue`, by tenants' turns.
+    `connector`: where vLLM's connector tells what the tiers gave; None without tiers.
     """
 
     def __init__(
         self,
-        info: ReplicaInfo,
         source: TokenSource,
-        *,
+        telling: Telling,
+        asks: Asks,
+        turns: TurnReports,
+        queue: FairQueue[bytes, Job],
         limits: EngineLimits,
         sequences_max: int,
-        step_tokens: int,
-        quantum_tokens: int,
-        weights: Mapping[bytes, float],
-        output: OutputProcessor,
-        ends: tuple[int, ...],
-        grammars: GrammarCompiler,
-        meter: PrefillMeter,
-        salts: PageSalts,
-        returns: SessionReturns,
         connector: FromConnector | None = None,
-        reports: Reports | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.info = info
+        self.info = telling.info
         self._source = source
+        self._telling = telling
+        self._asks = asks
+        self._turns = turns
+        self._queue = queue
         self._limits = limits
         self._sequences_max = sequences_max
-        self._telling = Telling(info, output, meter, step_tokens)
-        self._output = output
-        self._ends = ends
-        self._grammars = grammars
-        self._meter = meter
-        self._salts = salts
-        self._returns = returns
         self._connector = connector
-        self._turns = TurnReports(reports, returns, info.block_tokens)
-        self._clock = clock
-        self._queue: FairQueue[bytes, Job] = FairQueue(quantum_tokens, weights)
+        self._clock = telling.clock
         self._jobs: dict[int, Job] = {}
         self._running = 0  # sequences that vLLM has
         self._saving = 0  # turns that are being stored
         self._is_hearing = False
-        self._numbers = itertools.count()
 
     def start(self, deliver: Deliver) -> None:
         self._deliver = deliver
@@ -92,24 +105,26 @@ class VllmEngine:
     def answer(self, key: int, request: GenerateRequest) -> None:
         self._hear_always()
         own, waiting = self._queue.of(request.tenant), sum(job.forks for job in self._queue)
-        room = Room(self.info.pool_tokens, self._sequences_max, max(0, self._sequences_max - self._running))
+        room = EngineRoom(
+            self.info.pool_tokens, self._sequences_max, max(0, self._sequences_max - self._running)
+        )
         refused = refusal(request, self._limits, room, own, waiting)
         if refused is None:
             try:
-                job = job_of(key, request, self._clock(), self._grammars.open)
+                job = job_of(key, request, self._clock(), self._asks.grammars.open)
             except GrammarRefused as error:
                 refused = error.event
             else:
                 resume = request.resume
                 if resume is not None and resume.token_ids:
-                    refused = self._output.resume(job, job.choices[0], resume.token_ids)
+                    refused = self._telling.output.resume(job, job.choices[0], resume.token_ids)
         if refused is not None:
             self._telling.totals["refused"] += 1
             self._deliver([(key, refused)])
             return
         self._jobs[key] = job
         self._telling.totals["prompt_tokens"] += len(request.prompt_token_ids)
-        self._returns.began(job.owner)
+        self._turns.returns.began(job.owner)
         self._queue.put(request.tenant, job, job.tokens, request.priority)
         self._begin_next()
 
@@ -128,11 +143,11 @@ class VllmEngine:
 
     async def _run(self, job: Job) -> None:
         try:
-            async with aclosing(self._source.generate(self._ask(job))) as steps:
+            async with aclosing(self._source.generate(self._asks.of(job))) as steps:
                 async for pieces in steps:
                     if not job.is_admitted:
                         self._hear()  # what was told before this was computed
-                    self._deliver(self._telling.events(job, pieces, self._clock()))
+                    self._deliver(self._telling.events(job, pieces))
                     if job.is_over:
                         break
             job.stop = "stop"
@@ -148,24 +163,6 @@ class VllmEngine:
         except Exception as error:
             logger.exception("request %s failed", job.request.request_id)
             self._deliver([(job.key, Failed(f"{type(error).__name__}: {error}"))])
-
-    def _ask(self, job: Job) -> Ask:
-        request, params = job.request, job.request.sampling
-        first = job.choices[0]
-        begun = first.tokens[first.prompt_tokens :]
-        spent = 0 if is_replayed(params) else len(begun)
-        turn = ReplicaTurn(
-            job.key, request.tenant, request.session, request.salt, request.placement, request.route.peers
-        )
-        return Ask(
-            f"{job.key}-{next(self._numbers)}",
-            [*request.prompt_token_ids, *(begun if spent else ())],
-            vllm_sampling(params, request.n, self._ends, spent=spent, choice=first.index),
-            self._salts.salt(request.tenant, request.salt),
-            turn.params() if self._connector is not None else {},
-            "" if params.grammar is None else self._grammars.lark(params.grammar),
-            request.adapter,
-        )
 
     def _over(self, job: Job, task: asyncio.Task[None]) -> None:
         """Take an answer out that vLLM has no part of any more."""
@@ -206,14 +203,14 @@ class VllmEngine:
 
     def refusal_of(self, grammar: Grammar) -> Refused | None:
         try:
-            self._grammars.check(grammar)
+            self._asks.grammars.check(grammar)
         except GrammarRefused as refused:
             return refused.event
         return None
 
     async def stats(self) -> EngineStats:
         usable, used = self.info.pages - 1, round(self._source.pool_share * (self.info.pages - 1))
-        price = self._meter.price
+        price = self._telling.meter.price
         return EngineStats(
             self.info.replica_id,
             kv_dtype=self.info.kv_dtype,
@@ -236,9 +233,9 @@ class VllmEngine:
         )
 
     async def load(self, horizon_s: float) -> ReplicaLoad:
-        waiting, price = list(self._queue), self._meter.price
+        waiting, price = list(self._queue), self._telling.meter.price
         prompts = [job for job in self._jobs.values() if not job.is_admitted]
-        pool, (sessions, tokens) = self.info.pool_tokens, self._returns.within(horizon_s)
+        pool, (sessions, tokens) = self.info.pool_tokens, self._turns.returns.within(horizon_s)
         return ReplicaLoad(
             running=self._running,
             waiting=sum(job.forks for job in waiting),
@@ -252,7 +249,7 @@ class VllmEngine:
         )
 
     async def prices(self) -> PrefillPrice:
-        return self._meter.price
+        return self._telling.meter.price
 
     async def glance(self, owners: tuple[bytes, ...]) -> ReplicaGlance:
         """Return the counters. vLLM does not say whose blocks it has."""
@@ -266,16 +263,16 @@ class VllmEngine:
         return 0
 
     async def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
-        self._returns.hint(owner, event, expected_return_s)
+        self._turns.returns.hint(owner, event, expected_return_s)
 
     async def forget(self, tags: Collection[bytes]) -> int:
         """Make the pages of these tenants, and of these sessions' tenants, unreachable (see `PageSalts`).
 
         Returns 0: no page is free before it is overwritten.
         """
-        self._salts.forget(tags)
+        self._asks.salts.forget(tags)
         for tag in tags:
-            self._returns.forget(tag)
+            self._turns.returns.forget(tag)
         return 0
 
     async def settle(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Forgets what pages hold, where no page can be dropped: by a salt that nobody will ask with again. Pure."""
+"""Forgets what pages hold, where no page can be dropped: by a salt with which no request will come again. Pure."""
 
 from __future__ import annotations
 

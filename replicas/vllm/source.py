@@ -1,4 +1,4 @@
-"""What the engine asks of vLLM, and what comes back: plain data, of which `async_llm.py` makes vLLM's.
+"""How vLLM is told the settings, what it is asked, and what comes back. Pure: `async_llm.py` makes it vLLM's.
 
 Ids go in and ids come out: text, stop strings and what an answer may look like are Samovar's for both
 engines (`replicas/answers`).
@@ -6,11 +6,15 @@ engines (`replicas/answers`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from samovar.replicas.messages import Sampled, SamplingParams
+from samovar.configs.json_text import parse_json
+from samovar.configs.settings import Settings
+from samovar.replicas.messages import ModelRefused, Sampled, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenPiece:
     """New tokens of choice `index`. `cached_tokens`: of the prompt, found in pages or meant to be loaded.
 
     `ended`: vLLM's reason, once it computes no more of this choice. `prompt_scores`: of the prompt's tokens
@@ -69,7 +73,7 @@ class SourceLost(RuntimeError):
 class TokenSource(Protocol):
     """vLLM. For one event loop."""
 
-    def generate(self, ask: Ask) -> AsyncGenerator[list[Piece], None]:
+    def generate(self, ask: Ask) -> AsyncGenerator[list[TokenPiece], None]:
         """Yield what is computed. Closing it aborts. Raises `AskRefused`, `SourceLost`."""
 
     @property
@@ -123,3 +127,100 @@ def is_replayed(params: SamplingParams) -> bool:
     wrong behind tokens that are given as a prompt.
     """
     return params.grammar is not None or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+CPU_BLOCK_TOKENS = 32
+"""The least that vLLM's attention takes on a CPU."""
+AS_FITS = -1
+"""Has vLLM take the model's context, or what its pool holds, if that is less: as our engine does."""
+LORAS_MAX = 8
+"""Adapters that are on the device at once; of others, vLLM exchanges one."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+CONNECTOR = "samovar.cache_tiers.vllm.connector"
+LOGPROBS_MAX = 100
+"""More than the front lets through: it is the one that refuses."""
+BACKEND = "guidance"
+"""What keeps answers to their grammar: llguidance, as in Samovar's own engine: grammars are the same."""
+
+
+def engine_arguments(
+    settings: Settings,
+    model_dir: Path,
+    dtype: str,
+    pool_bytes: int | None,
+    connector: Mapping[str, Any],
+    *,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """Return arguments of vLLM's `AsyncEngineArgs`.
+
+    `pool_bytes`: None: vLLM takes its share of a GPU. `connector`: its `kv_connector_extra_config`; empty: no
+    tiers. What `engine.vllm.options` says comes last.
+    """
+    engine = settings.engine
+    given: dict[str, Any] = {
+        "model": str(model_dir),
+        "served_model_name": [settings.model.served_name or model_dir.name],
+        "dtype": dtype,
+        "max_model_len": settings.model.context_tokens_max or AS_FITS,
+        "block_size": max(engine.block_tokens, CPU_BLOCK_TOKENS) if on_cpu else engine.block_tokens,
+        "max_num_seqs": engine.sequences_max,
+        "max_num_batched_tokens": max(engine.step_tokens_max, engine.sequences_max),
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": engine.prefix_reuse,
+        "tensor_parallel_size": engine.tensor_parallel,
+        # Not Ray's: a replica has its GPUs, and vLLM would ask for others.
+        "distributed_executor_backend": "mp" if engine.tensor_parallel > 1 else "uni",
+        "max_logprobs": LOGPROBS_MAX,
+        "structured_outputs_config": {"backend": BACKEND},
+        "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
+    }
+    if engine.vllm.adapters:
+        ranks = [_rank_of(path) for path in engine.vllm.adapters.values()]
+        given |= {
+            "enable_lora": True,
+            "max_loras": min(len(ranks), LORAS_MAX),
+            "max_lora_rank": _up(max(ranks)),
+        }
+    if pool_bytes is not None:
+        given["kv_cache_memory_bytes"] = pool_bytes
+    if connector:
+        given["kv_transfer_config"] = {
+            "kv_connector": "SamovarConnector",
+            "kv_connector_module_path": CONNECTOR,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": dict(connector),
+        }
+    return given | {name: _parsed(value) for name, value in engine.vllm.options.items()}
+
+
+def _rank_of(adapter: Path) -> int:
+    """Return an adapter's rank. Raises `ModelRefused` if the directory has no adapter."""
+    file = adapter.expanduser() / "adapter_config.json"
+    try:
+        return int(parse_json(file.read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelRefused(
+            f"engine.vllm.adapters: {file} does not say the rank of an adapter ({type(error).__name__})",
+            "name the directory that has adapter_config.json and adapter_model.safetensors",
+        ) from error
+
+
+def _up(rank: int) -> int:
+    """Return the next rank that vLLM has kernels for."""
+    return next((fit for fit in LORA_RANKS if fit >= rank), rank)
+
+
+def _parsed(value: bool | int | float | str) -> Any:
+    """Return a structure that is written as JSON."""
+    return json.loads(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
+
+
+def process_environment(threads: int | None) -> dict[str, str]:
+    """Return variables of vLLM's processes. `threads`: of a CPU; None on a GPU."""
+    own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if threads is None:
+        return own
+    # Unbound: replicas that share a machine would all be bound to its first cores.
+    return own | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
 from samovar.cache_tiers.blocks import ChainMarks
-from samovar.cache_tiers.forecast import Forecast
+from samovar.cache_tiers.forecast import Forecast, Hint, HintEvent, hinted
 from samovar.cache_tiers.messages import TurnEnded
+from samovar.cache_tiers.policy import IdleSessions
 from samovar.cache_tiers.vllm.replica_turn import TurnTold
+from samovar.replicas.messages import GenerateRequest
 from samovar.replicas.vllm.answers import Job
-from samovar.replicas.vllm.returns import SessionReturns
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +24,54 @@ ENDED_MAX = 4096
 """Turns of which one is known, the end or the marks, and not the other."""
 
 
-class Reports(Protocol):
+class SessionReturns:
+    """When sessions are expected back, for the autoscaler: as the tiers' forecasts say. Pure.
+
+    Of at most `sessions_max` sessions. `clock`: that of the forecasts.
+    """
+
+    def __init__(self, sessions_max: int, clock: Callable[[], float]) -> None:
+        self._sessions = IdleSessions(sessions_max)
+        self._clock = clock
+
+    def began(self, owner: bytes) -> None:
+        """Note that a turn has begun."""
+        self._sessions.started(owner, self._clock())
+
+    def ended(self, owner: bytes, request: GenerateRequest, tokens: int, *, calls_tool: bool) -> float:
+        """Note that a turn has ended, with prompt and answer of `tokens`; return when."""
+        now_s = self._clock()
+        new_tokens = float(max(0, len(request.prompt_token_ids) - request.route.cached_tokens))
+        self._sessions.ended(owner, now_s, tokens=tokens, new_tokens=new_tokens, is_tool=calls_tool)
+        return now_s
+
+    def told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
+        """Take in a forecast, counted from `since_s`."""
+        if owner in self._sessions:
+            self._sessions.told(owner, forecast, since_s)
+
+    def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
+        """Apply a client's hint about an idle session; ignored if it is unknown."""
+        if owner not in self._sessions:
+            return
+        slot, now_s = self._sessions.slot(owner), self._clock()
+        hint = Hint(owner, now_s, event, expected_return_s)
+        idle_s = now_s - float(self._sessions.ended_s[slot])
+        self._sessions.set_curve(owner, hinted(self._sessions.curves[slot], idle_s, hint), now_s)
+
+    def forget(self, owner: bytes) -> None:
+        """Forget a session."""
+        self._sessions.forget(owner)
+
+    def within(self, horizon_s: float) -> tuple[float, float]:
+        """Return the expected resumptions within `horizon_s`, and the tokens of those."""
+        now_s, slots = self._clock(), self._sessions.all_slots()
+        idle = slots[~self._sessions.are_running(slots, now_s)]
+        likely = self._sessions.probabilities(idle, now_s, horizon_s)
+        return float(likely.sum()), float(likely @ self._sessions.tokens[idle])
+
+
+class TurnCalls(Protocol):
     """See `TierLink`."""
 
     def turn_over(self, over: TurnEnded) -> Forecast | None: ...
@@ -34,9 +83,9 @@ class TurnReports:
     `reports`: None without tiers. A forecast comes back on the event loop.
     """
 
-    def __init__(self, reports: Reports | None, returns: SessionReturns, block_tokens: int) -> None:
+    def __init__(self, reports: TurnCalls | None, returns: SessionReturns, block_tokens: int) -> None:
         self._reports = reports
-        self._returns = returns
+        self.returns = returns
         self._block_tokens = block_tokens
         self._lane = None if reports is None else ThreadPoolExecutor(1, "turn-reports")
         self._ended: OrderedDict[int, tuple[TurnEnded, float]] = OrderedDict()
@@ -46,7 +95,7 @@ class TurnReports:
         """Note that a turn is over."""
         request, last = job.request, job.choices[-1]
         tool = job.called_tool(last.index) if job.stop == "stop" else None
-        since_s = self._returns.ended(job.owner, request, len(last.tokens), calls_tool=tool is not None)
+        since_s = self.returns.ended(job.owner, request, len(last.tokens), calls_tool=tool is not None)
         if self._reports is None or request.placement is None:
             return
         over = TurnEnded(
@@ -88,7 +137,7 @@ class TurnReports:
         if (error := done.exception()) is not None:
             logger.info("a turn was not reported: %s", error)
         elif (forecast := done.result()) is not None:
-            self._returns.told(owner, forecast, since_s)
+            self.returns.told(owner, forecast, since_s)
 
     def close(self) -> None:
         """End the thread."""

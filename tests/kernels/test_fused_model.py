@@ -12,7 +12,7 @@ from samovar.replicas.forward.forward import TransformersForward
 from samovar.replicas.forward.fused import FusedForward
 from samovar.replicas.forward.lean import LeanForward, LeanModel
 from samovar.replicas.forward.plain import plain_model
-from samovar.replicas.start.fused_choice import compare_fused
+from samovar.replicas.start.step_choice import compare_fused
 from tests.kernels.fused import MEMBERS, TOKENS, FusedCase, off, served
 from tests.kernels.paged import CPU
 

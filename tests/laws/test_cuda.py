@@ -33,7 +33,7 @@ from samovar.replicas.model.spec import SERVED_TYPES, inspect_model
 from samovar.replicas.sampling.draws import nucleus_of
 from samovar.replicas.sampling.sampler import NotNumbers, Sampler
 from samovar.replicas.scheduling.step import Chunk
-from samovar.replicas.start.fused_choice import compare_fused
+from samovar.replicas.start.step_choice import compare_fused
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.sampled_batches import EOS, KINDS, batch_of
 from tests.support.engines.tiny_models import Family, make_tiny_model

@@ -21,7 +21,7 @@ from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs, PageLayout
 from samovar.cache_tiers.vllm.names.chain import extra_digest
 from samovar.cache_tiers.vllm.names.identity import namespace_of
 from samovar.cache_tiers.vllm.replica_turn import Told
-from samovar.cache_tiers.vllm.scheduler import SchedulerHalf, Threads
+from samovar.cache_tiers.vllm.scheduler import Hearers, SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.worker import WorkerHalf
 
 LAYERS, LAYER_BYTES, BLOCK_TOKENS = 3, 512, 4
@@ -151,8 +151,7 @@ class FakeVllm:
             block_tokens=BLOCK_TOKENS,
             pages=pages,
             extra_of=lambda request: functools.partial(extra_of or image_digests, request),
-            events=events,
-            tell=tell,
+            hearers=Hearers(events, tell),
         )
         namespace = namespace_of(
             weights=hashlib.sha256(world.encode()).digest(),

@@ -16,11 +16,12 @@ from samovar.configs.sections import GrammarSettings
 from samovar.replicas.answers import EngineLimits, OutputProcessor, TokenText
 from samovar.replicas.grammar import GrammarCompiler
 from samovar.replicas.messages import ReplicaInfo, Sampled
-from samovar.replicas.vllm.engine import VllmEngine
+from samovar.replicas.turns import FairQueue
+from samovar.replicas.vllm.answers import Telling
+from samovar.replicas.vllm.engine import Asks, VllmEngine
 from samovar.replicas.vllm.forgetting import PageSalts
-from samovar.replicas.vllm.returns import SessionReturns
-from samovar.replicas.vllm.source import Ask, AskRefused, Piece, SourceLost
-from samovar.replicas.vllm.turns import Reports
+from samovar.replicas.vllm.source import Ask, AskRefused, SourceLost, TokenPiece
+from samovar.replicas.vllm.turns import SessionReturns, TurnCalls, TurnReports
 from tests.support.engines.fake_engine import INFO, PRICE, STEP_S, VOCABULARY, WORDS
 
 SEQUENCES_MAX = 8
@@ -44,7 +45,7 @@ class FakeSource:
         self._step_s = step_s
         self._connector = None if connector is None else ToReplica(connector)
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[list[Piece], None]:
+    async def generate(self, ask: Ask) -> AsyncGenerator[list[TokenPiece], None]:
         self.asked.append(ask)
         if self.refuses:
             raise AskRefused(self.refuses)
@@ -69,7 +70,7 @@ class FakeSource:
                 scored = ask.sampling["logprobs"] is not None
                 token = Sampled(said[number % len(said)], -0.5 if scored else None)
                 yield [
-                    Piece(index, (token,), min(cached, len(ids) - 1), ended)
+                    TokenPiece(index, (token,), min(cached, len(ids) - 1), ended)
                     for index in range(ask.sampling["n"])
                 ]
             is_over = True
@@ -102,26 +103,21 @@ def vllm_engine(
     queue_max: int = 100,
     quantum_tokens: int = 16,
     connector: FromConnector | None = None,
-    reports: Reports | None = None,
+    reports: TurnCalls | None = None,
     weights: Mapping[bytes, float] | None = None,
 ) -> VllmEngine:
     """Return the engine over it, with a pool of 1,000 blocks."""
     text = TokenText(VOCABULARY, frozenset())
     own = replace(info, pages=1001, drops_pages=False)
+    output = OutputProcessor(VOCABULARY, (0,), text, own.context_tokens_max)
+    grammars = GrammarCompiler(VOCABULARY.to_str, len(WORDS), (0,), GrammarSettings())
     return VllmEngine(
-        own,
         source,
-        limits=EngineLimits(len(WORDS), own.context_tokens_max, queue_max, 1.0),
-        sequences_max=sequences_max,
-        step_tokens=PRICE.step_tokens,
-        quantum_tokens=quantum_tokens,
-        weights=weights or {},
-        output=OutputProcessor(VOCABULARY, (0,), text, own.context_tokens_max),
-        ends=(0,),
-        grammars=GrammarCompiler(VOCABULARY.to_str, len(WORDS), (0,), GrammarSettings()),
-        meter=PrefillMeter(PRICE),
-        salts=PageSalts(b"secret"),
-        returns=SessionReturns(100, time.monotonic),
-        connector=connector,
-        reports=reports,
+        Telling(own, output, PrefillMeter(PRICE), PRICE.step_tokens),
+        Asks((0,), grammars, PageSalts(b"secret"), has_tiers=connector is not None),
+        TurnReports(reports, SessionReturns(100, time.monotonic), own.block_tokens),
+        FairQueue(quantum_tokens, weights or {}),
+        EngineLimits(len(WORDS), own.context_tokens_max, queue_max, 1.0),
+        sequences_max,
+        connector,
     )

@@ -55,6 +55,8 @@ REASONS = {
     "replicas/serving/deployment.py Replica.clear": DELETES,
     "replicas/serving/deployment.py Replica.__del__": END,
     "replicas/serving/served_engine.py OwnEngine.close": END,
+    "replicas/vllm/engine.py VllmEngine.close": END,
+    "replicas/vllm/turns.py TurnReports.__init__": TIERS,
     "replicas/serving/deployment.py Replica.tier_sign": TIERS,
     "replicas/serving/deployment.py Replica.tier_stats": TIERS,
     "replicas/engine/thread.py EngineThread.__init__": "the engine itself: its scheduler takes turns",

@@ -24,8 +24,7 @@ from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.scheduling.sequence import bare_sequence
 from samovar.replicas.scheduling.step import Chunk
 from samovar.replicas.start import step_choice
-from samovar.replicas.start.fused_choice import NotFused, compare_fused
-from samovar.replicas.start.step_choice import ChosenStep, StepChoice, kinds_of
+from samovar.replicas.start.step_choice import ChosenStep, NotFused, StepChoice, compare_fused, kinds_of
 from tests.kernels.fused import MEMBERS, NAMES, FusedCase, served
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.fused_reference import FusedReference, add_norm, rotate_write

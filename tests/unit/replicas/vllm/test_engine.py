@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
@@ -389,9 +390,10 @@ class TestReceipts:
             assert first.receipt.missed == {"not in the pool": 32}
 
     async def test_nonsense_at_the_socket_is_left_out(self, connector: FromConnector) -> None:
-        teller = ToReplica(connector.path)
-        teller._socket.sendto(b"\xc1nonsense", str(connector.path))
-        teller._socket.sendto(b"", str(connector.path))
+        teller, other = ToReplica(connector.path), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for nonsense in (b"\xc1nonsense", b""):
+            other.sendto(nonsense, str(connector.path))
+        other.close()
         teller.tell(StoresTold(1))
         assert list(connector.heard()) == [StoresTold(1)]
         teller.close()
