@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
@@ -47,6 +48,13 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TEMPLATES_DIR = "additional_chat_templates"
 QUANTIZATION_FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
 """Where checkpoints say how they are quantised, if not in config.json."""
+NO_TEXT = re.compile(
+    r"(For\w*Classification|ForMaskedLM|ForPreTraining|ForQuestionAnswering|ForMultipleChoice|ForRanking|"
+    r"ForRetrieval|ForCTC|Reward\w*|Embedding\w*|Encoder)$"
+)
+"""Ends of the names of architectures that embed, rank or classify."""
+WRITES_TEXT = re.compile(r"(LMHead|Chat|GLM|Ultravox|MiDashengLM|Qwen2_5Omni)Model$")
+"""Of those that are called a model and nothing else, the ones that generate."""
 COPY_AGAIN = "copy or download the model directory again"
 T = TypeVar("T")
 _TURN: TypeAdapter[tuple[int | None, str]] = TypeAdapter(tuple[int | None, str])
@@ -118,6 +126,13 @@ def read_card(
         commit=_commit(path),
         generation=generation_defaults(read_json_if_there(path / GENERATION_FILE)),
     )
+
+
+def generates(architecture: str) -> bool:
+    """Whether models of an architecture write text, as far as its name tells."""
+    if NO_TEXT.search(architecture):
+        return False
+    return not architecture.endswith("Model") or WRITES_TEXT.search(architecture) is not None
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:

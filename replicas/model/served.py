@@ -22,6 +22,7 @@ from samovar.replicas.model.card import (
     COPY_AGAIN,
     ModelCard,
     answer_kept,
+    generates,
     kept_name,
     quantization_of,
     read_card,
@@ -38,13 +39,6 @@ from samovar.replicas.model.weights import read_weights
 GENERATES = "point --model at a model that generates text: vLLM's documentation lists those that it serves"
 WITHOUT_TIERS = "serve it without them (--tiers.enabled false)"
 
-NO_TEXT = re.compile(
-    r"(For\w*Classification|ForMaskedLM|ForPreTraining|ForQuestionAnswering|ForMultipleChoice|ForRanking|"
-    r"ForRetrieval|ForCTC|Reward\w*|Embedding\w*|Encoder)$"
-)
-"""Ends of the names of architectures that embed, rank or classify."""
-WRITES_TEXT = re.compile(r"(LMHead|Chat|GLM|Ultravox|MiDashengLM|Qwen2_5Omni)Model$")
-"""Of those that are called a model and nothing else, the ones that generate."""
 POOLING_FILE = "modules.json"
 """Of sentence-transformers: vLLM takes a model with it for one that embeds."""
 
@@ -127,7 +121,7 @@ def _refuse_what_vllm_cannot(settings: Settings, path: Path, raw: Mapping[str, A
         raise ModelRefused(
             f"{path / 'config.json'} names no architectures, by which vLLM chooses its code", COPY_AGAIN
         )
-    if not any(_generates(name) for name in names) or raw.get("is_causal") is False:
+    if not any(generates(name) for name in names) or raw.get("is_causal") is False:
         raise ModelRefused(f"{path} is {' / '.join(names)}, which does not generate text", GENERATES)
     if _pools(path):
         raise ModelRefused(
@@ -147,12 +141,6 @@ def _refuse_what_vllm_cannot(settings: Settings, path: Path, raw: Mapping[str, A
             f"{path} quantises its KV cache, whose scales lie outside of the pages: no cache tier stores it",
             f"{WITHOUT_TIERS}, or have it in 16 bits (engine.vllm.options.kv_cache_dtype bfloat16)",
         )
-
-
-def _generates(architecture: str) -> bool:
-    if NO_TEXT.search(architecture):
-        return False
-    return not architecture.endswith("Model") or WRITES_TEXT.search(architecture) is not None
 
 
 def _pools(path: Path) -> bool:

@@ -23,6 +23,7 @@ from samovar.replicas.model.card import (
     COPY_AGAIN,
     ModelCard,
     answer_kept,
+    generates,
     kept_name,
     read_card,
     read_config,
@@ -241,9 +242,11 @@ def refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
         )
     architectures = [str(name) for name in raw.get("architectures") or []]
     if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
+        writes = any(map(generates, architectures))
+        why = "our engine does not serve it" if writes else "it does not generate text"
         raise ModelRefused(
-            f"{path} is {' / '.join(architectures)}, not a causal language model: it does not generate text",
-            ANOTHER_MODEL,
+            f"{path} is {' / '.join(architectures)}, not a causal language model: {why}",
+            f"{ANOTHER_MODEL}{OR_VLLM * writes}",
         )
     if raw.get("is_causal") is False:
         raise ModelRefused(

@@ -45,6 +45,7 @@ SIZES = {
     "mamba2": (50_288, 8192),
     "llama_gptq": (32_000, 4096),
     "of_next_year": (200_000, 1 << 20),
+    "vl_of_next_year": (100_000, 65_536),
 }
 """Vocabulary and context; that of Mamba 2 is given by the settings."""
 
