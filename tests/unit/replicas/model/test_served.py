@@ -17,7 +17,7 @@ from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused, SamplingParams
 from samovar.replicas.model import ModelCard, ModelSpec, describe_model, inspect_model, refuse_early, served
 from samovar.router.ingress.app import open_prompts
-from samovar.router.openai import ChatMessage, InvalidValue, ParsedChat
+from samovar.router.openai import ApiError, ChatMessage, InvalidValue, ParsedChat, RequestParser
 from tests.house import ROOT
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_model, make_tiny_tokenizer
 
@@ -309,3 +309,17 @@ async def test_the_front_builds_prompts_for_any_family(family: Path, tmp_path: P
             prompts.vocabulary.refuse_unknown([card.vocab], "prompt")
     finally:
         prompts.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
+def test_images_are_refused_with_the_field_also_where_the_model_takes_them(
+    family: Path, tmp_path: Path
+) -> None:
+    asked = settings(tmp_path)
+    card = describe_model(asked, family)
+    parts = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+    parser = RequestParser(asked.limits, card.context_tokens_max, card.generation)
+    with pytest.raises(ApiError, match="only 'text' parts are") as caught:
+        parser.chat(json.dumps(body).encode())
+    assert caught.value.param == "messages[0].content[1].type"
