@@ -47,7 +47,7 @@ class EnvironmentFailed(Exception):
     """An environment cannot be made or removed; the message says why, and what to do."""
 
 
-class Shown(Protocol):
+class Stages(Protocol):
     """What shows how far the work is."""
 
     def begin(self, stage: str) -> object:
@@ -96,7 +96,7 @@ def is_made_of(environment: Path, recipe: Recipe) -> bool:
 
 
 def add(
-    settings: Settings, shown: Shown, recipe: Recipe | None = None, env: Mapping[str, str] = os.environ
+    settings: Settings, stages: Stages, recipe: Recipe | None = None, env: Mapping[str, str] = os.environ
 ) -> tuple[Versions, bool]:
     """Make the environment of vLLM, unless it is there; return its versions, and whether it was made.
 
@@ -113,7 +113,7 @@ def add(
         refuse_small_disk(target.parent, recipe)
         fresh = target.with_name(f"{target.name}.new")
         try:
-            found = _fill(fresh, recipe, shown, Uv(find_uv(env), target.parent, env, shown))
+            found = _fill(fresh, recipe, stages, Uv(find_uv(env), target.parent, env, stages))
             refuse_in_use(target)
             _discard(target)
             fresh.rename(target)
@@ -205,7 +205,7 @@ class Uv:
     program: str
     folder: Path
     env: Mapping[str, str]
-    shown: Shown
+    stages: Stages
 
     def run(self, *words: str) -> None:
         """Run it until it ends. Raises `EnvironmentFailed`."""
@@ -226,7 +226,7 @@ class Uv:
         ) as run:
             try:
                 for line in run.stderr or ():
-                    self.shown.note(line.strip())
+                    self.stages.note(line.strip())
                     said.append(line.rstrip())
             except BaseException:
                 run.kill()
@@ -235,20 +235,20 @@ class Uv:
             raise EnvironmentFailed(f"uv cannot do it: {why_failed(said, run.returncode)}")
 
 
-def _fill(fresh: Path, recipe: Recipe, shown: Shown, uv: Uv) -> Versions:
+def _fill(fresh: Path, recipe: Recipe, stages: Stages, uv: Uv) -> Versions:
     """Install everything into a new folder, ask it for its versions, and stamp it. Raises `OSError`, too."""
     shutil.rmtree(fresh, ignore_errors=True)
     python = str(python_of(fresh))
-    shown.begin("environment")
+    stages.begin("environment")
     uv.run("venv", "--no-project", "--relocatable", "--python", sys.executable, str(fresh))
     install = ("pip", "install", "--python", python, "--no-deps", "--no-build")
     if recipe.torch:
-        shown.begin("torch")
+        stages.begin("torch")
         try:
             uv.run(*install, recipe.torch)
         except EnvironmentFailed:  # none of the places that are configured has that build
             uv.run(*install, "--index", TORCH_INDEX, recipe.torch)
-    shown.begin("packages")
+    stages.begin("packages")
     lock = fresh / "requirements.txt"
     lock.write_text(recipe.lock, encoding="utf-8")
     uv.run(*install, "--require-hashes", "--requirement", str(lock))
