@@ -173,6 +173,7 @@ def test_one_that_runs_is_neither_replaced_nor_removed(
     for command in (lambda: add(settings, Heard(), NEWER, env), lambda: remove(settings)):
         with pytest.raises(EnvironmentFailed, match=r"pid 4711 runs from .* Stop the service"):
             command()
+    assert len(said_to_uv(env)) == 3, "told before minutes are spent"
     assert add(settings, Heard(), RECIPE, env)[1] is False
     maps.write_text(f"7f00-7f01 r-xp 0 0:0 1 {settings.engines_dir}/vllm2/lib/x.so\n")
     assert remove(settings)

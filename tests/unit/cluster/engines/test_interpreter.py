@@ -90,6 +90,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.timeout(15)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_python_is_refused(
     name: str, make: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
