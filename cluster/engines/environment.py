@@ -40,6 +40,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 UNREACHABLE = re.compile(r"failed to fetch|error sending request|dns error|timed out", re.IGNORECASE)
 BRANCHES = "\u00d7\u251c\u2500\u25b6\u2570\u2502 "
 """What uv draws causes with."""
+CAUSES_MAX = 3
 FULL = re.compile(r"no space left|disk quota exceeded", re.IGNORECASE)
 
 
@@ -186,11 +187,12 @@ def why_failed(said: Sequence[str], code: int) -> str:
     """Return what the last lines of uv mean, with the fix where one is known. Pure."""
     lines = [line.strip() for line in said if line.strip()]
     begin = next((at for at, line in enumerate(lines) if line.startswith(("error: ", BRANCHES[0]))), 0)
-    text = "; ".join(line.strip(BRANCHES) for line in lines[begin:])
-    text = text.removeprefix("error: ")[:600].rstrip(". ") or f"exit code {code}"
-    if FULL.search(text):
+    all_causes = "\n".join(lines)
+    text = "; ".join(line.strip(BRANCHES) for line in lines[begin : begin + CAUSES_MAX])
+    text = text.removeprefix("error: ").rstrip(". ") or f"exit code {code}"
+    if FULL.search(all_causes):
         return f"{text}. The disk is full: free some room, or choose another model.cache_dir"
-    if UNREACHABLE.search(text):
+    if UNREACHABLE.search(all_causes):
         return (
             f"{text}. The package index cannot be reached: check the network and its proxy (HTTPS_PROXY), or "
             "name a mirror by UV_DEFAULT_INDEX"
