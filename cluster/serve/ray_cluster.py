@@ -363,7 +363,7 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
     """
 
     ports = AGENT_PORTS | {RUNTIME_ENV_AGENT_PORT_NAME: NOBODYS_PORT}
-    waiting = (PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT)
+    waiting: tuple[str, ...] = (PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT)
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         """Note that there is no dashboard."""
@@ -388,7 +388,8 @@ class ServingNode(ray_node.Node):  # type: ignore[misc]  # Ray has no types
         def command(component: str, *of: object, **more: object) -> list[str]:
             if component in self.waiting:
                 return list(WAIT_FOR_RAYLET)
-            return python_command(component, *of, **more)
+            made: list[str] = python_command(component, *of, **more)
+            return made
 
         ray_services._build_python_executable_command_memory_profileable = command
         try:

@@ -1,4 +1,4 @@
-"""Forgets what pages hold, where no page can be dropped: by a salt with which no request will come again. Pure."""
+"""Forgets what pages hold where none can be dropped: by a salt with which no request comes again. Pure."""
 
 from __future__ import annotations
 
