@@ -80,11 +80,8 @@ class GrammarCompiler:
         if not source.startswith("{"):
             return source
         (only,) = parse_json(source)["grammars"]
-        return (
-            only["lark_grammar"]
-            if "lark_grammar" in only
-            else f"start: %json {json.dumps(only['json_schema'])}"
-        )
+        lark: str = only.get("lark_grammar") or f"start: %json {json.dumps(only['json_schema'])}"
+        return lark
 
     def open(self, grammar: Grammar) -> GrammarState:
         """Return the state of an answer without tokens. Raises `GrammarRefused`."""

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.api.test_failover import FORM, pids_of, replicas
 from tests.e2e.test_rollout import Crowd
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import MODEL, until
-from tests.vllm_serve.conftest import ADAPTER, ENVIRONMENT, KEYS, VllmService, flags, start
+from tests.vllm_serve.conftest import ADAPTER, KEYS, VllmService, flags, start
 
 RED, GREEN = KEYS["red"], KEYS["green"]
 
@@ -43,10 +44,13 @@ def settled(service: VllmService) -> None:
 
 def overrun(service: VllmService) -> None:
     """Have both pools forget what was in them, by asking other things."""
-    for number in range(12):
+
+    def fill(number: int) -> None:
         ids = random.Random(f"fill {number} {os.urandom(4).hex()}").choices(range(1000, 40000), k=1500)
-        client = service.openai(GREEN)
-        client.completions.create(model=MODEL, prompt=ids, max_tokens=1, temperature=0)
+        service.openai(GREEN).completions.create(model=MODEL, prompt=ids, max_tokens=1, temperature=0)
+
+    with ThreadPoolExecutor(4) as pool:  # several at once, so that none of the replicas is left out
+        list(pool.map(fill, range(12)))
 
 
 class TestReturns:
@@ -305,8 +309,8 @@ def cached_after(service: VllmService, chats: list[Conversation]) -> list[Reply]
 @pytest.mark.timeout(2400)
 def test_from_our_engine_to_vllm_and_back_under_traffic(tmp_path: Path) -> None:
     """Nobody sees an error. What one engine has stored the other does not find; then it is there again."""
-    file, apart = tmp_path / "samovar.yaml", ("engine.kind", "cluster.replicas", "engine.vllm.python")
-    vllm = {"kind": "vllm", "vllm": {"python": ENVIRONMENT}}
+    file, apart = tmp_path / "samovar.yaml", ("engine.kind", "cluster.replicas", "engine.vllm.options")
+    vllm = {"kind": "vllm", "vllm": {"options": {"enforce_eager": True}}}
     file.write_text(yaml.safe_dump({"cluster": {"replicas": 1}}))
     given = {name: value for name, value in flags(config=file).items() if name not in apart}
     service = start(tmp_path / "service", given, has_keys=False)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, grammar_from
 
 from samovar.configs.sections import GrammarSettings
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
@@ -333,6 +334,38 @@ def test_a_mask_computed_beside_is_the_same() -> None:
         beside.begin_mask()  # and a token that comes without asking for it
         beside.accept(token_id)
         plain.accept(token_id)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        grammar("json_schema", json.dumps(PERSON)),
+        grammar("json_schema", json.dumps(TEA | {"properties": {"tea": {"enum": [2**61 + 1]}}})),
+        grammar("json_schema", json.dumps({"type": "object", "x-guidance": {"whitespace_flexible": False}})),
+        grammar("regex", "(black|green) tea[0-9]"),
+        grammar("choice", json.dumps(["black tea", 'green "tea"'])),
+        grammar("lark", 'start: "tea" /[a-z]+/'),
+        grammar("grammar", 'root ::= "tea" [a-z]'),
+    ],
+    ids=lambda asked: f"{asked.kind} {asked.text[:20]}",
+)
+def test_as_lark_a_grammar_means_the_same_to_who_compiles_it_as_vllm_does(asked: Grammar) -> None:
+    lark = COMPILER.lark(asked)
+    assert grammar_from("grammar", lark) == LLMatcher.grammar_from_lark(lark), "it is taken for another form"
+    rng = random.Random(3)
+    for _ in range(5):
+        ours, theirs = COMPILER.open(asked), COMPILER.open(grammar("lark", lark))
+        for _ in range(60):
+            mask = ours.mask()
+            assert np.array_equal(mask, theirs.mask())
+            token_id = rng.choice(mask.nonzero()[0].tolist())
+            if token_id == EOS_ID:
+                break
+            ours.accept(token_id)
+            theirs.accept(token_id)
+            assert ours.is_complete == theirs.is_complete
+            if ours.is_complete:
+                break
 
 
 def test_the_library_is_loaded_for_the_first_grammar() -> None:
