@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from samovar.cache_tiers.blocks import PEER, TAG_BYTES, TIERS, Placement
+from samovar.cache_tiers.blocks import TAG_BYTES, Placement
 from samovar.cache_tiers.forecast import Role
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.replicas.reply import ReplyReading
@@ -23,11 +23,6 @@ Source: TypeAlias = str
 """Where the KV of a prompt's tokens came from: one of `sources()`."""
 Decision = Literal["none", "load", "recompute", "hedge", "meet"]
 FinishReason = Literal["stop", "length"]
-
-
-def sources() -> tuple[Source, ...]:
-    """Return what a receipt counts tokens by: computed, in the pool, loaded from a tier or a peer."""
-    return ("compute", "gpu", *TIERS, PEER)
 
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark", "grammar"]

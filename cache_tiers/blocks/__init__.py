@@ -60,6 +60,7 @@ from samovar.cache_tiers.blocks.tiers import (
     LoadSource,
     TierKind,
     TierName,
+    sources,
 )
 
 __all__ = [
@@ -117,5 +118,6 @@ __all__ = [
     "seal",
     "session_of",
     "session_owner",
+    "sources",
     "tenant_tag",
 ]

@@ -116,3 +116,8 @@ PLACED: tuple[TierName, ...] = (CPU.name, NVME.name, S3.name)
 
 No further tier is among them: a record found by a process without that tier would say where nothing is.
 """
+
+
+def sources() -> tuple[str, ...]:
+    """Return what a receipt counts tokens by: computed, in an engine's pool, loaded from a tier or a peer."""
+    return ("compute", "gpu", *TIERS, PEER)

@@ -1,7 +1,7 @@
 """Answers, whichever engine computes them: text of tokens, when they end, which are kept (docs/adr/017)."""
 
 from samovar.replicas.answers.answer_log import AnswerLog, AnswerLogs, Reader, SweepTimer
-from samovar.replicas.answers.limits import EngineLimits, EngineRoom, Waiting, refusal
+from samovar.replicas.answers.limits import EngineLimits, Waiting, refusal
 from samovar.replicas.answers.output import AnswerTokens, OpenAnswers, OutputProcessor, TextOut, TokenText
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "AnswerLogs",
     "AnswerTokens",
     "EngineLimits",
-    "EngineRoom",
     "OpenAnswers",
     "OutputProcessor",
     "Reader",

@@ -34,21 +34,20 @@ class Waiting(Protocol):
         """Whether it gives way to its tenant's requests of this priority."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRoom:
-    """What there is room for: `pool_tokens` in all pages, `sequences_max` at once, `free_places` now."""
-
-    pool_tokens: int
-    sequences_max: int
-    free_places: int
-
-
 def refusal(
-    request: GenerateRequest, limits: EngineLimits, room: EngineRoom, own: Iterable[Waiting], waiting: int
+    request: GenerateRequest,
+    limits: EngineLimits,
+    own: Iterable[Waiting],
+    *,
+    waiting: int,
+    free_places: int,
+    sequences_max: int,
+    pool_tokens: int,
 ) -> Refused | None:
     """Return why `request` cannot be accepted now, or None if it can. Pure.
 
-    `own`: what waits of its tenant; `waiting`: sequences of all that wait.
+    `own`: what waits of its tenant; `waiting`: sequences of all that wait. `sequences_max` run at once, for
+    `free_places` of them there is room now; `pool_tokens`: that all pages hold.
     """
     prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
     limit = limits.context_tokens_max
@@ -60,19 +59,19 @@ def refusal(
         return Refused("invalid", f"a token id of allowed_token_ids is not below {limits.vocab}")
     if max((token_id for token_id, _ in request.sampling.logit_bias), default=0) >= limits.vocab:
         return Refused("invalid", f"a token id of logit_bias is not below {limits.vocab}")
-    if prompt + answer > min(limit, room.pool_tokens):
+    if prompt + answer > min(limit, pool_tokens):
         return Refused(
             "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
         )
-    if request.n > room.sequences_max:
-        return Refused("too_long", f"n={request.n} exceeds the {room.sequences_max} running sequences")
-    if request.resume is not None and (why := _bad_resume(request, request.resume, limits, room)):
+    if request.n > sequences_max:
+        return Refused("too_long", f"n={request.n} exceeds the {sequences_max} running sequences")
+    if request.resume is not None and (why := _bad_resume(request, request.resume, limits, sequences_max)):
         return Refused("invalid", why)
-    return _no_place(request, limits, room, list(own), waiting)
+    return _no_place(request, limits, free_places, list(own), waiting)
 
 
 def _no_place(
-    request: GenerateRequest, limits: EngineLimits, room: EngineRoom, own: list[Waiting], waiting: int
+    request: GenerateRequest, limits: EngineLimits, free_places: int, own: list[Waiting], waiting: int
 ) -> Refused | None:
     """Return why a request cannot wait, or None.
 
@@ -80,7 +79,7 @@ def _no_place(
     queue is ever longer than twice its limit.
     """
     yielding = sum(one.forks for one in own if one.yields_to(request.priority))
-    more = request.n - room.free_places
+    more = request.n - free_places
 
     def is_full(count: int, limit: int) -> bool:
         return count - yielding + more > limit or count + more > 2 * limit
@@ -98,7 +97,7 @@ def _no_place(
 
 
 def _bad_resume(
-    request: GenerateRequest, resume: Resume, limits: EngineLimits, room: EngineRoom
+    request: GenerateRequest, resume: Resume, limits: EngineLimits, sequences_max: int
 ) -> str | None:
     """Return why an answer cannot be resumed, or None.
 
@@ -106,8 +105,8 @@ def _bad_resume(
     """
     if request.n != 1:
         return f"only one answer can be resumed at a time, not n={request.n}"
-    if not 0 <= resume.choice < room.sequences_max:
-        return f"choice {resume.choice} is not among {room.sequences_max}"
+    if not 0 <= resume.choice < sequences_max:
+        return f"choice {resume.choice} is not among {sequences_max}"
     if len(resume.token_ids) >= request.sampling.max_tokens:
         return f"all {request.sampling.max_tokens} tokens of the answer to resume exist already"
     if resume.token_ids and not 0 <= min(resume.token_ids) <= max(resume.token_ids) < limits.vocab:

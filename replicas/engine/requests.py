@@ -13,11 +13,11 @@ from typing import Final
 
 import torch
 
-from samovar.cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest, session_owner
+from samovar.cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest, session_owner, sources
 from samovar.cache_tiers.forecast import Stop
 from samovar.cache_tiers.messages import LookupResult
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, in_digits
-from samovar.replicas.answers import EngineLimits, EngineRoom, OpenAnswers, OutputProcessor, refusal
+from samovar.replicas.answers import EngineLimits, OpenAnswers, OutputProcessor, refusal
 from samovar.replicas.grammar import GrammarRefused, GrammarState
 from samovar.replicas.messages import (
     Admitted,
@@ -31,7 +31,6 @@ from samovar.replicas.messages import (
     Refused,
     Sampled,
     TokenLogprob,
-    sources,
 )
 from samovar.replicas.model import is_device_lost, is_memory_short
 from samovar.replicas.offload import Offload
@@ -147,7 +146,16 @@ class OpenRequests:
 
     def add(self, key: int, request: GenerateRequest) -> Refused | None:
         """Queue a request under the caller's unique `key`, or return why it is refused."""
-        refused = self._refusal(request)
+        queues, waiting, pool = self._scheduler.queues, self._scheduler.waiting, self._scheduler.pool
+        refused = refusal(
+            request,
+            self.intake.limits,
+            waiting.of(request.tenant),
+            waiting=sum(one.forks for one in waiting),
+            free_places=queues.free_places,
+            sequences_max=queues.sequences_max,
+            pool_tokens=pool.usable * pool.block_tokens,
+        )
         if refused is None:
             try:
                 sequence = self.intake.sequence(request)
@@ -168,12 +176,6 @@ class OpenRequests:
         self.is_stalled = False
         self.counts.totals["prompt_tokens"] += sequence.prompt_tokens
         return None
-
-    def _refusal(self, request: GenerateRequest) -> Refused | None:
-        queues, waiting, pool = self._scheduler.queues, self._scheduler.waiting, self._scheduler.pool
-        room = EngineRoom(pool.usable * pool.block_tokens, queues.sequences_max, queues.free_places)
-        held = sum(one.forks for one in waiting)
-        return refusal(request, self.intake.limits, room, waiting.of(request.tenant), held)
 
     def abort(self, key: int) -> bool:
         """Abort a request and release its pages before returning. False if it is already over."""

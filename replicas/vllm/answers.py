@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from samovar.cache_tiers.blocks import sources
 from samovar.cache_tiers.forecast import Stop
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, pairs_of
 from samovar.cache_tiers.vllm.replica_turn import PromptTold
@@ -26,7 +27,6 @@ from samovar.replicas.messages import (
     ReplicaInfo,
     Sampled,
     SamplingParams,
-    sources,
 )
 from samovar.replicas.vllm.source import TokenPiece, is_replayed
 

@@ -12,7 +12,7 @@ from functools import partial
 from samovar.cache_tiers.forecast import HintEvent
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.cache_tiers.vllm.replica_turn import FromConnector, PromptTold, ReplicaTurn, StoresTold, TurnTold
-from samovar.replicas.answers import EngineLimits, EngineRoom, refusal
+from samovar.replicas.answers import EngineLimits, refusal
 from samovar.replicas.grammar import GrammarCompiler, GrammarRefused
 from samovar.replicas.messages import (
     EngineStats,
@@ -104,11 +104,15 @@ class VllmEngine:
 
     def answer(self, key: int, request: GenerateRequest) -> None:
         self._hear_always()
-        own, waiting = self._queue.of(request.tenant), sum(job.forks for job in self._queue)
-        room = EngineRoom(
-            self.info.pool_tokens, self._sequences_max, max(0, self._sequences_max - self._running)
+        refused = refusal(
+            request,
+            self._limits,
+            self._queue.of(request.tenant),
+            waiting=sum(job.forks for job in self._queue),
+            free_places=max(0, self._sequences_max - self._running),
+            sequences_max=self._sequences_max,
+            pool_tokens=self.info.pool_tokens,
         )
-        refused = refusal(request, self._limits, room, own, waiting)
         if refused is None:
             try:
                 job = job_of(key, request, self._clock(), self._asks.grammars.open)

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from samovar.cache_tiers.blocks import sources
 from samovar.configs.telemetry import Value
-from samovar.replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source, sources
+from samovar.replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source
 from samovar.router.generation.stages import Context
 from samovar.router.openai import (
     ApiError,

@@ -36,9 +36,9 @@ class IngressServices:
     `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
-    `stages`: what chats pass on their way to their prompts, in this order, as far as it is switched on.
-    `clears`: what all deletions go through. `shares`, `known`, `responses`: what is shared with the other
-    `ingresses`; None: there is no other.
+    `adapters`: names that stand for one, which answers by that name. `stages`: what chats pass on their way
+    to their prompts, in this order, as far as it is switched on. `clears`: what all deletions go through.
+    `shares`, `known`, `responses`: what is shared with the other `ingresses`; None: there is no other.
     """
 
     settings: Settings
@@ -64,17 +64,12 @@ class IngressServices:
     commit: str | None = None
     tracer: Tracer | None = None
     stages: tuple[PromptStage, ...] = ()
+    adapters: Collection[str] = ()
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that a request may send as `model`, the served one first."""
         return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases, *self.adapters)))
-
-    @property
-    def adapters(self) -> Collection[str]:
-        """The names among them that stand for an adapter, which answers by that name."""
-        engine = self.settings.engine
-        return engine.vllm.adapters if engine.kind == "vllm" else ()
 
     def stage(self, name: str) -> PromptStage | None:
         """Return the stage of that name; None: it is switched off."""

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from samovar.cache_tiers.blocks import sources
 from samovar.cache_tiers.pricing import PrefillPrice
-from samovar.replicas.messages import FinishReason, Source, sources
+from samovar.replicas.messages import FinishReason, Source
 from samovar.router.generation.answer import Answer, AnswerReceipt
 
 Finish = FinishReason | Literal["left"]

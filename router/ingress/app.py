@@ -222,6 +222,7 @@ def build_service(
         commit=commit,
         tracer=tracer,
         stages=tuple(stages),
+        adapters=settings.engine.vllm.adapters if settings.engine.kind == "vllm" else (),
         clears=Erasures(UnfinishedFile(unfinished_dir(settings, secret)), settings.limits.retry_after_s),
     )
     add_places(service)

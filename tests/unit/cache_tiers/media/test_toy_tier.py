@@ -27,6 +27,7 @@ from samovar.cache_tiers.blocks import (
     TierFull,
     TierMiss,
     TierName,
+    sources,
 )
 from samovar.cache_tiers.blocks.record import decode_header
 from samovar.cache_tiers.media.faults import FaultyTier
@@ -36,7 +37,6 @@ from samovar.cache_tiers.node import NodeMedia
 from samovar.cache_tiers.node.build import PENDING_FILE, build_tiers
 from samovar.configs.json_text import parse_json
 from samovar.configs.sections import FaultSettings, TierSettings
-from samovar.replicas.messages import sources
 from samovar.router.generation import TenantUsage, summed
 from samovar.router.generation.answer import joined
 from tests.support.engines.engines import prompt_of
