@@ -102,7 +102,7 @@ def _watch(url: str, api_key: str | None, every_s: float, *, every: bool, as_jso
     from rich.live import Live
 
     from samovar.cluster.cli.status import or_why_not
-    from samovar.cluster.doctor.view import diagnosis_view
+    from samovar.cluster.doctor.check import diagnosis_view
     from samovar.router.observe.diagnosis import diagnose as judge
 
     pause, before = threading.Event(), None
@@ -133,7 +133,7 @@ def _print(found: Diagnosis, url: str, *, every: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.json(), indent=2, ensure_ascii=False))
         return
-    from samovar.cluster.doctor.view import diagnosis_view
+    from samovar.cluster.doctor.check import diagnosis_view
 
     _console().print(diagnosis_view(found, url, every=every))
 
@@ -164,9 +164,8 @@ def doctor(
 
     settings = load_or_exit(config, None, None, None, None, ctx.args).settings
     from samovar.cluster.cli.running import RunningServers
-    from samovar.cluster.doctor.check import Checked, run_checks
+    from samovar.cluster.doctor.check import Checked, doctor_view, run_checks
     from samovar.cluster.doctor.doctor import checks_for_vllm, checks_of
-    from samovar.cluster.doctor.view import doctor_view
 
     if vllm:
         checks = checks_for_vllm(socket, kv_transfer_config)

@@ -38,15 +38,15 @@ def refusal(
     request: GenerateRequest,
     limits: EngineLimits,
     own: Iterable[Waiting],
+    waiting: Iterable[Waiting],
     *,
-    waiting: int,
     free_places: int,
     sequences_max: int,
     pool_tokens: int,
 ) -> Refused | None:
     """Return why `request` cannot be accepted now, or None if it can. Pure.
 
-    `own`: what waits of its tenant; `waiting`: sequences of all that wait. `sequences_max` run at once, for
+    `own`: what waits of its tenant; `waiting`: all that waits. `sequences_max` run at once, for
     `free_places` of them there is room now; `pool_tokens`: that all pages hold.
     """
     prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
@@ -67,11 +67,15 @@ def refusal(
         return Refused("too_long", f"n={request.n} exceeds the {sequences_max} running sequences")
     if request.resume is not None and (why := _bad_resume(request, request.resume, limits, sequences_max)):
         return Refused("invalid", why)
-    return _no_place(request, limits, free_places, list(own), waiting)
+    return _no_place(request, limits, list(own), waiting, free_places)
 
 
 def _no_place(
-    request: GenerateRequest, limits: EngineLimits, free_places: int, own: list[Waiting], waiting: int
+    request: GenerateRequest,
+    limits: EngineLimits,
+    own: list[Waiting],
+    all_waiting: Iterable[Waiting],
+    free_places: int,
 ) -> Refused | None:
     """Return why a request cannot wait, or None.
 
@@ -79,6 +83,7 @@ def _no_place(
     queue is ever longer than twice its limit.
     """
     yielding = sum(one.forks for one in own if one.yields_to(request.priority))
+    waiting = sum(one.forks for one in all_waiting)
     more = request.n - free_places
 
     def is_full(count: int, limit: int) -> bool:

@@ -151,7 +151,7 @@ class OpenRequests:
             request,
             self.intake.limits,
             waiting.of(request.tenant),
-            waiting=sum(one.forks for one in waiting),
+            waiting,
             free_places=queues.free_places,
             sequences_max=queues.sequences_max,
             pool_tokens=pool.usable * pool.block_tokens,

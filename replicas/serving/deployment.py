@@ -277,8 +277,7 @@ class Replica:
         return AnswerSpans(self._tracer, request.trace, self._info.replica_id, time.monotonic)
 
     def _named(self, event: Event) -> Event:
-        """Add our replica id, so that the retry avoids this replica."""
-        if isinstance(event, Failed) and event.replica_lost:
+        if isinstance(event, Failed) and event.replica_lost:  # the retry avoids this replica
             return replace(event, replica_id=self._info.replica_id)
         return event
 
@@ -419,7 +418,6 @@ class Replica:
                     del self._untold[key]
 
     def _put_kept(self, log: AnswerLog, event: Event) -> None:
-        """Note an event of a kept answer and tell its readers."""
         self._kept.put(log, self._named(event))
         if log.is_over:
             self._end_kept(log.key, is_complete=not log.has_failed)

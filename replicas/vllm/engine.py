@@ -108,7 +108,7 @@ class VllmEngine:
             request,
             self._limits,
             self._queue.of(request.tenant),
-            waiting=sum(job.forks for job in self._queue),
+            self._queue,
             free_places=max(0, self._sequences_max - self._running),
             sequences_max=self._sequences_max,
             pool_tokens=self.info.pool_tokens,

@@ -70,6 +70,7 @@ ENTRIES = {
     "Serve's proxy": ["router.proxy.proxy_guard", "router.proxy.ingress_router"],
     "ingress": ["router.ingress.app"],
     "replica (rank 0)": ["replicas.serving.deployment"],
+    "replica of vLLM": ["replicas.vllm.deployment"],
     "rank above 0": ["replicas.ranks.worker"],
     "tier actor": ["cache_tiers.actors.tier"],
     "tiers without Ray": ["cache_tiers.command.main"],

@@ -20,8 +20,7 @@ from samovar.cluster.cli import diagnose as commands
 from samovar.cluster.cli import main as cli
 from samovar.cluster.cli.status import StatusFailed
 from samovar.cluster.doctor import doctor
-from samovar.cluster.doctor.check import MachineCheck
-from samovar.cluster.doctor.view import diagnosis_view
+from samovar.cluster.doctor.check import MachineCheck, diagnosis_view
 from samovar.router.observe.diagnosis import BY_NAME, Snapshot, diagnose, snapshot_of
 from tests.support.router.router_harness import House
 from tests.support.router.snapshots import HEALTHY, NODE, PLANTED, REPLICA
