@@ -219,7 +219,8 @@ def _parsed(value: bool | int | float | str) -> Any:
 
 def process_environment(threads: int | None) -> dict[str, str]:
     """Return variables of vLLM's processes. `threads`: of a CPU; None on a GPU."""
-    own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    # Its own configuration of logs would close the files that Serve and we write to.
+    own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0"}
     if threads is None:
         return own
     # Unbound: replicas that share a machine would all be bound to its first cores.
