@@ -23,7 +23,7 @@ from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from samovar.cluster.plan.traces.replay import by_session, forecasts, next_starts_s
 from samovar.cluster.plan.traces.trace import Trace, TraceTurn
-from samovar.configs.sections import PolicyName, PolicySettings, PredictorSettings
+from samovar.configs.sections import PolicyName, PolicySettings, PredictorSettings, ProfilesSettings
 
 MARGIN = 0.002
 """So much of all prompt tokens may be lost against LRU, to noise."""
@@ -128,6 +128,7 @@ def hits_of(traffic: Conversations, case: Replay, sizes: Sequence[int]) -> dict[
             curves=curves,
             next_s=next_s,
             count_from_s=traffic.count_from_s,
+            profiles=ProfilesSettings(),
         )
         found[blocks] = hits.main_hit_tokens
     return found

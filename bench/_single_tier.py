@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from samovar.cache_tiers.forecast import Forecast
+from samovar.cache_tiers.forecast import Forecast, SessionKey
 from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy
 from samovar.cluster.plan.simulator.tier import SimTier
 from samovar.cluster.plan.traces.replay import Growth, ended_s, events
 from samovar.cluster.plan.traces.trace import TraceTurn
-from samovar.configs.sections import PolicySettings
+from samovar.configs.sections import PolicySettings, PredictorSettings, ProfileSettings, ProfilesSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,20 @@ def hits_with(
     next_s: Sequence[float] | None = None,
     count_from_s: float = 0.0,
     pins: bool = True,
+    profiles: ProfilesSettings | None = None,
 ) -> Hits:
     """Replay `turns`, ordered by start, through a cache of `blocks_max` blocks.
 
     `curves`: a predictor's forecast at the end of each turn. `next_s`: of each turn, for the oracle. `pins`:
     running requests keep their blocks. Without it turns take no time and pin nothing, which no engine can do
-    and which makes small caches look better than they are.
+    and which makes small caches look better than they are. `profiles`: how long it keeps what, as a node's
+    tiers do; None: a GPU's pool, where profiles do not count.
     """
-    sessions = IdleSessions(sessions_max=1_000_000)
+    sessions = IdleSessions(PredictorSettings().sessions_max)
+    profile_of: dict[SessionKey, ProfileSettings] = {}
+    placed = None if profiles is None else profile_of.__getitem__
     block_tokens = turns[0].block_tokens if turns else 1
-    tier = SimTier(blocks_max, block_tokens, policy, settings, sessions, pins=pins)
+    tier = SimTier(blocks_max, block_tokens, policy, settings, sessions, pins=pins, placed=placed)
     growth = Growth()
     found = _Count(count_from_s)
     for event in events(turns, takes_time=pins):
@@ -96,6 +100,8 @@ def hits_with(
             for changed in [] if curves is None else sessions.told(turn.key, curves[number], event.at_s):
                 tier.changed(changed)
             continue
+        if profiles is not None:
+            profile_of[turn.key] = profiles.named(turn.profile)
         sessions.started(turn.key, event.at_s)
         hits = tier.use(turn.blocks, turn.key, event.at_s, ended_s(turn) if pins else event.at_s)
         found.add(turn, hits)

@@ -2,7 +2,8 @@
 
 The shapes follow statistics of published traces: how many turns a session has, when it returns, how its
 prompt grows. `fooling` is made to waste prefetches: half of the time the tool calls of a kind return after a
-minute, half of the time none ever does, and nothing tells which it is.
+minute, half of the time none ever does, and nothing tells which it is. `rhythm`: people who come back at
+their hour of each working day, for weeks, beside those who come once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bench._trace_patterns import Patterns, mixed
 from samovar.cache_tiers.forecast import Role, Stop
 from samovar.cluster.plan.traces.trace import ReadTally, Trace, TraceTurn
 
-Shape = Literal["chat", "agentic", "fooling"]
+Shape = Literal["chat", "agentic", "fooling", "rhythm"]
 
 FOOL_PERIOD_S = 1800.0
 FOOL_RETURN_S = 60.0
@@ -88,6 +89,7 @@ class _Workload:
     profile: str
     first: Callable[[random.Random], tuple[int, int]]  # tokens beyond the system prompt, turns planned
     after: Callable[[random.Random, _SyntheticSession], _Outcome]
+    pace: Callable[[float], float] | None = None  # share of the rate at a time; None: always 1
 
 
 def generate(options: GeneratorOptions) -> Trace:
@@ -129,7 +131,7 @@ class _Generator:
             while not heap or heap[0][0] >= next_s:
                 heappush(heap, (next_s, begun, self._begin(next_s)))
                 begun += 1
-                next_s += self._rng.expovariate(self._rate)
+                next_s = self._next_s(next_s)
             _, key, session = heappop(heap)
             if session.number < 0:
                 session.number, numbered = numbered, numbered + 1
@@ -138,6 +140,13 @@ class _Generator:
             if outcome.idle_s is not None:
                 self._go_on(session, outcome)
                 heappush(heap, (session.started_s, key, session))
+
+    def _next_s(self, at_s: float) -> float:
+        """Return when the next session begins: a Poisson process, thinned where there is a pace."""
+        while True:
+            at_s += self._rng.expovariate(self._rate)
+            if self._kind.pace is None or self._rng.random() < self._kind.pace(at_s):
+                return at_s
 
     def _begin(self, at_s: float) -> _SyntheticSession:
         tokens, planned = self._kind.first(self._rng)
@@ -251,6 +260,39 @@ def _fooling_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
     )
 
 
+REGULAR_SHARE = 0.2
+LEAVES_SHARE = 0.07
+"""Of a regular's visits, the last ones."""
+
+
+def _is_workday(at_s: float) -> bool:
+    return at_s // _DAY_S % 7 < 5
+
+
+def _rhythm_pace(at_s: float) -> float:
+    """Return 1 in office hours; a trace begins on a Monday at midnight."""
+    return 1.0 if _is_workday(at_s) and 8.0 <= at_s % _DAY_S / 3600.0 < 18.0 else 0.05
+
+
+def _rhythm_first(rng: random.Random) -> tuple[int, int]:
+    return int(_lognormal(rng, 3000, 0.8)), int(rng.random() < REGULAR_SHARE)
+
+
+def _rhythm_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
+    """Draw a turn of a visit; after its last one, regulars come back a day later, or after a weekend."""
+    output = int(_lognormal(rng, 370, 0.35)) + 1
+    service_s = 0.03 * output + session.input_tokens / 20_000
+    idle_s: float | None = None
+    if rng.random() < 0.7:
+        idle_s = 15.0 + _lognormal(rng, 90, 1.0)
+    elif session.planned and rng.random() >= LEAVES_SHARE:
+        days = 1
+        while not _is_workday(session.started_s + days * _DAY_S) or rng.random() < 0.1:
+            days += 1
+        idle_s = days * _DAY_S + rng.gauss(0.0, 1800.0)
+    return _Outcome(output, service_s, "stop", idle_s, int(_lognormal(rng, 300, 1.0)) + 1)
+
+
 def _lognormal(rng: random.Random, median: float, sigma: float) -> float:
     return median * math.exp(sigma * rng.gauss(0.0, 1.0))
 
@@ -259,4 +301,5 @@ _KINDS: dict[Shape, _Workload] = {
     "chat": _Workload(2.0, 600, "chat", _chat_first, _chat_after),
     "agentic": _Workload(0.02, 17_000, "agent", _agentic_first, _agentic_after),
     "fooling": _Workload(0.5, 600, "agent", _fooling_first, _fooling_after),
+    "rhythm": _Workload(0.002, 600, "chat", _rhythm_first, _rhythm_after, _rhythm_pace),
 }

@@ -1,7 +1,8 @@
 """`python -m bench.policy`: prompt tokens found in one cache, by policy and size, running requests pinned.
 
-Chat and agentic trace (`../shared/traces`), or another file of their schemas: `--trace PATH` or `TRACE=PATH`.
-The predictor starts with the trace and learns online; hits are counted on the later half of the turns.
+Chat and agentic trace (`../shared/traces`), and a generated one of people with a daily and weekly rhythm, as
+kept by default and for a month; or one of them: `--trace rhythm`, or a file of their schemas, `--trace PATH` or
+`TRACE=PATH`. The cache keeps what as a node's tiers do, by the default profiles. The predictor starts with the trace and learns online; hits are counted on the later half of the turns.
 Writes `bench/out/policy.json`. Belady is a reference that no server can reach: it knows the future of each
 block, may leave blocks out and pins nothing.
 
@@ -15,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from tqdm import tqdm
 from bench import _policy_patterns as patterns
 from bench import _report as report
 from bench._single_tier import belady_hits, hits_with
-from bench._trace_generator import Shape
+from bench._trace_generator import GeneratorOptions, Shape, generate
+from samovar.cache_tiers.forecast.features import PROFILES
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.forecast.turns import Forecast
@@ -32,7 +34,7 @@ from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, mak
 from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace
 from samovar.cluster.plan.traces.replay import forecasts, next_starts_s
 from samovar.cluster.plan.traces.trace import Trace, TraceTurn
-from samovar.configs.sections import PolicySettings, PredictorSettings
+from samovar.configs.sections import PolicySettings, PredictorSettings, ProfilesSettings
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FILES = ("mooncake_conversation_first40min.jsonl.gz", "weka_claudecode_turns_dev.csv.gz")
@@ -44,20 +46,27 @@ BLOCKS: Mapping[Shape, Sequence[int]] = {
     "chat": (1000, 2000, 5000, 10_000, 20_000, 40_000),
     "agentic": (1000, 1500, 2000, 3000, 4000, 8000),
 }
+RHYTHM: Shape = "rhythm"
+RHYTHM_TURNS = 8000
+RHYTHM_SHARES = (0.06, 0.12, 0.25, 0.5)
+"""Sizes, of all its blocks."""
+MONTH_S = 30 * 86_400.0
 MARGIN = 0.002
 """So much may be lost against LRU, and to noise."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trace, and what is told of each of its turns: `curves` by policy, `next_s`."""
+    """A trace, and what is told of each of its turns: `curves` by policy, `next_s`. `sizes`: in blocks."""
 
-    label: Shape
+    label: str
     turns: Sequence[TraceTurn]
     block_tokens: int
     curves: Mapping[str, Sequence[Forecast]]
     next_s: Sequence[float]
     count_from_s: float
+    sizes: Sequence[int]
+    profiles: ProfilesSettings = field(default_factory=ProfilesSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,8 @@ _subject: Subject | None = None  # of this process and those forked from it
 
 def opened(path: Path, seed: int) -> tuple[Shape, Trace]:
     """Open a trace: of chats or of agents?"""
+    if str(path) == RHYTHM:
+        return RHYTHM, generate(GeneratorOptions(RHYTHM, RHYTHM_TURNS, seed))
     label: Shape = "agentic" if detect(path) == "weka" else "chat"
     options = TraceOptions(seed=seed)
     if label == "agentic":
@@ -96,7 +107,17 @@ def load(path: Path, policies: Sequence[str], seed: int) -> Subject:
     took_s = time.perf_counter() - began_s
     print(f"{label}: {len(turns)} turns of {path.name}, forecast in {took_s:.0f} s")
     middle_s = turns[len(turns) // 2].started_s
-    return Subject(label, turns, trace.block_tokens, curves, next_starts_s(turns), middle_s)
+    blocks = len({number for turn in turns for number in turn.blocks})
+    sizes = BLOCKS.get(label) or [round(share * blocks) for share in RHYTHM_SHARES]
+    return Subject(label, turns, trace.block_tokens, curves, next_starts_s(turns), middle_s, sizes)
+
+
+def kept_for(subject: Subject, ttl_s: float) -> Subject:
+    """The same where all profiles keep what is unused for so long."""
+    profiles = ProfilesSettings()
+    longer = {name: getattr(profiles, name).model_copy(update={"ttl_s": ttl_s}) for name in PROFILES}
+    label = f"{subject.label}, kept {ttl_s / 86_400:g} days"
+    return replace(subject, label=label, profiles=profiles.model_copy(update=longer))
 
 
 def policy_settings(name: str) -> PolicySettings:
@@ -121,6 +142,7 @@ def measure(name: str, blocks: int) -> Row:
             curves=subject.curves.get(name),
             next_s=subject.next_s,
             count_from_s=subject.count_from_s,
+            profiles=subject.profiles,
         )
     return Row(subject.label, name, blocks * subject.block_tokens, round(hits.rate, 5))
 
@@ -211,19 +233,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     policies = args.policies.split(",")
     if unknown := set(policies) - set(POLICIES):
         parser.error(f"no such policy: {', '.join(sorted(unknown))}; there are {', '.join(POLICIES)}")
-    paths = [args.trace] if args.trace else [TRACES / name for name in FILES]
+    paths = [args.trace] if args.trace else [*(TRACES / name for name in FILES), Path(RHYTHM)]
     if args.patterns:
         try:
             names = patterns.checked(args.patterns)
         except ValueError as error:
             parser.error(str(error))
         wanted = [int(size) for size in args.blocks.split(",")] if args.blocks else None
-        return measure_patterns(paths, names, wanted, range(args.seed, args.seed + args.seeds), args.jobs)
+        return measure_patterns([path for path in paths if str(path) != RHYTHM], names, wanted, range(args.seed, args.seed + args.seeds), args.jobs)
     rows: list[Row] = []
     for path in paths:
         subject = load(path, policies, args.seed)
-        sizes = [int(size) for size in args.blocks.split(",")] if args.blocks else BLOCKS[subject.label]
-        rows += measure_all(subject, policies, sizes, args.jobs)
+        sizes = [int(size) for size in args.blocks.split(",")] if args.blocks else subject.sizes
+        for one in [subject, kept_for(subject, MONTH_S)] if subject.label == RHYTHM else [subject]:
+            rows += measure_all(one, policies, sizes, args.jobs)
     show(rows, policies)
     bars = list(broken_bars(rows))
     for bar in bars:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
@@ -94,7 +94,8 @@ class PolicySettings(Section):
     rerank_s: ClassVar[float] = 1.0  # how often idle sessions are ranked again
     horizon_s_min: ClassVar[float] = 30.0  # shortest horizon of P(resumes)
     horizon_s_max: ClassVar[float] = 3600.0  # longest horizon of P(resumes)
-    # What resumes less likely than this is copied to slower tiers only if there is nothing better to do.
+    # What resumes less likely than this is copied to slower tiers only if there is nothing better to do, and
+    # no profile's min_ttl_s keeps it.
     copied_probability_min: ClassVar[float] = 0.02
     ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
     ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
@@ -340,7 +341,11 @@ class ProfileSettings(Section):
     )
     lowest: Tier = Field("s3", description="lowest tier that blocks are demoted to")
     min_ttl_s: float = Field(
-        1800.0, ge=0, le=30 * 86400, description="extents used within this time are evicted after all others"
+        1800.0,
+        ge=0,
+        le=30 * 86400,
+        description="extents used within this time are evicted after all others, unless their session is "
+        "closed, a one-shot, or has left them behind",
     )
     ttl_s: float = Field(
         86400.0, gt=0, le=365 * 86400, description="extents unused for this long are deleted from all tiers"
@@ -356,6 +361,11 @@ class ProfilesSettings(Section):
     batch: ProfileSettings = ProfileSettings(first="nvme", write_behind=(), min_ttl_s=0.0)
     default: ProfileName = Field("chat", description="profile of requests and tenants that name none")
     of_tenant: dict[str, ProfileName] = Field(default_factory=dict, description="tenant -> profile")
+
+    def named(self, name: str) -> ProfileSettings:
+        """Return the profile `name`, or the default one if there is none of that name."""
+        found: ProfileSettings = getattr(self, name if name in get_args(ProfileName) else self.default)
+        return found
 
 
 class TierSettings(Section):

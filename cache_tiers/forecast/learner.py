@@ -25,7 +25,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from samovar.cache_tiers.blocks import BadRecord, TierError
-from samovar.cache_tiers.forecast.predictor import Predictor, State
+from samovar.cache_tiers.forecast.predictor import Predictor, State, with_later_bins
 from samovar.cache_tiers.forecast.turns import EDGES_S, Curves, Forecast, Hint, Opening, SessionKey, Turn
 from samovar.cache_tiers.media import Deadline, Syscalls, files
 from samovar.configs.atomic_file import DRAFT, atomic_write
@@ -300,7 +300,10 @@ def encode(predictor: Predictor) -> bytes:
 
 
 def decode(data: bytes) -> State:
-    """Decode what `encode` returned, shapes and numbers unchecked. Raises `BadState`."""
+    """Decode what `encode` returned, shapes and numbers unchecked. Raises `BadState`.
+
+    Where the bins of idle time end sooner than ours, so did those of an earlier version.
+    """
     if len(data) < _HEADER.size:
         raise BadState(f"truncated: {len(data)} bytes")
     magic, version, length, digest = _HEADER.unpack_from(data)
@@ -318,9 +321,9 @@ def decode(data: bytes) -> State:
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise BadState(f"no tensors: {error}") from error
     edges_s = state.pop("edges_s", None)
-    if edges_s is None or not np.array_equal(edges_s, EDGES_S):
+    if edges_s is None or edges_s.ndim != 1 or not np.array_equal(edges_s, EDGES_S[: len(edges_s)]):
         raise BadState("other bins of idle time")
-    return state
+    return with_later_bins(state, len(EDGES_S) - len(edges_s))
 
 
 def save(path: Path, predictor: Predictor, calls: Syscalls | None = None) -> None:

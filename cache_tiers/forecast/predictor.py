@@ -546,6 +546,15 @@ def _check_cells(cells: npt.NDArray[np.generic], counts: npt.NDArray[np.generic]
         raise ValueError("ratio_counts: negative, or beyond reason")
 
 
+def with_later_bins(state: State, bins: int) -> State:
+    """Return a state from before the last `bins` bins as one of today: nothing was seen in them."""
+    new = dict(state)
+    for name, mode in (("counts", "constant"), ("turn_curves", "edge")):
+        if bins and name in state and state[name].ndim == 3 and state[name].shape[2]:
+            new[name] = np.pad(state[name], ((0, 0), (0, 0), (0, bins)), mode)  # type: ignore[call-overload]
+    return new
+
+
 def with_lineages(state: State) -> State:
     """Return a state from before lineages as one of today; others, and what is no state, as they are.
 

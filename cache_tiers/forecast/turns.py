@@ -7,8 +7,8 @@ under the same id. `Opening.whole` names the client's session.
 
 When it comes is a survival curve over log-spaced bins of idle time: `log S` at the bin edges, f32 `[EDGES]`,
 where `S(t)` is the probability that the session is still idle after `t` seconds. The hazard is constant
-within a bin and zero beyond the last edge (discrete-time survival analysis: Tutz and Schmid, 2016). Pure
-arithmetic.
+within a bin (discrete-time survival analysis: Tutz and Schmid, 2016), and beyond the last edge it falls with
+1 / t from that of the last bin: a forecast that has run out of range ranks by recency. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ Curves = npt.NDArray[np.float32]
 """`[EDGES]`, or `[sessions, EDGES]`."""
 
 EDGES_S: Final = np.array(
-    [0, 2, 4, 6, 8, 12, 20, 30, 60, 120, 300, 600, 1200, 3600, 7200, 14400, 43200, 86400], dtype=np.float64
+    [0, 2, 4, 6, 8, 12, 20, 30, 60, 120, 300, 600, 1200, 3600, 7200, 14400, 43200]
+    + [86400 * days for days in (1, 2, 4, 8)],
+    dtype=np.float64,
 )
 EDGES: Final = len(EDGES_S)
 BINS: Final = EDGES - 1
@@ -112,7 +114,7 @@ LAST_S: Final = float(EDGES_S[-1])
 # search.
 _BIN_OF_SECOND: Final = np.minimum(
     np.searchsorted(EDGES_S, np.arange(int(LAST_S) + 1), side="right") - 1, BINS - 1
-).astype(np.intp)
+).astype(np.int8)
 
 
 def bin_of(idle_s: float) -> int:
@@ -131,22 +133,39 @@ def curve_of(hazards: npt.ArrayLike) -> Curves:
 
 def log_survival(curves: Curves, idle_s: Floats) -> Floats:
     """Return `log S` of each curve `[n, EDGES]` at its time `[n]`."""
-    at_s = np.clip(idle_s, 0.0, LAST_S)
-    bins = _BIN_OF_SECOND[at_s.astype(np.intp)]
-    share = (at_s - EDGES_S[bins]) / WIDTHS_S[bins]
-    at = np.arange(len(bins)) * EDGES + bins
-    flat = curves.reshape(-1)
-    before = flat[at]
-    found: Floats = before + share * (flat[at + 1] - before)
-    return found
+    return -_hazard(curves, np.zeros_like(idle_s), idle_s)
 
 
 def resume_probability(curves: Curves, idle_s: Floats, horizon_s: float) -> Floats:
     """Return P(resumes within `horizon_s` | idle for `idle_s`), `[n]`, of curves `[n, EDGES]`."""
-    idle = np.maximum(idle_s, 0.0)
-    lost = log_survival(curves, idle + horizon_s) - log_survival(curves, idle)
-    probability: Floats = -np.expm1(np.minimum(lost, -0.0))
+    probability: Floats = -np.expm1(-_hazard(curves, np.maximum(idle_s, 0.0), horizon_s))
     return probability
+
+
+def _hazard(curves: Curves, from_s: Floats, more_s: Floats | float) -> Floats:
+    """Return the hazard that each curve `[n, EDGES]` cumulates in `more_s` from its time `[n]` on.
+
+    A sum of what bins add, all of it positive, and not a difference of `log S`: that rounds to more than what
+    distinguishes days of idle time.
+    """
+    flat, rows = curves.reshape(-1), np.arange(len(from_s)) * EDGES
+    begin_s, end_s = np.clip(from_s, 0.0, LAST_S), np.clip(from_s + more_s, 0.0, LAST_S)
+    first, last = _BIN_OF_SECOND[begin_s.astype(np.intp)], _BIN_OF_SECOND[end_s.astype(np.intp)]
+
+    def between(bins: npt.NDArray[np.int8] | int, later: npt.NDArray[np.int8] | int) -> Floats:
+        return np.subtract(flat[rows + bins], flat[rows + later], dtype=np.float64)
+
+    rate, last_rate = between(first, first + 1) / WIDTHS_S[first], between(last, last + 1) / WIDTHS_S[last]
+    hazard: Floats = np.where(
+        first == last,
+        rate * np.minimum(more_s, LAST_S - begin_s),
+        rate * (EDGES_S[first + 1] - begin_s) + between(first + 1, last) + last_rate * (end_s - EDGES_S[last]),
+    )
+    if (from_s + more_s > LAST_S).any():
+        since_s, until_s = np.maximum(from_s, LAST_S), np.maximum(from_s + more_s, LAST_S)
+        at_last = between(BINS - 1, BINS) * (LAST_S / WIDTHS_S[-1])
+        hazard += at_last * np.log1p((until_s - since_s) / since_s)
+    return hazard
 
 
 def resume_within(curve: Curves, idle_s: float, horizon_s: float) -> float:
@@ -161,7 +180,7 @@ def _cold() -> Curves:
 
 
 COLD: Final = _cold()
-"""For sessions of which nothing is known: the probability orders them by recency, up to a day."""
+"""For sessions of which nothing is known: the probability orders them by recency."""
 
 
 def times(curve: Curves, ratio: float) -> Curves:
@@ -171,9 +190,7 @@ def times(curve: Curves, ratio: float) -> Curves:
 
 def rest_of(curve: Curves, idle_s: float) -> Floats:
     """Return what is left of a curve after `idle_s`, `[EDGES]`, counted from then on."""
-    since = np.interp(max(idle_s, 0.0) + EDGES_S, EDGES_S, curve)
-    rest: Floats = since - since[0]
-    return rest
+    return -_hazard(np.tile(curve, (EDGES, 1)), np.full(EDGES, max(idle_s, 0.0)), EDGES_S)
 
 
 TRUST: Final = 0.9

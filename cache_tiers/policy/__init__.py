@@ -1,11 +1,20 @@
 """Residency policies, the eviction queue, and prefetching."""
 
-from samovar.cache_tiers.policy.eviction_queue import LazyHeap, Place, Residence, Thing, ValueQueue, used_rate
+from samovar.cache_tiers.policy.eviction_queue import (
+    MOVES_MAX,
+    LazyHeap,
+    Place,
+    Residence,
+    Thing,
+    ValueQueue,
+    used_rate,
+)
 from samovar.cache_tiers.policy.idle_sessions import IdleSessions
 from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
 from samovar.cache_tiers.policy.prefetcher import Known, Prefetcher
 
 __all__ = [
+    "MOVES_MAX",
     "IdleSessions",
     "Known",
     "LazyHeap",

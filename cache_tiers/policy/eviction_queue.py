@@ -20,6 +20,7 @@ import numpy as np
 from samovar.cache_tiers.forecast import Floats, SessionKey
 from samovar.cache_tiers.policy.idle_sessions import NO_SESSION, IdleSessions, Slots
 from samovar.cache_tiers.policy.policies import Candidates, ResidencyPolicy
+from samovar.configs.sections import PolicySettings
 
 Item = TypeVar("Item")
 Place = tuple[float, int]
@@ -151,7 +152,8 @@ class Thing(Protocol):
 
     `owners`: sessions that use it. `used_s`: last use. `end_tokens`: where it ends in their chain.
     `saved_s`: seconds saved by having it, per byte. `min_ttl_s`: if used within this time, it is evicted
-    after all others. `is_clean`: evicting it loses nothing. `rate_per_s`: use rate as of `used_s`.
+    after all others, unless it is expected never to be used again. `is_clean`: evicting it loses nothing.
+    `rate_per_s`: use rate as of `used_s`.
     """
 
     @property
@@ -177,7 +179,8 @@ Rank = tuple[int, float]
 DIRTY = 1
 """Evicting it would lose it, and the policy considers that first."""
 KEPT = 2
-"""Its client asked to keep it."""
+"""Its client or its profile asked to keep it, and nothing says that it will never be used again: neither its
+session was closed, nor is it a one-shot, nor was its branch left."""
 RUNNING = 4
 """A turn in progress uses it."""
 
@@ -361,6 +364,7 @@ class ValueQueue(Generic[T]):
         worth = np.where(is_left, share * worth, worth)
         min_ttl_s = np.repeat(np.array([front.min_ttl_s for front in fronts]), counts)
         is_kept = np.maximum(now_s - each_used_s, 0.0) < min_ttl_s
+        is_kept &= ~sessions.never(slots, PolicySettings.copied_probability_min)
         classes = RUNNING * sessions.are_running(slots, now_s) + KEPT * is_kept
         classes[is_left] = 0
         starts = np.cumsum(counts) - counts

@@ -20,6 +20,9 @@ from samovar.configs.sections import PolicySettings
 RECENT_SHARE = 1e-3
 """Weight of recency: a hazard is constant within a bin, so among equals the longest unused goes first."""
 
+LEAST = 1e-9
+"""P(resumes) of what never does: where no forecast tells things apart, recency and seconds saved do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -122,7 +125,10 @@ class TailOptimized:
 
 
 class LikelyReturn:
-    """Ranks by `P(resumes within the horizon | idle) x seconds saved / bytes`, from any curves."""
+    """Ranks by `P(resumes within the horizon | idle) x seconds saved / bytes`, from any curves.
+
+    Beyond the range of the forecasts, and where they say the same, it is least recently used.
+    """
 
     superseded_share = LEFT_SHARE
     looks_at_depth = False
@@ -135,7 +141,7 @@ class LikelyReturn:
         since_s = np.where(of.slots == NO_SESSION, of.used_s, sessions.ended_s[of.slots])
         likely = resume_probability(sessions.curves.take(of.slots, axis=0), now_s - since_s, horizon_s)
         recent = 1.0 / (1.0 + np.log1p(np.maximum(now_s - of.used_s, 0.0)))
-        worth: Floats = likely * of.saved_s * (1.0 + RECENT_SHARE * recent)
+        worth: Floats = (likely + LEAST) * of.saved_s * (1.0 + RECENT_SHARE * recent)
         return worth
 
     def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:

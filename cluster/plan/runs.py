@@ -35,8 +35,6 @@ PROMPT_BLOCKS = 32
 """A prompt of mean length still has this many blocks, because only whole blocks are found."""
 FROM_SHARE = 0.5
 """Counting begins at this share of the turns: before, caches and predictor are cold."""
-RERANK_S = 5.0
-"""Idle sessions are reranked this often, not every second: hit rates differ by less than .002."""
 TICKS = 300
 """Number of prefetcher ticks in a run."""
 
@@ -190,8 +188,7 @@ def run_policy(traffic: Traffic, fleet: Fleet, name: str) -> Result:
 
 def policy_of(name: str) -> tuple[ResidencyPolicy, PolicySettings]:
     """Return the policy, and the settings of a run with it."""
-    asked = {"rerank_s": RERANK_S} if name == "oracle" else {"name": name, "rerank_s": RERANK_S}
-    settings = PolicySettings.model_validate(asked)
+    settings = PolicySettings.model_validate({} if name == "oracle" else {"name": name})
     return (TimeOracle() if name == "oracle" else make_policy(settings)), settings
 
 

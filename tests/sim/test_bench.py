@@ -58,6 +58,22 @@ def test_policy_bench_writes_its_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(row["trace"] == "chat" and 0 <= row["hit_rate"] <= 1 for row in found)
 
 
+def test_learned_is_never_below_lru_for_people_with_a_daily_rhythm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was by a tenth of all hits, from a quarter of all blocks on: beyond a day LRU went backwards."""
+    monkeypatch.setattr(_report, "OUT_DIR", tmp_path)
+    monkeypatch.setattr(policy, "RHYTHM_TURNS", 4000)
+    assert policy.main(["--trace", "rhythm", "--policies", "lru,learned,oracle", "--jobs", "1"]) == 0
+    document = json.loads((tmp_path / "policy.json").read_text())
+    rates = {(row["trace"], row["policy"], row["cache_tokens"]): row["hit_rate"] for row in document["rows"]}
+    assert len(rates) == 2 * 3 * len(policy.RHYTHM_SHARES)
+    sizes = sorted({tokens for *_, tokens in rates})
+    for tokens in sizes[-2:]:
+        kept, forgotten = rates["rhythm, kept 30 days", "lru", tokens], rates["rhythm", "lru", tokens]
+        assert kept > forgotten + 0.02, "who comes after a weekend finds what was kept for longer than a day"
+
+
 def test_hints_come_before_the_return_and_after_the_turn() -> None:
     turns = made(600)
     hints = prefetch.hints_of(turns, 0.5, 5.0)

@@ -23,7 +23,7 @@ SOON = curve_of(np.full(BINS, 0.5))
 def stormy_node(settings: PrefetchSettings) -> tuple[SimNode, SimPrefetch]:
     """All sessions idle with a block in nvme each, and all expected within seconds."""
     fleet = Fleet(cpu_bytes=64 * GIB, nvme_bytes=2048 * GIB, prefetch=settings)
-    node = SimNode(0, fleet, LikelyReturn("learned"), BLOCK, None, Clock())
+    node = SimNode(0, fleet, LikelyReturn("learned"), BLOCK, None, Clock(), lambda _: fleet.profiles.chat)
     assert node.early is not None
     for session in range(SESSIONS):
         blocks = (session,)

@@ -1,8 +1,8 @@
 """Holds a simulated fleet's parameters (counts, sizes, speeds) and routes its requests.
 
-All defaults are assumptions. GPU numbers are those of an 8B model with grouped attention (128 KiB of KV per
-token in bf16) on one H100-like GPU that computes 20,000 prompt tokens per second;
-attention costs as much as all the rest at 30k tokens.
+What the service has a setting for is by default what it is there. All other defaults are assumptions. GPU
+numbers are those of an 8B model with grouped attention (128 KiB of KV per token in bf16) on one H100-like GPU
+that computes 20,000 prompt tokens per second; attention costs as much as all the rest at 30k tokens.
 """
 
 from __future__ import annotations
@@ -13,9 +13,19 @@ from dataclasses import dataclass, field
 
 from samovar.cache_tiers.blocks import CPU, NVME, PEER, S3, LoadSource, TierName
 from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
-from samovar.configs.sections import GIB, KIB, PolicySettings, PrefetchSettings
+from samovar.configs.sections import (
+    GIB,
+    KIB,
+    PolicySettings,
+    PredictorSettings,
+    PrefetchSettings,
+    ProfilesSettings,
+    TierSettings,
+)
+from samovar.configs.settings import EngineSettings, RouterSettings
 from samovar.router.routing import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
 
+_TIERS, _ROUTER = TierSettings(), RouterSettings()
 GB = 10**9
 PREFILL = PrefillPrice(0.01, 1 / 20_000, 8.2e-10)
 CPU_PRICE, NVME_PRICE = TierPrice(1e-4, 25.0 * GB), TierPrice(1e-3, 6.0 * GB)
@@ -41,7 +51,8 @@ class Fleet:
     from another node's tiers. `decode_token_s`: per token of an answer. `candidates`: replicas ranked for a
     request, its home among them; smaller fleets are ranked as a whole. `lead_s`: prefetching by hazard takes
     sessions that probably return within this time. `first`: what a node's start has measured of its tiers,
-    where that is not what loads take; of S3 and of other nodes it measures nothing.
+    where that is not what loads take; of S3 and of other nodes it measures nothing. `profiles`: how long
+    tiers keep what; where a profile's blocks go first is not simulated. `prefetch`: None: none.
     """
 
     replicas: int = 1
@@ -52,7 +63,7 @@ class Fleet:
     nvme_bytes: int = 0
     s3_bytes: int = 0
     bytes_per_token: int = 128 * KIB
-    slots: int = 64
+    slots: int = EngineSettings().sequences_max
     prefill: PrefillPrice = PREFILL
     decode_token_s: float = 0.03
     cpu: TierPrice = CPU_PRICE
@@ -60,13 +71,17 @@ class Fleet:
     s3: TierPrice = S3_PRICE
     peer: TierPrice = PEER_PRICE
     first: Mapping[LoadSource, TierPrice] = field(default_factory=dict)
-    loads_parallel: int = 8
-    affinity_penalty_s: float = 0.02
-    load_bound_factor: float = 1.5
+    loads_parallel: int = _TIERS.io_threads
+    hedge_factor: float = _TIERS.hedge_factor
+    hedge_slack_s: float = _TIERS.hedge_slack_s
+    affinity_penalty_s: float = _ROUTER.affinity_penalty_s
+    load_bound_factor: float = _ROUTER.load_bound_factor
     candidates: int = 4
+    sessions_max: int = PredictorSettings().sessions_max
     policy: PolicySettings = field(default_factory=PolicySettings)
-    prefetch: PrefetchSettings | None = None
-    lead_s: float = 30.0
+    profiles: ProfilesSettings = field(default_factory=ProfilesSettings)
+    prefetch: PrefetchSettings | None = field(default_factory=PrefetchSettings)
+    lead_s: float = PolicySettings.horizon_s_min
 
     def __post_init__(self) -> None:
         if min(self.replicas, self.replicas_per_node, self.gpus, self.slots, self.candidates) < 1:

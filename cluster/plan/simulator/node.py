@@ -9,22 +9,19 @@ to the node's uppermost one; nothing is prefetched into a GPU.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from samovar.cache_tiers.blocks import CPU, NVME, PEER, S3, TIERS, TOP_TIER, LoadSource
+from samovar.cache_tiers.blocks import PEER, S3, TIERS, TOP_TIER, LoadSource
 from samovar.cache_tiers.forecast import Hint, SessionKey, hinted
 from samovar.cache_tiers.policy import IdleSessions, Known, Prefetcher, ResidencyPolicy
 from samovar.cache_tiers.pricing import Doubt, LoadPiece, TierMeter, worth_storing
 from samovar.cluster.plan.simulator.fleet import Fleet
-from samovar.cluster.plan.simulator.tier import Block, SimLink, SimTier
+from samovar.cluster.plan.simulator.tier import Block, Placed, SimLink, SimTier
 from samovar.configs.sections import TierSettings
 
 PIECE_BLOCKS = 8
 """Up to this many consecutive blocks of one tier are loaded as one piece, like a turn's extent."""
-SESSIONS_MAX = 1_000_000
-RERANK_FACTORS: Mapping[LoadSource, float] = {CPU.name: 10.0, NVME.name: 60.0, S3.name: 60.0}
-"""`rerank_factor` of each `SimTier`."""
 
 
 class SimNode:
@@ -38,9 +35,10 @@ class SimNode:
         block_tokens: int,
         s3: SimTier | None,
         clock: Callable[[], float],
+        placed: Placed,
     ) -> None:
         self.number = number
-        self.sessions = IdleSessions(sessions_max=SESSIONS_MAX)
+        self.sessions = IdleSessions(fleet.sessions_max)
         self.moved_bytes: Counter[str] = Counter()
         self._fleet = fleet
         self._block_tokens = block_tokens
@@ -56,7 +54,7 @@ class SimNode:
                     self.sessions,
                     saved_s=saver(fleet, block_tokens),
                     on_evicted=self._demoter(name),
-                    rerank_factor=RERANK_FACTORS[name],
+                    placed=placed,
                 )
         if s3 is not None:
             self.tiers[S3.name] = s3

@@ -24,10 +24,11 @@ from samovar.cache_tiers.forecast import Forecast, Forecaster, SessionKey, forec
 from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy
 from samovar.cache_tiers.pricing import Doubt, LoadPlan, plan_load
 from samovar.cluster.plan.simulator.fleet import Fleet, SimRouter
-from samovar.cluster.plan.simulator.node import RERANK_FACTORS, SESSIONS_MAX, SimNode, new_doubt, saver
+from samovar.cluster.plan.simulator.node import SimNode, new_doubt, saver
 from samovar.cluster.plan.simulator.tier import SimTier
 from samovar.cluster.plan.traces.replay import Growth, TraceOpenings
 from samovar.cluster.plan.traces.trace import TraceTurn
+from samovar.configs.sections import ProfileSettings
 from samovar.router.routing import ReplicaView
 
 
@@ -126,7 +127,8 @@ class Sim:
         self._openings = TraceOpenings()
         self._events: list[tuple[float, int, Kind, int, int, TraceTurn | None]] = []
         self._serial = itertools.count()
-        self._fleet_sessions = IdleSessions(SESSIONS_MAX)
+        self._fleet_sessions = IdleSessions(fleet.sessions_max * fleet.nodes)
+        self._placed: dict[SessionKey, ProfileSettings] = {}
         self._s3: SimTier | None = None
         block_bytes = block_tokens * fleet.bytes_per_token
         if fleet.s3_bytes // block_bytes:
@@ -136,11 +138,11 @@ class Sim:
                 policy,
                 fleet.policy,
                 self._fleet_sessions,
-                rerank_factor=RERANK_FACTORS[S3.name],
+                placed=self._placed.__getitem__,
             )
         self._now_s = 0.0
         self.nodes = [
-            SimNode(at, fleet, policy, block_tokens, self._s3, lambda: self._now_s)
+            SimNode(at, fleet, policy, block_tokens, self._s3, lambda: self._now_s, self._placed.__getitem__)
             for at in range(fleet.nodes)
         ]
         self.replicas = [self._new_replica(at, policy) for at in range(fleet.replicas)]
@@ -178,14 +180,12 @@ class Sim:
 
     def _step(self) -> None:
         self._now_s, _, kind, where, number, turn = heapq.heappop(self._events)
-        if kind == "end":
-            assert turn is not None
-            self._end(self.replicas[where], number, turn)
-        elif kind == "hint":
-            assert turn is not None
-            self._hint(turn)
-        else:
+        if turn is None:
             self._look_at(self.nodes[where], kind)
+        elif kind == "end":
+            self._end(self.replicas[where], number, turn)
+        else:
+            self._hint(turn)
 
     def _look_at(self, node: SimNode, kind: Kind) -> None:
         early = node.early
@@ -208,6 +208,7 @@ class Sim:
             self._push(due_s, "arrivals", node.number)
 
     def _arrive(self, number: int, turn: TraceTurn) -> None:
+        self._placed[turn.key] = self.fleet.profiles.named(turn.profile)
         before = self.router.home(turn.key)
         at = self.router.choose(turn.key, turn.input_tokens)
         replica = self.replicas[at]
@@ -243,8 +244,8 @@ class Sim:
             prices={tier: link.price_now(now_s) for tier, link in node.links.items()},
             prefill=self.fleet.prefill,
             parallel=self.fleet.loads_parallel,
-            hedge_factor=2.0,
-            hedge_slack_s=0.05,
+            hedge_factor=self.fleet.hedge_factor,
+            hedge_slack_s=self.fleet.hedge_slack_s,
             doubt=replica.doubt,
         )
         first_s = self._compute(replica, turn, max(0, resident), plan)

@@ -13,30 +13,61 @@ from dataclasses import replace
 
 from samovar.cache_tiers.blocks import LoadSource
 from samovar.cache_tiers.forecast import SessionKey
-from samovar.cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue, used_rate
+from samovar.cache_tiers.policy import (
+    MOVES_MAX,
+    IdleSessions,
+    LazyHeap,
+    Residence,
+    ResidencyPolicy,
+    ValueQueue,
+    used_rate,
+)
 from samovar.cache_tiers.pricing import TierMeter, TierPrice
-from samovar.configs.sections import PolicySettings
+from samovar.configs.sections import PolicySettings, ProfileSettings
 
 OWNERS_MAX = 4
 """Sessions remembered for a shared block: the latest ones. Its rate of use stands for the rest."""
 
 
 class Block:
-    """A block in a tier; see `eviction_queue.Thing`. `pinned_s`: until then a running request needs it."""
+    """A block in a tier; see `eviction_queue.Thing`.
 
-    __slots__ = ("end_tokens", "number", "owners", "pinned_s", "rate_per_s", "saved_s", "used_s")
+    `placed`: how long it is kept; None: as long as it is worth it. `pinned_s`: until then a running request
+    needs it.
+    """
 
-    min_ttl_s = 0.0
+    __slots__ = ("end_tokens", "number", "owners", "pinned_s", "placed", "rate_per_s", "saved_s", "used_s")
+
     is_clean = True
 
-    def __init__(self, number: int, session: SessionKey, end_tokens: int, saved_s: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        session: SessionKey,
+        end_tokens: int,
+        saved_s: float,
+        placed: ProfileSettings | None = None,
+    ) -> None:
         self.number = number
         self.owners: tuple[SessionKey, ...] = (session,)
         self.end_tokens = end_tokens
         self.saved_s = saved_s
+        self.placed = placed
         self.used_s = 0.0
         self.pinned_s = 0.0
         self.rate_per_s = 0.0
+
+    @property
+    def min_ttl_s(self) -> float:
+        return 0.0 if self.placed is None else self.placed.min_ttl_s
+
+    @property
+    def expires_s(self) -> float:
+        return math.inf if self.placed is None else self.used_s + self.placed.ttl_s
+
+
+Placed = Callable[[SessionKey], ProfileSettings]
+"""The profile that a session's blocks are kept by."""
 
 
 class SimTier:
@@ -44,9 +75,8 @@ class SimTier:
 
     `sessions`: which are running or idle, updated by the caller. `bypassed`: blocks not admitted for lack of
     room. `saved_s(end_tokens)`: seconds per byte saved by holding a block that ends there; only ratios
-    matter. `rerank_factor`: how much more rarely than a GPU's pool it reranks: values change slowly where
-    blocks stay long. `pins`: running requests keep their blocks; without it the simulation shows what no
-    engine can do.
+    matter. `placed`: None: a GPU's pool, where profiles do not count. `pins`: running requests keep their
+    blocks; without it the simulation shows what no engine can do.
     """
 
     def __init__(
@@ -60,7 +90,7 @@ class SimTier:
         saved_s: Callable[[int], float] = lambda end_tokens: 1.0,
         on_evicted: Callable[[list[Block], float], None] = lambda blocks, now_s: None,
         pins: bool = True,
-        rerank_factor: float = 1.0,
+        placed: Placed | None = None,
     ) -> None:
         self.blocks_max = blocks_max
         self.bypassed = 0
@@ -69,8 +99,10 @@ class SimTier:
         self._saved_s = saved_s
         self._on_evicted = on_evicted
         self._pins = pins
+        self._placed = placed
         self._blocks: dict[int, Block] = {}
-        self._queue: ValueQueue[Block] = ValueQueue(sessions, policy, settings.rerank_s * rerank_factor)
+        self._expiring: LazyHeap[Block] = LazyHeap(lambda block: (block.expires_s, 0))
+        self._queue: ValueQueue[Block] = ValueQueue(sessions, policy, settings.rerank_s)
         self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
 
     def __len__(self) -> int:
@@ -93,6 +125,7 @@ class SimTier:
         Missing blocks are admitted as far as others can be evicted. Returns how many were here before, from
         the first on without a gap.
         """
+        self._expire(now_s)
         blocks = self._blocks
         hits = self.prefix(numbers)
         missing = []
@@ -109,6 +142,7 @@ class SimTier:
 
     def touch(self, numbers: Sequence[int], session: SessionKey, now_s: float) -> None:
         """Mark those of a prompt's blocks that are here as used."""
+        self._expire(now_s)
         for number in numbers:
             block = self._blocks.get(number)
             if block is not None:
@@ -122,6 +156,7 @@ class SimTier:
 
         `only`: restricts it to these. Returns how many were admitted.
         """
+        self._expire(now_s)
         missing = [
             at
             for at, number in enumerate(numbers)
@@ -131,15 +166,15 @@ class SimTier:
 
     def take_in(self, blocks: Sequence[Block], now_s: float) -> int:
         """Admit blocks that another tier has evicted, as far as there is room, and return how many."""
+        self._expire(now_s)
         missing = [block for block in blocks if block.number not in self._blocks]
         room = self.blocks_max - len(self._blocks)
         if room < len(missing):
             room += self._evict(len(missing) - room, now_s)
         for block in missing[:room]:
-            copy = Block(block.number, block.owners[0], block.end_tokens, block.saved_s)
+            copy = Block(block.number, block.owners[0], block.end_tokens, block.saved_s, block.placed)
             copy.owners, copy.used_s, copy.rate_per_s = block.owners, block.used_s, block.rate_per_s
-            self._blocks[copy.number] = copy
-            self._queue.add(copy)
+            self._add(copy)
         return min(room, len(missing))
 
     def changed(self, session: SessionKey) -> None:
@@ -175,17 +210,30 @@ class SimTier:
         room = self.blocks_max - len(self._blocks)
         if room < len(missing):
             room += self._evict(len(missing) - room, now_s)
+        placed = None if self._placed is None else self._placed(session)
         for at in missing[:room]:
             end_tokens = (at + 1) * self._block_tokens
-            block = Block(numbers[at], session, end_tokens, self._saved_s(end_tokens))
+            block = Block(numbers[at], session, end_tokens, self._saved_s(end_tokens), placed)
             block.used_s = used_s
             if is_pinned and self._pins:
                 block.pinned_s = used_s
-            self._blocks[numbers[at]] = block
-            self._queue.add(block)
+            self._add(block)
         came = min(room, len(missing))
         self.bypassed += len(missing) - came
         return came
+
+    def _add(self, block: Block) -> None:
+        self._blocks[block.number] = block
+        self._queue.add(block)
+        if block.placed is not None:
+            self._expiring.add(block)
+
+    def _expire(self, now_s: float) -> None:
+        """Drop what was not used for its profile's `ttl_s`."""
+        while (block := self._expiring.first(MOVES_MAX)) is not None and block.expires_s <= now_s:
+            self._expiring.discard(block)
+            self._queue.discard(block)
+            del self._blocks[block.number]
 
     def _evict(self, count: int, now_s: float) -> int:
         """Evict `count` blocks, or fewer if only running ones are left, and return how many."""
@@ -200,6 +248,7 @@ class SimTier:
                     break  # running blocks rank last, so all that follow are running, too
                 continue
             del self._blocks[block.number]
+            self._expiring.discard(block)
             gone.append(block)
         for block in stuck:
             self._queue.add(block)

@@ -24,6 +24,7 @@ from samovar.cache_tiers.catalog.transfers import Transfer
 from samovar.cache_tiers.catalog.types import Eviction, Held, ReservationRefused
 from samovar.cache_tiers.media.tier import Scanned
 from samovar.cache_tiers.messages import Lookup
+from samovar.cache_tiers.policy import IdleSessions
 from samovar.cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy
 from tests.support.clock import Clock
 
@@ -118,6 +119,7 @@ class World:
     policy: ResidencyPolicy = field(default_factory=LeastRecentlyUsed)
     tombstones_max: int = 100
     transfers_max: int = 100
+    sessions: IdleSessions | None = None
 
     def __post_init__(self) -> None:
         self.clock = Clock()
@@ -128,6 +130,7 @@ class World:
             tenant_share=lambda tenant: self.shares.get(tenant, 1.0),
             clears=Clears(self.tombstones_max, 0.0, self.clock),
             transfers_max=self.transfers_max,
+            sessions=self.sessions,
         )
 
     def reserve(

@@ -17,13 +17,16 @@ from bench._trace_generator import FOOL_PERIOD_S, GeneratorOptions, Shape, gener
 from samovar.cluster.plan.traces.trace import TraceTurn, common_blocks
 
 
+DAY_S = 86_400.0
+
+
 def turns_of(shape: Shape, turns: int, seed: int = 0, **more: Any) -> list[TraceTurn]:
     return list(generate(GeneratorOptions(shape, turns, seed, **more)).turns())
 
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    shape=st.sampled_from(["chat", "agentic", "fooling"]),
+    shape=st.sampled_from(["chat", "agentic", "fooling", "rhythm"]),
     seed=st.integers(0, 1000),
     block_tokens=st.sampled_from([16, 100, 512, 1024]),
 )
@@ -47,6 +50,27 @@ def test_traces_are_in_order_and_chains_are_chains(shape: Shape, seed: int, bloc
             common = common_blocks(before.blocks, turn.blocks)
             assert common == min(turn.kept_tokens // block_tokens, len(before.blocks))
         last[turn.session] = turn
+
+
+def test_a_rhythm_is_that_of_working_days() -> None:
+    """Regulars come back a day later at their hour, or after the weekend; few begin at night."""
+    turns = turns_of("rhythm", 6000)
+    assert 18 < turns[-1].started_s / DAY_S < 30
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    idle = []
+    for turn in turns:
+        began.setdefault(turn.session, turn.started_s)
+        if turn.session in ended:
+            idle.append(turn.started_s - ended[turn.session])
+        ended[turn.session] = turn.started_s + (turn.service_s or 0.0)
+    at_work = [at_s for at_s in began.values() if at_s // DAY_S % 7 < 5 and 8 <= at_s % DAY_S / 3600 < 18]
+    assert len(at_work) > 0.8 * len(began)
+    assert sum(turn.started_s // DAY_S % 7 >= 5 for turn in turns) < 0.05 * len(turns)
+    days = [round(one / DAY_S) for one in idle if one > DAY_S / 2]
+    assert all(abs(one / DAY_S - round(one / DAY_S)) < 0.15 for one in idle if one > DAY_S / 2)
+    assert len(days) > 0.15 * len(turns)
+    assert 0.1 < sum(day >= 2 for day in days) / len(days) < 0.5
 
 
 def test_a_seed_makes_one_trace_and_another_seed_another() -> None:

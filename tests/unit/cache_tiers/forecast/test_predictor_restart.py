@@ -29,7 +29,7 @@ from samovar.cache_tiers.forecast.learner import (
     save,
 )
 from samovar.cache_tiers.forecast.predictor import LINEAGE_ARRAYS, TURNS_ARRAYS, Predictor, ReplayTurns, State
-from samovar.cache_tiers.forecast.turns import EDGES, Curves, Turn, resume_probability
+from samovar.cache_tiers.forecast.turns import EDGES, EDGES_S, Curves, Turn, resume_probability
 from samovar.configs.sections import PredictorSettings
 from tests.support.constants import tuned
 from tests.support.inside import turns_of
@@ -204,6 +204,42 @@ def test_a_file_from_before_lineages_is_read_as_if_it_had_known_them(
     forget_sessions(before)
     turn = later()[0]
     assert np.array_equal(restarted.ended(turn), before.ended(turn))
+
+
+@pytest.mark.parametrize("turns", [True, False], ids=["with turns", "without any"])
+def test_a_file_whose_bins_end_after_a_day_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, turns: bool
+) -> None:
+    before, path, edges = taught(tuned(SETTINGS, saved_turns=8000 * turns)), tmp_path / "predictor.bin", 18
+    state = before.state()
+    state |= {"counts": state["counts"][..., : edges - 1], "turn_curves": state["turn_curves"][..., :edges]}
+    with monkeypatch.context() as patched:
+        patched.setattr(predictor_file, "EDGES_S", EDGES_S[:edges])
+        patched.setattr(Predictor, "state", lambda _: state)
+        path.write_bytes(encode(before))
+    restarted = Predictor(SETTINGS)
+    assert restore(path, restarted) is None
+    restarted.check_integrity()
+    forget_sessions(before)
+    turn = later()[0]
+    assert np.array_equal(restarted.ended(turn), before.ended(turn))
+    feed(restarted, later()[1:50])
+
+
+def test_a_file_with_other_bins_is_put_aside_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "predictor.bin"
+    with monkeypatch.context() as patched:
+        patched.setattr(predictor_file, "EDGES_S", EDGES_S[:-1] * 2)
+        path.write_bytes(encode(taught(end_s=100.0)))
+    file = PredictorFile(lambda predictor: restore(path, predictor), lambda _: None, 60.0)  # type: ignore[arg-type]
+    learner = TurnLearner(lambda: Predictor(SETTINGS), queue_max=10, clock=lambda: 0.0, file=file)
+    learner.arrived("a", 0.0)
+    learner.work()
+    assert [record.message for record in caplog.records] == [
+        "the predictor's file is not used, it starts without data: other bins of idle time"
+    ]
 
 
 def test_a_version_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.forecast.turns import (
+    BINS,
     COLD,
     EDGES_S,
+    LAST_S,
     Forecast,
     curve_of,
     resume_probability,
@@ -34,8 +36,8 @@ from samovar.configs.sections import PolicySettings
 
 NOW_S = 1000.0
 HORIZON_S = 60.0
-NEVER = curve_of(np.zeros(17))
-SOON = curve_of(np.full(17, 0.5))
+NEVER = curve_of(np.zeros(BINS))
+SOON = curve_of(np.full(BINS, 0.5))
 LATER = curve_of(np.where(EDGES_S[:-1] < 60, 0.0, 0.7))
 POLICIES: list[ResidencyPolicy] = [
     LeastRecentlyUsed(),
@@ -64,7 +66,7 @@ class World:
     rerank_s: float = 1.0
 
     def __post_init__(self) -> None:
-        self.sessions = IdleSessions(1000)
+        self.sessions = IdleSessions(10_000)
         self.queue: ValueQueue[Thing] = ValueQueue(self.sessions, self.policy, self.rerank_s)
 
     def add(self, *things: Thing) -> World:
@@ -336,14 +338,17 @@ def test_rates_fade() -> None:
 
 @pytest.mark.parametrize("curve", [COLD, SOON, LATER, NEVER])
 def test_probabilities_are_those_of_the_curve(curve: np.ndarray) -> None:  # type: ignore[type-arg]
-    for idle_s in (0.0, 1.0, 59.0, 60.0, 86399.0, 1e9, -5.0):
+    for idle_s in (0.0, 1.0, 59.0, 60.0, 86399.0, LAST_S - 10.0, LAST_S, 2e6, 1e9, -5.0):
         for horizon_s in (0.0, 30.0, 1e9):
             likely = resume_within(curve, idle_s, horizon_s)
-            grid = np.concatenate([EDGES_S, [1e9]])
-            log_s = np.concatenate([curve, [curve[-1]]]).astype(float)
-            from_s = max(idle_s, 0.0)
-            expected = -np.expm1(np.interp(from_s + horizon_s, grid, log_s) - np.interp(from_s, grid, log_s))
-            assert likely == pytest.approx(float(expected), abs=1e-6)
+            from_s, log_s = max(idle_s, 0.0), curve.astype(float)
+            last_rate = (log_s[-2] - log_s[-1]) / (EDGES_S[-1] - EDGES_S[-2])
+            ends = [np.interp(at_s, EDGES_S, log_s) for at_s in (from_s, from_s + horizon_s)]
+            ends = [
+                end - last_rate * LAST_S * np.log(max(at_s, LAST_S) / LAST_S)
+                for end, at_s in zip(ends, (from_s, from_s + horizon_s), strict=True)
+            ]
+            assert likely == pytest.approx(float(-np.expm1(ends[1] - ends[0])), abs=1e-6)
     many = resume_probability(np.tile(curve, (3, 1)), np.array([0.0, 10.0, 100.0]), 60.0)
     assert many.tolist() == pytest.approx([resume_within(curve, at, 60.0) for at in (0.0, 10.0, 100.0)])
 
@@ -412,7 +417,7 @@ def test_a_turn_whose_end_was_never_told_does_not_keep_others_from_leaving() -> 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_what_a_branch_is_worth_is_learned(policy: ResidencyPolicy) -> None:
     """`b` is a third as likely: more than a branch that is hardly gone back to, less than one that is."""
-    third = curve_of(np.full(17, 1 - 0.5 ** (1 / 3)))
+    third = curve_of(np.full(BINS, 1 - 0.5 ** (1 / 3)))
     for share, is_first in ((None, True), (0.001, True), (0.9, False)):
         world = World(policy)
         for at_s in (700.0, 900.0):
@@ -443,7 +448,7 @@ def test_a_forecast_may_change_other_rows_but_adds_none() -> None:
 
 def test_unlikely_is_what_was_never_expected_not_what_is_idle_for_long() -> None:
     sessions = IdleSessions(10)
-    rare = curve_of(np.array([0.0] * 16 + [0.01]))
+    rare = curve_of(np.array([0.0] * (BINS - 1) + [0.01]))
     for name, curve in (("never", NEVER), ("rare", rare), ("soon", SOON)):
         sessions.ended(name, 0.0, curve)
     sessions.started("runs", 0.0)
@@ -453,3 +458,105 @@ def test_unlikely_is_what_was_never_expected_not_what_is_idle_for_long() -> None
     }
     assert [owners for owners, is_unlikely in told.items() if is_unlikely] == [("never",), ("rare",)]
     assert not sessions.are_unlikely(("soon",), 1e6, 0.02)
+
+
+MONTH_S = 30 * 86400
+HORIZONS_S = (30.0, 600.0, 3600.0)
+GRID_S = sorted(
+    {
+        *range(0, 4000, 7),
+        *(max(0, int(edge) + more) for edge in EDGES_S for more in (-3601, -31, -1, 0, 1)),
+        *(int(1.02**power) for power in range(400, 1000) if 1.02**power < MONTH_S),
+        MONTH_S,
+    }
+)
+
+
+def order_of(curves: dict[int, np.ndarray | None], horizon_s: float) -> list[int]:  # type: ignore[type-arg]
+    """The order in which sessions with these curves go, by their idle times, of which the longest are the
+    least deep; None: unknown sessions."""
+    world, now_s = World(LikelyReturn("learned")), float(2 * MONTH_S)
+    for idle_s, curve in curves.items():
+        if curve is not None:
+            world.sessions.ended(str(idle_s), now_s - idle_s, curve)
+        world.queue.add(Thing(str(idle_s), (str(idle_s),), now_s - idle_s, MONTH_S - idle_s, 1e-10))
+    taken = [world.queue.take(now_s, horizon_s) for _ in curves]
+    return [int(thing.name) for thing in taken if thing is not None]
+
+
+@pytest.mark.parametrize("horizon_s", HORIZONS_S)
+@pytest.mark.parametrize("curve", [None, COLD, NEVER, SOON], ids=["unknown", "cold", "closed", "often"])
+def test_of_equal_forecasts_the_longest_unused_goes_first_for_a_month(
+    curve: np.ndarray | None,  # type: ignore[type-arg]
+    horizon_s: float,
+) -> None:
+    assert order_of(dict.fromkeys(GRID_S, curve), horizon_s) == GRID_S[::-1]
+
+
+@st.composite
+def falling_curves(draw: st.DrawFn) -> np.ndarray:  # type: ignore[type-arg]
+    """Hazards that never rise, as whole multiples of a power of 2, so that f32 changes none of them."""
+    rates, least = [], 0
+    for width_s in np.diff(EDGES_S)[::-1]:
+        least = draw(st.integers(least, max(least, int(2**24 / BINS / width_s))))
+        rates.append(least)
+    lost = np.cumsum(np.array(rates[::-1]) * np.diff(EDGES_S))
+    return np.concatenate([[0.0], -lost * 2.0**-21]).astype(np.float32)
+
+
+idle_times = st.lists(st.integers(0, MONTH_S), min_size=2, max_size=40, unique=True)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(curve=falling_curves(), idle=idle_times, horizon_s=st.sampled_from(HORIZONS_S))
+def test_where_hazards_never_rise_a_forecast_ranks_by_recency(
+    curve: np.ndarray,  # type: ignore[type-arg]
+    idle: list[int],
+    horizon_s: float,
+) -> None:
+    assert order_of(dict.fromkeys(idle, curve), horizon_s) == sorted(idle, reverse=True)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    hazards=st.lists(st.floats(0.0, 1.0), min_size=BINS, max_size=BINS),
+    idle=st.lists(st.integers(int(LAST_S), MONTH_S), min_size=2, max_size=40, unique=True),
+    horizon_s=st.sampled_from(HORIZONS_S),
+)
+def test_a_forecast_that_has_run_out_of_range_ranks_by_recency(
+    hazards: list[float], idle: list[int], horizon_s: float
+) -> None:
+    """Whatever it said before: an hour in which sessions do resume later than they might have is its to say."""
+    curve = curve_of(np.array(hazards))
+    assert order_of(dict.fromkeys(idle, curve), horizon_s) == sorted(idle, reverse=True)
+
+
+def test_worth_falls_where_nothing_is_expected_and_still_weighs_what_is_saved() -> None:
+    policy, sessions = LikelyReturn("learned"), IdleSessions(10)
+    sessions.ended("closed", 0.0, NEVER)
+    slots = np.full(len(GRID_S), sessions.slot("closed"))
+    used_s = 2.0 * MONTH_S - np.array(GRID_S)
+    candidates = Candidates(slots, used_s, np.zeros(len(slots)), np.full(len(slots), 1e-10))
+    worth = policy.worth(candidates, sessions, 2.0 * MONTH_S, 30.0)
+    assert (np.diff(worth) < 0).all()
+    assert (worth > 0).all()
+    world = World(policy)
+    for name in "ab":
+        world.sessions.ended(name, NOW_S - 60, NEVER)
+    world.add(Thing("a", ("a",), NOW_S - 60, saved_s=1e-10), Thing("b", ("b",), NOW_S - 60, saved_s=2e-10))
+    assert world.names() == "ab"
+
+
+def test_what_is_never_used_again_is_not_kept_for_its_floor() -> None:
+    for never in (NEVER, curve_of(np.full(BINS, 0.0005))):
+        world = World(LikelyReturn("learned"))
+        world.sessions.ended("gone", NOW_S - 60, never)
+        world.sessions.ended("back", NOW_S - 500, SOON)
+        gone, back = Thing("g", ("gone",), NOW_S - 60), Thing("b", ("back",), NOW_S - 500)
+        gone.min_ttl_s = back.min_ttl_s = 400.0
+        assert world.add(gone, back).names() == "gb"
+        world.add(Thing("s", ("gone", "back"), NOW_S - 60, min_ttl_s=400.0, rate_per_s=1e-9))
+        assert world.names() == "gbs", "who shares it may come back"
+        world.sessions.started("gone", NOW_S)
+        world.queue.changed("gone")
+        assert world.names()[0] == "b", "it is back"

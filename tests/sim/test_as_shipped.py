@@ -1,0 +1,101 @@
+"""What the simulator, `samovar plan` and the benchmarks of policies judge is what the service ships."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from bench.policy import kept_for, load, policy_settings
+from samovar.cache_tiers.policy import IdleSessions, make_policy
+from samovar.cluster.plan.plan import PlanAsk, fleet_of
+from samovar.cluster.plan.runs import policy_of
+from samovar.cluster.plan.simulator.fleet import Fleet
+from samovar.cluster.plan.simulator.sim import Sim
+from samovar.cluster.plan.simulator.tier import SimTier
+from samovar.cluster.plan.traces.replay import TraceOpenings
+from samovar.configs.sections import GIB, PolicyName, PolicySettings, ProfileName, ProfilesSettings
+from samovar.configs.settings import Settings
+from tests.support.traffic import BLOCK, turn
+
+SHIPPED = Settings()
+SETTINGS: dict[str, Any] = {
+    "slots": SHIPPED.engine.sequences_max,
+    "loads_parallel": SHIPPED.tiers.io_threads,
+    "hedge_factor": SHIPPED.tiers.hedge_factor,
+    "hedge_slack_s": SHIPPED.tiers.hedge_slack_s,
+    "affinity_penalty_s": SHIPPED.router.affinity_penalty_s,
+    "load_bound_factor": SHIPPED.router.load_bound_factor,
+    "sessions_max": SHIPPED.tiers.predictor.sessions_max,
+    "policy": SHIPPED.tiers.policy,
+    "profiles": SHIPPED.tiers.profiles,
+    "prefetch": SHIPPED.tiers.prefetch,
+    "lead_s": SHIPPED.tiers.policy.horizon_s_min,  # as `node/manager.py` builds it
+}
+MACHINE = {
+    *("replicas", "replicas_per_node", "gpus", "gpu_bytes", "cpu_bytes", "nvme_bytes", "s3_bytes"),
+    *("bytes_per_token", "prefill", "decode_token_s", "cpu", "nvme", "s3", "peer", "first"),
+    "candidates",  # of a large fleet; the router ranks all
+}
+"""Sizes and speeds: a machine's, not settings."""
+
+
+def test_every_field_of_a_fleet_is_a_machines_or_a_shipped_setting() -> None:
+    assert {field.name for field in fields(Fleet)} == MACHINE | SETTINGS.keys()
+    for fleet in (Fleet(), fleet_of(PlanAsk(trace=None))):  # type: ignore[arg-type]
+        assert {name: getattr(fleet, name) for name in SETTINGS} == SETTINGS
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+def test_policies_are_run_with_the_shipped_settings(name: PolicyName) -> None:
+    for settings in (policy_of(name)[1], policy_settings(name)):
+        shipped = PolicySettings(name=name)
+        assert settings == shipped
+        assert settings.fixed() == shipped.fixed()
+    assert policy_of("oracle")[1] == policy_settings("oracle") == SHIPPED.tiers.policy
+    openings = inspect.signature(TraceOpenings).parameters["lineages_max"].default
+    assert openings == SHIPPED.tiers.predictor.sessions_max
+
+
+@pytest.mark.parametrize("name", get_args(ProfileName))
+def test_a_simulated_tier_keeps_what_its_profile_says_and_a_pool_what_is_worth_most(name: str) -> None:
+    profile = SHIPPED.tiers.profiles.named(name)
+    fleet = Fleet(gpu_bytes=8 * GIB, cpu_bytes=8 * GIB, s3_bytes=8 * GIB)
+    sim = Sim(fleet, make_policy(fleet.policy), BLOCK)
+    sim.run([replace(turn(0, 0.0, (1, 2)), profile=name)])
+    (node,) = sim.nodes
+    held = node.tiers["cpu"]._blocks[1]
+    assert (held.min_ttl_s, held.expires_s - held.used_s) == (profile.min_ttl_s, profile.ttl_s)
+    assert sim.replicas[0].gpu._blocks[1].min_ttl_s == 0.0
+
+
+def test_what_was_not_used_for_its_time_is_gone() -> None:
+    profiles = ProfilesSettings()
+    policy = make_policy(PolicySettings())
+    pool = SimTier(9, BLOCK, policy, PolicySettings(), IdleSessions(9))
+    tier = SimTier(9, BLOCK, policy, PolicySettings(), IdleSessions(9), placed=lambda _: profiles.chat)
+    for each in (pool, tier):
+        each.use([1, 2], "a", 0.0, 10.0)
+        each.use([1, 3], "b", 100.0, 110.0)
+        each.touch([], "b", 10.0 + profiles.chat.ttl_s)
+        each.check_integrity()
+    assert [number in pool for number in (1, 2, 3)] == [True, True, True]
+    assert [number in tier for number in (1, 2, 3)] == [True, False, True]
+    lower = SimTier(9, BLOCK, policy, PolicySettings(), IdleSessions(9), placed=lambda _: profiles.batch)
+    lower.take_in([tier._blocks[1]], 10.0 + profiles.chat.ttl_s)
+    assert lower._blocks[1].min_ttl_s == profiles.chat.min_ttl_s, "a copy is kept as its original was"
+    assert tier.use([1], "b", 110.0 + profiles.chat.ttl_s, 1e6) == 0
+
+
+def test_a_month_is_a_month_for_all_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.policy.RHYTHM_TURNS", 50)
+    subject = load(Path("rhythm"), [], 0)
+    assert subject.profiles == SHIPPED.tiers.profiles
+    longer = kept_for(subject, 30 * 86_400.0)
+    for name in get_args(ProfileName):
+        profile = longer.profiles.named(name)
+        assert profile == subject.profiles.named(name).model_copy(update={"ttl_s": 30 * 86_400.0})
+    assert longer.label == "rhythm, kept 30 days"
