@@ -155,11 +155,12 @@ def _hazard(curves: Curves, from_s: Floats, more_s: Floats | float) -> Floats:
     def between(bins: npt.NDArray[np.int8] | int, later: npt.NDArray[np.int8] | int) -> Floats:
         return np.subtract(flat[rows + bins], flat[rows + later], dtype=np.float64)
 
-    rate, last_rate = between(first, first + 1) / WIDTHS_S[first], between(last, last + 1) / WIDTHS_S[last]
+    rate = between(first, first + 1) / WIDTHS_S[first]
+    in_last = between(last, last + 1) / WIDTHS_S[last] * (end_s - EDGES_S[last])
     hazard: Floats = np.where(
         first == last,
         rate * np.minimum(more_s, LAST_S - begin_s),
-        rate * (EDGES_S[first + 1] - begin_s) + between(first + 1, last) + last_rate * (end_s - EDGES_S[last]),
+        rate * (EDGES_S[first + 1] - begin_s) + between(first + 1, last) + in_last,
     )
     if (from_s + more_s > LAST_S).any():
         since_s, until_s = np.maximum(from_s, LAST_S), np.maximum(from_s + more_s, LAST_S)
