@@ -1,9 +1,9 @@
 """`python -m bench.policy`: prompt tokens found in one cache, by policy and size, running requests pinned.
 
-Chat and agentic trace (`../shared/traces`), and a generated one of people with a daily and weekly rhythm, kept
-as by default and for a month (alone: `--trace rhythm`); or another file of the traces' schemas: `--trace PATH`
-or `TRACE=PATH`. The cache keeps things as a node's tiers do, by the default profiles. The predictor starts with
-the trace and learns online; hits are counted on the later half of the turns.
+Chat and agentic trace (`../shared/traces`), and a generated one of people with a daily and weekly rhythm,
+kept as by default and for a month (alone: `--trace rhythm`); or another file of the traces' schemas: `--trace
+PATH` or `TRACE=PATH`. The cache keeps things as a node's tiers do, by the default profiles. The predictor
+starts with the trace and learns online; hits are counted on the later half of the turns.
 Writes `bench/out/policy.json`. Belady is a reference that no server can reach: it knows the future of each
 block, may leave blocks out and pins nothing.
 
@@ -241,7 +241,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
         wanted = [int(size) for size in args.blocks.split(",")] if args.blocks else None
-        files, seeds = [path for path in paths if str(path) != RHYTHM], range(args.seed, args.seed + args.seeds)
+        files, seeds = (
+            [path for path in paths if str(path) != RHYTHM],
+            range(args.seed, args.seed + args.seeds),
+        )
         return measure_patterns(files, names, wanted, seeds, args.jobs)
     rows: list[Row] = []
     for path in paths:

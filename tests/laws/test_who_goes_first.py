@@ -117,9 +117,7 @@ def test_after_a_restart_the_longest_unused_goes_first(ttl_s: float) -> None:
     """No session is known; the deepest are those of today. Up to the time when all is forgotten, and past it:
     then the wall clock is wrong."""
     kept = SHIPPED.profiles.chat.model_copy(update={"ttl_s": ttl_s})
-    settings = SHIPPED.model_copy(
-        update={"profiles": SHIPPED.profiles.model_copy(update={"chat": kept})}
-    )
+    settings = SHIPPED.model_copy(update={"profiles": SHIPPED.profiles.model_copy(update={"chat": kept})})
     placed = placement(settings, "alice", {}, CacheWish())
     assert placed is not None
     world = World(policy=make_policy(PolicySettings()), sessions=IdleSessions(10))

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from samovar.cache_tiers.blocks import S3, LoadSource
+from samovar.cache_tiers.blocks import LoadSource
 from samovar.cache_tiers.forecast import Forecast, Forecaster, SessionKey, forecast
 from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy
 from samovar.cache_tiers.pricing import Doubt, LoadPlan, plan_load

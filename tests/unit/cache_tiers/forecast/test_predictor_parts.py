@@ -260,9 +260,9 @@ def replay(idle: list[tuple[Outcome, float]], now_s: float = 1000.0) -> tuple[Re
 def test_targets_are_bins_gone_through_and_the_event() -> None:
     turns, rows = replay([(Outcome.IDLE, 25.0), (Outcome.RETURNED, 25.0), (Outcome.LOST, 8.0)])
     came_back, survived = turns.targets(rows, 1000.0)
-    assert survived[0].tolist() == [1, 1, 1, 1, 1, 1, 0.5] + [0] * 10
-    assert survived[1].tolist() == [1, 1, 1, 1, 1, 1] + [0] * 11
-    assert survived[2].tolist() == [1, 1, 1, 1] + [0] * 13
+    assert survived[0].tolist() == [1, 1, 1, 1, 1, 1, 0.5] + [0] * (BINS - 7)
+    assert survived[1].tolist() == [1, 1, 1, 1, 1, 1] + [0] * (BINS - 6)
+    assert survived[2].tolist() == [1, 1, 1, 1] + [0] * (BINS - 4)
     assert came_back.sum(axis=1).tolist() == [0, 1, 0]
     assert came_back[1, 6] == 1
     later = turns.targets(rows, 1005.0)[1]

@@ -526,7 +526,7 @@ def test_where_hazards_never_rise_a_forecast_ranks_by_recency(
 def test_a_forecast_that_has_run_out_of_range_ranks_by_recency(
     hazards: list[float], idle: list[int], horizon_s: float
 ) -> None:
-    """Whatever it said before: an hour in which sessions do resume later than they might have is its to say."""
+    """Whatever it said before: within its range, hazards that rise are its to say."""
     curve = curve_of(np.array(hazards))
     assert order_of(dict.fromkeys(idle, curve), horizon_s) == sorted(idle, reverse=True)
 
