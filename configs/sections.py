@@ -93,7 +93,9 @@ class PolicySettings(Section):
     )
     rerank_s: ClassVar[float] = 1.0  # how often idle sessions are ranked again
     horizon_s_min: ClassVar[float] = 30.0  # shortest horizon of P(resumes)
-    horizon_s_max: ClassVar[float] = 3600.0  # longest horizon of P(resumes)
+    horizon_s_max: ClassVar[float] = 3600.0  # longest horizon of P(resumes) for guesses
+    # The same for what is evicted. Where blocks stay for days, those who come back tomorrow count.
+    residence_s_max: ClassVar[float] = 86_400.0
     # What resumes less likely than this is copied to slower tiers only if there is nothing better to do, and
     # no profile's min_ttl_s keeps it.
     copied_probability_min: ClassVar[float] = 0.02

@@ -111,7 +111,7 @@ class TierAccounting:
         self._rerank_s = settings.rerank_s
         self._queue = self._new_queue()
         self._tenant_queues: dict[bytes, ValueQueue[HeldCopy]] = {}
-        self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
+        self._residence = Residence(settings.horizon_s_min, settings.residence_s_max)
         self._blocks = 0
         self._tokens = 0
 

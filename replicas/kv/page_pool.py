@@ -302,7 +302,7 @@ class PagePool:
             self.sessions, policy or LeastRecentlyUsed(), settings.rerank_s, pages_max
         )
         self.returns = PoolReturns(self.sessions, self._queue, self._clock)
-        self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
+        self._residence = Residence(settings.horizon_s_min, settings.residence_s_max)
         self._first_to_evict: dict[int, None] = {}  # cached pages that are evicted before all others
         self._published: dict[int, CachedPage] = {}
         self._owned = OwnedPages()

@@ -18,7 +18,7 @@ from samovar.cache_tiers.policy import IdleSessions, Known, Prefetcher, Residenc
 from samovar.cache_tiers.pricing import Doubt, LoadPiece, TierMeter, worth_storing
 from samovar.cluster.plan.simulator.fleet import Fleet
 from samovar.cluster.plan.simulator.tier import Block, Placed, SimLink, SimTier
-from samovar.configs.sections import TierSettings
+from samovar.configs.sections import PolicySettings, TierSettings
 
 PIECE_BLOCKS = 8
 """Up to this many consecutive blocks of one tier are loaded as one piece, like a turn's extent."""
@@ -270,7 +270,7 @@ class SimPrefetch:
             self.below_bytes(session),
             now_s,
             room_bytes=self._room_bytes(),
-            stays_s=self._upper.horizon_s(now_s),
+            stays_s=PolicySettings.horizon_s_max,
             is_demand_busy=self._is_demand_busy(now_s),
         )
         if guess is not None:

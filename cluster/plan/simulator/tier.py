@@ -103,7 +103,7 @@ class SimTier:
         self._blocks: dict[int, Block] = {}
         self._expiring: LazyHeap[Block] = LazyHeap(lambda block: (block.expires_s, 0))
         self._queue: ValueQueue[Block] = ValueQueue(sessions, policy, settings.rerank_s)
-        self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
+        self._residence = Residence(settings.horizon_s_min, settings.residence_s_max)
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -461,10 +461,11 @@ def test_unlikely_is_what_was_never_expected_not_what_is_idle_for_long() -> None
 
 
 MONTH_S = 30 * 86400
-HORIZONS_S = (30.0, 600.0, 3600.0)
+HORIZONS_S = (30.0, 600.0, 3600.0, 86_400.0)
 GRID_S = sorted(
     {
         *range(0, 4000, 7),
+        *range(500_000, 500_600, 3),
         *(max(0, int(edge) + more) for edge in EDGES_S for more in (-3601, -31, -1, 0, 1)),
         *(int(1.02**power) for power in range(400, 1000) if 1.02**power < MONTH_S),
         MONTH_S,
