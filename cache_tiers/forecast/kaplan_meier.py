@@ -49,6 +49,7 @@ NOTICED: Final = 0.05
 TAIL_RETURNS_MIN: Final = 200.0
 """Returns needed in a bin, or in later ones, before kinds and features are told apart there."""
 
+_DAYS: Final = bin_of(86_400.0)
 _COLD_HAZARDS: Final[list[float]] = (-np.expm1(np.diff(COLD.astype(np.float64)))).tolist()
 _BEGINS_S: Final[list[float]] = EDGES_S[:-1].tolist()
 _ENDS_S: Final[list[float]] = EDGES_S[1:].tolist()
@@ -163,12 +164,17 @@ class KaplanMeier:
         self._leave(session)
 
     def hazards(self, kind: int) -> list[float]:
-        """Return `[BINS]` in (0, 1): of the kind, or of its pool where too little was seen."""
+        """Return `[BINS]` in (0, 1): of the kind, or of its pool where too little was seen.
+
+        From a day on `COLD`'s then, by which the longest unused goes first: forecasts live for days, and what
+        one of today and one of last week made up for the tail would be compared.
+        """
         pool = _pool(self._kinds[kind])
         pooled = pool.hazards(self._now_s, _COLD_HAZARDS)
         of_kind = self._kinds[kind].hazards(self._now_s, pooled)
-        both = zip(of_kind, pooled, _seen(pool), strict=True)
-        return [own if is_seen else common for own, common, is_seen in both]
+        common = [*pooled[:_DAYS], *_COLD_HAZARDS[_DAYS:]]
+        both = zip(of_kind, common, _seen(pool), strict=True)
+        return [own if is_seen else other for own, other, is_seen in both]
 
     def seen(self) -> list[bool]:
         """Return `[BINS]`: whether enough sessions resumed in this or later bins to tell kinds apart.

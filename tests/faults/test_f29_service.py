@@ -14,7 +14,7 @@ from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.forecast import learner as predictor_file
 from samovar.cache_tiers.forecast.learner import FAILURES_MAX
 from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.turns import COLD, Curves, Hint, Opening, SessionKey, Turn
+from samovar.cache_tiers.forecast.turns import COLD, EDGES, Curves, Hint, Opening, SessionKey, Turn
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Lookup, LookupResult
 from samovar.cache_tiers.node import resumption as node_returns
@@ -193,7 +193,7 @@ def test_f29_curves_that_are_none_harm_nobody(tmp_path: Path) -> None:
 
     class Nans(Foretells):
         def ended(self, turn: Turn) -> Curves:
-            return np.full(18, np.nan, dtype=np.float32)
+            return np.full(EDGES, np.nan, dtype=np.float32)
 
     node = bench([HeapTier(64 * 1024), nvme(tmp_path)], make_predictor=Nans, bytes_max=64 * 1024)
     for number in range(30):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,9 +16,16 @@ from samovar.cluster.plan.plan import PlanAsk, fleet_of
 from samovar.cluster.plan.runs import policy_of
 from samovar.cluster.plan.simulator.fleet import Fleet
 from samovar.cluster.plan.simulator.sim import Sim
-from samovar.cluster.plan.simulator.tier import SimTier
+from samovar.cluster.plan.simulator.tier import Block, SimTier
 from samovar.cluster.plan.traces.replay import TraceOpenings
-from samovar.configs.sections import GIB, PolicyName, PolicySettings, ProfileName, ProfilesSettings
+from samovar.configs.sections import (
+    GIB,
+    PolicyName,
+    PolicySettings,
+    ProfileName,
+    ProfileSettings,
+    ProfilesSettings,
+)
 from samovar.configs.settings import Settings
 from tests.support.traffic import BLOCK, turn
 
@@ -63,13 +71,38 @@ def test_policies_are_run_with_the_shipped_settings(name: PolicyName) -> None:
 @pytest.mark.parametrize("name", get_args(ProfileName))
 def test_a_simulated_tier_keeps_what_its_profile_says_and_a_pool_what_is_worth_most(name: str) -> None:
     profile = SHIPPED.tiers.profiles.named(name)
-    fleet = Fleet(gpu_bytes=8 * GIB, cpu_bytes=8 * GIB, s3_bytes=8 * GIB)
-    sim = Sim(fleet, make_policy(fleet.policy), BLOCK)
-    sim.run([replace(turn(0, 0.0, (1, 2)), profile=name)])
-    (node,) = sim.nodes
-    held = node.tiers["cpu"]._blocks[1]
-    assert (held.min_ttl_s, held.expires_s - held.used_s) == (profile.min_ttl_s, profile.ttl_s)
-    assert sim.replicas[0].gpu._blocks[1].min_ttl_s == 0.0
+    gone: list[Block] = []
+    tiers = [
+        SimTier(
+            2,
+            BLOCK,
+            make_policy(PolicySettings()),
+            PolicySettings(),
+            IdleSessions(9),
+            on_evicted=lambda blocks, now_s: gone.extend(blocks),
+            placed=placed,
+        )
+        for placed in (lambda _: profile, None)
+    ]
+    for tier in tiers:
+        tier.use([1, 2], "a", 0.0, 10.0)
+        tier.put([3], "b", 20.0)
+    of_a_tier, of_a_pool = gone
+    assert (of_a_tier.min_ttl_s, of_a_tier.expires_s) == (profile.min_ttl_s, 10.0 + profile.ttl_s)
+    assert (of_a_pool.min_ttl_s, of_a_pool.expires_s) == (0.0, math.inf)
+    lower = SimTier(9, BLOCK, make_policy(PolicySettings()), PolicySettings(), IdleSessions(9))
+    lower.take_in([of_a_tier], 20.0)
+    lower.touch([], "a", 10.0 + profile.ttl_s)
+    assert len(lower) == 0, "a copy is kept as its original was"
+
+
+@pytest.mark.parametrize("name", get_args(ProfileName))
+def test_a_simulated_fleet_keeps_what_the_profile_of_its_turn_says(name: str) -> None:
+    short = ProfilesSettings(batch=ProfileSettings(ttl_s=50.0))
+    fleet = Fleet(gpu_bytes=0, cpu_bytes=8 * GIB, profiles=short)
+    turns = [replace(turn(0, at_s, (1, 2)), profile=name) for at_s in (0.0, 100.0)]
+    tally = Sim(fleet, make_policy(fleet.policy), BLOCK).run(turns)
+    assert (tally.hit_tokens["cpu"] == 0) is (name == "batch")
 
 
 def test_what_was_not_used_for_its_time_is_gone() -> None:
@@ -84,9 +117,6 @@ def test_what_was_not_used_for_its_time_is_gone() -> None:
         each.check_integrity()
     assert [number in pool for number in (1, 2, 3)] == [True, True, True]
     assert [number in tier for number in (1, 2, 3)] == [True, False, True]
-    lower = SimTier(9, BLOCK, policy, PolicySettings(), IdleSessions(9), placed=lambda _: profiles.batch)
-    lower.take_in([tier._blocks[1]], 10.0 + profiles.chat.ttl_s)
-    assert lower._blocks[1].min_ttl_s == profiles.chat.min_ttl_s, "a copy is kept as its original was"
     assert tier.use([1], "b", 110.0 + profiles.chat.ttl_s, 1e6) == 0
 
 
