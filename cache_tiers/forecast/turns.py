@@ -133,7 +133,8 @@ def curve_of(hazards: npt.ArrayLike) -> Curves:
 
 def log_survival(curves: Curves, idle_s: Floats) -> Floats:
     """Return `log S` of each curve `[n, EDGES]` at its time `[n]`."""
-    return -_hazard(curves, np.zeros_like(idle_s), idle_s)
+    found: Floats = -_hazard(curves, np.zeros_like(idle_s), idle_s)
+    return found
 
 
 def resume_probability(curves: Curves, idle_s: Floats, horizon_s: float) -> Floats:
@@ -153,7 +154,8 @@ def _hazard(curves: Curves, from_s: Floats, more_s: Floats | float) -> Floats:
     first, last = _BIN_OF_SECOND[begin_s.astype(np.intp)], _BIN_OF_SECOND[end_s.astype(np.intp)]
 
     def between(bins: npt.NDArray[np.int8] | int, later: npt.NDArray[np.int8] | int) -> Floats:
-        return np.subtract(flat[rows + bins], flat[rows + later], dtype=np.float64)
+        added: Floats = np.subtract(flat[rows + bins], flat[rows + later], dtype=np.float64)
+        return added
 
     rate = between(first, first + 1) / WIDTHS_S[first]
     in_last = between(last, last + 1) / WIDTHS_S[last] * (end_s - EDGES_S[last])
@@ -191,7 +193,8 @@ def times(curve: Curves, ratio: float) -> Curves:
 
 def rest_of(curve: Curves, idle_s: float) -> Floats:
     """Return what is left of a curve after `idle_s`, `[EDGES]`, counted from then on."""
-    return -_hazard(np.tile(curve, (EDGES, 1)), np.full(EDGES, max(idle_s, 0.0)), EDGES_S)
+    rest: Floats = -_hazard(np.tile(curve, (EDGES, 1)), np.full(EDGES, max(idle_s, 0.0)), EDGES_S)
+    return rest
 
 
 TRUST: Final = 0.9

@@ -7,6 +7,7 @@ has; and after a restart, when no session is known, the longest unused goes firs
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -80,7 +81,8 @@ def of_a_pool() -> list[str]:
 
 def of_the_simulator(profile: ProfileName) -> list[str]:
     """The same of a simulated tier."""
-    sessions, gone = IdleSessions(10), []
+    sessions = IdleSessions(10)
+    gone: list[int] = []
     tier = SimTier(
         len(WHO),
         16,
@@ -101,8 +103,8 @@ def of_the_simulator(profile: ProfileName) -> list[str]:
 
 SHIPPED_ORDERS: dict[str, Callable[[], list[str]]] = {
     "pool": of_a_pool,
-    **{f"{tier}, {name}": lambda t=tier, n=name: of_a_tier(t, n) for tier in TIERS for name in PROFILES},
-    **{f"simulator, {name}": lambda n=name: of_the_simulator(n) for name in PROFILES},
+    **{f"{tier}, {name}": partial(of_a_tier, tier, name) for tier in TIERS for name in PROFILES},
+    **{f"simulator, {name}": partial(of_the_simulator, name) for name in PROFILES},
 }
 
 

@@ -19,7 +19,7 @@ from samovar.cache_tiers.forecast.features import (
 from samovar.cache_tiers.forecast.hazard_net import HazardModel, log_odds
 from samovar.cache_tiers.forecast.kaplan_meier import KINDS, SHRINKAGE, TAIL_RETURNS_MIN, KaplanMeier, kind_of
 from samovar.cache_tiers.forecast.predictor import Outcome, ReplayTurns
-from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES, EDGES_S, LAST_S, Turn, curve_of
+from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES, EDGES_S, LAST_S, Turn, bin_of, curve_of
 
 TURN = Turn("s", 0.0, 1.0, 1000, 50)
 OFFSET = log_odds(-np.expm1(np.diff(COLD.astype(np.float64))))
@@ -139,6 +139,21 @@ def test_counting_is_the_life_table_with_those_still_idle() -> None:
         wanted = (back[own].sum(axis=0) + SHRINKAGE * of_all) / (seen[own].sum(axis=0) + SHRINKAGE)
         wanted = np.where(is_told_apart, wanted, np.where(EDGES_S[:-1] < 86_400.0, of_all, cold))
         assert counts.hazards(kind) == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize(("returns", "says"), [(int(TAIL_RETURNS_MIN) - 1, False), (400, True)])
+def test_days_say_nothing_before_enough_came_back_after_days(returns: int, says: bool) -> None:
+    """A curve lives for days: one of last week with a made-up tail would be compared with one of today."""
+    counts = KaplanMeier(1, sessions_max=1000, window=10_000)
+    for number in range(returns):
+        counts.began_idle(number, 0, float(number))
+    for number in range(returns):
+        counts.came_back(number, number + 1.5 * 86_400.0)
+    cold = -np.expm1(np.diff(COLD.astype(np.float64)))
+    after_a_day = bin_of(86_400.0)
+    hazards = counts.hazards(0)
+    assert (hazards[after_a_day] > 0.5) is says
+    assert says or hazards[after_a_day:] == cold[after_a_day:].tolist()
 
 
 def test_who_goes_on_without_the_idle_ones_has_the_same_hazards() -> None:
