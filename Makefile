@@ -51,7 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -149,6 +149,11 @@ vllm-env: wheel-vllm
 
 test-vllm: $(STAMP) vllm-env ## conversations, restarts and faults of the tiers under a real vLLM (needs PyPI; ten minutes)
 	TESTS_VLLM=$(abspath $(VLLM_ENV)) $(PY) -m pytest -s tests/vllm $(ARGS)
+
+VLLM_HOME ?= build/vllm-home
+test-vllm-serve: $(STAMP) ## vLLM as the engine of a service's replicas: returns, forms, tenants, kills, a rollout (needs PyPI; fifteen minutes)
+	$(PY) -m samovar engines add vllm --engine.device cpu --model.cache-dir $(abspath $(VLLM_HOME))
+	TESTS_VLLM_SERVE=$(abspath $(VLLM_HOME))/engines/vllm/bin/python $(PY) -m pytest -s tests/vllm_serve $(ARGS)
 
 # Of other minors the Python files: their wheels are 300 MB each.
 VLLM_SOURCES ?= build/vllm-sources
