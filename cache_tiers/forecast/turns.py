@@ -149,25 +149,22 @@ def _hazard(curves: Curves, from_s: Floats, more_s: Floats | float) -> Floats:
     A sum of what bins add, all of it positive, and not a difference of `log S`: that rounds to more than what
     distinguishes days of idle time.
     """
-    flat, rows = curves.reshape(-1), np.arange(len(from_s)) * EDGES
+    flat, rows = curves.reshape(-1).astype(np.float64), np.arange(len(from_s)) * EDGES
     begin_s, end_s = np.clip(from_s, 0.0, LAST_S), np.clip(from_s + more_s, 0.0, LAST_S)
     first, last = _BIN_OF_SECOND[begin_s.astype(np.intp)], _BIN_OF_SECOND[end_s.astype(np.intp)]
 
-    def between(bins: npt.NDArray[np.int8] | int, later: npt.NDArray[np.int8] | int) -> Floats:
-        added: Floats = np.subtract(flat[rows + bins], flat[rows + later], dtype=np.float64)
-        return added
-
-    rate = between(first, first + 1) / WIDTHS_S[first]
-    in_last = between(last, last + 1) / WIDTHS_S[last] * (end_s - EDGES_S[last])
+    after_first, at_last = flat[rows + first + 1], flat[rows + last]
+    rate = (flat[rows + first] - after_first) / WIDTHS_S[first]
+    in_last = (at_last - flat[rows + last + 1]) / WIDTHS_S[last] * (end_s - EDGES_S[last])
     hazard: Floats = np.where(
         first == last,
         rate * np.minimum(more_s, LAST_S - begin_s),
-        rate * (EDGES_S[first + 1] - begin_s) + between(first + 1, last) + in_last,
+        rate * (EDGES_S[first + 1] - begin_s) + (after_first - at_last) + in_last,
     )
     if (from_s + more_s > LAST_S).any():
         since_s, until_s = np.maximum(from_s, LAST_S), np.maximum(from_s + more_s, LAST_S)
-        at_last = between(BINS - 1, BINS) * (LAST_S / WIDTHS_S[-1])
-        hazard += at_last * np.log1p((until_s - since_s) / since_s)
+        last_rate = (flat[rows + BINS - 1] - flat[rows + BINS]) / WIDTHS_S[-1]
+        hazard += last_rate * LAST_S * np.log1p((until_s - since_s) / since_s)
     return hazard
 
 
