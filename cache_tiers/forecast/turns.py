@@ -186,7 +186,11 @@ def times(curve: Curves, ratio: float) -> Curves:
 
 def rest_of(curve: Curves, idle_s: float) -> Floats:
     """Return what is left of a curve after `idle_s`, `[EDGES]`, counted from then on."""
-    return log_survival(np.tile(curve, (EDGES, 1)), EDGES_S, idle_s)
+    at_s = max(idle_s, 0.0) + EDGES_S
+    last_slope = (float(curve[-1]) - float(curve[-2])) / WIDTHS_S[-1]
+    since = np.interp(at_s, EDGES_S, curve) + last_slope * LAST_S * np.log(np.maximum(at_s / LAST_S, 1.0))
+    rest: Floats = since - since[0]
+    return rest
 
 
 TRUST: Final = 0.9
