@@ -37,11 +37,6 @@ ADOPTED_IDLE_SHARE = 0.9
 A wall clock that is years ahead must not empty the tiers at startup, and the order of use stays."""
 
 
-def _adopted_idle_s(idle_s: float, ttl_s: float) -> float:
-    most_s = ADOPTED_IDLE_SHARE * ttl_s
-    return max(0.0, idle_s) if idle_s <= most_s else most_s * (1.01 - 0.01 * most_s / idle_s)
-
-
 class Catalog:
     """The extents of one node and their copies, see the module.
 
@@ -276,7 +271,8 @@ class Catalog:
             return (self.transfers.drop_stranger(tier, address, scanned.nbytes, "cleared"),)
         if known is not None and not known.is_same(header):
             return (self.transfers.drop_stranger(tier, address, scanned.nbytes, "differs"),)
-        idle_s = _adopted_idle_s(now_unix_s - scanned.last_used_unix_s, header.placement.ttl_s)
+        idle_s, most_s = now_unix_s - scanned.last_used_unix_s, ADOPTED_IDLE_SHARE * header.placement.ttl_s
+        idle_s = max(0.0, idle_s) if idle_s <= most_s else most_s * (1.01 - 0.01 * most_s / idle_s)
         extent = HeldExtent(header, now_s - idle_s) if known is None else known
         extent.last_used_s = max(extent.last_used_s, now_s - idle_s)
         return self._adopt(tier, extent, scanned.nbytes, now_s, None if is_cleared else header.session)

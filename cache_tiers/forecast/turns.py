@@ -131,44 +131,37 @@ def curve_of(hazards: npt.ArrayLike) -> Curves:
     return log_s
 
 
-def log_survival(curves: Curves, idle_s: Floats) -> Floats:
-    """Return `log S` of each curve `[n, EDGES]` at its time `[n]`."""
-    found: Floats = -_hazard(curves, np.zeros_like(idle_s), idle_s)
+def log_survival(curves: Curves, over_s: Floats | float, idle_s: Floats | float = 0.0) -> Floats:
+    """Return log P(still idle `over_s` later | idle for `idle_s`), `[n]`, of curves `[n, EDGES]`.
+
+    A sum of what bins add, none of it positive, and not a difference of two `log S`: that rounds to more than
+    what distinguishes days of idle time.
+    """
+    flat = curves.reshape(-1).astype(np.float64)
+    rows = np.arange(0, len(flat), EDGES)
+    idle_s, over_s = np.maximum(np.zeros(len(rows)), idle_s), np.maximum(over_s, 0.0)
+    until_s = idle_s + over_s
+    begin_s, end_s = np.minimum(idle_s, LAST_S), np.minimum(until_s, LAST_S)
+    first, last = _BIN_OF_SECOND[begin_s.astype(np.intp)], _BIN_OF_SECOND[end_s.astype(np.intp)]
+    after_first, at_last = flat[rows + first + 1], flat[rows + last]
+    slope = (after_first - flat[rows + first]) / WIDTHS_S[first]
+    in_last = (flat[rows + last + 1] - at_last) / WIDTHS_S[last] * (end_s - EDGES_S[last])
+    found: Floats = np.where(
+        first == last,
+        slope * np.minimum(over_s, LAST_S - begin_s),
+        slope * (EDGES_S[first + 1] - begin_s) + (at_last - after_first) + in_last,
+    )
+    if (until_s > LAST_S).any():
+        after_s = np.maximum(idle_s, LAST_S)
+        last_slope = (flat[rows + BINS] - flat[rows + BINS - 1]) / WIDTHS_S[-1]
+        found += last_slope * LAST_S * np.log1p((np.maximum(until_s, LAST_S) - after_s) / after_s)
     return found
 
 
 def resume_probability(curves: Curves, idle_s: Floats, horizon_s: float) -> Floats:
     """Return P(resumes within `horizon_s` | idle for `idle_s`), `[n]`, of curves `[n, EDGES]`."""
-    probability: Floats = -np.expm1(-_hazard(curves, np.maximum(idle_s, 0.0), horizon_s))
+    probability: Floats = -np.expm1(log_survival(curves, horizon_s, idle_s))
     return probability
-
-
-def _hazard(curves: Curves, from_s: Floats, more_s: Floats | float) -> Floats:
-    """Return the hazard that each curve `[n, EDGES]` cumulates in `more_s` from its time `[n]` on.
-
-    A sum of what bins add, all of it positive, and not a difference of `log S`: that rounds to more than what
-    distinguishes days of idle time.
-    """
-    flat, rows = curves.reshape(-1), np.arange(len(from_s)) * EDGES
-    begin_s, end_s = np.clip(from_s, 0.0, LAST_S), np.clip(from_s + more_s, 0.0, LAST_S)
-    first, last = _BIN_OF_SECOND[begin_s.astype(np.intp)], _BIN_OF_SECOND[end_s.astype(np.intp)]
-
-    def between(bins: npt.NDArray[np.int8] | int, later: npt.NDArray[np.int8] | int) -> Floats:
-        added: Floats = np.subtract(flat[rows + bins], flat[rows + later], dtype=np.float64)
-        return added
-
-    rate = between(first, first + 1) / WIDTHS_S[first]
-    in_last = between(last, last + 1) / WIDTHS_S[last] * (end_s - EDGES_S[last])
-    hazard: Floats = np.where(
-        first == last,
-        rate * np.minimum(more_s, LAST_S - begin_s),
-        rate * (EDGES_S[first + 1] - begin_s) + between(first + 1, last) + in_last,
-    )
-    if (from_s + more_s > LAST_S).any():
-        since_s, until_s = np.maximum(from_s, LAST_S), np.maximum(from_s + more_s, LAST_S)
-        at_last = between(BINS - 1, BINS) * (LAST_S / WIDTHS_S[-1])
-        hazard += at_last * np.log1p((until_s - since_s) / since_s)
-    return hazard
 
 
 def resume_within(curve: Curves, idle_s: float, horizon_s: float) -> float:
@@ -193,7 +186,10 @@ def times(curve: Curves, ratio: float) -> Curves:
 
 def rest_of(curve: Curves, idle_s: float) -> Floats:
     """Return what is left of a curve after `idle_s`, `[EDGES]`, counted from then on."""
-    rest: Floats = -_hazard(np.tile(curve, (EDGES, 1)), np.full(EDGES, max(idle_s, 0.0)), EDGES_S)
+    at_s = max(idle_s, 0.0) + EDGES_S
+    last_slope = (float(curve[-1]) - float(curve[-2])) / WIDTHS_S[-1]
+    since = np.interp(at_s, EDGES_S, curve) + last_slope * LAST_S * np.log(np.maximum(at_s / LAST_S, 1.0))
+    rest: Floats = since - since[0]
     return rest
 
 

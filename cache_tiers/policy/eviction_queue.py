@@ -364,7 +364,7 @@ class ValueQueue(Generic[T]):
         worth = np.where(is_left, share * worth, worth)
         min_ttl_s = np.repeat(np.array([front.min_ttl_s for front in fronts]), counts)
         is_kept = np.maximum(now_s - each_used_s, 0.0) < min_ttl_s
-        is_kept &= ~sessions.never(slots, PolicySettings.copied_probability_min)
+        is_kept &= -np.expm1(sessions.curves[slots, -1]) >= PolicySettings.copied_probability_min
         classes = RUNNING * sessions.are_running(slots, now_s) + KEPT * is_kept
         classes[is_left] = 0
         starts = np.cumsum(counts) - counts

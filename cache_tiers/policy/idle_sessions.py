@@ -154,12 +154,7 @@ class IdleSessions:
         slots: Slots = np.array([self.slot(session) for session in sessions], dtype=np.intp)
         if not len(slots) or (slots == NO_SESSION).any() or self.are_running(slots, now_s).any():
             return False
-        return bool(self.never(slots, least).all())
-
-    def never(self, slots: Slots, least: float) -> npt.NDArray[np.bool_]:
-        """Return whether each session was expected, as of its last turn or hint, to resume less likely."""
-        is_never: npt.NDArray[np.bool_] = -np.expm1(self.curves[slots, -1]) < least
-        return is_never
+        return bool((-np.expm1(self.curves[slots, -1]) < least).all())
 
     def are_running(self, slots: Slots, now_s: float) -> npt.NDArray[np.bool_]:
         """Return whether each session is in the middle of a turn."""

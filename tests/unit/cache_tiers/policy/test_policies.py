@@ -17,6 +17,8 @@ from samovar.cache_tiers.forecast.turns import (
     LAST_S,
     Forecast,
     curve_of,
+    log_survival,
+    rest_of,
     resume_probability,
     resume_within,
 )
@@ -561,3 +563,11 @@ def test_what_is_never_used_again_is_not_kept_for_its_floor() -> None:
         world.sessions.started("gone", NOW_S)
         world.queue.changed("gone")
         assert world.names()[0] == "b", "it is back"
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 100.0, 90_000.0, LAST_S, 3 * LAST_S])
+def test_what_is_left_of_a_curve_is_what_it_says_from_then_on(idle_s: float) -> None:
+    rest = rest_of(SOON, idle_s)
+    said = log_survival(np.tile(SOON, (len(EDGES_S), 1)), EDGES_S, idle_s)
+    assert rest == pytest.approx(said, abs=1e-5)
+    assert rest[-1] < -0.1, "who has been away for weeks may come back"
