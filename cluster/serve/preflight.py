@@ -56,7 +56,8 @@ def first_look(
     refuse_early(settings, find_early(settings.model))
     if settings.engine.kind == "vllm":
         find_python(settings)
-    if settings.engine.device == "cuda" and (why_not := why_no_gpu(torch_version(), open_library)):
+    version = "" if settings.engine.kind == "vllm" else torch_version()  # it has a torch of its own
+    if settings.engine.device == "cuda" and (why_not := why_no_gpu(version, open_library)):
         raise ModelRefused(f"engine.device is cuda and {why_not}", CUDA_FIX)  # `check_gpus` knows the rest
     with_object_store(settings, shm_free_bytes())
     check_port(settings.server.host, settings.server.port)
@@ -157,7 +158,7 @@ def check_gpus(settings: Settings) -> None:
     """Raise `StartFailed` if there are fewer GPUs than the replicas take; Serve would wait for ever."""
     if not uses_gpu(settings):
         return
-    gpus = gpus_seen()
+    gpus = _gpus(settings)
     if gpus == 0:
         raise ModelRefused("engine.device is cuda and torch sees no CUDA device", CUDA_FIX)
     replicas, each = settings.cluster.replicas_first, settings.engine.tensor_parallel
@@ -202,4 +203,9 @@ def uses_gpu(settings: Settings) -> bool:
         return False
     if settings.engine.device == "cuda":
         return True
-    return gpus_seen() > 0
+    return _gpus(settings) > 0
+
+
+def _gpus(settings: Settings) -> int:
+    """Return how many GPUs the engine's torch sees here."""
+    return gpus_seen(find_python(settings)[0]) if settings.engine.kind == "vllm" else gpus_seen()

@@ -53,21 +53,23 @@ def why_no_gpu(version: str, open_library: Callable[[str], object] = ctypes.CDLL
     return None
 
 
-def gpus_seen() -> int:
+def gpus_seen(python: Path | None = None) -> int:
     """Return how many GPUs torch sees here; torch is not imported for it.
 
     Where there may be one, a process is asked that ends: torch's own word decides, and neither its memory
-    nor a CUDA context stays.
+    nor a CUDA context stays. `python`: whose torch is asked; None: ours.
     """
+    if python is not None:
+        return 0 if why_no_gpu("") else _count_gpus(str(python))
     torch = sys.modules.get("torch")
     if torch is not None:
         return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
-    return 0 if why_no_gpu(torch_version()) else _count_gpus()
+    return 0 if why_no_gpu(torch_version()) else _count_gpus(sys.executable)
 
 
 @cache
-def _count_gpus() -> int:
-    command = [sys.executable, "-P", "-c", COUNT_GPUS]  # -P: no modules of the working directory
+def _count_gpus(python: str) -> int:
+    command = [python, "-P", "-c", COUNT_GPUS]  # -P: no modules of the working directory
     counted = subprocess.run(command, check=False, capture_output=True, text=True)
     if counted.returncode:
         logger.warning("torch cannot say how many GPUs there are: %s", counted.stderr.strip()[-300:])

@@ -56,13 +56,15 @@ class VllmReplica(Replica):
 
     def build(self, settings: Settings, model_dir: Path, replica_id: str, notes: StartNotes) -> ServedEngine:
         """Build the engine: start vLLM, its connector and what stands around it."""
+        from torch import device
+        from torch.cuda import is_available as cuda_is_available
+
         from samovar.cache_tiers.forecast import fast_clock
         from samovar.cache_tiers.pricing import PrefillMeter, fit_prefill
         from samovar.cache_tiers.vllm.replica_turn import FromConnector
         from samovar.replicas.answers import EngineLimits, OutputProcessor, TokenText
         from samovar.replicas.grammar import GrammarCompiler
         from samovar.replicas.model import (
-            choose_device,
             choose_dtype,
             describe_model,
             free_host_bytes,
@@ -79,12 +81,14 @@ class VllmReplica(Replica):
         notes.begin("digest")
         started_s, engine = time.monotonic(), settings.engine
         spec = describe_model(settings, model_dir, notes.begin)
-        device = choose_device(engine)
-        on_cpu = device.type == "cpu"
+        on_cpu = engine.device == "cpu" or not cuda_is_available()
         sharing = settings.cluster.sharing_node(CORES)
         threads = engine.threads or max(1, CORES // sharing)
         os.environ.update(process_environment(threads if on_cpu else None))
-        dtype = choose_dtype(settings.model, device)
+        name, sentence = settings.model.dtype, "as vLLM chooses, and asks the GPU"
+        if on_cpu:  # vLLM would take bfloat16, which most CPUs only play
+            chosen = choose_dtype(settings.model, device("cpu"))
+            name, sentence = str(chosen.dtype).removeprefix("torch."), chosen.sentence
         pool_bytes = engine.pool_bytes_max
         if pool_bytes is None and on_cpu:
             left_bytes = free_host_bytes() - sharing * spec.weights_bytes
@@ -96,7 +100,6 @@ class VllmReplica(Replica):
         notes.begin("weights")
         from samovar.replicas.vllm.async_llm import VERSION, AsyncVllm
 
-        name = str(dtype.dtype).removeprefix("torch.")
         try:
             arguments = engine_arguments(settings, model_dir, name, pool_bytes, told, on_cpu=on_cpu)
             source = AsyncVllm(arguments, engine.vllm.adapters)
@@ -115,7 +118,7 @@ class VllmReplica(Replica):
             context_tokens_max=layout.context_tokens_max,
             device=layout.device,
             dtype=layout.dtype,
-            dtype_sentence=dtype.sentence,
+            dtype_sentence=sentence,
             threads=threads,
             step=f"vLLM {VERSION}",
             exact=False,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from samovar.cluster.engines import VllmPython
 from samovar.cluster.serve import graph, preflight
 from samovar.cluster.serve.preflight import StartFailed, check_gpus
 from samovar.configs.cluster import AutoscalingSettings, ClusterSettings
+from samovar.configs.imports import OWN_PYTHON
 from samovar.configs.settings import EngineSettings, Settings
 from samovar.replicas.messages import ModelRefused
 
@@ -56,13 +60,31 @@ def test_ranks_without_gpus_reserve_cpus(cpus: float, each: float) -> None:
 
 
 def test_gpus_are_counted_not_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "gpus_seen", lambda: 4)
+    monkeypatch.setattr(preflight, "gpus_seen", lambda *of: 4)
     check_gpus(settings_of(2, replicas=2))
     check_gpus(settings_of(1, replicas=4))
     with pytest.raises(StartFailed, match=r"replicas=3 needs 6 GPUs \(engine.tensor_parallel=2\).* has 4"):
         check_gpus(settings_of(2, replicas=3))
     with pytest.raises(StartFailed, match="replicas=5 needs as many GPUs, but this machine has 4"):
         check_gpus(settings_of(1, replicas=5))
-    monkeypatch.setattr(preflight, "gpus_seen", lambda: 0)
+    monkeypatch.setattr(preflight, "gpus_seen", lambda *of: 0)
     with pytest.raises(ModelRefused, match="torch sees no CUDA device"):
         check_gpus(settings_of(1, replicas=1))
+
+
+def test_a_replica_of_vllm_has_its_interpreter_and_all_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM starts its ranks itself: one actor, no bundles. What that starts is told which Python is ours."""
+    found = VllmPython(Path("/v/bin/python"), Path("/v/path"), "0.32.0", "2.60.0")
+    monkeypatch.setattr(graph, "vllm_python", lambda settings: found)
+    monkeypatch.setattr(preflight, "find_python", lambda settings: (found.python, None))
+    asked = list[object]()
+    monkeypatch.setattr(preflight, "gpus_seen", lambda *of: 7 + len([asked.append(of)]))
+    settings = Settings.model_validate({"engine": {"kind": "vllm", "tensor_parallel": 4}})
+    config = placed(settings)
+    assert config.placement_group_bundles is None
+    assert config.ray_actor_options["num_gpus"] == 4
+    environment = config.ray_actor_options["runtime_env"]
+    assert environment["py_executable"] == "/v/bin/python"
+    assert environment["env_vars"] == {"PYTHONPATH": "/v/path", OWN_PYTHON: sys.executable}
+    assert asked == [(found.python,)], "its torch is asked, not ours"
+    assert "runtime_env" not in placed(Settings()).ray_actor_options
