@@ -85,7 +85,8 @@ class VllmReplica(Replica):
         sharing = settings.cluster.sharing_node(CORES)
         threads = engine.threads or max(1, CORES // sharing)
         os.environ.update(process_environment(threads if on_cpu else None))
-        name, sentence = settings.model.dtype, "as vLLM chooses, and asks the GPU"
+        name: str = settings.model.dtype
+        sentence = "as vLLM chooses, and asks the GPU"
         if on_cpu:  # vLLM would take bfloat16, which most CPUs only play
             chosen = choose_dtype(settings.model, device("cpu"))
             name, sentence = str(chosen.dtype).removeprefix("torch."), chosen.sentence
