@@ -130,6 +130,12 @@ def refuse_for_vllm(settings: Settings) -> None:
         for value in _given(settings, key)
         if value not in row.fine
     ]
+    names = {settings.model.served_name, *settings.model.aliases}
+    problems += [
+        (f"engine.vllm.adapters: {name} is a name of the model", "give the adapter another name")
+        for name in settings.engine.vllm.adapters
+        if name in names
+    ]
     for given, option in settings.engine.vllm.options.items():
         problems += _refused_option(settings, given.replace("-", "_"), option)
     if problems:

@@ -143,6 +143,13 @@ def test_ranks_of_vllm_need_no_groups_of_heads() -> None:
         Settings.model_validate({"engine": {"tensor_parallel": 4}})
 
 
+def test_an_adapter_has_a_name_of_its_own() -> None:
+    adapters = {"vllm": {"adapters": {"tuned": "/a"}}}
+    refuse_for_vllm(settings(engine=adapters))
+    with pytest.raises(ModelRefused, match="tuned is a name of the model"):
+        refuse_for_vllm(settings(engine=adapters, model={"aliases": ["tuned"]}))
+
+
 def test_what_changes_nothing_is_said() -> None:
     (told,) = unused_settings(settings(engine={"step_s_target": None}))
     why = IGNORED["step_s_target"]
