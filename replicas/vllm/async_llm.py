@@ -50,7 +50,9 @@ class AsyncVllm:
 
     def __init__(self, arguments: Mapping[str, Any], adapters: Mapping[str, Path]) -> None:
         numbered = enumerate(sorted(adapters.items()), 1)
-        self._adapters = {name: LoRARequest(name, number, str(path)) for number, (name, path) in numbered}
+        self._adapters = {
+            name: LoRARequest(name, number, str(path.expanduser())) for number, (name, path) in numbered
+        }
         self._gauge = _PoolGauge()
         made = AsyncEngineArgs(**arguments, disable_log_stats=True)
         # A logger of one's own has vLLM gather what it logs, and only that.

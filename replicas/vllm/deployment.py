@@ -102,11 +102,14 @@ class VllmReplica(Replica):
         from samovar.replicas.vllm.async_llm import VERSION, AsyncVllm
 
         try:
-            arguments = engine_arguments(settings, model_dir, name, pool_bytes, told, on_cpu=on_cpu)
+            context = spec.context_tokens(settings.model.context_tokens_max)
+            arguments = engine_arguments(settings, model_dir, context, name, pool_bytes, told, on_cpu=on_cpu)
             source = AsyncVllm(arguments, engine.vllm.adapters)
-        except (ValueError, RuntimeError, NotImplementedError) as error:
+        except Exception as error:
             if connector is not None:
                 connector.close()
+            if isinstance(error, ModelRefused):
+                raise
             cause = last_error(Path("/proc/self/fd/2")) or str(error)
             raise ModelRefused(f"vLLM {VERSION} does not serve it: {cause}", LOG_FIX) from error
         notes.begin("engine")

@@ -146,6 +146,7 @@ BACKEND = "guidance"
 def engine_arguments(
     settings: Settings,
     model_dir: Path,
+    context_tokens: int,
     dtype: str,
     pool_bytes: int | None,
     connector: Mapping[str, Any],
@@ -154,15 +155,16 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return arguments of vLLM's `AsyncEngineArgs`.
 
-    `pool_bytes`: None: vLLM takes its share of a GPU. `connector`: its `kv_connector_extra_config`; empty: no
-    tiers. What `engine.vllm.options` says comes last.
+    `context_tokens`: the model's, or fewer; it is less where the pool holds less, if the settings do not ask
+    for so many. `pool_bytes`: None: vLLM takes its share of a GPU. `connector`: its
+    `kv_connector_extra_config`; empty: no tiers. What `engine.vllm.options` says comes last.
     """
     engine = settings.engine
     given: dict[str, Any] = {
         "model": str(model_dir),
         "served_model_name": [settings.model.served_name or model_dir.name],
         "dtype": dtype,
-        "max_model_len": settings.model.context_tokens_max or AS_FITS,
+        "max_model_len": AS_FITS if settings.model.context_tokens_max is None else context_tokens,
         "block_size": max(engine.block_tokens, CPU_BLOCK_TOKENS) if on_cpu else engine.block_tokens,
         "max_num_seqs": engine.sequences_max,
         "max_num_batched_tokens": max(engine.step_tokens_max, engine.sequences_max),
