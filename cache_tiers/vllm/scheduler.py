@@ -415,14 +415,15 @@ class SchedulerHalf:
         answered = tuple(ids[len(asked) * self._block_tokens : blocks * self._block_tokens])
         parent = asked[-1] if asked else ROOT
         keys = asked + chain_keys(prompt.namespace, answered, extra[len(asked) :], self._block_tokens, parent)
-        held = self._recent.held(keys, kept_front(prompt.found), prompt.began_s)
+        life = prompt.found[0].incarnation  # of rank 0: it was asked first
+        held = self._recent.held(keys, kept_front(prompt.found), prompt.began_s, life)
         pages = page_ids[held : held + _room(self._saving, self._pages)]
         if len(pages) < blocks - held:
             self.counts["stores", "cut: pages"] += 1
         blocks = held + len(pages)
         if not pages or 0 in pages:  # 0: vLLM's null block, of a window that has passed
             return None
-        self._recent.add(keys[held:blocks], self._clock())
+        self._recent.add(keys[held:blocks], self._clock(), life)
         if self.announced is not None:
             self.announced.storing(request.request_id, Chain.of(request, self._block_tokens), keys, held)
         return Store(
@@ -435,7 +436,7 @@ class SchedulerHalf:
             tuple(ids[held * self._block_tokens : blocks * self._block_tokens]),
             extra[held:blocks],
             pages,
-            prompt.found[0].incarnation,  # of rank 0: it was asked first
+            life,
             prompt.found[0].clear_seq,
             self.worth.compute_s(len(pages) * self._block_tokens, held),
             placement,

@@ -78,21 +78,30 @@ def _end(spans: Sequence[BlockRange], first: int) -> int:
 
 
 class RecentStores:
-    """Keys of blocks with the time at which their store began: those of requests that ran side by side."""
+    """Keys of blocks with the time at which their store began: those of requests that ran side by side.
+
+    In one life of the tiers: what a restart has left of them its own lookups say.
+    """
 
     def __init__(self) -> None:
         self._began_s: dict[bytes, float] = {}
+        self._incarnation = ""
 
-    def add(self, keys: Iterable[bytes], now_s: float) -> None:
-        """Record that the blocks are being stored."""
+    def add(self, keys: Iterable[bytes], now_s: float, incarnation: str) -> None:
+        """Record that the blocks are being stored by tiers of this life."""
+        if incarnation != self._incarnation:
+            self._began_s.clear()
+            self._incarnation = incarnation
         for key in keys:
             self._began_s.pop(key, None)
             self._began_s[key] = now_s
         while len(self._began_s) > KEYS_MAX:
             del self._began_s[next(iter(self._began_s))]
 
-    def held(self, keys: Sequence[bytes], held: int, looked_up_s: float) -> int:
+    def held(self, keys: Sequence[bytes], held: int, looked_up_s: float, incarnation: str) -> int:
         """Return how many leading blocks there are, of which `held` were found by a lookup at that time."""
+        if incarnation != self._incarnation:
+            return held
         while held < len(keys) and self._began_s.get(keys[held], float("-inf")) > looked_up_s - ARRIVES_S:
             held += 1
         return held
