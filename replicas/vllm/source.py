@@ -6,7 +6,6 @@ engines (`replicas/answers`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,7 +215,7 @@ def _up(rank: int) -> int:
 
 def _parsed(value: bool | int | float | str) -> Any:
     """Return a structure that is written as JSON."""
-    return json.loads(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
+    return parse_json(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
 
 
 def process_environment(threads: int | None) -> dict[str, str]:

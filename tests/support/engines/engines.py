@@ -14,10 +14,12 @@ from samovar.cache_tiers.pricing.meters import UNKNOWN_PREFILL, PrefillPrice
 from samovar.configs.cluster import ClusterSettings
 from samovar.configs.sections import TierSettings
 from samovar.configs.settings import EngineSettings, LimitsSettings, ModelSettings, Settings
+from samovar.replicas.answers import EngineLimits, refusal
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
 from samovar.replicas.offload.tier_client import TierAccess
 from samovar.replicas.ranks import Launch, RankSubprocess
+from samovar.replicas.scheduling import Scheduler
 from samovar.replicas.start.build import BuiltEngine, Start
 from tests.support.engines import exactness
 from tests.support.engines.other_cpu import is_played
@@ -143,3 +145,17 @@ def prompt_of(length: int, seed: int = 0, vocab: int = 512, first: int = 3) -> l
     """`length` token ids without the special ones, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(first, vocab, (length,), generator=generator).tolist()
+
+
+def refusal_now(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
+    """What `OpenRequests.add` would refuse a request with."""
+    pool = scheduler.pool
+    return refusal(
+        request,
+        limits,
+        scheduler.waiting.of(request.tenant),
+        scheduler.waiting,
+        free_places=scheduler.queues.free_places,
+        sequences_max=scheduler.queues.sequences_max,
+        pool_tokens=pool.usable * pool.block_tokens,
+    )

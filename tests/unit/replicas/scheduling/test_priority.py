@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks import TAG_BYTES
 from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
-from samovar.replicas.engine.requests import EngineLimits, refusal
+from samovar.replicas.answers import EngineLimits
 from samovar.replicas.messages import GenerateRequest, SamplingParams
 from samovar.replicas.scheduling.order import SHARED_STEPS, gives
 from samovar.replicas.scheduling.queues import AnswerLengths, ByPrice
@@ -20,6 +20,7 @@ from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepPlan
 from samovar.replicas.turns.fair_queue import PRIORITY_SHARE, FairQueue
 from tests.support.amounts import examples
+from tests.support.engines.engines import refusal_now
 from tests.unit.replicas.scheduling.test_tenants import ALICE, BLOCK, BOB
 from tests.unit.replicas.scheduling.test_tenants import Replica as ReplicaOfTenants
 
@@ -335,7 +336,7 @@ def test_a_full_queue_of_a_worse_priority_refuses_no_better_one() -> None:
         request = GenerateRequest(
             "r", [1] * 10, SamplingParams(max_tokens=5), tenant=ALICE, priority=priority
         )
-        refused = refusal(request, limits, replica.scheduler)
+        refused = refusal_now(request, limits, replica.scheduler)
         return None if refused is None else refused.reason
 
     replica.ask(0)

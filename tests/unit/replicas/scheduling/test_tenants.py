@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks.extent import TAG_BYTES
+from samovar.replicas.answers import EngineLimits
 from samovar.replicas.engine.engine import Engine
-from samovar.replicas.engine.requests import EngineLimits, refusal
 from samovar.replicas.kv.page_pool import PagePool
 from samovar.replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
 from samovar.replicas.scheduling.queues import DropNewest, PageTables
 from samovar.replicas.scheduling.scheduler import Scheduler
 from samovar.replicas.scheduling.sequence import Sequence
 from samovar.replicas.scheduling.step import StepBudget, StepPlan
-from tests.support.engines.engines import prompt_of, small_engine
+from tests.support.engines.engines import prompt_of, refusal_now, small_engine
 
 BLOCK = 16
 ALICE, BOB, CAROL = (bytes([number]) * TAG_BYTES for number in (1, 2, 3))
@@ -347,7 +347,7 @@ def test_a_tenant_fills_its_part_of_the_queue_and_others_still_come_in() -> None
     replica = Replica(places=4)
     limits = EngineLimits(512, 2048, queue_max=20, retry_after_s=3.0, tenant_queue_max=10)
     taken = 0
-    while (refused := refusal(request(ALICE), limits, replica.scheduler)) is None:
+    while (refused := refusal_now(request(ALICE), limits, replica.scheduler)) is None:
         replica.send(ALICE, answer=1500)
         taken += 1
         if taken == 4:
@@ -357,7 +357,7 @@ def test_a_tenant_fills_its_part_of_the_queue_and_others_still_come_in() -> None
     assert refused.retry_after_s == 3.0
     assert "10" in refused.message
     assert "limits.tenant_share" in refused.message
-    assert refusal(request(BOB, n=2), limits, replica.scheduler) is None
+    assert refusal_now(request(BOB, n=2), limits, replica.scheduler) is None
 
 
 def test_who_is_pushed_out_goes_on_as_if_nothing_had_been(tiny_llama: Path) -> None:
