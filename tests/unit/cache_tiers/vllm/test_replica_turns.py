@@ -21,7 +21,7 @@ from samovar.cache_tiers.vllm.replica_turn import (
     ToReplica,
     TurnTold,
 )
-from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm, prompt
+from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, FakeVllm, prompt
 from tests.unit.cache_tiers.vllm.test_connector_laws import Node, engines, node
 
 __all__ = ["engines", "node"]
@@ -67,6 +67,21 @@ def test_a_turn_is_told_once_where_it_came_from(engines: Any) -> None:
     assert told.load_s > 0
     telling.engine.settle()
     assert [one for one in telling.told if isinstance(one, StoresTold)][-1] == StoresTold(0)
+
+
+def test_nothing_is_told_while_a_load_runs(engines: Any) -> None:
+    telling, ids = Telling(engines), prompt(1, 10)
+    key, whole, asked = telling.until_held(ids, 0) + 1, telling.engine.received, list[int]()
+
+    def received(request: FakeRequest) -> set[int]:
+        assert telling.engine.scheduler.matched(request, 0) == 0  # vLLM asks again what it has asked
+        asked.append(len([one for one in telling.told if isinstance(one, PromptTold) and one.key == key]))
+        return whole(request)
+
+    telling.engine.received = received  # type: ignore[method-assign]
+    assert telling.run(key, ids) == 10 * BLOCK_TOKENS
+    assert asked == [0]
+    assert telling.of(PromptTold, key).tokens_by_tier == {"cpu": 10 * BLOCK_TOKENS}
 
 
 def test_what_could_not_be_loaded_is_not_told_as_loaded(engines: Any, node: Node) -> None:
