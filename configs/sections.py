@@ -547,18 +547,6 @@ class SplitSettings(DraftSettings):
         "GPUs move",
     )
 
-    @model_validator(mode="after")
-    def _each_gpu_has_whole_groups(self) -> SplitSettings:
-        is_ours = getattr(self, "kind", "samovar") == "samovar"  # vLLM's ranks store records of their own
-        if is_ours and self.kv_groups % self.tensor_parallel:
-            raise ValueError(
-                f"engine.kv_groups={self.kv_groups} is no multiple of "
-                f"engine.tensor_parallel={self.tensor_parallel}: each GPU holds whole groups of KV heads. "
-                f"Set engine.kv_groups to {self.tensor_parallel}, or to a multiple of it that divides the "
-                "model's KV heads; blocks stored with another number are not found"
-            )
-        return self
-
 
 VOLATILE_LINES = ("x-anthropic-billing-header",)
 LineName = Annotated[

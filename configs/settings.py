@@ -304,6 +304,18 @@ class EngineSettings(SplitSettings):
         given = GRAPH_ROWS_MAX if self.graph_rows_max is None else self.graph_rows_max
         return min(given, self.sequences_max)
 
+    @model_validator(mode="after")
+    def _each_gpu_has_whole_groups(self) -> EngineSettings:
+        # vLLM's ranks store records of their own.
+        if self.kind == "samovar" and self.kv_groups % self.tensor_parallel:
+            raise ValueError(
+                f"engine.kv_groups={self.kv_groups} is no multiple of "
+                f"engine.tensor_parallel={self.tensor_parallel}: each GPU holds whole groups of KV heads. "
+                f"Set engine.kv_groups to {self.tensor_parallel}, or to a multiple of it that divides the "
+                "model's KV heads; blocks stored with another number are not found"
+            )
+        return self
+
 
 class LimitsSettings(Section):
     """Limits of one request and of one client (docs/limits.md)."""

@@ -19,7 +19,10 @@ from samovar.cache_tiers.forecast import (
     Curves,
     Floats,
     Forecast,
+    Hint,
+    HintEvent,
     SessionKey,
+    hinted,
     resume_probability,
 )
 
@@ -120,6 +123,18 @@ class IdleSessions:
             self.curves[slot] = curve
             self.ended_s[slot] = since_s
 
+    def hint(
+        self, session: SessionKey, event: HintEvent | None, expected_return_s: float | None, now_s: float
+    ) -> bool:
+        """Apply a client's hint about an idle session; return False, and do nothing, if it is unknown."""
+        slot = self._slots.get(session)
+        if slot is None:
+            return False
+        idle_s = now_s - float(self.ended_s[slot])
+        hint = Hint(session, now_s, event, expected_return_s)
+        self.set_curve(session, hinted(self.curves[slot], idle_s, hint), now_s)
+        return True
+
     def told(self, session: SessionKey, forecast: Forecast, since_s: float) -> list[SessionKey]:
         """Apply a forecast, counted from `since_s`; return the sessions whose rows have changed."""
         self.left_share = forecast.left_share
@@ -145,6 +160,13 @@ class IdleSessions:
         """Return P(resumes within `horizon_s`) of each slot."""
         curves = self.curves.take(slots, axis=0)  # a fifth faster than indexing
         return resume_probability(curves, now_s - self.ended_s[slots], horizon_s)
+
+    def expected(self, now_s: float, horizon_s: float) -> tuple[float, float]:
+        """Return the sums over idle sessions of P(resumes within `horizon_s`): of 1, and of their tokens."""
+        slots = self.all_slots()
+        idle = slots[~self.are_running(slots, now_s)]
+        likely = self.probabilities(idle, now_s, horizon_s)
+        return float(likely.sum()), float(likely @ self.tokens[idle])
 
     def are_unlikely(self, sessions: Collection[SessionKey], now_s: float, least: float) -> bool:
         """Return whether all of these are known, idle, and were expected to resume less likely than `least`.

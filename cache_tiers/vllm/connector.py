@@ -307,8 +307,8 @@ class SamovarConnector(_SchedulerCalls, _WorkerCalls, KVConnectorBase_V1):  # ty
         self._page_count: int = kv_cache_config.num_blocks
         self._link = SocketLink(self._options.socket, f"vllm {role.name.lower()} {os.getpid()}")
         self._scheduler: SchedulerHalf | None = None
-        is_told = role == KVConnectorRole.SCHEDULER and self._options.replica is not None
-        self._replica = ToReplica(self._options.replica) if is_told and self._options.replica else None
+        path = self._options.replica if role == KVConnectorRole.SCHEDULER else None
+        self._replica = None if path is None else ToReplica(path)
         self._worker: WorkerHalf | None = None
         events = vllm_config.kv_events_config
         self._tells = events is not None and events.enable_kv_cache_events

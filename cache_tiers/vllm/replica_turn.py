@@ -46,7 +46,7 @@ class ReplicaTurn:
 
     def params(self) -> dict[str, Any]:
         """Return the request's `kv_transfer_params`, plain data."""
-        said = {**asdict(self), "placement": None if self.placement is None else asdict(self.placement)}
+        said = asdict(self)
         tags = {name: said[name].hex() for name in ("tenant", "session", "salt")}
         return {PARAM: said | tags}
 

@@ -85,14 +85,7 @@ def vllm_python(settings: Settings) -> VllmPython:
 
 def find_python(settings: Settings) -> tuple[Path, Versions]:
     """Return the interpreter and its versions; changes nothing. Raises as `vllm_python` does."""
-    given = settings.engine.vllm.python
-    made = environment_dir(settings)
-    if given is None and not made.is_dir():
-        raise StartFailed(
-            f"engine.kind is vllm, which has no environment in {made}. Make it by `{ADD}`, or name with "
-            "engine.vllm.python the Python of one that has it"
-        )
-    python = python_of(made) if given is None else given.expanduser().absolute()
+    python, given = chosen_python(settings), settings.engine.vllm.python
     found = ask(python)
     why = why_unfit(found, here())
     if isinstance(found, str) or why:
@@ -101,6 +94,19 @@ def find_python(settings: Settings) -> tuple[Path, Versions]:
             fix = f"Repair that environment, or leave engine.vllm.python empty and make one by `{ADD}`"
         raise StartFailed(f"{python} cannot be vLLM's Python: it {why}. {fix}")
     return python, found
+
+
+def chosen_python(settings: Settings) -> Path:
+    """Return the interpreter that is configured or made, without asking it. Raises `StartFailed`: none is."""
+    given, made = settings.engine.vllm.python, environment_dir(settings)
+    if given is not None:
+        return given.expanduser().absolute()
+    if not made.is_dir():
+        raise StartFailed(
+            f"engine.kind is vllm, which has no environment in {made}. Make it by `{ADD}`, or name with "
+            "engine.vllm.python the Python of one that has it"
+        )
+    return python_of(made)
 
 
 def has_vllm(settings: Settings) -> bool:

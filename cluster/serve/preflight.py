@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from pydantic import SecretStr
 
-from samovar.cluster.engines.interpreter import find_python
+from samovar.cluster.engines.interpreter import chosen_python, find_python
 from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import (
     FreeMemory,
@@ -208,4 +208,4 @@ def uses_gpu(settings: Settings) -> bool:
 
 def _gpus(settings: Settings) -> int:
     """Return how many GPUs the engine's torch sees here."""
-    return gpus_seen(find_python(settings)[0]) if settings.engine.kind == "vllm" else gpus_seen()
+    return gpus_seen(chosen_python(settings)) if settings.engine.kind == "vllm" else gpus_seen()

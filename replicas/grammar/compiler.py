@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from samovar.configs.json_text import parse_json
@@ -56,6 +56,8 @@ class GrammarCompiler:
         self._vocab = vocab
         self._eos_token_ids = list(eos_token_ids)
         self._settings = settings
+        # `check`, on a thread of its tenant's, has made what `lark` then finds.
+        self._source = lru_cache(settings.kept_max)(partial(_source, settings=settings))
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
@@ -76,7 +78,7 @@ class GrammarCompiler:
 
         Raises `GrammarRefused`.
         """
-        source = _source(grammar, self._settings)
+        source = self._source(grammar)
         if not source.startswith("{"):
             return source
         (only,) = parse_json(source)["grammars"]
@@ -131,7 +133,7 @@ class GrammarCompiler:
 
         def compile_it() -> tuple[LLMatcher, float]:
             started_s = time.thread_time()
-            source = _source(grammar, settings)
+            source = self._source(grammar)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
             if not matcher.is_error():
                 matcher.compute_bitmask()

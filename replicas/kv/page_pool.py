@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from samovar.cache_tiers.blocks import TAG_BYTES, session_owner
-from samovar.cache_tiers.forecast import Forecast, Hint, HintEvent, SessionKey, hinted
+from samovar.cache_tiers.forecast import Forecast, HintEvent, SessionKey
 from samovar.cache_tiers.policy import (
     IdleSessions,
     LeastRecentlyUsed,
@@ -233,13 +233,8 @@ class PoolReturns:
 
     def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
         """Apply a client's hint about an idle lineage (its owner tags); ignored if the owner is unknown."""
-        if owner not in self._sessions:
-            return
-        slot, now_s = self._sessions.slot(owner), self._clock()
-        idle_s = now_s - float(self._sessions.ended_s[slot])
-        hint = Hint(owner, now_s, event, expected_return_s)
-        self._sessions.set_curve(owner, hinted(self._sessions.curves[slot], idle_s, hint), now_s)
-        self.changed(owner)
+        if self._sessions.hint(owner, event, expected_return_s, self._clock()):
+            self.changed(owner)
 
     def told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
         """Apply a forecast for an owner, and for others that it changes, counted from `since_s`."""
@@ -252,10 +247,7 @@ class PoolReturns:
 
     def within(self, horizon_s: float) -> ExpectedReturns:
         """Return the expected resumptions; `horizon_s` by the pool's clock."""
-        now_s, slots = self._clock(), self._sessions.all_slots()
-        idle = slots[~self._sessions.are_running(slots, now_s)]
-        likely = self._sessions.probabilities(idle, now_s, horizon_s)
-        return ExpectedReturns(float(likely.sum()), float(likely @ self._sessions.tokens[idle]))
+        return ExpectedReturns(*self._sessions.expected(self._clock(), horizon_s))
 
     @property
     def now_s(self) -> float:

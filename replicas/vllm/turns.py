@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from samovar.cache_tiers.blocks import ChainMarks
-from samovar.cache_tiers.forecast import Forecast, Hint, HintEvent, hinted
+from samovar.cache_tiers.forecast import Forecast, HintEvent
 from samovar.cache_tiers.messages import TurnEnded
 from samovar.cache_tiers.policy import IdleSessions
 from samovar.cache_tiers.vllm.replica_turn import TurnTold
@@ -52,12 +52,7 @@ class SessionReturns:
 
     def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
         """Apply a client's hint about an idle session; ignored if it is unknown."""
-        if owner not in self._sessions:
-            return
-        slot, now_s = self._sessions.slot(owner), self._clock()
-        hint = Hint(owner, now_s, event, expected_return_s)
-        idle_s = now_s - float(self._sessions.ended_s[slot])
-        self._sessions.set_curve(owner, hinted(self._sessions.curves[slot], idle_s, hint), now_s)
+        self._sessions.hint(owner, event, expected_return_s, self._clock())
 
     def forget(self, owner: bytes) -> None:
         """Forget a session."""
@@ -65,10 +60,7 @@ class SessionReturns:
 
     def within(self, horizon_s: float) -> tuple[float, float]:
         """Return the expected resumptions within `horizon_s`, and the tokens of those."""
-        now_s, slots = self._clock(), self._sessions.all_slots()
-        idle = slots[~self._sessions.are_running(slots, now_s)]
-        likely = self._sessions.probabilities(idle, now_s, horizon_s)
-        return float(likely.sum()), float(likely @ self._sessions.tokens[idle])
+        return self._sessions.expected(self._clock(), horizon_s)
 
 
 class TurnCalls(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +12,7 @@ import torch
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
 from samovar.cache_tiers.blocks.record import PIECE_BYTES, plain_sums
 from samovar.replicas.kv import page_sums
+from tests.kernels.paged import planted
 from tests.support.nodes.damages import damages
 
 M64 = 2**64 - 1
@@ -86,15 +86,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
     find, put = FAULTS[fault]
-    text = Path(page_sums.__file__).read_text()
-    assert text.count(find) == 1
-    planted = tmp_path / "planted_sums.py"
-    planted.write_text(text.replace(find, put))
-    spec = importlib.util.spec_from_file_location("planted_sums", planted)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    assert Path(page_sums.__file__).read_text().count(find) == 1
+    module = planted(page_sums, find, put, tmp_path)
     shape = BlockShape(3, 5 * PIECE_BYTES - 16, 16)
     blocks = random_blocks(shape)
     assert not np.array_equal(on_device(blocks, shape, module), truth(blocks, shape))

@@ -76,7 +76,7 @@ def test_a_replica_of_vllm_has_its_interpreter_and_all_its_gpus(monkeypatch: pyt
     """vLLM starts its ranks itself: one actor, no bundles. What that starts is told which Python is ours."""
     found = VllmPython(Path("/v/bin/python"), Path("/v/path"), "0.32.0", "2.60.0")
     monkeypatch.setattr(graph, "vllm_python", lambda settings: found)
-    monkeypatch.setattr(preflight, "find_python", lambda settings: (found.python, None))
+    monkeypatch.setattr(preflight, "chosen_python", lambda settings: found.python)
     asked = list[object]()
     monkeypatch.setattr(preflight, "gpus_seen", lambda *of: 7 + len([asked.append(of)]))
     settings = Settings.model_validate({"engine": {"kind": "vllm", "tensor_parallel": 4}})
