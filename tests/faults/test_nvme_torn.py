@@ -183,7 +183,7 @@ def test_each_call_of_a_read_fails(tmp_path: Path, fault: str, direct_io: bool) 
     assert each_call(tier, calls, fault, read, after) >= 4
     fds = len(list(Path("/proc/self/fd").iterdir()))
     each_call(tier, calls, fault, read, after)
-    assert len(list(Path("/proc/self/fd").iterdir())) == fds, "file descriptors leak"
+    assert len(list(Path("/proc/self/fd").iterdir())) <= fds, "file descriptors leak"
 
 
 @pytest.mark.parametrize("action", ["delete", "quarantine", "scan", "probe", "touch"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,22 @@ def settles(holds: Any, within_s: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < ends_s
         time.sleep(0.002)
+
+
+def steady_count(count: Callable[[], int], readings: int = 25) -> int:
+    """What is counted once it stands still, in readings 2 ms apart.
+
+    A worker still holds a second descriptor of a record that it has just stored: whoever takes a first count
+    then has one too many, and waits for it in vain.
+    """
+    seen: list[int] = []
+
+    def stands_still() -> bool:
+        seen.append(count())
+        return len(seen) >= readings and len(set(seen[-readings:])) == 1
+
+    settles(stands_still)
+    return seen[-1]
 
 
 class World:

@@ -218,7 +218,7 @@ def test_a_file_is_loaded_once_and_two_files_are_two_libraries(tmp_path: Path) -
     found = [load_library(path) for path in (*made, *made)]
     assert [library.tea() for library in found] == [1, 2, 1, 2]
     assert found[0] is found[2]
-    assert len(os.listdir("/proc/self/fd")) == before + 2
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
 def test_a_compiler_that_does_not_run_is_a_sentence(tmp_path: Path) -> None:
