@@ -73,7 +73,7 @@ def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
             "threads": 1,
             "device": "cpu",
             "step": "lean",
-            "pool_bytes_max": for_served_dtype(64 * MIB),
+            "pool_bytes_max": for_served_dtype(64 * MIB, "lean"),
         },
         "cluster": {
             "ray_address": "auto",

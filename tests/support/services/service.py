@@ -49,24 +49,28 @@ def free_port() -> int:
             return port
 
 
-def for_served_dtype(nbytes: int) -> int:
-    """A size meant for bfloat16's KV, in the dtype that is served here: as many tokens on any CPU."""
+def for_served_dtype(nbytes: int, step: str | None = None) -> int:
+    """A size meant for bfloat16's KV, in the dtype that is served here: as many tokens on any CPU.
+
+    `step`: the service's `engine.step`; default: the environment's.
+    """
     dtype = os.environ.get("SAMOVAR_MODEL__DTYPE", ModelSettings().dtype)
-    return nbytes * _served_dtype(dtype).itemsize // torch.bfloat16.itemsize
+    step = step or os.environ.get("SAMOVAR_ENGINE__STEP", "auto")
+    return nbytes * _served_dtype(dtype, step).itemsize // torch.bfloat16.itemsize
 
 
 @cache
-def _served_dtype(dtype: str) -> torch.dtype:
+def _served_dtype(dtype: str, step: str) -> torch.dtype:
     settings, cpu = ModelSettings.model_validate({"dtype": dtype}), torch.device("cpu")
-    return choose_dtype(settings, cpu, widens_weights=_has_native_step()).dtype
+    return choose_dtype(settings, cpu, widens_weights=_is_native(step)).dtype
 
 
-def _has_native_step() -> bool:
+def _is_native(step: str) -> bool:
     try:
         native_steps.library(torch.bfloat16)
     except NotNative:
         return False
-    return os.environ.get("SAMOVAR_ENGINE__STEP", "auto") in ("auto", "native-bf16", "native")
+    return step in ("auto", "native-bf16", "native")
 
 
 def until(what: str, poll: Callable[[], T], timeout_s: float = 20.0) -> T:

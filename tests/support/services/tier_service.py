@@ -39,8 +39,6 @@ SETTLE_S = 60.0
 
 FLAGS = {
     "engine.threads": "1",
-    "engine.pool-bytes-max": str(for_served_dtype(24 * MIB)),
-    "tiers.cpu.bytes-max": str(for_served_dtype(256 * MIB)),
     # A machine that has other work is no fault of a tier. `HASTY` is how it really is.
     "tiers.lookup-s-max": "10",
     "tiers.lookup-share": "100",
@@ -68,7 +66,10 @@ class TierService(Service, Guests):
         folder.mkdir(exist_ok=True)
         self.nvme_dir = folder / "kv"
         self.secret = secret.encode()
-        chosen = {**FLAGS, "tiers.nvme.dir": self.nvme_dir, **(flags or {})}
+        step = str((flags or {}).get("engine.step", "")) or None
+        pool, cpu = (for_served_dtype(mib * MIB, step) for mib in (24, 256))
+        sizes = {"engine.pool-bytes-max": pool, "tiers.cpu.bytes-max": cpu}
+        chosen = {**FLAGS, **sizes, "tiers.nvme.dir": self.nvme_dir, **(flags or {})}
         super().__init__(
             folder / f"out-{next(_numbers)}.txt",
             *(part for name, value in chosen.items() for part in (f"--{name}", str(value))),

@@ -51,7 +51,7 @@ def main(port: int, cache_dir: Path) -> None:
                 "threads": 1,
                 "device": "cpu",
                 "step": "lean",
-                "pool_bytes_max": for_served_dtype(64 << 20),
+                "pool_bytes_max": for_served_dtype(64 << 20, "lean"),
             },
             "cluster": {"replicas": 2, "replicas_per_node_max": 1},
             "model": {"cache_dir": cache_dir},
