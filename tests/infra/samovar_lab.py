@@ -84,8 +84,8 @@ def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
         },
         "limits": {"reply_memory_bytes_max": 0},
         "tiers": {
-            "cpu": {"bytes_max": 192 * MIB},
-            "nvme": {"dir": "/mnt/kv/samovar", "bytes_max": 192 * MIB},
+            "cpu": {"bytes_max": for_served_dtype(192 * MIB, "lean")},
+            "nvme": {"dir": "/mnt/kv/samovar", "bytes_max": for_served_dtype(192 * MIB, "lean")},
             "s3": {"bucket": BUCKET, "endpoint": f"http://{store_ip}:{S3_PORT}", "region": "lab"},
             "profiles": {"chat": everywhere},
             "audit_share": 0,
