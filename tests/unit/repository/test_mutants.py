@@ -89,6 +89,7 @@ def test_without_a_bug_the_tests_must_pass(tree: Path) -> None:
         ({"tests": ("test_sums.py::test_product",)}, "no test test_sums.py::test_product"),
         ({"tests": ("test_sums.py::TestNo::test_yes",)}, "no test test_sums.py::TestNo::test_yes"),
         ({"tests": ("test_sums.py",)}, "no test test_sums.py"),
+        ({"tests": ("test_sums.py::test_sum[1-2]",)}, "names one case"),
     ],
 )
 def test_a_list_that_has_rotted_is_named(tree: Path, change: dict[str, object], named: str) -> None:
