@@ -76,9 +76,10 @@ class Judge:
         places = [line for line in done.stdout.splitlines() if not Path(line).is_relative_to(self._copy)]
         return places if done.returncode == 0 else [done.stderr]
 
-    def test(self, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    def test(self, tests: Sequence[str], run_s_max: float | None = None) -> subprocess.CompletedProcess[str]:
+        """Run tests until one fails; without `run_s_max` each has its own bound, pytest's."""
         options = ["-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
-        return self._run([sys.executable, "-m", "pytest", *options, *tests])
+        return self._run([sys.executable, "-m", "pytest", *options, *tests], run_s_max)
 
     def judge(self, mutant: Mutant) -> Verdict:
         started_s = time.monotonic()
@@ -86,7 +87,7 @@ class Judge:
         text = path.read_text()
         try:
             path.write_text(mutant.planted(self._copy))
-            outcome = _outcome(self.test(mutant.tests).returncode)
+            outcome = _outcome(self.test(mutant.tests, self._run_s_max).returncode)
         except (OSError, ValueError) as error:
             outcome = f"not planted: {error}"
         except subprocess.TimeoutExpired:
@@ -95,14 +96,14 @@ class Judge:
             path.write_text(text)
         return Verdict(mutant, outcome, time.monotonic() - started_s)
 
-    def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+    def _run(self, command: list[str], run_s_max: float | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
             cwd=self._copy,
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=self._run_s_max,
+            timeout=run_s_max,
             check=False,
         )
 
