@@ -31,6 +31,7 @@ from samovar.cache_tiers.blocks import Bytes, Record, SumsSetup, TierError, comp
 from samovar.cache_tiers.media import memory
 from samovar.cache_tiers.messages import NodeStats, PushRequest
 from samovar.cache_tiers.node import (
+    START_SCAN_S_MAX,
     STARTS_FILE,
     TICK_S,
     KillPoint,
@@ -193,7 +194,7 @@ class TierActor:
             ),
             tenant_share=lambda tenant: tenant_shares.get(tenant, settings.tenant_share or 1.0),
         )
-        self._node.start()
+        self._node.start(START_SCAN_S_MAX)
         self._leave = NodeLeave(settings.node.idle_timeout_s, time.monotonic())
         self._cluster_watch = ClusterWatch(
             self._node, node_id, settings.peer.drain_s, self._leave, end=partial(end_for_good, node_id)

@@ -288,11 +288,11 @@ class Catalog:
         """
         if TIERS.index(to) <= TIERS.index(tier):
             raise ValueError(f"{to} is not below {tier}")
-        ledger = self._books[tier].ledger
-        over = ledger.held + ledger.reserved - int(used_share * ledger.budget)
+        over = self._books[tier].over(used_share, self._now_s())
+        looks = extents_max if self._registry.sinkable(tier, to) else 0  # none where all is written behind
         return [
             copy.extent.address
-            for copy in self._books[tier].coldest(over, extents_max, self._now_s())
+            for copy in self._books[tier].coldest(over, looks, self._now_s())
             if to not in copy.extent.copies
             and not self.transfers.is_busy(to, copy.extent.address)
             and copy.extent.placement.allows(to)
@@ -387,7 +387,7 @@ class Catalog:
         copy = HeldCopy(extent, tier, nbytes, self.transfers.next_generation(), self.prices)
         if isinstance(room, str):
             return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
-        if books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy:
+        if room != ([], []) and books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy:
             return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
         evictions = self._make(room)
         if self._registry.get(address) is None:

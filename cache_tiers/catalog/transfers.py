@@ -204,6 +204,16 @@ class TierAccounting:
                 queue.add(copy)
         return chosen
 
+    def over(self, used_share: float, now_s: float) -> int:
+        """Return the bytes in use above `used_share` of the budget.
+
+        Where room will soon have to be made, re-rank a part of many copies, so that a store need not.
+        """
+        over = self.ledger.held + self.ledger.reserved - int(used_share * self.ledger.budget)
+        if over > 0:
+            self._queue.refresh(now_s, self.horizon_s(now_s))
+        return over
+
     def order(self, copies: Sequence[HeldCopy], now_s: float) -> list[HeldCopy]:
         """Return any copies, held here or not, in eviction order (first to go first)."""
         return self._queue.order(copies, now_s, self.horizon_s(now_s))

@@ -17,7 +17,14 @@ from samovar.cache_tiers.node.drain import (
     is_worth_another,
     takers,
 )
-from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, NodeSessions, TierNode
+from samovar.cache_tiers.node.manager import (
+    START_SCAN_S_MAX,
+    NodeIdentity,
+    NodeMedia,
+    NodePorts,
+    NodeSessions,
+    TierNode,
+)
 from samovar.cache_tiers.node.peers import PeerExports
 from samovar.cache_tiers.node.resumption import NodeResumption
 from samovar.cache_tiers.node.state import put_aside
@@ -26,6 +33,7 @@ from samovar.cache_tiers.node.transfer import LentRoom
 __all__ = [
     "HEAD_RESOURCE",
     "STARTS_FILE",
+    "START_SCAN_S_MAX",
     "TICK_S",
     "DrainNotice",
     "KillPoint",

@@ -8,6 +8,7 @@ and processes.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -308,6 +309,9 @@ def _kept_in(path: Path | None, settings: TierSettings) -> PredictorFile | None:
     return PredictorFile(restore, save, settings.predictor.save_s)
 
 
+START_SCAN_S_MAX = 5.0
+"""A disk of 10,000 extents is scanned in it; with more the node answers first, the disk is up later."""
+
 CLOSE_S_MAX = 5.0
 
 
@@ -403,9 +407,9 @@ class TierNode:
         """Return the incarnation."""
         return self._identity.incarnation
 
-    def start(self) -> None:
-        """Scan the tiers and start the workers; S3 is scanned in the background."""
-        self._scans.start()
+    def start(self, scan_s_max: float = math.inf) -> None:
+        """Scan the tiers and start the workers; S3, and what takes longer, is scanned in the background."""
+        self._scans.start(scan_s_max)
         if self._workers_max:
             self.resumption.start()
         for number in range(self._workers_max):
@@ -562,7 +566,7 @@ class TierNode:
 
     def close(self) -> None:
         """Release everything; waiting stores are dropped. See `flush`."""
-        self._scans.stop()
+        self._scans.stop(CLOSE_S_MAX)
         self._clears.stop()
         self._stores.stop()
         for worker in self._workers:

@@ -1,14 +1,17 @@
 """Scans the tiers at a node's start, and when a failed tier answers again.
 
-Local tiers are scanned before the node answers: until then they are not up. S3 is used from the start and
-scanned in the background. A scan does not take in what was cleared since it began, what nodes have marked in
-the tier itself, or what is recorded as pending (`state.py`).
+A local tier is up once it is scanned; the node waits for that, but not for longer than it was told to, and
+answers beside the scan from then on. S3 is used from the start and scanned in the background. A scan does not
+take in what was cleared since it began, what nodes have marked in the tier itself, or what is recorded as
+pending (`state.py`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -44,15 +47,20 @@ class TierScans:
         self._starting = threading.Lock()  # many callers may request a rescan at once
         self._stopped = threading.Event()
 
-    def start(self) -> None:
-        """Scan the local tiers and return when done (or failed); shared ones go on in the background."""
+    def start(self, wait_s: float = math.inf) -> None:
+        """Scan the local tiers; what takes longer than `wait_s`, and shared ones, go on in the background."""
+        ends_s = time.monotonic() + wait_s
         for name, guard in self._state.guards.items():
             if name in TIERS.shared:
                 guard.ready = True
                 self._run(guard)
                 threading.Thread(target=_warm, args=(guard,), name=f"warm-{name}", daemon=True).start()
-            else:
+            elif math.isinf(wait_s):
                 self._scan(guard)
+            else:
+                self._run(guard)
+        for name in () if math.isinf(wait_s) else self._state.guards.keys() - TIERS.shared:
+            self._running[name].join(max(0.0, ends_s - time.monotonic()))
 
     def retry(self) -> None:
         """Retry failed scans in the background, one thread per tier."""
@@ -111,9 +119,11 @@ class TierScans:
             at_s = self._listed_s.get(name)
         return None if at_s is None else max(0.0, self._state.clock() - at_s)
 
-    def stop(self) -> None:
-        """End scans at their next record; does not wait."""
+    def stop(self, wait_s: float) -> None:
+        """End scans at their next record; wait for those of local tiers, which are closed next."""
         self._stopped.set()
+        for name in self._running.keys() - TIERS.shared:
+            self._running[name].join(wait_s)
 
     def join(self, seconds: float) -> None:
         """Wait for background scans."""

@@ -184,6 +184,9 @@ session was closed, nor is it a one-shot, nor was its branch left."""
 RUNNING = 4
 """A turn in progress uses it."""
 
+RANKED_AT_ONCE = 256
+"""Groups: 10 to 16 us each, under the lock of a node, on whose lookups first tokens wait."""
+
 GroupKey = tuple[frozenset[SessionKey], float, bool]
 
 
@@ -201,20 +204,22 @@ class _Group(Generic[T]):
 class ValueQueue(Generic[T]):
     """Ranks things for eviction, told apart by hash and eq.
 
-    Adding and taking are O(log n), ranking O(groups log groups).
+    Adding and taking are O(log n), ranking O(groups log groups). Up to `RANKED_AT_ONCE` groups are re-ranked
+    together every `rerank_s`; of more, so many in that time, in turn, and whoever takes after a long time
+    makes up for it first. `refresh` does it in small parts before.
     """
 
     def __init__(self, sessions: IdleSessions, policy: ResidencyPolicy, rerank_s: float) -> None:
         self._sessions = sessions
         self._policy = policy
         self._rerank_s = rerank_s
-        self._groups: dict[GroupKey, _Group[T]] = {}
+        self._groups: dict[GroupKey, _Group[T]] = {}  # of many, the longest not re-ranked first
         self._group_of: dict[T, _Group[T]] = {}
         self._of_session: dict[SessionKey, dict[_Group[T], None]] = {}
         self._dirty: dict[_Group[T], None] = {}
         # At equal worth the deeper goes first, so that a chain is evicted from its end, even if shared.
         self._ranking: list[tuple[Rank, int, int, _Group[T]]] = []
-        self._ranked_s = -math.inf
+        self._ranked_s = -math.inf  # all of them; of many, the first
         self._versions = itertools.count()
 
     def __len__(self) -> int:
@@ -283,6 +288,11 @@ class ValueQueue(Generic[T]):
             return thing
         return None
 
+    def refresh(self, now_s: float, horizon_s: float) -> None:
+        """Re-rank `RANKED_AT_ONCE` of what is due among many groups, so that the next `take` need not."""
+        if len(self._groups) > RANKED_AT_ONCE:
+            self._rank(now_s, horizon_s, RANKED_AT_ONCE)
+
     def order(self, things: Sequence[T], now_s: float, horizon_s: float) -> list[T]:
         """Return any things, in the queue or not, in eviction order."""
         ranks = self._ranks(things, now_s, horizon_s)
@@ -311,19 +321,19 @@ class ValueQueue(Generic[T]):
             if not of:
                 del self._of_session[owner]
 
-    def _rank(self, now_s: float, horizon_s: float) -> None:
+    def _rank(self, now_s: float, horizon_s: float, groups_max: int | None = None) -> None:
         """Bring the ranking up to date."""
-        if (
-            not 0 <= now_s - self._ranked_s < self._rerank_s
-            or len(self._ranking) > 2 * len(self._groups) + 64
-        ):
-            self._ranked_s = now_s
-            self._ranking = []
-            self._dirty = dict.fromkeys(self._groups.values())
+        self._dirty.update(dict.fromkeys(self._due(now_s, groups_max)))
         if not self._dirty:
             return
-        groups = list(self._dirty)
-        self._dirty = {}
+        groups = list(itertools.islice(self._dirty, groups_max))
+        for group in groups:
+            del self._dirty[group]
+        if len(groups) == len(self._groups):
+            self._ranking = []
+        elif len(self._ranking) > 2 * len(self._groups) + 64:
+            self._ranking = [entry for entry in self._ranking if entry[2] == entry[3].version]
+            heapq.heapify(self._ranking)
         fronts = [front for group in groups if (front := group.heap.first(MOVES_MAX)) is not None]
         ranks = self._ranks(fronts, now_s, horizon_s)
         is_new = not self._ranking
@@ -336,6 +346,24 @@ class ValueQueue(Generic[T]):
                 heapq.heappush(self._ranking, entry)
         if is_new:
             heapq.heapify(self._ranking)
+
+    def _due(self, now_s: float, groups_max: int | None) -> list[_Group[T]]:
+        """Return the groups to re-rank now, at most `groups_max` of many, and count them as done."""
+        count, waited_s = len(self._groups), now_s - self._ranked_s
+        if waited_s < 0 or count <= RANKED_AT_ONCE:
+            if 0 <= waited_s < self._rerank_s:
+                return []
+            self._ranked_s = now_s
+            return list(self._groups.values())
+        each_s = self._rerank_s / RANKED_AT_ONCE
+        due = count if waited_s >= count * each_s else int(waited_s / each_s)
+        due = due if groups_max is None else min(due, groups_max)
+        # What is left to do is never more than one turn of all.
+        self._ranked_s = max(self._ranked_s + due * each_s, now_s - (count - due) * each_s)
+        groups = list(itertools.islice(self._groups.values(), due))
+        for group in groups:
+            self._groups[group.key] = self._groups.pop(group.key)
+        return groups
 
     def _ranks(self, fronts: Sequence[T], now_s: float, horizon_s: float) -> list[Rank]:
         """Return the rank of each: the best over its owners."""

@@ -28,6 +28,7 @@ from samovar.cache_tiers.blocks import SumsSetup, compile_sums
 from samovar.cache_tiers.media import SharedTier
 from samovar.cache_tiers.messages import NodeStats
 from samovar.cache_tiers.node import (
+    START_SCAN_S_MAX,
     STARTS_FILE,
     TICK_S,
     KillPoint,
@@ -83,7 +84,7 @@ class TierProcess:
             self._close_http()
             self.node.close()
             raise
-        self.node.start()
+        self.node.start(START_SCAN_S_MAX)
         threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
 
     def stats(self) -> NodeStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,6 +205,7 @@ def bench(
     workers: int = 0,
     budgets: Mapping[TierName, int] | None = None,
     predictor_path: Path | None = None,
+    scan_s_max: float = math.inf,
     **more: Any,
 ) -> Bench:
     clock = clock or Clock()
@@ -227,7 +229,7 @@ def bench(
         workers=workers,
         **more,
     )
-    node.start()
+    node.start(scan_s_max)
     return Bench(node, outbox, clock, by_name, called)
 
 

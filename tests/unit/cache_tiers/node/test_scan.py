@@ -1,8 +1,82 @@
-"""When a shared tier is looked through because a node is silent."""
+"""Scans beside a node that answers, and when a shared tier is looked through because a node is silent."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from samovar.cache_tiers.blocks import Clear
+from samovar.cache_tiers.media import Scanned
+from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.node.scan import AGAIN_S, NODES_MAX, RescanCoalescer
+from tests.support.inside import join_scans
+from tests.support.nodes.node_faults import MemoryTier
+from tests.support.nodes.node_harness import MIB, OTHER_TENANT, TENANT, Bench, bench, sample
+
+
+class SlowDisk(MemoryTier):
+    """A disk whose scan waits for each record until it is let on."""
+
+    def __init__(self) -> None:
+        super().__init__("nvme", MIB)
+        self.steps = threading.Semaphore(0)
+        self.seen = threading.Semaphore(0)
+
+    def scan(self) -> Iterator[Scanned]:
+        for one in super().scan():
+            self.seen.release()
+            self.steps.acquire()
+            yield one
+
+
+def state(house: Bench) -> str:
+    return next(tier.state for tier in house.node.stats().tiers if tier.name == "nvme")
+
+
+@pytest.fixture
+def disk() -> SlowDisk:
+    """It holds two records of one tenant and two of another."""
+    disk = SlowDisk()
+    house = bench([disk])
+    for number in range(4):
+        assert house.store(sample(number, tenant=TENANT if number < 2 else OTHER_TENANT)) == "taken"
+    house.node.close()
+    return disk
+
+
+def test_a_node_answers_before_a_large_disk_is_known(disk: SlowDisk) -> None:
+    house = bench([HeapTier(MIB), disk], scan_s_max=0.0)
+    disk.seen.acquire()
+    assert state(house) != "up"
+    new = sample(9)
+    assert house.store(new) == "taken"
+    assert [span.tier for span in house.look(new).spans] == ["cpu"]
+    assert not house.look(sample(0)).spans
+    # Of a tenant that is cleared meanwhile nothing is taken in, scanned already or not.
+    disk.steps.release()
+    disk.seen.acquire()
+    house.node.clear(Clear(TENANT))
+    disk.steps.release(3)
+    join_scans(house.node, 30.0)
+    house.node.check_integrity()
+    assert state(house) == "up"
+    assert not house.look(sample(0)).spans
+    assert not house.look(sample(1)).spans
+    for number in (2, 3):
+        kept = sample(number, tenant=OTHER_TENANT)
+        assert [span.tier for span in house.look(kept).spans] == ["nvme"]
+    house.node.close()
+
+
+def test_a_scan_ends_with_its_node(disk: SlowDisk) -> None:
+    house = bench([HeapTier(MIB), disk], scan_s_max=0.0)
+    disk.seen.acquire()
+    disk.steps.release(4)
+    house.node.close()
+    join_scans(house.node, 30.0)
+    assert not any(thread.name == "scan-nvme" for thread in threading.enumerate())
 
 
 class World:
