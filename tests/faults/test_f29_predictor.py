@@ -209,7 +209,7 @@ class FailingCalls(Syscalls):
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         self._count()
-        return super().pwrite(fd, data[:5000], offset)
+        return super().pwrite(fd, data[:20_000], offset)
 
     def fsync(self, fd: int) -> None:
         self._count()
