@@ -242,7 +242,9 @@ class NodePeers:
         Blocks; raises nothing.
         """
         calls = self._calls
-        for node in nodes[:PEERS_ASKED_MAX] if calls is not None else ():
+        if calls is None:
+            return b""
+        for node in nodes[:PEERS_ASKED_MAX]:
             try:
                 model = calls.learned(node, MEET_S_MAX)
             except PeerError as error:
