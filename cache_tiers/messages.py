@@ -141,7 +141,8 @@ class LookupResult:
     cleared, and a tier actor does not take what was promised to its predecessor. `unlisted`: tiers that are
     being listed for the first time and may hold what is missing: ask again. `seconds`: spent on waiting for
     others, by source. `absent`: what is known of blocks in none of the spans, in chain order.
-    `has_silent_peer`: a node that may hold them did not answer.
+    `has_silent_peer`: a node that may hold them did not answer. `history`: what the node knows of the
+    session's turns (`Predictor.history`), for the node that asks.
     """
 
     incarnation: str
@@ -153,6 +154,7 @@ class LookupResult:
     seconds: dict[LoadSource, float] = field(default_factory=dict)
     absent: tuple[AbsentRun, ...] = ()
     has_silent_peer: bool = False
+    history: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +339,7 @@ class ResumptionStats:
     `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
     from; `dropped`: not learned from, because the queue was full. `restored`: result of reading the file
     at the start. `model_loss`, `fallback_loss`: mean log loss over the latest turns, which the guard uses.
-    `calibration`: see `forecast.CALIBRATION_S` and `predictor.Calibration`.
+    `calibration`: see `forecast.CALIBRATION_S` and `replay_turns.Calibration`.
     """
 
     predictor: str = "cold"

@@ -83,7 +83,10 @@ class ClusterWatch:
         if self._met - alive.keys():
             self._node.peers.lost.set()  # before its sessions ask for what it left in S3
         strangers = alive.keys() - self._met - {self._node_id}
-        self._met = (self._met & alive.keys()) | self._node.peers.meet(sorted(strangers))
+        met = self._node.peers.meet(sorted(strangers))
+        self._met = (self._met & alive.keys()) | met
+        if met and self._node.resumption.is_new:
+            self._node.resumption.start_from(self._node.peers.learned(sorted(met)))
         draining = gcs_state.get_draining_nodes()
         was_draining = self._notice.is_draining
         deadline_s = self._notice.heard(draining, time.time())

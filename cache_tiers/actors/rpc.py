@@ -224,6 +224,10 @@ class PeerActors:
     def check(self, node: str, ask: ExtentRequest) -> None:
         self._tell(node, "peer_check", ask)
 
+    def learned(self, node: str, timeout_s: float) -> bytes:
+        model: bytes = self._call(node, "peer_learned", timeout_s)
+        return model
+
     def take(self, node: str, take: PushRequest, timeout_s: float) -> str:
         outcome: str = self._call(node, "peer_take", timeout_s, take)
         return outcome

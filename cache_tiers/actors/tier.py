@@ -256,6 +256,7 @@ class TierActor:
     peer_release = served("peer_lookup", PeerExports.release, lambda node: node.peers.exports)
     peer_read = served("peer_io", PeerExports.read, lambda node: node.peers.exports)
     peer_check = served("peer_io", PeerExports.check, lambda node: node.peers.exports)
+    peer_learned = served("peer_io", NodeResumption.learned, lambda node: node.resumption)
 
     @ray.method(concurrency_group="take")  # type: ignore[untyped-decorator]
     def peer_take(self, take: PushRequest) -> str:

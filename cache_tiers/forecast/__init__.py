@@ -1,9 +1,10 @@
 """Forecasts of when an idle session resumes: turns, lineages, features, predictors and the learner thread."""
 
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
-from samovar.cache_tiers.forecast.learner import Forecaster, PredictorFile, TurnLearner, forecast
+from samovar.cache_tiers.forecast.learner import NO_FILE, Forecaster, PredictorFile, TurnLearner, forecast
 from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, LineageChains
-from samovar.cache_tiers.forecast.predictor import CALIBRATION_S, Predictor
+from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.replay_turns import CALIBRATION_S
 from samovar.cache_tiers.forecast.turns import (
     COLD,
     EDGES,
@@ -29,6 +30,7 @@ __all__ = [
     "COLD",
     "EDGES",
     "LEFT_SHARE",
+    "NO_FILE",
     "TURN_S_MAX",
     "Curves",
     "Floats",

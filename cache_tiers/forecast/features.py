@@ -7,7 +7,7 @@ absurd lengths become bounded numbers here, so that no later module meets them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import struct
 from typing import Final, get_args
 from zlib import crc32
 
@@ -24,8 +24,9 @@ PROFILES: Final[dict[str, int]] = {name: index for index, name in enumerate(get_
 TOOL_BUCKETS: Final = 16
 _ROLES: Final[dict[str, int]] = {"user": 0, "tool": 1}
 
-_NUMBERS: Final = 18
-_AT_STOPS: Final = _NUMBERS
+NUMBERS: Final = 18
+"""The first features: all others are flags and what is known of lineages."""
+_AT_STOPS: Final = NUMBERS
 _AT_ROLES: Final = _AT_STOPS + len(STOPS)
 _AT_PROFILES: Final = _AT_ROLES + len(_ROLES)
 _AT_TOOLS: Final = _AT_PROFILES + len(PROFILES)
@@ -73,22 +74,6 @@ class SaneClock:
         return self.now_s
 
 
-@dataclass(slots=True)
-class _Gaps:
-    """Logs of the idle times that followed one kind of answer."""
-
-    count: int = 0
-    sum_log: float = 0.0
-
-    def add(self, log_gap: float) -> None:
-        self.count += 1
-        self.sum_log += log_gap
-
-    @property
-    def mean(self) -> float:
-        return self.sum_log / self.count if self.count else 0.0
-
-
 def is_again(input_tokens: float, kept_tokens: float, before: float) -> bool:
     """Return whether a prompt is the one `before`, whose answer is wanted again: no further turn.
 
@@ -97,10 +82,19 @@ def is_again(input_tokens: float, kept_tokens: float, before: float) -> bool:
     return input_tokens == before and 2 * kept_tokens >= before
 
 
-class SessionHistory:
-    """One session's turns so far, in constant space. Gaps are idle times.
+_RECORD: Final = struct.Struct("<2d2I5f4IB")
+RECORD_BYTES: Final = _RECORD.size
+NEW: Final = bytes(RECORD_BYTES)
+"""The record of a session without turns."""
+_HINTED: Final = 1
+_WITH_TOOLS: Final = 2
 
-    Another attempt at an answer is no turn of its own: it says nothing of who asks again.
+
+class SessionHistory:
+    """One session's turns so far, in a record of `RECORD_BYTES`. Gaps are idle times.
+
+    Another attempt at an answer is no turn of its own: it says nothing of who asks again. Raises
+    `struct.error` if `record` is none.
     """
 
     __slots__ = (
@@ -115,19 +109,50 @@ class SessionHistory:
         "_max",
         "_prompt",
         "_since_human",
+        "_stops",
+        "_tools",
         "is_hinted",
         "turns",
     )
 
-    def __init__(self) -> None:
-        self.turns = 0
-        self.is_hinted = False  # since its last turn
-        self._began_s = self._ended_s = 0.0
-        self._first_input = self._prompt = 0.0
-        self._last = self._ewma = self._max = 0.0  # of log gaps
-        self._after_stop, self._after_tools = _Gaps(), _Gaps()
-        self._ended_with_tools = False
-        self._since_human = 0
+    def __init__(self, record: bytes = NEW) -> None:
+        (
+            self._began_s,
+            self._ended_s,
+            self._first_input,
+            self._prompt,
+            self._last,  # of log gaps
+            self._ewma,
+            self._max,
+            self._after_stop,  # sums of the log gaps that followed one kind of answer
+            self._after_tools,
+            self.turns,
+            self._stops,
+            self._tools,
+            self._since_human,
+            flags,
+        ) = _RECORD.unpack(record)
+        self.is_hinted = bool(flags & _HINTED)  # since its last turn
+        self._ended_with_tools = bool(flags & _WITH_TOOLS)
+
+    def record(self) -> bytes:
+        """Return the session's record."""
+        return _RECORD.pack(
+            self._began_s,
+            self._ended_s,
+            self._first_input,
+            self._prompt,
+            self._last,
+            self._ewma,
+            self._max,
+            self._after_stop,
+            self._after_tools,
+            self.turns,
+            self._stops,
+            self._tools,
+            self._since_human,
+            self.is_hinted * _HINTED + self._ended_with_tools * _WITH_TOOLS,
+        )
 
     def features(
         self, turn: Turn, started_s: float, ended_s: float, lineage: LineageNumbers = ALONE
@@ -136,7 +161,7 @@ class SessionHistory:
 
         `started_s`, `ended_s`: the turn's times, made sane by a `SaneClock`.
         """
-        inputs = bounded(turn.input_tokens, TOKENS_MAX)
+        inputs = int(bounded(turn.input_tokens, TOKENS_MAX))
         outputs = bounded(turn.output_tokens, TOKENS_MAX)
         kept = bounded(turn.kept_tokens, inputs)
         is_edit = inputs < self._prompt or 2 * kept < self._prompt
@@ -161,10 +186,10 @@ class SessionHistory:
             self._last,
             self._ewma,
             self._max,
-            self._after_stop.mean,
-            log(self._after_stop.count),
-            self._after_tools.mean,
-            log(self._after_tools.count),
+            self._after_stop / max(self._stops, 1),
+            log(self._stops),
+            self._after_tools / max(self._tools, 1),
+            log(self._tools),
             log(self._since_human),
             log(bounded(ended_s - self._began_s, SECONDS_MAX)),
             log(bounded(ended_s - started_s, SECONDS_MAX)),
@@ -190,10 +215,41 @@ class SessionHistory:
         self._ewma = log_gap if self.turns == 1 else self._ewma + _EWMA * (log_gap - self._ewma)
         self._last = log_gap
         self._max = max(self._max, log_gap)
-        (self._after_tools if self._ended_with_tools else self._after_stop).add(log_gap)
+        if self._ended_with_tools:
+            self._after_tools += log_gap
+            self._tools += 1
+        else:
+            self._after_stop += log_gap
+            self._stops += 1
 
 
-_NO_KINDS: Final = (0.0,) * (FEATURES - _NUMBERS)
+def hinted_record(record: bytes) -> bytes:
+    """Return a session's record with a hint since its last turn."""
+    return record[:-1] + bytes([record[-1] | _HINTED])
+
+
+def moved_record(record: bytes, by_s: float) -> bytes | None:
+    """Return a record with its times moved by `by_s`, to another node's clock; None if it is none.
+
+    It may come from another node: what it says is bounded.
+    """
+    if len(record) != RECORD_BYTES:
+        return None
+    began_s, ended_s, first, prompt, *more = _RECORD.unpack(record)
+    gaps, counts, flags = more[:5], more[5:9], more[9]
+    began_s, ended_s = began_s + by_s, ended_s + by_s
+    numbers = (began_s, ended_s, *gaps)
+    if not all(map(math.isfinite, numbers)) or max(map(abs, numbers[:2])) > _TIME_MAX_S:
+        return None
+    gaps_max = math.log1p(SECONDS_MAX) * (1 + max(counts))
+    is_sane = max(first, prompt) <= TOKENS_MAX and all(0.0 <= gap <= gaps_max for gap in gaps)
+    if not is_sane or max(counts) > _TURNS_MAX or flags > _HINTED + _WITH_TOOLS:
+        return None
+    return _RECORD.pack(began_s, ended_s, first, prompt, *gaps, *counts, flags)
+
+
+_TURNS_MAX: Final = 10**7
+_NO_KINDS: Final = (0.0,) * (FEATURES - NUMBERS)
 
 
 class Standardiser:

@@ -1,12 +1,14 @@
 """The learned model: how a session's hazards differ from those of its kind, from a feature vector.
 
-32 hidden units and a linear skip, numpy (torch would cost each tier actor some 190 MB), Adam (Kingma and Ba,
-2015); forecasts use the weights' running average, which is less noisy (Polyak and Juditsky, 1992). The
-network's output is added to an offset, the log odds known without it, so an untrained network predicts the
-offset. It predicts at `KNOTS_S`, linear in log time between them, instead of each bin on its own: in most
-bins few sessions ever resume, too few to learn from in an hour. The loss is the likelihood of discrete-time
-survival (Tutz and Schmid, 2016): each bin that a session has passed counts as survived, the bin it is in by
-its share so far, the bin it resumed in as an event. Does not know what the features mean.
+32 hidden units and a linear skip; of each number also how far it is through each of four ranges, so that
+the network need not be linear in it (piecewise linear encoding: Gorishniy et al., 2022). In numpy (torch
+would cost each tier actor some 190 MB), with Adam (Kingma and Ba, 2015); forecasts use the weights' running
+average, which is less noisy (Polyak and Juditsky, 1992). The network's output is added to an offset, the
+log odds known without it, so an untrained network predicts the offset. It predicts at `KNOTS_S`, linear in
+log time between them, instead of each bin on its own: in most bins few sessions ever resume, too few to
+learn from in an hour. The loss is the likelihood of discrete-time survival (Tutz and Schmid, 2016): each
+bin that a session has passed counts as survived, the bin it is in by its share so far, the bin it resumed
+in as an event. Does not know what the features mean.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ _KNOTS: Final = len(KNOTS_S)
 _OUT: Final = HIDDEN + _KNOTS  # the hidden layer and the skip are one product
 _LOGIT_MAX: Final = np.float32(14.0)
 _ZERO: Final = np.float32(0.0)
+_ONE: Final = np.float32(1.0)
 _GRADIENT_MAX: Final = 5.0
+_RANGES: Final = np.array([-1.5, -0.6, 0.0, 0.6, 1.5], dtype=np.float32)
+RAMPS: Final = len(_RANGES) - 1
+"""Ranges of a standardised number."""
+_SLOPES: Final = (np.float32(1.0) / np.diff(_RANGES)).astype(np.float32)
+_STARTS: Final = (-_RANGES[:-1] * _SLOPES).astype(np.float32)
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 _DECAY: Final = 0.1  # of the weights, times the learning rate (Loshchilov and Hutter, 2019)
 _PRIOR_STEPS: Final = 8000  # in earlier steps the decay is stronger: the prior weighs 1 / turns
@@ -39,16 +47,22 @@ _AVERAGED_STEPS: Final = 200
 class HazardModel:
     """Starts as the offset it is given, and restarts from there if its weights ever become non-finite.
 
-    `late`: of the `features`, the last so many begin without weight: where they are always 0, the model is
-    the very same as without them.
+    `numbers`: of the `features`, the first so many are given by range as well. `late`: the last so many begin
+    without weight: where they are always 0, the model is the very same as without them.
     """
 
-    def __init__(self, features: int, *, learning_rate: float, seed: int, late: int = 0) -> None:
-        self.features = features
+    def __init__(
+        self, features: int, *, learning_rate: float, seed: int, numbers: int = 0, late: int = 0
+    ) -> None:
+        self._given = features
+        self._numbers = numbers
+        self.features = features + numbers * RAMPS
+        self._columns = np.concatenate((np.arange(features), np.repeat(np.arange(numbers), RAMPS)))
+        self._slopes, self._starts = np.tile(_SLOPES, numbers), np.tile(_STARTS, numbers)
         self._late = late
         self._learning_rate = learning_rate
         self._rng = np.random.default_rng(seed)
-        self._count = (features + 1) * _OUT + HIDDEN * _KNOTS
+        self._count = weights_of(self.features)
         self.resets = 0
         self.reach: Weights = np.ones(BINS, dtype=np.float32)
         """`[BINS]`: 0 where too little was seen to tell features apart: there the offset holds."""
@@ -59,8 +73,10 @@ class HazardModel:
         self.moments: Weights = np.zeros((2, self._count), dtype=np.float32)
         self.steps = 0
         first, _, _ = self._parts(self.weights)  # the second layer starts at 0: no session differs
-        early = self.features - self._late
-        first[:early, :HIDDEN] = self._rng.normal(0.0, math.sqrt(2.0 / early), (early, HIDDEN))
+        early = self._given - self._late
+        for begin, end in ((0, early), (self._given, self.features)):
+            scale = math.sqrt(2.0 / (self.features - self._late))
+            first[begin:end, :HIDDEN] = self._rng.normal(0.0, scale, (end - begin, HIDDEN))
         self.average = self.weights.copy()
 
     def _parts(self, flat: Weights) -> tuple[Weights, Weights, Weights]:
@@ -75,7 +91,7 @@ class HazardModel:
     def curve(self, row: Weights, offset: Weights) -> Curves:
         """Return the survival curve `[EDGES]` for standardised features `[features]`, log odds `[BINS]`."""
         first, bias, second = self._parts(self.average)
-        sums = row @ first
+        sums = self._ranged(row) @ first
         sums += bias
         knots = np.maximum(sums[:HIDDEN], _ZERO) @ second
         knots += sums[HIDDEN:]
@@ -93,11 +109,12 @@ class HazardModel:
         `came_back`, `survived`: `[n, BINS]`, each in [0, 1].
         """
         first, bias, second = self._parts(self.weights)
+        rows = self._ranged(rows)
         sums = rows @ first + bias
         hidden = np.maximum(sums[:, :HIDDEN], 0.0)
         hazards = _sigmoid((hidden @ second + sums[:, HIDDEN:]) @ _BASIS * self.reach + offsets)
-        at_logits = (((came_back + survived) * hazards - came_back) / len(rows)).astype(np.float32)
-        at_logits *= self.reach
+        at_logits = ((came_back + survived) * hazards - came_back).astype(np.float32)
+        at_logits *= self.reach / np.float32(len(rows))
         at_knots = at_logits @ _BASIS.T
         gradient = np.empty(self._count, dtype=np.float32)
         to_first, to_bias, to_second = self._parts(gradient)
@@ -109,6 +126,18 @@ class HazardModel:
         np.matmul(hidden.T, at_knots, out=to_second)
         self._adam(gradient)
 
+    def _ranged(self, rows: Weights) -> Weights:
+        """Return features `[..., features]` and how far each number is through each of its ranges."""
+        if not self._numbers:
+            return rows
+        ranged = rows.take(self._columns, axis=-1)
+        through = ranged[..., self._given :]
+        through *= self._slopes
+        through += self._starts
+        np.maximum(through, _ZERO, out=through)
+        np.minimum(through, _ONE, out=through)
+        return ranged
+
     def _adam(self, gradient: Weights) -> None:
         norm = math.sqrt(float(gradient @ gradient))
         if not math.isfinite(norm):
@@ -119,11 +148,17 @@ class HazardModel:
             gradient *= _GRADIENT_MAX / norm
         self.steps += 1
         first, second = self.moments
-        first += (1.0 - _BETA1) * (gradient - first)
-        second += (1.0 - _BETA2) * (gradient * gradient - second)
+        first *= _BETA1
+        first += (1.0 - _BETA1) * gradient
+        second *= _BETA2
+        gradient *= gradient
+        gradient *= 1.0 - _BETA2
+        second += gradient
         rate = self._learning_rate * (1.0 + _EARLY_STEPS / (_EARLY_STEPS + self.steps))
         rate *= math.sqrt(1.0 - _BETA2**self.steps) / (1.0 - _BETA1**self.steps)
-        step: Weights = first / (np.sqrt(second) + _EPSILON)
+        step: Weights = np.sqrt(second)
+        step += _EPSILON
+        np.divide(first, step, out=step)
         step *= rate
         prior = min(max(_PRIOR_STEPS / self.steps, 1.0), _PRIOR_MAX)
         self.weights *= max(1.0 - _DECAY * prior * self._learning_rate, 0.0)
@@ -136,6 +171,11 @@ class HazardModel:
         assert np.isfinite(self.average).all(), "an averaged weight is not finite"
         assert np.isfinite(self.moments).all(), "a moment is not finite"
         assert (self.moments[1] >= 0.0).all(), "a second moment is negative"
+
+
+def weights_of(features: int) -> int:
+    """Return how many weights a model of so many features has, ranges included."""
+    return (features + 1) * _OUT + HIDDEN * _KNOTS
 
 
 def with_late(weights: Weights, features: int, late: int) -> Weights:

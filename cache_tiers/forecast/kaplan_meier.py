@@ -10,7 +10,7 @@ Clock values come in with the turns; if they jump, only the counts suffer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -54,6 +54,7 @@ _COLD_HAZARDS: Final[list[float]] = (-np.expm1(np.diff(COLD.astype(np.float64)))
 _BEGINS_S: Final[list[float]] = EDGES_S[:-1].tolist()
 _ENDS_S: Final[list[float]] = EDGES_S[1:].tolist()
 _WIDTHS_S: Final[list[float]] = WIDTHS_S.tolist()
+_BACKWARDS: Final = tuple(range(BINS - 1, -1, -1))
 _CROSSINGS_MAX: Final = 256
 """Bins closed per call at most, so that a clock jump blocks no caller."""
 
@@ -70,6 +71,7 @@ class _TypeCounts:
     survived: list[float] = field(default_factory=lambda: [0.0] * BINS)
     idle: list[int] = field(default_factory=lambda: [0] * BINS)  # sessions in this bin now
     sum_ended_s: list[float] = field(default_factory=lambda: [0.0] * BINS)  # sum of their `ended_s`
+    returns: int = 0  # ever, of pools
 
     def enter(self, place: int, ended_s: float) -> None:
         self.idle[place] += 1
@@ -103,36 +105,55 @@ class _TypeCounts:
         share = ((now_s - _BEGINS_S[place]) * idle - self.sum_ended_s[place]) / _WIDTHS_S[place]
         return min(max(share, 0.0), idle)
 
-    def fade(self) -> None:
-        self.came_back = [count * 0.5 for count in self.came_back]
-        self.survived = [count * 0.5 for count in self.survived]
+    def fade(self, place: int) -> None:
+        self.came_back[place] *= 0.5
+        self.survived[place] *= 0.5
 
 
 class KaplanMeier:
     """Counts for `kinds` kinds of sessions; a kind is a number from 0 on.
 
     `sessions_max`: idle sessions followed; above it, the session without news the longest is dropped.
-    `window`: number of sessions after which the counts are halved, so that old data fade. `apart`: kinds
-    pooled among themselves, that say nothing of the others.
+    `window`: a bin's counts are halved when twice as many sessions were counted in it, so that old data
+    fade; in later bins, which few reach, they fade later. `pools`: of each kind, the number of the pool that
+    it is shrunk to: kinds of other pools say nothing of it. By default there is one.
     """
 
-    def __init__(
-        self, kinds: int, *, sessions_max: int, window: int, apart: Collection[int] = frozenset()
-    ) -> None:
+    def __init__(self, kinds: int, *, sessions_max: int, window: int, pools: Sequence[int] = ()) -> None:
         self._sessions_max = sessions_max
         self._window = window
-        self._all = _TypeCounts()
-        self._apart = _TypeCounts()
-        self._kinds = [_TypeCounts(self._apart if kind in apart else self._all) for kind in range(kinds)]
+        self._pool_of = tuple(pools) or (0,) * kinds
+        self._pools = [_TypeCounts() for _ in range(max(self._pool_of) + 1)]
+        self._kinds = [_TypeCounts(self._pools[pool]) for pool in self._pool_of]
+        self._members: dict[int, list[_TypeCounts]] = {}
+        for kind, pool in zip(self._kinds, self._pool_of, strict=True):
+            self._members.setdefault(id(self._pools[pool]), []).append(kind)
         self._bins: list[dict[SessionKey, tuple[_TypeCounts, float]]] = [
             {} for _ in range(BINS)
         ]  # with `ended_s`
         self._place: dict[SessionKey, int] = {}  # the bin; longest without news first
         self._now_s = 0.0
-        self.returns = 0
 
     def __len__(self) -> int:
         return len(self._place)
+
+    @property
+    def returns(self) -> tuple[int, ...]:
+        """How many sessions ever resumed, by pool."""
+        return tuple(pool.returns for pool in self._pools)
+
+    @returns.setter
+    def returns(self, returns: Sequence[int]) -> None:
+        for pool, count in zip(self._pools, returns, strict=True):
+            pool.returns = count
+
+    def is_cold(self, kind: int) -> bool:
+        """Return whether too few sessions of the kind's pool have resumed to say more than `COLD`."""
+        return self._pools[self._pool_of[kind]].returns < RETURNS_MIN
+
+    def __contains__(self, session: object) -> bool:
+        """Whether the session is followed."""
+        return session in self._place
 
     def began_idle(self, session: SessionKey, kind: int, now_s: float) -> None:
         """Follow a session as idle from `now_s` on, replacing what was known of it."""
@@ -151,13 +172,12 @@ class KaplanMeier:
         place, kind, ended_s = found
         idle_s = now_s - ended_s
         landed = bin_of(idle_s)
-        for each in (kind, _pool(kind)):
+        pool = _pool(kind)
+        for each in (kind, pool):
             each.returned(place, landed, idle_s < LAST_S)
-        self.returns += 1
-        pools = (self._all, self._apart)
-        if sum(pool.came_back[0] + pool.survived[0] for pool in pools) >= 2 * self._window:
-            for each in (*pools, *self._kinds):
-                each.fade()
+        pool.returns += 1
+        for counted in range(place, landed + 1):
+            self._fade(pool, counted)
 
     def dropped(self, session: SessionKey) -> None:
         """Stop following a session; what it has survived stays counted."""
@@ -172,21 +192,27 @@ class KaplanMeier:
         pool = _pool(self._kinds[kind])
         pooled = pool.hazards(self._now_s, _COLD_HAZARDS)
         of_kind = self._kinds[kind].hazards(self._now_s, pooled)
-        common = [*pooled[:_DAYS], *_COLD_HAZARDS[_DAYS:]]
-        both = zip(of_kind, common, _seen(pool), strict=True)
+        both = zip(of_kind, _known(pooled), _seen(pool), strict=True)
         return [own if is_seen else other for own, other, is_seen in both]
 
-    def seen(self) -> list[bool]:
-        """Return `[BINS]`: whether enough sessions resumed in this or later bins to tell kinds apart.
+    def common(self, kind: int) -> list[float]:
+        """Return `[BINS]`: the hazards of all of the kind's pool together."""
+        pool = _pool(self._kinds[kind])
+        pooled = pool.hazards(self._now_s, _COLD_HAZARDS)
+        both = zip(pooled, _known(pooled), _seen(pool), strict=True)
+        return [own if is_seen else other for own, other, is_seen in both]
+
+    def seen(self, kind: int = 0) -> list[bool]:
+        """Return `[BINS]`: whether enough of its pool resumed in this or later bins to tell kinds apart.
 
         A tail with few survivors is the same for all: what a frozen forecast made up for it would keep
         its session for hours.
         """
-        return _seen(self._all)
+        return _seen(self._pools[self._pool_of[kind]])
 
     @property
     def counts(self) -> Floats:
-        """`[2, kinds + 2, BINS]`: returns in each bin, and survivals of it; the last rows: both pools."""
+        """`[2, kinds + pools, BINS]`: returns in each bin, and survivals of it; the last rows: the pools."""
         kinds = self._rows
         return np.array([[each.came_back for each in kinds], [each.survived for each in kinds]])
 
@@ -204,24 +230,40 @@ class KaplanMeier:
 
     @property
     def _rows(self) -> tuple[_TypeCounts, ...]:
-        return (*self._kinds, self._apart, self._all)
+        return (*self._kinds, *self._pools)
+
+    def _fade(self, pool: _TypeCounts, place: int) -> None:
+        if pool.came_back[place] + pool.survived[place] >= 2 * self._window:
+            for each in (pool, *self._members[id(pool)]):
+                each.fade(place)
 
     def _advance(self, now_s: float) -> None:
         """Move sessions that have passed their bin to the next one."""
         self._now_s = now_s
         left = _CROSSINGS_MAX
-        for place in range(BINS - 1, -1, -1):  # backwards: a session moves at most one bin per call
+        for place in _BACKWARDS:  # a session moves at most one bin per call
             waiting = self._bins[place]
+            if not waiting:
+                continue
             while waiting and left:
                 session, (kind, ended_s) = next(iter(waiting.items()))
                 if now_s - ended_s < _ENDS_S[place]:
                     break
                 left -= 1
-                self._leave(session)
-                kind.survived[place] += 1.0
-                _pool(kind).survived[place] += 1.0
-                if place + 1 < BINS:
-                    self._enter(session, place + 1, kind, ended_s)
+                followed = waiting.pop(session)
+                pool = _pool(kind)
+                following = place + 1
+                for each in (kind, pool):
+                    each.leave(place, ended_s)
+                    each.survived[place] += 1.0
+                    if following < BINS:
+                        each.enter(following, ended_s)
+                self._fade(pool, place)
+                if following < BINS:
+                    self._bins[following][session] = followed
+                    self._place[session] = following
+                else:
+                    del self._place[session]
 
     def _enter(self, session: SessionKey, place: int, kind: _TypeCounts, ended_s: float) -> None:
         self._bins[place][session] = kind, ended_s
@@ -244,7 +286,7 @@ class KaplanMeier:
         assert len(self._place) <= self._sessions_max, "too many sessions are followed"
         assert sum(map(len, self._bins)) == len(self._place), "a session is in two bins or none"
         assert all(session in self._bins[place] for session, place in self._place.items()), "a wrong bin"
-        idle = [sum(both) for both in zip(self._all.idle, self._apart.idle, strict=True)]
+        idle = [sum(counts) for counts in zip(*(pool.idle for pool in self._pools), strict=True)]
         assert [len(waiting) for waiting in self._bins] == idle, "an idle session is not counted"
         assert np.isfinite(self.counts).all(), "a count is not finite"
         assert (self.counts >= 0.0).all(), "a count is negative"
@@ -253,6 +295,10 @@ class KaplanMeier:
 def _pool(kind: _TypeCounts) -> _TypeCounts:
     assert kind.pool is not None, "a pool is no kind"
     return kind.pool
+
+
+def _known(pooled: Sequence[float]) -> list[float]:
+    return [*pooled[:_DAYS], *_COLD_HAZARDS[_DAYS:]]
 
 
 def _seen(pool: _TypeCounts) -> list[bool]:
@@ -269,7 +315,11 @@ KINDS: Final = (len(PROFILES) + 1) * (len(STOPS) + 1) * _TURNS
 """Number of kinds: profile, stop, and which turn it was: first, second, later, first beside others."""
 KINDS_WITHOUT_ASIDE: Final = KINDS // _TURNS * (_TURNS - 1)
 """Their number before the last of these was told apart."""
-_ASIDE: Final = frozenset(range(_TURNS - 1, KINDS, _TURNS))
+PROFILE_KINDS: Final = KINDS // (len(PROFILES) + 1)
+POOLS: Final = tuple(2 * (kind // PROFILE_KINDS) + (kind % _TURNS == _TURNS - 1) for kind in range(KINDS))
+"""Of each kind, its pool: one a profile for conversations, and one for what begins beside them."""
+FORGETS: Final = 2000
+"""Sessions that a bin's counts keep of what they had, when they are halved at twice as many."""
 
 
 def kind_of(turn: Turn, turns: int, *, is_aside: bool = False) -> int:
@@ -285,12 +335,24 @@ def kinds_with_aside(kinds: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     return kinds // (_TURNS - 1) * _TURNS + kinds % (_TURNS - 1)
 
 
+_COLD_BYTES: Final = COLD.tobytes()
+
+
 @dataclass(slots=True)
 class Known:
-    """One session's curve, counted from `since_s`."""
+    """One session's curve, counted from `since_s`; as bytes: an array takes twice the room."""
 
-    curve: Curves = field(default_factory=lambda: COLD)
+    told: bytes = _COLD_BYTES
     since_s: float = 0.0
+
+    @property
+    def curve(self) -> Curves:
+        """The curve, f32 `[EDGES]`, not to be changed in place."""
+        return np.frombuffer(self.told, dtype=np.float32)
+
+    @curve.setter
+    def curve(self, curve: Curves) -> None:
+        self.told = _COLD_BYTES if curve is COLD else curve.tobytes()
 
 
 K = TypeVar("K", bound=Known)
@@ -303,9 +365,7 @@ class KindForecasts(Generic[K]):
     """
 
     def __init__(self, settings: PredictorSettings, make: Callable[[], K]) -> None:
-        self.counts = KaplanMeier(
-            KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns, apart=_ASIDE
-        )
+        self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=FORGETS, pools=POOLS)
         self.lineages = Lineages(settings)
         self._sessions_max = settings.sessions_max
         self._make = make
@@ -317,8 +377,8 @@ class KindForecasts(Generic[K]):
 
     @property
     def is_cold(self) -> bool:
-        """Whether too few sessions have resumed to say more than `COLD`."""
-        return self.counts.returns < RETURNS_MIN
+        """Whether too few sessions have resumed to say more than `COLD`, of any profile."""
+        return max(self.counts.returns) < RETURNS_MIN
 
     @property
     def left_share(self) -> float:
@@ -339,8 +399,9 @@ class KindForecasts(Generic[K]):
             rest = rest_of(known.curve, now_s - known.since_s)
             ratio = self.lineages.follows(other, cell, rest, now_s)
             if abs(ratio - 1.0) >= NOTICED:
-                known.curve, known.since_s = times(rest.astype(np.float32), ratio), now_s
-                changed.append((other, known.curve))
+                curve = times(rest.astype(np.float32), ratio)
+                known.curve, known.since_s = curve, now_s
+                changed.append((other, curve))
         return tuple(changed)
 
     def hint(self, hint: Hint) -> Curves | None:
@@ -349,9 +410,9 @@ class KindForecasts(Generic[K]):
         if known is None:
             return None
         now_s = self._clock.at(hint.at_s)
-        known.curve = hinted(known.curve, now_s - known.since_s, hint)
-        known.since_s = now_s
-        return known.curve
+        curve = hinted(known.curve, now_s - known.since_s, hint)
+        known.curve, known.since_s = curve, now_s
+        return curve
 
     def forget(self, session: SessionKey) -> None:
         """Forget a session but not what was learned from it. No-op if it is unknown."""
@@ -412,8 +473,8 @@ class TypeKm(KindForecasts[_Counted]):
         standing = self.lineages.ended(turn, now_s)
         kind = kind_of(turn, known.turns, is_aside=standing.is_aside)
         self.counts.began_idle(turn.session, kind, now_s)
-        curve = COLD if self.is_cold else curve_of(self.counts.hazards(kind))
+        curve = COLD if self.counts.is_cold(kind) else curve_of(self.counts.hazards(kind))
         self.lineages.expects(turn.session, standing, curve, now_s)
-        known.curve = times(curve, standing.ratio)
-        known.since_s = now_s
-        return known.curve
+        curve = times(curve, standing.ratio)
+        known.curve, known.since_s = curve, now_s
+        return curve

@@ -26,6 +26,7 @@ from safetensors.numpy import save as save_tensors
 
 from samovar.cache_tiers.blocks import BadRecord, TierError
 from samovar.cache_tiers.forecast.predictor import Predictor, State, with_later_bins
+from samovar.cache_tiers.forecast.traffic import JUDGED_MIN
 from samovar.cache_tiers.forecast.turns import EDGES_S, Curves, Forecast, Hint, Opening, SessionKey, Turn
 from samovar.cache_tiers.media import Deadline, Syscalls, files
 from samovar.configs.atomic_file import DRAFT, atomic_write
@@ -142,6 +143,45 @@ class TurnLearner:
         told = self._ask(apply, wait_s)
         return None if told is None else told.curve
 
+    def history(self, session: SessionKey, now_s: float) -> bytes:
+        """Return `Predictor.history`, at once, from any thread."""
+        predictor = self._predictor
+        return predictor.history(session, now_s) if isinstance(predictor, Predictor) else b""
+
+    def moved_here(self, session: SessionKey, history: bytes, now_s: float) -> None:
+        """Queue `Predictor.moved_here`."""
+
+        def apply(predictor: Forecaster) -> None:
+            if isinstance(predictor, Predictor):
+                predictor.moved_here(session, history, now_s)
+
+        self._put(apply, None)
+
+    def learned(self, wait_s: float) -> bytes:
+        """Return what was learned, as `encode` does, for a node that joins; empty: too little, or late."""
+        found: list[bytes] = []
+
+        def apply(predictor: Forecaster) -> None:
+            if isinstance(predictor, Predictor) and not is_young(predictor):
+                found.append(encode(predictor))
+
+        self._ask(apply, wait_s)
+        return found[0] if found else b""
+
+    def start_from(self, model: bytes) -> None:
+        """Queue that a young predictor goes on from a peer's `learned`; else, or if it is bad, no-op."""
+
+        def apply(predictor: Forecaster) -> None:
+            if isinstance(predictor, Predictor) and is_young(predictor):
+                try:
+                    predictor.restore(decode(model))
+                except (BadState, ValueError) as error:
+                    logger.warning("a peer's predictor is not used: %s", error)
+                    return
+                self.restored = "from a peer"
+
+        self._put(apply, None)
+
     def work(self) -> None:
         """Do all queued tasks in this thread; save if due."""
         with self._working:
@@ -190,7 +230,7 @@ class TurnLearner:
             self._wake.notify()
             return True
 
-    def _ask(self, task: Task, wait_s: float) -> Forecast | None:
+    def _ask(self, task: Task | Callable[[Forecaster], None], wait_s: float) -> Forecast | None:
         answer: Answer = Future()
         if not self._put(task, answer):
             return None
@@ -262,6 +302,11 @@ class TurnLearner:
         self.saves += 1
 
 
+def is_young(predictor: Predictor) -> bool:
+    """Return whether it has learned from too few turns to be worth more than a peer's."""
+    return predictor.busiest.turns.added < JUDGED_MIN
+
+
 def _nothing(predictor: Forecaster) -> None:
     """Learn nothing."""
 
@@ -276,14 +321,15 @@ def _nothing(predictor: Forecaster) -> None:
 # numbers without complaint. If the file is rejected, the reason is reported and the predictor stays as it
 # was: cold at a start.
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Of the layout and the meaning of the numbers: features, their order, kinds of turns, network shape."""
+VERSION_OF_ONE_NETWORK: Final = 4
 VERSION_WITHOUT_LINEAGES: Final = 3
 VERSION_WITHOUT_TURNS: Final = 2
-"""Still readable, as is the one above."""
+"""Still readable, as are the two above."""
 
 FILE_NAME: Final = "predictor.bin"
-FILE_BYTES_MAX: Final = 16 * 1024 * 1024
+FILE_BYTES_MAX: Final = 24 * 1024 * 1024
 _MAGIC: Final = b"smvrpred"
 _HEADER: Final = struct.Struct("<8sIQ32s")
 
@@ -309,7 +355,7 @@ def decode(data: bytes) -> State:
     magic, version, length, digest = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise BadState("another kind of file")
-    if version not in (VERSION, VERSION_WITHOUT_LINEAGES, VERSION_WITHOUT_TURNS):
+    if version not in (VERSION, VERSION_OF_ONE_NETWORK, VERSION_WITHOUT_LINEAGES, VERSION_WITHOUT_TURNS):
         raise BadState(f"version {version}, ours is {VERSION}")
     payload = data[_HEADER.size :]
     if len(payload) != length:

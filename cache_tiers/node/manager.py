@@ -427,7 +427,10 @@ class TierNode:
         self.resumption.asked(lookup)
         own = self.lookup_here(lookup)
         self.resumption.looked_up(lookup, own)
-        return self.peers.lookup(lookup, own)
+        found = self.peers.lookup(lookup, own)
+        if found.history and not own.history:
+            self.resumption.moved_here(lookup, found.history)
+        return replace(found, history=b"") if found.history else found
 
     def lookup_here(self, lookup: Lookup) -> LookupResult:
         """Return what this node's tiers hold of a chain, without asking peers. Raises as `lookup`."""
@@ -442,7 +445,14 @@ class TierNode:
         if unlisted and covers(spans, len(lookup.keys) // KEY_BYTES):
             unlisted = ()
         return LookupResult(
-            self._identity.incarnation, clear_seq, spans, tails, prices, unlisted, absent=absent
+            self._identity.incarnation,
+            clear_seq,
+            spans,
+            tails,
+            prices,
+            unlisted,
+            absent=absent,
+            history=self.resumption.history(lookup),
         )
 
     def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult:

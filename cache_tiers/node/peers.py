@@ -97,7 +97,8 @@ def merged(own: LookupResult, theirs: LookupResult, *, node: str, tenant: bytes,
             tails.append(PartialBlock(tail.key, tail.tokens, replace(at, tier="peer", node=node)))
     # Deepest first; at equal depth, local tails come first.
     tails.sort(key=lambda tail: -tail.span.first)
-    return replace(own, spans=tuple(spans), tails=tuple(tails[:TAILS_MAX]))
+    history = own.history or theirs.history
+    return replace(own, spans=tuple(spans), tails=tuple(tails[:TAILS_MAX]), history=history)
 
 
 def _is_sane(span: BlockRange, tenant: bytes) -> bool:
@@ -234,6 +235,24 @@ class NodePeers:
                 continue
             met.add(node)
         return met
+
+    def learned(self, nodes: Sequence[str]) -> bytes:
+        """Return what the first of `nodes` to tell has learned of who comes back; empty: none has.
+
+        Blocks; raises nothing.
+        """
+        calls = self._calls
+        if calls is None:
+            return b""
+        for node in nodes[:PEERS_ASKED_MAX]:
+            try:
+                model = calls.learned(node, MEET_S_MAX)
+            except PeerError as error:
+                logger.info("node %s does not tell what it has learned: %s", node[:8], error)
+                continue
+            if model:
+                return model
+        return b""
 
     def fetch(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed | None:
         """See `PeerPulls.fetch`."""

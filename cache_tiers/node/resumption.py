@@ -20,6 +20,7 @@ from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TOP_TIER, Addre
 from samovar.cache_tiers.catalog import ExtentInfo
 from samovar.cache_tiers.forecast import (
     EDGES,
+    NO_FILE,
     Floats,
     Forecast,
     Hint,
@@ -265,7 +266,7 @@ def _owner(session: SessionKey) -> bytes:
 ANSWER_S_MAX = 2.0
 """How long a replica's worker waits for a curve; no request does."""
 CLOSE_S_MAX = 5.0
-KINDS = {"model": "learned", "type-km": "km", "cold": "cold"}
+KINDS = {"model": "learned", "type-km": "km", "constant": "km", "cold": "cold"}
 
 
 class NodeResumption:
@@ -315,6 +316,30 @@ class NodeResumption:
             self._learner.arrived(owner, now_s, opening)
         if lookup.is_queued:
             self.prefetch.promote(lookup.tenant, lookup.session, "queue")
+
+    def history(self, lookup: Lookup) -> bytes:
+        """Return what is known of the turns of a lookup's session, for a node that it has moved to."""
+        if not lookup.starts_turn:
+            return b""
+        return self._learner.history(lookup.tenant + lookup.session, self._clock())
+
+    def moved_here(self, lookup: Lookup, history: bytes) -> None:
+        """Go on with another node's `history` of a lookup's session, if nothing is known of it here."""
+        self._learner.moved_here(lookup.tenant + lookup.session, history, self._clock())
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was learned here so far, nor read from a file."""
+        return self._learner.turns == 0 and self._learner.restored in ("", NO_FILE)
+
+    def learned(self) -> bytes:
+        """Return what was learned here, for a node that joins; empty: too little. Waits for the learner."""
+        return self._learner.learned(ANSWER_S_MAX)
+
+    def start_from(self, model: bytes) -> None:
+        """Begin with what a peer has `learned`; no-op if that is empty, or no longer needed."""
+        if model:
+            self._learner.start_from(model)
 
     def turn_over(self, over: TurnEnded) -> Forecast | None:
         """Return the forecast for the session, counted from the turn's end; None: nothing is known.
@@ -454,7 +479,7 @@ class NodeResumption:
         learner, predictor = self._learner, self._learner.predictor
         kind, losses = "cold", (0.0, 0.0)
         if isinstance(predictor, Predictor):
-            kind, losses = KINDS[predictor.source], (predictor.model_loss, predictor.fallback_loss)
+            kind, losses = KINDS[predictor.source], predictor.losses
         elif isinstance(predictor, TypeKm):
             kind = "cold" if predictor.is_cold else "km"
         with self._state.lock:

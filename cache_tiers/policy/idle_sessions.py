@@ -25,13 +25,29 @@ from samovar.cache_tiers.forecast import (
     hinted,
     resume_probability,
 )
+from samovar.cache_tiers.forecast.turns import BINS
+from samovar.cache_tiers.policy import gittins
 
 Slots = npt.NDArray[np.intp]
 NO_SESSION = 0
 """The slot of sessions without a row: it has the `COLD` curve."""
 
 _FIRST_ROWS = 64
-_COLUMNS = ("ended_s", "turn_s", "busy_s", "left_s", "running", "tokens", "new_tokens", "is_tool", "next_s")
+_FRESH_MAX = 256
+"""Curves whose index is worked out in one call; the rest counts by its hazard until the next."""
+_COLUMNS = (
+    "_excess",
+    "_has_excess",
+    "ended_s",
+    "turn_s",
+    "busy_s",
+    "left_s",
+    "running",
+    "tokens",
+    "new_tokens",
+    "is_tool",
+    "next_s",
+)
 
 
 class IdleSessions:
@@ -53,6 +69,9 @@ class IdleSessions:
         self._slots: OrderedDict[SessionKey, int] = OrderedDict()  # longest untouched first
         self._free: list[int] = []
         self.curves: Curves = np.tile(COLD, (_FIRST_ROWS, 1))
+        # Of those that were ranked by it: by how much the Gittins index is above the hazard, by bin.
+        self._excess: Curves = np.zeros((_FIRST_ROWS, BINS), dtype=np.float32)
+        self._has_excess: npt.NDArray[np.bool_] = np.zeros(_FIRST_ROWS, dtype=np.bool_)
         self.ended_s: Floats = np.zeros(_FIRST_ROWS)
         self.left_share: float | None = None
         self.turn_s: Floats = np.zeros(_FIRST_ROWS)
@@ -107,7 +126,7 @@ class IdleSessions:
         """
         slot = self._row(session)
         self.running[slot] = max(0, self.running[slot] - 1)
-        self.curves[slot] = COLD if curve is None else curve
+        self._set_curve(slot, COLD if curve is None else curve)
         self.ended_s[slot] = now_s
         if self.running[slot] == 0:  # what turns beside this one use is not left behind
             self.left_s[slot] = self.busy_s[slot]
@@ -120,7 +139,7 @@ class IdleSessions:
         """Replace a session's curve, counted from `since_s`: a client's hint. No-op if it is unknown."""
         slot = self._slots.get(session)
         if slot is not None:
-            self.curves[slot] = curve
+            self._set_curve(slot, curve)
             self.ended_s[slot] = since_s
 
     def hint(
@@ -160,6 +179,15 @@ class IdleSessions:
         """Return P(resumes within `horizon_s`) of each slot."""
         curves = self.curves.take(slots, axis=0)  # a fifth faster than indexing
         return resume_probability(curves, now_s - self.ended_s[slots], horizon_s)
+
+    def indices(self, slots: Slots, idle_s: Floats) -> Floats:
+        """Return the Gittins index, 1/s, of each slot after `idle_s`: see `gittins.py`."""
+        fresh = slots[~self._has_excess[slots]]
+        if len(fresh):
+            fresh = np.unique(fresh)[:_FRESH_MAX]
+            self._excess[fresh] = gittins.excesses(self.curves[fresh])
+            self._has_excess[fresh] = True
+        return gittins.indices(self.curves.take(slots, axis=0), self._excess.take(slots, axis=0), idle_s)
 
     def expected(self, now_s: float, horizon_s: float) -> tuple[float, float]:
         """Return the sums over idle sessions of P(resumes within `horizon_s`): of 1, and of their tokens."""
@@ -206,7 +234,7 @@ class IdleSessions:
             if slot == len(self.ended_s):
                 self._grow()
         self._slots[session] = slot
-        self.curves[slot] = COLD
+        self._set_curve(slot, COLD)
         self.ended_s[slot] = 0.0
         self.turn_s[slot] = self.busy_s[slot] = self.left_s[slot] = -np.inf
         self.running[slot] = self.tokens[slot] = 0
@@ -214,6 +242,11 @@ class IdleSessions:
         self.is_tool[slot] = False
         self.next_s[slot] = np.inf
         return slot
+
+    def _set_curve(self, slot: int, curve: Curves) -> None:
+        self.curves[slot] = curve
+        self._excess[slot] = 0.0
+        self._has_excess[slot] = False
 
     def _grow(self) -> None:
         rows = len(self.ended_s)

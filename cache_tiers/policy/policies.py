@@ -124,10 +124,19 @@ class TailOptimized:
         return np.maximum(used_s, best)
 
 
+GITTINS_S = 400.0
+"""With this horizon the Gittins index counts for half; with a longer one for less: where room is short, it
+matters who comes back first, where it is not, whether."""
+_GITTINS_MIN = 0.02
+"""A smaller share of it is none: then nothing is worked out."""
+
+
 class LikelyReturn:
     """Ranks by `P(resumes within the horizon | idle) x seconds saved / bytes`, from any curves.
 
-    Beyond the range of the forecasts, and where they say the same, it is least recently used.
+    That probability is a mean of two: what the curve says, and what it were if the session came back at the
+    rate of its Gittins index, by which who is back soon counts for more. Beyond the range of the forecasts,
+    and where they say the same, the least recently used goes first.
     """
 
     superseded_share = LEFT_SHARE
@@ -139,7 +148,12 @@ class LikelyReturn:
 
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         since_s = np.where(of.slots == NO_SESSION, of.used_s, sessions.ended_s[of.slots])
-        likely = resume_probability(sessions.curves.take(of.slots, axis=0), now_s - since_s, horizon_s)
+        idle_s = now_s - since_s
+        likely = resume_probability(sessions.curves.take(of.slots, axis=0), idle_s, horizon_s)
+        share = GITTINS_S / (GITTINS_S + horizon_s)
+        if share >= _GITTINS_MIN:
+            soon = -np.expm1(-sessions.indices(of.slots, idle_s) * horizon_s)
+            likely = likely + share * (soon - likely)
         recent = 1.0 / (1.0 + np.log1p(np.maximum(now_s - of.used_s, 0.0)))
         worth: Floats = (likely + LEAST) * of.saved_s * (1.0 + RECENT_SHARE * recent)
         return worth

@@ -73,6 +73,10 @@ class PeerCalls(Protocol):
         """Tell the peer to check this extent: it looks wrong. Does not wait, never raises."""
         ...
 
+    def learned(self, node: str, timeout_s: float) -> bytes:
+        """Return what the peer has learned of who comes back (`learner.encode`); empty: too little."""
+        ...
+
     def take(self, node: str, take: PushRequest, timeout_s: float) -> str:
         """Tell the peer to take an extent; return taken | held | failed:REASON."""
         ...

@@ -78,7 +78,7 @@ def idle_in(of: Any) -> Any:
 
 def turns_of(of: Any) -> Any:
     """Return the turns that a predictor learns from."""
-    return of._turns
+    return of.traffic().turns
 
 
 def database_of(of: Any) -> Any:

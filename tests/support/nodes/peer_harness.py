@@ -118,6 +118,9 @@ class World:
         self.calls["check"] += 1
         self.nodes[node].peers.exports.check(ask)
 
+    def learned(self, node: str, timeout_s: float) -> bytes:
+        return self._at(node, "learned").resumption.learned()
+
     def take(self, node: str, take: PushRequest, timeout_s: float) -> str:
         return self._at(node, "take").peers.take(take)
 

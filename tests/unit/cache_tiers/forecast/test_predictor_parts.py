@@ -18,7 +18,7 @@ from samovar.cache_tiers.forecast.features import (
 )
 from samovar.cache_tiers.forecast.hazard_net import HazardModel, log_odds
 from samovar.cache_tiers.forecast.kaplan_meier import KINDS, SHRINKAGE, TAIL_RETURNS_MIN, KaplanMeier, kind_of
-from samovar.cache_tiers.forecast.predictor import Outcome, ReplayTurns
+from samovar.cache_tiers.forecast.replay_turns import Outcome, ReplayTurns
 from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES, EDGES_S, LAST_S, Turn, bin_of, curve_of
 
 TURN = Turn("s", 0.0, 1.0, 1000, 50)
@@ -265,7 +265,7 @@ def test_a_clock_that_is_none_stands_still() -> None:
 def replay(idle: list[tuple[Outcome, float]], now_s: float = 1000.0) -> tuple[ReplayTurns, np.ndarray]:
     turns = ReplayTurns(8)
     for outcome, idle_s in idle:
-        number = turns.add(np.zeros(FEATURES, dtype=np.float32), 0, COLD, COLD, now_s - idle_s)
+        number = turns.add(np.zeros(FEATURES, dtype=np.float32), 0, [COLD] * 3, now_s - idle_s)
         if outcome != Outcome.IDLE:
             turns.resolve(number, outcome, now_s)
     turns.check_integrity()
@@ -297,18 +297,18 @@ def test_losses_prefer_the_curve_that_was_right_about_those_who_stay_away_too() 
     returns = curve_of(np.full(BINS, 0.5))
     stays = curve_of(np.full(BINS, 0.01))
     for outcome, wanted in ((Outcome.IDLE, 1), (Outcome.RETURNED, 0)):
-        number = turns.add(np.zeros(FEATURES, dtype=np.float32), 0, returns, stays, 0.0)
+        number = turns.add(np.zeros(FEATURES, dtype=np.float32), 0, [returns, stays, stays], 0.0)
         if outcome == Outcome.RETURNED:
             turns.resolve(number, outcome, 9.0)
-        losses = turns.losses(turns.latest(1), 100.0)[:, 0]
+        losses = turns.losses(turns.latest(1), 100.0)[:2, 0]
         assert losses.argmin() == wanted
 
 
 def test_a_turn_that_has_left_the_ring_is_nobody() -> None:
     turns = ReplayTurns(2)
-    first = turns.add(np.zeros(FEATURES, dtype=np.float32), 0, COLD, COLD, 0.0)
+    first = turns.add(np.zeros(FEATURES, dtype=np.float32), 0, [COLD] * 3, 0.0)
     for _ in range(2):
-        turns.add(np.zeros(FEATURES, dtype=np.float32), 0, COLD, COLD, 0.0)
+        turns.add(np.zeros(FEATURES, dtype=np.float32), 0, [COLD] * 3, 0.0)
     turns.resolve(first, Outcome.RETURNED, 5.0)
     assert turns.targets(turns.latest(2), 0.0)[0].sum() == 0
     assert len(turns) == 2

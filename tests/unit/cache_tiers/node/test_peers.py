@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samovar.cache_tiers.blocks import ChainMarks
 from samovar.cache_tiers.blocks.extent import KEY_BYTES, Clear, Placement
 from samovar.cache_tiers.catalog.gone import Clears
+from samovar.cache_tiers.forecast.features import SessionHistory
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import (
     BlockRange,
@@ -21,6 +23,7 @@ from samovar.cache_tiers.messages import (
     Lookup,
     LookupResult,
     PartialBlock,
+    TurnEnded,
 )
 from samovar.cache_tiers.node.drain import DrainNotice, takers
 from samovar.cache_tiers.node.peers import covers, merged
@@ -28,9 +31,9 @@ from samovar.cache_tiers.transport.link import LinkDown
 from samovar.cache_tiers.transport.peers import LazyLink, PeerLost
 from samovar.configs.sections import PeerSettings, S3TierSettings, TierSettings
 from tests.support.clock import Clock
-from tests.support.inside import join_scans, state_of
+from tests.support.inside import join_scans, learner_of, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
-from tests.support.nodes.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, nvme, sample
+from tests.support.nodes.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, Sample, nvme, sample
 from tests.support.nodes.peer_harness import Home, World, home, same
 
 S3_TOO = Placement(first="cpu", write_behind=("s3",))
@@ -629,3 +632,48 @@ def test_a_lookup_sees_what_another_ones_look_at_s3_has_found_meanwhile(
     monkeypatch.setattr(b.node.peers._calls, "lookup", lost_meanwhile)
     (span,) = b.look(record, "a").spans
     assert span.tier == "s3"
+
+
+# -- who comes back ------------------------------------------------------------------------
+
+
+def turns_at(at: Home, wanted: Sample, turns: int) -> None:
+    """Turns of a session, ten seconds apart."""
+    header = wanted.header
+    for _ in range(turns):
+        at.node.lookup(
+            Lookup(header.namespace, wanted.chain, header.tenant, header.session, starts_turn=True)
+        )
+        over = TurnEnded(header.tenant, header.session, 1.0, 1000, 50, ChainMarks(), 16)
+        assert at.node.turn_over(over) is not None
+        at.clock.now_s += 10.0
+
+
+def test_a_session_that_moves_takes_its_history_along() -> None:
+    _, first, second = two()
+    wanted = sample(1)
+    turns_at(first, wanted, 3)
+    header = wanted.header
+    found = second.node.lookup(
+        Lookup(header.namespace, wanted.chain, header.tenant, header.session, ("a",), starts_turn=True)
+    )
+    assert found.history == b"", "it is for nodes, not for replicas"
+    second.node.resumption.work()
+    owner = header.tenant + header.session
+    learners = [learner_of(at.node.resumption) for at in (first, second)]
+    histories = [SessionHistory(learner.history(owner, 0.0)) for learner in learners]
+    assert [history.turns for history in histories] == [3, 3]
+
+
+def test_a_node_that_joins_begins_with_what_a_peer_has_learned() -> None:
+    world, first, second = two()
+    for number in range(250):
+        turns_at(first, sample(number), 1)
+    assert second.node.resumption.is_new
+    second.node.resumption.start_from(second.node.peers.learned(["a"]))
+    second.node.resumption.work()
+    assert second.node.stats().returns.restored == "from a peer"
+    assert not second.node.resumption.is_new
+    assert second.node.resumption.learned() != b""
+    world.faults["a", "learned"] = PeerLost("gone")
+    assert second.node.peers.learned(["a"]) == b""

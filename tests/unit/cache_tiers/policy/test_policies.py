@@ -48,7 +48,7 @@ NOW_S = 1000.0
 HORIZON_S = 60.0
 NEVER = curve_of(np.zeros(BINS))
 SOON = curve_of(np.full(BINS, 0.5))
-LATER = curve_of(np.where(EDGES_S[:-1] < 60, 0.0, 0.7))
+LATER = curve_of(np.where(EDGES_S[:-1] < 60, 0.0, 0.9))
 POLICIES: list[ResidencyPolicy] = [
     LeastRecentlyUsed(),
     TimeToLive(300, 120),
