@@ -4,9 +4,9 @@ A service whose engine costs nothing (`_front_engine`) gets 1 to 1,024 streams; 
 made. CPU is counted by process while all streams run. Beside it: the same without links (`samovar-serve`:
 every token is a message of Ray Serve), the same with two and four ingresses, a bare streaming app under
 uvicorn. The engine's own share of the replica's process counts as ingress. `--engine vllm`: the same service
-before a real vLLM, and vLLM's own server alone (`_front_vllm`). What the processes take without any stream (Ray's and Serve's own work: more with each
-process) is measured before, and told apart: a row has the CPU of a token with it (`front_cpu_ms_per_token`)
-and without (`net_cpu_ms_per_token`). Linux only.
+before a real vLLM, and vLLM's own server alone (`_front_vllm`). What the processes take without any stream
+(Ray's and Serve's own work: more with each process) is measured before, and told apart: a row has the CPU of
+a token with it (`front_cpu_ms_per_token`) and without (`net_cpu_ms_per_token`). Linux only.
 """
 
 from __future__ import annotations

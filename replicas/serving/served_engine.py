@@ -121,7 +121,7 @@ class ServedEngine(Protocol):
         """Return the counters, and how many blocks of each owner are here, of those that have any."""
 
     async def pool_bytes(self, owner: bytes) -> int | None:
-        """Return the bytes that hold blocks of an owner; None: the engine does not say whose its pages are."""
+        """Return the bytes that hold blocks of an owner; None: it does not say whose its pages are."""
 
     async def cool(self, owner: bytes) -> int:
         """Let an owner's blocks be evicted before others; return their number."""

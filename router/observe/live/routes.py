@@ -100,7 +100,7 @@ class LiveRoutes:
         }
 
     async def _held(self, tenant: str) -> dict[str, int | None] | None:
-        """Return a tenant's bytes by tier, None of a pool that nobody knows; None: the directory is silent."""
+        """Return a tenant's bytes by tier (see `SessionRoutes`); None if the directory does not answer."""
         client, link = self._service.client, self._service.directory.link
         tag = tenant_tag(self._service.secret, tenant)
         held: dict[str, int | None] = {
