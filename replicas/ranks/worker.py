@@ -309,7 +309,7 @@ class StepsDone:
 
 
 def serve_rank(start: RankStart) -> None:
-    """Be a rank until rank 0 has gone. Where that was killed, nobody else removes the folder."""
+    """Be a rank until rank 0 has gone. Where that was killed, its folder is removed here."""
     try:
         Rank(start).serve()
     finally:

@@ -223,7 +223,7 @@ def _pooled(replicas: Iterable[ReplicaGlance]) -> Counter[bytes] | None:
 def _places(row: SessionRow, seen: Seen, pooled: int | None, block_bytes: int, before: Json) -> Json:
     """Return where a lineage's blocks are, and when it is expected; nothing while the directory is silent.
 
-    `pooled`: its blocks in the pools, None where nobody knows.
+    `pooled`: its blocks in the pools, None where it is not known.
     """
     if seen.nodes is None:
         return {"running": False}
