@@ -114,7 +114,7 @@ class EngineService(Rolling):
 
 
 def start(
-    engine: Engine, folder: Path, given: Mapping[str, object], *, has_keys: bool = True
+    folder: Path, given: Mapping[str, object], *, engine: Engine = "vllm", has_keys: bool = True
 ) -> EngineService:
     """Start a service and wait until it serves. `has_keys`: of two tenants and an administrator."""
     env = {
@@ -151,7 +151,7 @@ def service(
 ) -> Iterator[EngineService]:
     engine: Engine = request.param
     own = {"engine.vllm.adapters": json.dumps({ADAPTER: str(adapter)})} if engine == "vllm" else {}
-    service = start(engine, tmp_path_factory.mktemp(f"serve-{engine}"), flags(engine, **own))
+    service = start(tmp_path_factory.mktemp(f"serve-{engine}"), flags(engine, **own), engine=engine)
     try:
         yield service
     finally:

@@ -184,7 +184,7 @@ def rolling(engine: Engine, folder: Path, replicas_of: int) -> EngineService:
     file.write_text(yaml.safe_dump({"cluster": {"replicas": replicas_of}, "engine": SECTIONS[engine]}))
     apart = ("engine.kind", "cluster.replicas", "engine.vllm.options")
     given = {name: value for name, value in flags("vllm", config=file).items() if name not in apart}
-    service = start(engine, folder / "service", given, has_keys=False)
+    service = start(folder / "service", given, engine=engine, has_keys=False)
     service.file = file
     return service
 

@@ -32,9 +32,7 @@ def ask(service: EngineService) -> tuple[str, Mapping[str, int]]:
     )
     assert said.usage is not None
     assert said.usage.prompt_tokens_details is not None
-    return said.choices[0].text, (said.usage.prompt_tokens_details.model_extra or {})[
-        "cached_tokens_by_tier"
-    ]
+    return said.choices[0].text, (said.usage.prompt_tokens_details.model_extra or {})["cached_tokens_by_tier"]
 
 
 def test_two_ranks_tell_what_one_tells_and_find_what_they_have_stored(tmp_path: Path) -> None:
@@ -52,7 +50,7 @@ def test_two_ranks_tell_what_one_tells_and_find_what_they_have_stored(tmp_path: 
             },
         )
         for found in (0, TOKENS - 32):
-            service = start("vllm", tmp_path / name, given, has_keys=False)
+            service = start(tmp_path / name, given, has_keys=False)
             try:
                 assert len(service.pids_of("VLLM::Worker")) == (0 if name == "alone" else 2)
                 text, by_tier = ask(service)

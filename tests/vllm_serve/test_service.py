@@ -53,13 +53,13 @@ class TestReturns:
     @pytest.mark.parametrize("engine", ENGINES)
     def test_and_from_disk_after_a_restart_of_all(self, engine: Engine, tmp_path: Path) -> None:
         given = flags(engine, **{"cluster.replicas": 1})
-        service = start(engine, tmp_path, given)
+        service = start(tmp_path, given, engine=engine)
         chat = talk(300, words=200)
         try:
             first = service.turn(chat)
             service.settled()
             assert service.stop() == 0
-            service = start(engine, tmp_path, given)
+            service = start(tmp_path, given, engine=engine)
             second = service.turn(chat)
             assert second.by_tier["nvme"] >= 0.7 * first.prompt_tokens, second.receipt
         finally:
