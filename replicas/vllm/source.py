@@ -160,7 +160,7 @@ def engine_arguments(
     """
     engine = settings.engine
     options = {name.replace("-", "_"): _parsed(value) for name, value in engine.vllm.options.items()}
-    ranks = engine.tensor_parallel * int(options.get("pipeline_parallel_size", 1))
+    processes = engine.tensor_parallel * int(options.get("pipeline_parallel_size", 1))
     given: dict[str, Any] = {
         "model": str(model_dir),
         "served_model_name": [settings.model.served_name or model_dir.name],
@@ -173,7 +173,7 @@ def engine_arguments(
         "enable_prefix_caching": engine.prefix_reuse,
         "tensor_parallel_size": engine.tensor_parallel,
         # Not Ray's: a replica has its GPUs, and vLLM would ask for others.
-        "distributed_executor_backend": "mp" if ranks > 1 else "uni",
+        "distributed_executor_backend": "mp" if processes > 1 else "uni",
         "max_logprobs": LOGPROBS_MAX,
         "structured_outputs_config": {"backend": BACKEND},
         "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},

@@ -207,7 +207,7 @@ class SessionRoutes:
         except DirectoryLost as lost:
             logger.warning("the locations of a session's blocks could not be requested: %s", lost)
             return None
-        return {tag: own | answer.get(tag, {}) for tag, own in held.items()}
+        return {tag: {**own, **answer.get(tag, {})} for tag, own in held.items()}
 
     async def _likely(self, view: SessionView) -> dict[bytes, float]:
         """Return how likely each lineage is to resume soon, rounded; only those that a node's tiers know."""
