@@ -1,46 +1,91 @@
-"""vLLM's server beside ours in `bench.front`: what its API process does for a streamed token.
+"""vLLM behind our front door, and vLLM's own server alone, in `bench.front`: the same model and arguments.
 
 vLLM computes in a process of its own (`EngineCore`) and speaks HTTP in another, so what a token costs outside
-the engine is what all but that process take of the CPU. Its engine is a real one on the last core: compare it
-with ours at the same rate (`--step-ms`). Tokens are those that vLLM itself counts. Needs
-`bench/peers-install.sh vllm`.
+the engine is what all but that process take of the CPU. The engine is a real one on one thread: both servers
+run at the rate that it has, and tokens are those that it counts. Needs `samovar engines add vllm`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from pathlib import Path
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import httpx
 
-from bench._peers_model import PeerModel
-from bench._peers_servers import VLLM_BLOCK, Launch, Place, Vllm
-from samovar.configs.settings import ModelSettings
+from samovar.cluster.engines.interpreter import chosen_python
+from samovar.configs.loader import load
+from samovar.configs.settings import Settings
 from samovar.replicas.model import ensure_model
+from samovar.replicas.vllm.source import engine_arguments, process_environment
 
-BUILD = Path("build")
-MODEL = "SmolLM2-135M-Instruct"
-CONTEXT_TOKENS, POOL_TOKENS = 8192, 40_960
+CONTEXT_TOKENS = 8192
+FLAGS: Mapping[str, str] = {
+    "--engine.kind": "vllm",
+    "--engine.vllm.options": json.dumps({"enforce_eager": True}),
+    "--engine.threads": "1",
+    "--engine.device": "cpu",
+    "--engine.sequences-max": "64",
+    "--engine.pool-bytes-max": str(1 << 30),
+    "--model.dtype": "float32",
+    "--model.context-tokens-max": str(CONTEXT_TOKENS),
+    "--tiers.enabled": "false",
+    "--server.start-timeout-s": "600",
+}
 _GENERATED = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
-def launch(port: int, streams: int) -> Launch:
-    """Return how vLLM's server is started. Raises FileNotFoundError where it is not installed."""
-    if missing := Vllm().missing(BUILD):
-        raise FileNotFoundError(missing)
-    model = PeerModel(MODEL, ensure_model(ModelSettings()), gguf=Path())
-    last_core = [max(os.sched_getaffinity(0))]
-    (own,) = Vllm().launches(Place(model, BUILD, BUILD, [port], last_core, CONTEXT_TOKENS))
-    more = ("--max-num-seqs", str(streams), "--num-gpu-blocks-override", str(1 + POOL_TOKENS // VLLM_BLOCK))
-    return Launch((*own.command, *more), own.env)
+def behind_samovar(port: int, flags: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
+    """Return how our service with a replica of vLLM's is started."""
+    words = [word for pair in FLAGS.items() for word in pair]
+    return [sys.executable, "-m", "samovar", "serve", "--port", str(port), *words, *flags], {}
 
 
-def tokens(port: int) -> int:
-    """Return how many tokens the server has generated so far."""
+def alone(port: int, flags: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
+    """Return how vLLM's own server is started as that replica starts vLLM. `flags`: ours, for both.
+
+    Raises `StartFailed` where it is not installed.
+    """
+    given = [word for pair in FLAGS.items() for word in pair]
+    settings: Settings = load(None, os.environ, [*given, *flags]).settings
+    vllm = chosen_python(settings).parent / "vllm"
+    model, pool_bytes = ensure_model(settings.model), settings.engine.pool_bytes_max
+    arguments = engine_arguments(settings, model, CONTEXT_TOKENS, "float32", pool_bytes, {}, on_cpu=True)
+    command = [str(vllm), "serve", str(arguments.pop("model")), "--host", "127.0.0.1", "--port", str(port)]
+    env = process_environment(settings.engine.threads) | {"HF_HUB_OFFLINE": "1"}
+    env["PATH"] = os.pathsep.join([str(vllm.parent), os.environ.get("PATH", "")])
+    arguments["served_model_name"] = ["SmolLM2-135M-Instruct"]
+    return [*command, *words_of(arguments)], env
+
+
+def words_of(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield arguments of vLLM's engine as its command takes them."""
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif isinstance(value, dict):
+            yield f"--{flag}={json.dumps(value)}"
+        elif isinstance(value, list):
+            yield from (f"--{flag}", *map(str, value))
+        else:
+            yield f"--{flag}={value}"
+
+
+def tokens_alone(port: int) -> int:
+    """Return how many tokens vLLM's server has generated so far."""
     return counted(httpx.get(f"http://127.0.0.1:{port}/metrics").raise_for_status().text)
 
 
 def counted(metrics: str) -> int:
     """Return the tokens of vLLM's metrics."""
     return sum(int(float(found)) for found in _GENERATED.findall(metrics))
+
+
+def tokens_behind(port: int) -> int:
+    """Return how many tokens our replicas have generated so far."""
+    stats = httpx.get(f"http://127.0.0.1:{port}/cache/stats").raise_for_status().json()
+    return sum(int(replica["generated_tokens"]) for replica in stats["replicas"])

@@ -3,10 +3,10 @@
 A service whose engine costs nothing (`_front_engine`) gets 1 to 1,024 streams; each token says when it was
 made. CPU is counted by process while all streams run. Beside it: the same without links (`samovar-serve`:
 every token is a message of Ray Serve), the same with two and four ingresses, a bare streaming app under
-uvicorn, and vLLM's server if it is asked for (`_front_vllm`). The engine's own share of the replica's process
-counts as ingress. What the processes take without any stream (Ray's and Serve's own work: more with each
-process) is measured before, and told apart: a row has the CPU of a token with it (`front_cpu_ms_per_token`)
-and without (`net_cpu_ms_per_token`). Linux only.
+uvicorn. The engine's own share of the replica's process counts as ingress. `--engine vllm`: the same service
+before a real vLLM, and vLLM's own server alone (`_front_vllm`). What the processes take without any stream
+(Ray's and Serve's own work: more with each process) is measured before, and told apart: a row has the CPU of
+a token with it (`front_cpu_ms_per_token`) and without (`net_cpu_ms_per_token`). Linux only.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ class Server:
 
 
 def _vllm(port: int, step_ms: float, flags: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
-    peer = _front_vllm.launch(port, max(STREAMS))
-    return list(peer.command), dict(peer.env)
+    return _front_vllm.alone(port, flags)
+
+
+def _samovar_vllm(port: int, step_ms: float, flags: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
+    return _front_vllm.behind_samovar(port, flags)
 
 
 def _raw(port: int, step_ms: float, flags: Sequence[str]) -> tuple[list[str], Mapping[str, str]]:
@@ -96,8 +99,14 @@ SERVERS = {
     "samovar-4-ingresses": _samovar("--server.ingress-replicas", "4"),
     "samovar-serve": _samovar("--cluster.links.enabled", "false"),
     "uvicorn": Server(_raw, "/", is_endless=True),
-    "vllm": Server(_vllm, is_stamped=False, tokens=_front_vllm.tokens),
+    "samovar-vllm": Server(_samovar_vllm, is_stamped=False, tokens=_front_vllm.tokens_behind),
+    "vllm": Server(_vllm, is_stamped=False, tokens=_front_vllm.tokens_alone),
 }
+OF_ENGINES = {
+    "samovar": (["samovar", "samovar-serve", "uvicorn"], STREAMS),
+    "vllm": (["samovar-vllm", "vllm"], (64,)),
+}
+"""Servers and streams that are taken if none are named."""
 
 
 def role_named(command: Sequence[str]) -> str:
@@ -251,25 +260,25 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.front", description=__doc__)
-    parser.add_argument(
-        "--servers", nargs="+", choices=list(SERVERS), default=["samovar", "samovar-serve", "uvicorn"]
-    )
-    parser.add_argument("--streams", nargs="+", type=int, default=STREAMS)
+    parser.add_argument("--engine", choices=list(OF_ENGINES), default="samovar", help="vllm: a real one")
+    parser.add_argument("--servers", nargs="+", choices=list(SERVERS))
+    parser.add_argument("--streams", nargs="+", type=int)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
     parser.add_argument("--lone", type=int, default=200, help="requests one after the other, for the TTFT")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the scripted engine")
     args, flags = parser.parse_known_args(argv)
+    servers, streams_of_each = OF_ENGINES[args.engine]
     interrupt_on_signals()  # a service must not outlive this
     rows: list[dict[str, Any]] = []
     with working_directory() as work:
-        for name in args.servers:
+        for name in args.servers or servers:
             with server(name, args.step_ms, work, flags) as (port, root):
                 measure(name, port, root, 16, 1.0, {})  # each ingress makes things at its first request
                 if args.lone and SERVERS[name].is_stamped:
                     rows.append(measure_lone(name, port, root, args.lone))
                     report.show(f"{name}, {args.lone} lone requests", rows[-1:])
                 idle_s = idle_cpu_s(root, args.seconds)
-                for streams in args.streams:
+                for streams in args.streams or streams_of_each:
                     rows.append(measure(name, port, root, streams, args.seconds, idle_s))
                     report.show(f"{name}, {streams} streams", rows[-1:])
                     path = report.write("front", rows, step_ms=args.step_ms, seconds=args.seconds)

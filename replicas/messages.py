@@ -401,10 +401,13 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGlance:
-    """A replica's counters, and how many blocks of lineages (tags of tenant and lineage) its pool holds."""
+    """A replica's counters, and how many blocks of lineages (tags of tenant and lineage) its pool holds.
+
+    None: its engine does not say whose its pages are.
+    """
 
     stats: EngineStats
-    blocks: dict[bytes, int] = field(default_factory=dict)
+    blocks: dict[bytes, int] | None = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,18 +105,24 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
 
 
 class ToReplica:
-    """Tells a replica, at the socket `path`. Never waits: what finds no room is not told. Thread-safe."""
+    """Tells a replica, at the socket `path`. Never waits: what finds no room is not told. Thread-safe.
+
+    It is found once, here: its replica may take the path away then.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = str(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        try:
+            self._socket.connect(str(path))
+        except OSError as error:
+            logger.warning("%s: no replica is there, and none is told: %s", path, error)
 
     def tell(self, told: Told) -> None:
         """Tell it."""
         try:
-            self._socket.sendto(msgpack.packb([type(told).__name__, asdict(told)]), self._path)
+            self._socket.send(msgpack.packb([type(told).__name__, asdict(told)]))
         except OSError as error:
             logger.info("the replica was not told: %s", error)
 
@@ -126,7 +132,10 @@ class ToReplica:
 
 
 class FromConnector:
-    """Hears the connector at the socket `path`, which it makes: for this user alone. For one thread."""
+    """Hears the connector at the socket `path`, which it makes: for this user alone. For one thread.
+
+    Once the connector is there, `hide` takes the path away: of a replica that is killed then nothing is left.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -155,9 +164,13 @@ class FromConnector:
             except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
                 logger.warning("a datagram of the connector cannot be read: %s", type(error).__name__)
 
-    def close(self) -> None:
-        """Close the socket and remove it, and its folder, if there is nothing else in it."""
-        self._socket.close()
+    def hide(self) -> None:
+        """Remove the path, and its folder, if there is nothing else in it. Who has found it is heard on."""
         with suppress(OSError):
             self.path.unlink()
             self.path.parent.rmdir()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self.hide()

@@ -17,6 +17,7 @@ class Mailbox:
     def __init__(self, bytes_max: int = 1 << 62, watch: Callable[[bool], None] | None = None) -> None:
         self._items: list[Any] = []
         self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # its reader's, once that waits
         self._waiter: asyncio.Future[None] | None = None
         self._is_beaten = False
         self._bytes_max = bytes_max
@@ -61,7 +62,9 @@ class Mailbox:
             if self._is_beaten:
                 self._is_beaten = False
                 return []
-            self._waiter = asyncio.get_running_loop().create_future()
+            if self._loop is None:  # asking for it at each token costs more than a future
+                self._loop = asyncio.get_running_loop()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:

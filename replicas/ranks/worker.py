@@ -7,6 +7,7 @@ second one: a copy does not stop a step, and a step does not stop a copy.
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -308,5 +309,8 @@ class StepsDone:
 
 
 def serve_rank(start: RankStart) -> None:
-    """Be a rank until rank 0 has gone."""
-    Rank(start).serve()
+    """Be a rank until rank 0 has gone. Where that was killed, its folder is removed here."""
+    try:
+        Rank(start).serve()
+    finally:
+        shutil.rmtree(start.folder, ignore_errors=True)

@@ -311,7 +311,7 @@ class Replica:
                 logger.warning("Serve carries all calls: this replica cannot listen: %s", error)
         return told
 
-    async def pool_bytes(self, owner: bytes) -> int:
+    async def pool_bytes(self, owner: bytes) -> int | None:
         """Return the pool bytes that hold blocks of a session (tenant's and session's tag)."""
         return await self._engine.pool_bytes(owner)
 

@@ -120,8 +120,8 @@ class ServedEngine(Protocol):
     async def glance(self, owners: tuple[bytes, ...]) -> ReplicaGlance:
         """Return the counters, and how many blocks of each owner are here, of those that have any."""
 
-    async def pool_bytes(self, owner: bytes) -> int:
-        """Return the bytes that hold blocks of an owner."""
+    async def pool_bytes(self, owner: bytes) -> int | None:
+        """Return the bytes that hold blocks of an owner; None: it does not say whose its pages are."""
 
     async def cool(self, owner: bytes) -> int:
         """Let an owner's blocks be evicted before others; return their number."""

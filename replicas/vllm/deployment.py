@@ -112,6 +112,8 @@ class VllmReplica(Replica):
                 raise
             cause = last_error(Path("/proc/self/fd/2")) or str(error)
             raise ModelRefused(f"vLLM {VERSION} does not serve it: {cause}", LOG_FIX) from error
+        if connector is not None:
+            connector.hide()  # vLLM's connector has found it
         notes.begin("engine")
         layout = source.layout
         tokenizer = load_tokenizer(model_dir)

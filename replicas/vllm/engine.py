@@ -257,10 +257,10 @@ class VllmEngine:
 
     async def glance(self, owners: tuple[bytes, ...]) -> ReplicaGlance:
         """Return the counters. vLLM does not say whose blocks it has."""
-        return ReplicaGlance(await self.stats(), {})
+        return ReplicaGlance(await self.stats(), None)
 
-    async def pool_bytes(self, owner: bytes) -> int:
-        return 0
+    async def pool_bytes(self, owner: bytes) -> None:
+        """Return None: see `glance`."""
 
     async def cool(self, owner: bytes) -> int:
         """Do nothing: vLLM evicts what was used least recently, and there is no other way to say it."""

@@ -159,6 +159,8 @@ def engine_arguments(
     `kv_connector_extra_config`; empty: no tiers. What `engine.vllm.options` says comes last.
     """
     engine = settings.engine
+    options = {name.replace("-", "_"): _parsed(value) for name, value in engine.vllm.options.items()}
+    processes = engine.tensor_parallel * int(options.get("pipeline_parallel_size", 1))
     given: dict[str, Any] = {
         "model": str(model_dir),
         "served_model_name": [settings.model.served_name or model_dir.name],
@@ -171,7 +173,7 @@ def engine_arguments(
         "enable_prefix_caching": engine.prefix_reuse,
         "tensor_parallel_size": engine.tensor_parallel,
         # Not Ray's: a replica has its GPUs, and vLLM would ask for others.
-        "distributed_executor_backend": "mp" if engine.tensor_parallel > 1 else "uni",
+        "distributed_executor_backend": "mp" if processes > 1 else "uni",
         "max_logprobs": LOGPROBS_MAX,
         "structured_outputs_config": {"backend": BACKEND},
         "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
@@ -193,7 +195,7 @@ def engine_arguments(
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": dict(connector),
         }
-    return given | {name: _parsed(value) for name, value in engine.vllm.options.items()}
+    return given | options
 
 
 def _rank_of(adapter: Path) -> int:

@@ -154,6 +154,7 @@ class Answer:
         self._homes: dict[int, str] = {}
         self._receipt: AnswerReceipt | None = None  # until another prompt is computed
         self.choices = [Choice(index, prompts[index // n].reading) for index in range(n * len(prompts))]
+        self._open = len(self.choices)
 
     @property
     def is_admitted(self) -> bool:
@@ -190,7 +191,7 @@ class Answer:
     @property
     def is_over(self) -> bool:
         """Whether every choice has its finish reason."""
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return not self._open
 
     @property
     def prompt_tokens(self) -> int:
@@ -308,6 +309,7 @@ class Answer:
             if not self._generates:
                 event = Delta(event.index, "", (), finish_reason=event.finish_reason and "length")
             choice.add(event)
+            self._open -= event.finish_reason is not None
             deltas.append((choice.index, event))
         return deltas
 

@@ -69,29 +69,34 @@ Stream = AsyncGenerator[list[Event], None]
 class EventPump:
     """Async context manager that reads several replica streams as one, with a timeout.
 
-    On exit all streams are closed, which cancels them on their replicas.
+    Of each stream one message is read ahead: what comes behind it becomes one, while the client is slow. On
+    exit all streams are closed, which cancels them on their replicas.
     """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = list(streams)
-        self._waiting: dict[asyncio.Task[list[Event]], int] = {}
-        self._done: deque[asyncio.Task[list[Event]]] = deque()  # of those
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._came: deque[tuple[int, list[Event], asyncio.Future[None]]] = deque()
+        self._failures: deque[BaseException] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._waits = BoundedWaits()
 
     async def __aenter__(self) -> EventPump:
-        for index in range(len(self._streams)):
-            self._read_on(index)
+        for index, stream in enumerate(self._streams):
+            task = self._loop.create_task(self._read(index, stream))
+            task.add_done_callback(self._ended)
+            self._tasks.add(task)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._waits.close()
-        for task in self._waiting:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._waiting, return_exceptions=True)
-        self._waiting.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
 
     async def next(self, silence_s: float | None = None) -> tuple[int, list[Event]] | None:
@@ -100,38 +105,39 @@ class EventPump:
         No events are lost after a None. Raises StopAsyncIteration when all streams have ended, and whatever
         a stream raises.
         """
-        while self._waiting:
-            if not self._done:
-                self._reader = asyncio.get_running_loop().create_future()
-                try:
-                    await (self._reader if silence_s is None else self._waits.wait(self._reader, silence_s))
-                except TimeoutError:
-                    return None
-                finally:
-                    self._reader = None
-            task = self._done.popleft()
-            index = self._waiting.pop(task)
+        while not self._came:
+            if self._failures:
+                raise self._failures.popleft()
+            if not self._tasks:
+                raise StopAsyncIteration
+            self._reader = self._loop.create_future()
             try:
-                events = task.result()
-            except StopAsyncIteration:
-                continue
-            self._read_on(index)
-            return index, events
-        raise StopAsyncIteration
+                await (self._reader if silence_s is None else self._waits.wait(self._reader, silence_s))
+            except TimeoutError:
+                return None
+            finally:
+                self._reader = None
+        index, events, taken = self._came.popleft()
+        if not taken.done():
+            taken.set_result(None)
+        return index, events
 
-    def _read_on(self, index: int) -> None:
-        task = asyncio.create_task(_next_of(self._streams[index]))
-        task.add_done_callback(self._came)
-        self._waiting[task] = index
+    async def _read(self, index: int, stream: Stream) -> None:
+        async for events in stream:
+            taken = self._loop.create_future()
+            self._came.append((index, events, taken))
+            self._wake()
+            await taken
 
-    def _came(self, task: asyncio.Task[list[Event]]) -> None:
-        self._done.append(task)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._failures.append(failure)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-async def _next_of(stream: Stream) -> list[Event]:
-    return await anext(stream)
 
 
 Outcome = Literal["resumed", "gave_up"]
@@ -296,9 +302,10 @@ class _Asker:
         avoid = tuple(dict.fromkeys((*ask.route.avoid, *trials.avoid)))
         routed = replace(ask, route=replace(ask.route, avoid=avoid))
         with closing(BoundedWaits()) as waits:
+            now_s = asyncio.get_running_loop().time
             async with aclosing(self._client.generate(routed, self._session_key)) as stream:
                 while not progress.is_over:
-                    events = await _message(stream, waits, trials.wait_s(_now_s()))
+                    events = await _message(stream, waits, trials.wait_s(now_s()))
                     if events is None:
                         return
                     lost: ReplicaLost | None = None

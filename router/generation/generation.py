@@ -94,6 +94,7 @@ class _Exchange:
     span: Span
     send: Send
     timer: RequestTimer
+    now_s: Callable[[], float]  # the loop's clock
     answer: Answer
     shape: AnswerShape
     ids: EventIds | None  # of a stream's events, if its answer is named
@@ -110,6 +111,11 @@ class _Exchange:
         """What was asked."""
         return self.who.request
 
+    @property
+    def builds_long(self) -> bool:
+        """Whether bytes of the answer take long to build: they have log-probabilities of whole prompts."""
+        return self.request.sampling.prompt_logprobs is not None
+
     def event(self, deltas: list[tuple[int, Delta]]) -> bytes:
         """Return the events of what is new."""
         return self.encoded(self._chunks(deltas))
@@ -124,7 +130,8 @@ class _Exchange:
         """Return the chunks of what is new: computed prompts, where they are shown, and deltas."""
         chunks: list[dict[str, Any]] = []
         answer = self.answer
-        for number in answer.computed_prompts:
+        are_shown = len(self.prompts_shown) == len(answer.prompts)
+        for number in () if are_shown else answer.computed_prompts:
             if number not in self.prompts_shown:
                 self.prompts_shown.add(number)
                 part = answer.prompt_parts[number]
@@ -240,7 +247,8 @@ class GenerationEndpoint:
         answer, shape = self._opener.answer(who, made, request_id)
         timer = RequestTimer(self._service.metrics, now_s)
         ids = None if made.named is None else EventIds(made.named.name, made.named.is_over)
-        return _Exchange(who, made, request_id, span, send, timer, answer, shape, ids)
+        clock = asyncio.get_running_loop().time
+        return _Exchange(who, made, request_id, span, send, timer, clock, answer, shape, ids)
 
     def _calls(self, exchange: _Exchange, lease: RequestLease) -> list[Stream]:
         """Return the streams of all prompts' answers. Nothing starts before they are read."""
@@ -272,7 +280,7 @@ class GenerationEndpoint:
 
     async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:
         silence_s = self._service.settings.server.sse_keepalive_s
-        answer, now_s = exchange.answer, asyncio.get_running_loop().time
+        answer, now_s = exchange.answer, exchange.now_s
         exchange.written_s = now_s()
         while not answer.is_over:
             # Of bytes, not of tokens: those may be held back until it is known what they are.
@@ -283,7 +291,11 @@ class GenerationEndpoint:
                 continue
             if answer.is_admitted or came:
                 await self._send_head(exchange)
-            await self._write(exchange, await self._built(exchange, partial(exchange.event, came)))
+            if exchange.builds_long:
+                body = await self._built(exchange, partial(exchange.event, came))
+            else:
+                body = exchange.event(came)
+            await self._write(exchange, body)
         await self._remember(exchange)
         shape, usage, receipt = exchange.shape, answer.usage(), answer.receipt.json()
         if exchange.ids is None:
@@ -335,9 +347,8 @@ class GenerationEndpoint:
             metrics.returned(exchange.left_tokens, cached)
             for left in answer.prefixes_left:
                 metrics.left_prefix(left.kind, left.token, answer.prompt_tokens - max(cached, left.token))
-        now_s = asyncio.get_running_loop().time()
-        tokens = sum(len(delta.token_ids) for _, delta in deltas)
-        timer.tokens(now_s, tokens, hit=answer.receipt.cached_tokens > 0)
+        now_s, tokens = exchange.now_s(), sum(len(delta.token_ids) for _, delta in deltas)
+        timer.tokens(now_s, tokens, hit=timer.ttft_s is None and answer.receipt.cached_tokens > 0)
         if answer.is_over:
             timer.finished(now_s)
             self._note_home(exchange)
@@ -346,7 +357,7 @@ class GenerationEndpoint:
 
     async def _built(self, exchange: _Exchange, build: Callable[[], bytes]) -> bytes:
         """Build bytes of the answer: in a thread where log-probabilities of a whole prompt make it long."""
-        if exchange.request.sampling.prompt_logprobs is None:
+        if not exchange.builds_long:
             return build()
         return await self._service.prompts.work(build, 1, exchange.who.tenant, must_run=True)
 
@@ -414,7 +425,7 @@ class GenerationEndpoint:
         if body or not more:
             await self._send_started(exchange)
             await exchange.send({"type": "http.response.body", "body": body, "more_body": more})
-            exchange.written_s = asyncio.get_running_loop().time()
+            exchange.written_s = exchange.now_s()
 
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:
         """End a failed request with an error response, or with the last event of its stream."""

@@ -36,7 +36,7 @@ class BoundedWaits:
 
     async def wait(self, awaitable: Awaitable[T], wait_s: float) -> T:
         """Return what `awaitable` gives. Raises `TimeoutError` if it takes longer than `wait_s`."""
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None, "outside of a task"
         assert self._ends_s is None, "another wait is running"
         self._task, cancels = task, task.cancelling()

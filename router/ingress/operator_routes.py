@@ -189,12 +189,17 @@ class SessionRoutes:
             logger.warning("a hint could not be applied: %s", lost)
             return None
 
-    async def _held(self, view: SessionView) -> dict[bytes, dict[str, int]] | None:
-        """Return the session's and each lineage's bytes by tier; None if the directory does not answer."""
+    async def _held(self, view: SessionView) -> dict[bytes, dict[str, int | None]] | None:
+        """Return the session's and each lineage's bytes by tier; None if the directory does not answer.
+
+        None of the pool: an engine does not say whose its pages are.
+        """
         client, link, tenant = self._service.client, self._service.directory.link, view.tenant
         tags = (view.session, *(row.session for row in view.rows))
         gpu = await asyncio.gather(*(client.pool_bytes(tenant, tag) for tag in tags))
-        held = {tag: {"gpu": own, **dict.fromkeys(TIERS, 0)} for tag, own in zip(tags, gpu, strict=True)}
+        held: dict[bytes, dict[str, int | None]] = {
+            tag: {"gpu": own, **dict.fromkeys(TIERS, 0)} for tag, own in zip(tags, gpu, strict=True)
+        }
         if link is None:
             return held
         try:
@@ -202,7 +207,7 @@ class SessionRoutes:
         except DirectoryLost as lost:
             logger.warning("the locations of a session's blocks could not be requested: %s", lost)
             return None
-        return {tag: own | answer.get(tag, {}) for tag, own in held.items()}
+        return {tag: {**own, **answer.get(tag, {})} for tag, own in held.items()}
 
     async def _likely(self, view: SessionView) -> dict[bytes, float]:
         """Return how likely each lineage is to resume soon, rounded; only those that a node's tiers know."""

@@ -293,14 +293,20 @@ class LineageJson(_RowJson):
     id: str
     is_main: bool
     first_prompt_tokens: int
-    bytes: Annotated[dict[str, int] | None, Field(description="by tier; null: the directory does not answer")]
+    bytes: Annotated[
+        dict[str, int | None] | None,
+        Field(
+            description="by tier; null: the directory does not answer; gpu: null: the engine does not say "
+            "whose its pages are"
+        ),
+    ]
     likely_within_600s: float | None
 
 
 class SessionDetailJson(SessionJson):
     """A conversation with its bytes by tier and its lineages."""
 
-    bytes: dict[str, int] | None
+    bytes: dict[str, int | None] | None
     lineages: list[LineageJson]
 
 
@@ -361,7 +367,7 @@ class UsageReportJson(TypedDict):
     tokens: Annotated[dict[str, int], Field(description="prompt tokens by source")]
     hit_rate: float | None
     saved_s: float
-    bytes_held: NotRequired[dict[str, int] | None]
+    bytes_held: NotRequired[dict[str, int | None] | None]
     tenants: NotRequired[dict[str, Any]]
 
 

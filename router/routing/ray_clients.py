@@ -200,8 +200,10 @@ class RayReplicaClient:
             return None, False
         return await self._search.find(calls, load_tracker.BOOK.nodes)
 
-    async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
+    async def pool_bytes(self, tenant: bytes, session: bytes) -> int | None:
         answers = await self._broadcast("pool_bytes", self._control_timeout_s, tenant + session)
+        if None in answers:
+            return None
         return sum(answer for answer in answers if isinstance(answer, int))
 
     async def glance(self, owners: tuple[bytes, ...]) -> list[ReplicaGlance]:

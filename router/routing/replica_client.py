@@ -125,8 +125,11 @@ class ReplicaClient(Protocol):
         """
         ...
 
-    async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
-        """Return the bytes of a session's blocks in the pools of the replicas that answer now."""
+    async def pool_bytes(self, tenant: bytes, session: bytes) -> int | None:
+        """Return the bytes of a session's blocks in the pools of the replicas that answer now.
+
+        None: an engine does not say whose its pages are.
+        """
         ...
 
     async def glance(self, owners: tuple[bytes, ...]) -> list[ReplicaGlance]:

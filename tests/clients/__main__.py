@@ -1,7 +1,8 @@
 """Try all clients against one service, print the table, and write `bench/out/clients.json`.
 
 Each client is installed unmodified below `build/clients`, and one script of `scripts/` uses it. The service
-is this tree's own with the default model, or a running one (`--url`). Exit code: 1 if a call failed that has
+is this tree's own with the default model, or a running one (`--url`); further flags are those of its
+`samovar serve`. Exit code: 1 if a call failed that has
 to work.
 """
 
@@ -33,6 +34,14 @@ BUILD = ROOT / "build" / "clients"
 CALL_S = 120
 CLIENT_S = 900
 WIDTH_IN_A_PIPE = 160
+# vLLM takes a minute to compile what saves less than that here, and what memory there is for its pool.
+OF_ENGINES = {
+    "samovar": (),
+    "vllm": (
+        *("--engine.vllm.options", json.dumps({"enforce_eager": True})),
+        *("--engine.pool-bytes-max", str(1 << 30)),
+    ),
+}
 # Clients that would ask their makers' servers for something do without: a test talks to 127.0.0.1 only.
 OFFLINE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -54,7 +63,10 @@ def main(argv: Sequence[str]) -> int:
         "--only", action="append", metavar="CLIENT", help="only this client; may be given again"
     )
     parser.add_argument("--build", type=Path, default=BUILD, help="where clients are installed")
-    args = parser.parse_args(argv)
+    parser.add_argument("--engine", choices=list(OF_ENGINES), default="samovar", help="that computes")
+    args, flags = parser.parse_known_args(argv)
+    if flags and (args.url or args.fake):
+        parser.error(f"{flags[0]}: neither with --url nor with --fake")
     args.build = args.build.resolve()
     names = [client.name for client in CLIENTS]
     if unknown := sorted({*(args.only or ())} - {*names}):
@@ -72,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         except InstallError as error:
             commands[client.name] = error
     found: list[Outcome] = []
-    with _service(args) as url:
+    with _service(args, flags) as url:
         model = _model(url, args.key)
         for client in chosen:
             console.print(f"trying {client.name} at {url}", highlight=False)
@@ -128,7 +140,7 @@ def _environment(build: Path, client: Client, url: str, model: str, key: str) ->
 
 
 @contextlib.contextmanager
-def _service(args: argparse.Namespace) -> Iterator[str]:
+def _service(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
     """The service's URL, while it runs."""
     if args.url:
         yield args.url.rstrip("/").removesuffix("/v1")
@@ -143,7 +155,8 @@ def _service(args: argparse.Namespace) -> Iterator[str]:
     else:
         from tests.support.services.service import serving
 
-        with serving(args.build / "service.txt") as service:
+        given = ("--engine", args.engine, *OF_ENGINES[args.engine], *flags)
+        with serving(args.build / "service.txt", *given) as service:
             yield service.url
 
 

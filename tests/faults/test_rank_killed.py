@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -68,3 +70,16 @@ def test_a_killed_rank_costs_a_failover_and_no_wrong_token(service: Service) -> 
     until("the replica is replaced, with both of its ranks", lambda: len(service.pids_of(RANK)) == 2, 120)
     assert set(service.pids_of(RANK)) != old
     assert answer(service) == whole
+
+
+def test_of_a_killed_replica_no_folder_is_left(service: Service) -> None:
+    until("two ranks run", lambda: len(service.pids_of(RANK)) == 2, 120)
+    made, killed = folders(), service.replica_pids()[0]
+    os.kill(killed, signal.SIGKILL)
+    until("its folder is gone", lambda: made - folders(), 60)
+    until("another replica is there", lambda: len(service.pids_of(RANK)) == 2 and folders() - made, 120)
+
+
+def folders() -> set[Path]:
+    """Where the ranks of replicas meet."""
+    return set(Path(tempfile.gettempdir()).glob("samovar-ranks-*"))

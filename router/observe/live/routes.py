@@ -99,11 +99,14 @@ class LiveRoutes:
             **totals_of(usage),
         }
 
-    async def _held(self, tenant: str) -> dict[str, int] | None:
-        """Return a tenant's bytes by tier; None if the directory does not answer."""
+    async def _held(self, tenant: str) -> dict[str, int | None] | None:
+        """Return a tenant's bytes by tier (see `SessionRoutes`); None if the directory does not answer."""
         client, link = self._service.client, self._service.directory.link
         tag = tenant_tag(self._service.secret, tenant)
-        held = {"gpu": await client.pool_bytes(tag, b""), **dict.fromkeys(TIERS, 0)}
+        held: dict[str, int | None] = {
+            "gpu": await client.pool_bytes(tag, b""),
+            **dict.fromkeys(TIERS, 0),
+        }
         if link is None:
             return held
         try:

@@ -168,6 +168,10 @@ def _model(infos: Sequence[ReplicaInfo]) -> Json:
 def _sessions(shown: Shown, seen: Seen, settings: LiveSettings, before: Json) -> Json:
     """Return the sessions by name, the latest used first."""
     held = _pooled(seen.replicas)
+
+    def of_pools(row: SessionRow) -> int | None:
+        return None if held is None else held[owner_of(row)]
+
     block_bytes = 0
     if seen.infos:
         block_bytes = seen.infos[0].block_tokens * seen.infos[0].bytes_per_token
@@ -181,7 +185,7 @@ def _sessions(shown: Shown, seen: Seen, settings: LiveSettings, before: Json) ->
                 (tag := row.session[SESSION_BYTES:].hex()): {
                     "main": row is view.main,
                     **_row(row),
-                    **_places(row, seen, held.get(owner_of(row), 0), block_bytes, old.get(tag, {})),
+                    **_places(row, seen, of_pools(row), block_bytes, old.get(tag, {})),
                 }
                 for row in rows_of(view, settings.lineages_max)
             },
@@ -206,32 +210,38 @@ def _row(row: SessionRow) -> Json:
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _pooled(replicas: Iterable[ReplicaGlance]) -> Counter[bytes]:
-    """Return the blocks of each lineage in all pools."""
+def _pooled(replicas: Iterable[ReplicaGlance]) -> Counter[bytes] | None:
+    """Return the blocks of each lineage in all pools; None: an engine does not say whose its pages are."""
     held: Counter[bytes] = Counter()
     for replica in replicas:
+        if replica.blocks is None:
+            return None
         held.update(replica.blocks)
     return held
 
 
-def _places(row: SessionRow, seen: Seen, pooled: int, block_bytes: int, before: Json) -> Json:
-    """Return where a lineage's blocks are, and when it is expected; nothing while the directory is silent."""
+def _places(row: SessionRow, seen: Seen, pooled: int | None, block_bytes: int, before: Json) -> Json:
+    """Return where a lineage's blocks are, and when it is expected; nothing while the directory is silent.
+
+    `pooled`: its blocks in the pools, None where it is not known.
+    """
     if seen.nodes is None:
         return {"running": False}
     glances = {name: node.lineages[owner_of(row)] for name, node in _in_order(row, seen.nodes)}
     home = _home(row, glances)
-    blocks, nbytes = Counter({"gpu": pooled}), Counter({"gpu": pooled * block_bytes})
+    blocks, nbytes = Counter[str](), Counter[str]()
     for name, glance in glances.items():
         for tier in glance.blocks.keys() | glance.nbytes.keys():
             place = _place(tier, is_home=name == home)
             more, size = glance.blocks.get(tier, 0), glance.nbytes.get(tier, 0)
             blocks[place] = max(blocks[place], more) if tier in TIERS.shared else blocks[place] + more
             nbytes[place] = max(nbytes[place], size) if tier in TIERS.shared else nbytes[place] + size
-    places = ("gpu", *TIERS, PEER)
+    places = (*TIERS, PEER)
     told: Json = {
         "running": any(glance.is_running for glance in glances.values()),
-        "blocks": {place: blocks[place] for place in places},
-        "bytes": {place: nbytes[place] for place in places},
+        "blocks": {"gpu": pooled} | {place: blocks[place] for place in places},
+        "bytes": {"gpu": None if pooled is None else pooled * block_bytes}
+        | {place: nbytes[place] for place in places},
         "runs": _runs(glances, row),
     }
     expected = next((glance for glance in glances.values() if glance.survival), None)

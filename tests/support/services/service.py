@@ -30,7 +30,7 @@ from tests.support.engines import native_steps
 T = TypeVar("T")
 
 MODEL = "SmolLM2-135M-Instruct"
-START_S = 180.0
+START_S = 600.0
 REPLICA = re.compile(r"ServeReplica:samovar-model-\w+:Replica")
 READY = re.compile(r"^Samovar is ready: (http://\S+)$", re.MULTILINE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -83,5 +84,21 @@ def test_each_kind_of_server_has_its_command() -> None:
             command, _ = kind.command(1234, 20.0, ("--more", "1"))
             assert "1234" in command
             assert ("--more" in command) == name.startswith("samovar")
-            assert kind.tokens(1234) == 0
+            assert name == "samovar-vllm" or kind.tokens(1234) == 0
     assert not SERVERS["vllm"].is_stamped
+
+
+def test_vllm_alone_has_the_arguments_that_it_has_in_a_replica(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    flags = ("--engine.vllm.python", str(python), "--engine.sequences-max", "16")
+    command, env = _front_vllm.alone(1234, flags)
+    assert command[:2] == [str(python.with_name("vllm")), "serve"]
+    assert {"--max-num-seqs=16", "--enforce-eager", "--dtype=float32", "--max-model-len=8192"} <= {*command}
+    assert env["OMP_NUM_THREADS"] == "1"
+    ours, _ = _front_vllm.behind_samovar(1234, flags)
+    assert ours[-4:] == list(flags)
+
+
+def test_arguments_are_written_as_vllms_command_takes_them() -> None:
+    given = {"a_b": True, "c": False, "d": {"e": 1}, "f": ["g", "h"], "i": -1}
+    assert list(_front_vllm.words_of(given)) == ["--a-b", "--no-c", '--d={"e": 1}', "--f", "g", "h", "--i=-1"]

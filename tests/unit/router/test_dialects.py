@@ -15,6 +15,7 @@ from samovar.replicas.messages import GenerateRequest, Refused
 from samovar.router.routing.replica_client import ReplicaFailed, ReplicaLost
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
 from tests.support.router.fake_replica import Script
+from tests.support.router.media_parts import media_requests
 from tests.support.router.router_harness import CONTEXT, KEY, MODEL, House, bearer, make_settings, spoken
 
 THINKS = "<think>\nhm\n</think>\n\nLet me see é."
@@ -308,3 +309,15 @@ async def test_a_keys_open_requests_are_counted_over_all(api: Api) -> None:
         assert api.error(second.json())["type"] == "rate_limit_error"
         gate.set()
         assert (await first).status_code == 200
+
+
+async def test_images_and_documents_are_refused_by_their_place_in_every_api() -> None:
+    wrong = []
+    async with House(lambda request: spoken("hi")).client() as client:
+        for path, body, field in media_requests(MODEL):
+            answer = await client.post(path, json=body)
+            error = answer.json()["error"]
+            named = error["param"] if path != "/v1/messages" else error["message"].partition("=")[0]
+            if (answer.status_code, named) != (400, field):
+                wrong.append((path, body, answer.status_code, error))
+    assert wrong == []

@@ -150,6 +150,8 @@ def test_a_replica_hears_at_a_socket_of_its_own_what_is_told(tmp_path: Path) -> 
     assert (tmp_path / "made" / "told.sock").stat().st_mode & 0o777 == 0o600
     tells = ToReplica(hears.path)
     said: list[Told] = [PromptTold(1, 32, {"cpu": 16, "n2": 16}, 0.5, "late"), StoresTold(2)]
+    hears.hide()
+    assert not hears.path.parent.exists(), "of a replica that is killed something is left"
     for one in said:
         tells.tell(one)
     assert list(hears.heard()) == said
@@ -157,6 +159,12 @@ def test_a_replica_hears_at_a_socket_of_its_own_what_is_told(tmp_path: Path) -> 
     tells.tell(StoresTold(0))  # nobody hears it, and nothing is raised
     tells.close()
     assert not hears.path.exists()
+
+
+def test_where_no_replica_is_none_is_told(tmp_path: Path) -> None:
+    tells = ToReplica(tmp_path / "told.sock")
+    tells.tell(StoresTold(1))
+    tells.close()
 
 
 def test_what_finds_no_room_is_not_waited_for(tmp_path: Path) -> None:

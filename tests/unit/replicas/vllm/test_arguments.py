@@ -38,6 +38,12 @@ def test_settings_become_arguments() -> None:
     assert (given["max_num_seqs"], given["max_num_batched_tokens"], given["block_size"]) == (9, 64, 16)
     assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
     assert given["enable_prefix_caching"] is True
+    assert arguments()["distributed_executor_backend"] == "uni"
+
+
+def test_stages_of_a_pipeline_are_processes_as_well() -> None:
+    given = arguments({"vllm": {"options": {"pipeline-parallel-size": 2}}})
+    assert (given["pipeline_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
 
 
 def test_a_context_is_what_fits_unless_so_much_is_asked_for() -> None:
@@ -58,8 +64,9 @@ def test_with_tiers_there_is_the_connector_and_a_failed_load_is_computed() -> No
 
 
 def test_options_come_last_and_structures_are_json() -> None:
-    options = {"quantization": "fp8", "hf_overrides": '{"a": 1}', "enforce_eager": True}
+    options = {"quantization": "fp8", "hf-overrides": '{"a": 1}', "enforce-eager": True}
     given = arguments({"vllm": {"options": options}})
+    assert not [name for name in given if "-" in name], "as its class takes them"
     assert (given["quantization"], given["hf_overrides"], given["enforce_eager"]) == ("fp8", {"a": 1}, True)
 
 

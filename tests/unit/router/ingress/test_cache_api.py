@@ -278,6 +278,14 @@ async def test_ray_client_asks_every_replica_and_counts_those_that_do_not_answer
         assert await RayReplicaClient(FakeHandle(failure), retry_after_s=1).clear(b"t", None) == ClearCounts()
 
 
+@pytest.mark.parametrize(("answers", "told"), [((5, 7), 12), ((5, None), None), ((5, RayActorError()), 5)])
+async def test_bytes_of_a_pool_are_none_where_an_engine_does_not_say(
+    answers: tuple[object, ...], told: int | None
+) -> None:
+    client = RayReplicaClient(FakeHandle(*answers), retry_after_s=1)
+    assert await client.pool_bytes(b"t", b"s") == told
+
+
 def test_f33_a_tenants_key_cannot_be_the_administrators() -> None:
     env = {"SAMOVAR_AUTH__API_KEYS": json.dumps({"a": KEY}), "SAMOVAR_AUTH__ADMIN_KEY": KEY}
     with pytest.raises(ConfigError, match=r"auth\.admin_key is the API key of tenant a") as refused:

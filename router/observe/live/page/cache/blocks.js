@@ -107,5 +107,6 @@ function said(chain, lineage) {
   if (!lineage.blocks) return `${plural(chain, "block")}; where they lie is not known now`;
   const counts = countsOf(chain, lineage);
   const parts = PLACES.filter((place) => counts[place]).map((place) => `${counts[place]} ${nameOf(place)}`);
-  return `${plural(chain, "block")} by nearest tier: ${parts.join(", ") || "none"}`;
+  const unknown = lineage.blocks.gpu === null ? "; the engine does not say what is in the pool" : "";
+  return `${plural(chain, "block")} by nearest tier: ${parts.join(", ") || "none"}${unknown}`;
 }

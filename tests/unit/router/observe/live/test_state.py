@@ -79,6 +79,16 @@ def test_blocks_are_counted_where_they_are_seen_from_the_lineage_s_home() -> Non
     assert told["runs"] == [["cpu", 1], ["s3", 2]]
 
 
+def test_what_a_pool_holds_of_it_is_none_where_an_engine_does_not_say() -> None:
+    one = row()
+    home = LineageGlance({"cpu": 10}, {"cpu": 1}, (("cpu", 1),))
+    silent = ReplicaGlance(EngineStats("replica-2"), None)
+    at = seen({"n1": {owner_of(one): home}}, {owner_of(one): 4})
+    told = lineage(built(shown(one), replace(at, replicas=[*at.replicas, silent])))
+    assert (told["blocks"]["gpu"], told["bytes"]["gpu"], told["blocks"]["cpu"]) == (None, None, 1)
+    assert lineage(built(shown(one), replace(at, replicas=[])))["blocks"]["gpu"] == 0
+
+
 def test_what_only_another_node_holds_is_a_peer_s() -> None:
     one = row()
     far = LineageGlance({"cpu": 10}, {"cpu": 1}, (("none", 1), ("cpu", 1)))
