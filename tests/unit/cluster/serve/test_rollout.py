@@ -291,7 +291,7 @@ def service(monkeypatch: pytest.MonkeyPatch, house: FakeServe) -> Service:
     monkeypatch.setattr(
         app,
         "describe_model",
-        lambda settings, path: SimpleNamespace(fingerprint=str(path).encode(), name="tiny"),
+        lambda settings, path, begin: SimpleNamespace(fingerprint=str(path).encode(), name="tiny"),
     )
     monkeypatch.setattr(app, "check_gpus", lambda settings: None)
     monkeypatch.setattr(Service, "_wait_for_replicas", lambda self: [])
