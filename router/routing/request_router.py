@@ -49,7 +49,8 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         self._chosen: dict[str, tuple[str, score.Ranking]] = {}  # internal request id -> (ticket, ranking)
 
     @property
-    def _book(self) -> load_tracker.ReplicaLoadTracker:
+    def book(self) -> load_tracker.ReplicaLoadTracker:
+        """The load book of the model whose replicas these are."""
         return load_tracker.book_of(self._further)
 
     async def choose_replicas(
@@ -78,7 +79,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             prices = {replica.replica_id.unique_id: _prefill(replica.routing_stats) for replica in replicas}
             known = {name: price for name, price in prices.items() if price is not None}
             loads = {replica.replica_id.unique_id: replica.routing_stats.get("load") for replica in replicas}
-            self._book.update_replicas(nodes, known, loads)
+            self.book.update_replicas(nodes, known, loads)
             roster.roster_of(self._further).update([_listed(replica) for replica in replicas], self._options)
         except Exception:  # the router still works, with older information
             logger.exception("updates from the replicas could not be processed")
@@ -90,13 +91,13 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             ticket, ranking = chosen
             roster.roster_of(self._further).queued.discard(ticket)
             name = replica_id.unique_id
-            self._book.routed(ticket, name, ranking.work_s.get(name, 0.0), ranking.outcomes.get(name))
+            self.book.routed(ticket, name, ranking.work_s.get(name, 0.0), ranking.outcomes.get(name))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Record that the request has ended, in whatever way."""
         chosen = self._chosen.pop(internal_request_id, None)
         if chosen is not None:
-            self._book.ended(chosen[0])
+            self.book.ended(chosen[0])
 
     def _ranked(
         self, candidates: list[RunningReplica], pending_request: PendingRequest
@@ -108,7 +109,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         by_name = known.by_name
         if request.route.only in by_name:
             return [[by_name[request.route.only]]]
-        tracker = self._book
+        tracker = self.book
 
         def is_full(name: str) -> bool:
             return self._is_full(by_name[name])
@@ -140,7 +141,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         length = self.replica_queue_len_cache.get(replica.replica_id)
         if length is not None and length >= replica.max_ongoing_requests:
             return True
-        is_full: bool = self._book.open_requests(replica.replica_id.unique_id) >= replica.max_ongoing_requests
+        is_full: bool = self.book.open_requests(replica.replica_id.unique_id) >= replica.max_ongoing_requests
         return is_full
 
 

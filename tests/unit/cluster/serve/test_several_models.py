@@ -20,6 +20,7 @@ from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused
 from samovar.router.routing import load_tracker, roster
 from samovar.router.routing.request_router import SessionRouter
+from tests.support.inside import deployment_of
 
 WEIGHTS = {"/big": 6 * GIB, "/small": GIB}
 
@@ -47,7 +48,7 @@ def served(settings: Settings) -> dict[str, FurtherModel]:
 
 
 def of(target: Any) -> Any:
-    return target.target._bound_deployment
+    return deployment_of(target.target)
 
 
 def test_each_model_is_an_application_and_one_front_knows_all() -> None:
@@ -79,7 +80,7 @@ def test_the_front_and_the_replicas_of_one_model_are_as_before() -> None:
 
 def versions(settings: Settings) -> dict[str, str]:
     targets = run_targets(settings, "/big", "m", 1, further=served(settings))
-    return {name if name in ("m", FRONT_APP) else "small": of(one)._version for name, one in targets.items()}
+    return {name if name in ("m", FRONT_APP) else "small": of(one).version for name, one in targets.items()}
 
 
 def test_a_change_of_one_model_restarts_no_replica_of_another() -> None:
@@ -169,5 +170,5 @@ def test_a_router_tells_the_book_of_its_own_model() -> None:
     routers = [SessionRouter.__new__(SessionRouter) for _ in range(2)]
     routers[0].initialize_state()
     routers[1].initialize_state(further="y")
-    assert routers[0]._book is load_tracker.BOOK
-    assert routers[1]._book is load_tracker.book_of("y")
+    assert routers[0].book is load_tracker.BOOK
+    assert routers[1].book is load_tracker.book_of("y")
