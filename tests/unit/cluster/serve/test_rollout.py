@@ -411,7 +411,7 @@ def test_a_hangup_changes_the_service_or_says_why_not_and_it_goes_on(
 
     monkeypatch.setattr(app, "Service", Running)
     monkeypatch.setattr(app, "_say_ready", ready)
-    monkeypatch.setattr(app, "_table", lambda service: "")
+    monkeypatch.setattr(app, "_print_tables", lambda console, service: None)
     monkeypatch.setattr(app.ray, "shutdown", lambda: steps.append("ray stops"))
     assert app.serve_forever(settings(), reload=reload) == 0
     updated = [] if isinstance(error, ConfigError) else ["update to 7"]
