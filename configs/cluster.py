@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, PrivateAttr, StringConstraints, model_validator
 
 from samovar.configs.optional_sections import MonitoringSettings
 from samovar.configs.sections import MIB, Section
@@ -119,6 +119,7 @@ class ClusterSettings(Section):
     )
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     links: LinkSettings = LinkSettings()
+    _others: int = PrivateAttr(0)
 
     @property
     def replicas_first(self) -> int:
@@ -138,11 +139,25 @@ class ClusterSettings(Section):
 
     def sharing_node(self, cores: int) -> int:
         """Return how many replicas may have to share the memory and the `cores` of one node."""
+        if self.replicas_per_node_max is None and self.replica_cpus > 0:
+            return max(1, int(cores / self.replica_cpus))  # of all models: Ray counts them together
+        return self.replicas_on_node + self._others
+
+    @property
+    def replicas_on_node(self) -> int:
+        """Replicas of one model that may be on one node, if Ray does not count its cores."""
         if self.replicas_per_node_max is not None:
             return self.replicas_per_node_max
-        if self.replica_cpus > 0:
-            return max(1, int(cores / self.replica_cpus))
         return self.autoscaling.replicas_max if self.autoscaling.enabled else self.replicas
+
+    def beside(self, others: int) -> ClusterSettings:
+        """Return these settings of a model that shares its nodes with so many replicas of other models.
+
+        That is no setting: another number of theirs restarts no replica of this model.
+        """
+        found = self.model_copy()
+        found._others = others
+        return found
 
 
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,30}[a-z0-9]$")]

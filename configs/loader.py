@@ -101,6 +101,9 @@ FLAG_ALIASES = {
     "--model": "model.path",
     "--engine": "engine.kind",
 }
+# Below `models.NAME.` stand the settings of a further model.
+MODELS = "models."
+
 # Names with our prefix that are not settings: the client's key and address, variables between our processes.
 ENV_KNOWN_NAMES = frozenset({"SAMOVAR_API_KEY", "SAMOVAR_URL"})
 ENV_KNOWN_PREFIXES = ("SAMOVAR_PROXY_",)
@@ -178,9 +181,9 @@ def read_file(config: Path | str, problems: list[Problem]) -> Layer:
         )
     lines: dict[str, int] = {}
     _walk_nodes(root, "", place, lines, problems)
-    layer: Layer = {}
-    _walk_tree(tree, "", place, lines, layer, problems)
-    return layer
+    walk = _TreeWalk("file", place, lines, problems)
+    walk.take(tree, "")
+    return walk.layer
 
 
 def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
@@ -201,9 +204,25 @@ def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
             _warn_of_fixed(name, "the environment", fixed[key])
             continue
         if (value := _parse(known[key], env[name], origin, problems)) is not _BAD:
+            if f"{key}." == MODELS:
+                layer |= _models_of(value, "env", origin, problems)
+                continue
             renamed = None if key == given else (name, env_name(key))
             _put(layer, key, GivenValue(value, "env", origin, renamed), problems)
     return layer
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Return the model that a key is of, and the setting: `models.a.b.engine.threads` -> a.b, engine.threads.
+
+    The model is empty, and the setting the whole key, if it is no key of a further model.
+    """
+    known, rest = setting_fields(), key.removeprefix(MODELS)
+    if rest != key:
+        for at in (at for at, char in enumerate(rest) if char == "."):
+            if at and rest[at + 1 :] in known:
+                return rest[:at], rest[at + 1 :]
+    return "", key
 
 
 def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
@@ -211,7 +230,9 @@ def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
     known, former, fixed = setting_fields(), former_keys(), fixed_keys()
     layer: Layer = {}
     for name, text in _flag_pairs(flags, problems):
-        given = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_")
+        given, at = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_"), ""
+        if name.startswith(f"--{MODELS}"):
+            given, at = _of_model(name.removeprefix(f"--{MODELS}"), {*known, *former, *fixed})
         key = former.get(given, given)
         field = known.get(key)
         if key in fixed:
@@ -223,10 +244,34 @@ def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
             problems.append(Problem(name, "the command line", "there is no such flag", fix))
         elif text is None:
             problems.append(Problem(name, "the command line", "a value is missing", f"Give {field.allowed}"))
-        elif (value := _parse(field, text, f"flag {name}", problems)) is not _BAD:
-            renamed = None if key == given else (name, flag_name(key))
-            _put(layer, key, GivenValue(value, "flag", f"flag {name}", renamed), problems)
+        elif (value := _parse(field, text, f"flag {name}", problems)) is _BAD:
+            continue
+        elif f"{key}." == MODELS:
+            layer |= _models_of(value, "flag", f"flag {name}", problems)
+        else:
+            renamed = None if key == given else (name, f"--{at}{flag_name(key).removeprefix('--')}")
+            _put(layer, at + key, GivenValue(value, "flag", f"flag {name}", renamed), problems)
     return layer
+
+
+def _models_of(value: Any, source: Source, origin: str, problems: list[Problem]) -> Layer:
+    """Return the entries of all further models, from one value."""
+    walk = _TreeWalk(source, origin, {}, problems)
+    walk.take({MODELS.rstrip("."): value}, "")
+    return walk.layer
+
+
+def _of_model(rest: str, known: set[str]) -> tuple[str, str]:
+    """Return the setting of a further model's flag, and what its key begins with.
+
+    `rest`: of the flag, behind `--models.`. The setting is empty if there is none of that name.
+    """
+    for at in (at for at, char in enumerate(rest) if char == "." and at):
+        tail = rest[at + 1 :]
+        found = FLAG_ALIASES.get(f"--{tail}") or tail.replace("-", "_")
+        if found in known:
+            return found, f"{MODELS}{rest[:at]}."
+    return f"{MODELS}{rest}", ""
 
 
 def _file_text(config: Path | str) -> tuple[str, str]:
@@ -295,9 +340,17 @@ def _walk_nodes(
             problems.append(
                 Problem(shown, f"{place}, line {line}", "an anchor contains itself", "Write the value out")
             )
-        elif isinstance(value_node, yaml.MappingNode) and (key in known or key in sections):
+        elif isinstance(value_node, yaml.MappingNode) and (
+            key in known or key in sections or prefix == MODELS or _is_section_of_model(key)
+        ):
             # Only where settings can be: with aliases a small file can be an endless tree.
             _walk_nodes(value_node, f"{key}.", place, lines, problems, above)
+
+
+def _is_section_of_model(key: str) -> bool:
+    rest = key.removeprefix(MODELS)
+    ends = (rest[at + 1 :] for at, char in enumerate(rest) if char == ".")
+    return rest != key and not section_keys().isdisjoint(ends)
 
 
 def _given_sections() -> set[str]:
@@ -305,35 +358,57 @@ def _given_sections() -> set[str]:
     return section_keys() | {key.rsplit(".", 1)[0] for key in former_keys()}
 
 
-def _walk_tree(
-    tree: Mapping[Any, Any],
-    prefix: str,
-    place: str,
-    lines: Mapping[str, int],
-    layer: Layer,
-    problems: list[Problem],
-) -> None:
-    known, sections, former, fixed = setting_fields(), _given_sections(), former_keys(), fixed_keys()
-    for name, value in tree.items():
-        given = f"{prefix}{name}"
-        origin = f"{place}, line {lines[given]}" if given in lines else place
-        key = former.get(given, given)
-        if key in fixed:
-            _warn_of_fixed(given, origin, fixed[key])
-            continue
-        if key in known:
-            renamed = None if key == given else (given, key)
-            _put(layer, key, GivenValue(value, "file", origin, renamed), problems)
-        elif key not in sections:
-            fix = _suggestion(did_you_mean(key, [*known, *sections]), "Leave it out")
-            problems.append(Problem(key, origin, "there is no such setting", fix))
-        elif isinstance(value, Mapping):
-            _walk_tree(value, f"{key}.", place, lines, layer, problems)
-        elif value is not None:  # an empty section is fine
-            message = f"this is a section, but the file gives {_kind_of(value)}"
-            below = next(one for one in (*known, *former) if one.startswith(key + "."))
-            fix = f"Write its keys below it, such as {below}"
-            problems.append(Problem(key, origin, message, fix))
+class _TreeWalk:
+    """Takes the entries of a tree of settings into `layer`, and appends what is wrong to `problems`.
+
+    `lines`: of keys, as far as they are known; the origin is `place` otherwise.
+    """
+
+    def __init__(self, source: Source, place: str, lines: Mapping[str, int], problems: list[Problem]) -> None:
+        self.layer: Layer = {}
+        self._source = source
+        self._place = place
+        self._lines = lines
+        self._problems = problems
+
+    def take(self, tree: Mapping[Any, Any], prefix: str, of_model: str = "") -> None:
+        """Take what stands below `prefix`; `of_model`: what keys of a further model begin with."""
+        known, sections, former, fixed = setting_fields(), _given_sections(), former_keys(), fixed_keys()
+        for name, value in tree.items():
+            given = f"{prefix}{name}"
+            key = former.get(given, given)
+            origin = self._origin(of_model + given)
+            if key in fixed:
+                _warn_of_fixed(of_model + given, origin, fixed[key])
+            elif f"{key}." == MODELS and not of_model and isinstance(value, Mapping):
+                self._take_models(value)
+            elif key in known:
+                renamed = None if key == given else (of_model + given, of_model + key)
+                entry = GivenValue(value, self._source, origin, renamed)
+                _put(self.layer, of_model + key, entry, self._problems)
+            elif key not in sections:
+                fix = _suggestion(did_you_mean(key, [*known, *sections]), "Leave it out")
+                self._problems.append(Problem(of_model + key, origin, "there is no such setting", fix))
+            elif isinstance(value, Mapping):
+                self.take(value, f"{key}.", of_model)
+            elif value is not None:  # an empty section is fine
+                message = f"this is a section, but the file gives {_kind_of(value)}"
+                below = next(one for one in (*known, *former) if one.startswith(key + "."))
+                fix = f"Write its keys below it, such as {below}"
+                self._problems.append(Problem(of_model + key, origin, message, fix))
+
+    def _take_models(self, models: Mapping[Any, Any]) -> None:
+        for name, own in models.items():
+            key = f"{MODELS}{name}"
+            if isinstance(own, Mapping) and own:
+                self.take(own, "", f"{key}.")
+                continue
+            message = f"this is a model, but the file gives {_kind_of(own)}"
+            fix = f"Write its settings below it, such as {key}.model.path"
+            self._problems.append(Problem(key, self._origin(key), message, fix))
+
+    def _origin(self, key: str) -> str:
+        return f"{self._place}, line {self._lines[key]}" if key in self._lines else self._place
 
 
 def _flag_pairs(flags: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:
@@ -432,7 +507,9 @@ def load(
         _warn_of_former_names(layer)
         merged |= layer
     known = setting_fields()
-    good = {key: entry for key, entry in merged.items() if _plausible(known[key], entry, problems)}
+    good = {
+        key: entry for key, entry in merged.items() if _plausible(known[split_key(key)[1]], entry, problems)
+    }
     settings: Settings | None = None
     try:
         settings = Settings.model_validate(_nested(good))
@@ -443,10 +520,11 @@ def load(
         problems += [problem for problem in found if problem.key in known or not problems]
     if problems or settings is None:
         raise ConfigError(problems) from None  # pydantic's own text may quote secrets
+    given = {key if key in known else MODELS.rstrip("."): entry for key, entry in good.items()}
     return LoadedSettings(
         settings=settings,
-        source={key: good[key].source if key in good else "default" for key in known},
-        origin={key: good[key].origin if key in good else "default" for key in known},
+        source={key: given[key].source if key in given else "default" for key in known},
+        origin={key: given[key].origin if key in given else "default" for key in known},
     )
 
 
@@ -468,8 +546,9 @@ def _plausible(field: SettingField, entry: GivenValue, problems: list[Problem]) 
 def _nested(layer: Layer) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, entry in layer.items():
-        *path, leaf = key.split(".")
-        section = tree
+        model, setting = split_key(key)
+        *path, leaf = setting.split(".")
+        section = tree.setdefault(MODELS.rstrip("."), {}).setdefault(model, {}) if model else tree
         for name in path:
             section = section.setdefault(name, {})
         # In a file, "" overrides a value with nothing; flags and variables are converted in their layer.

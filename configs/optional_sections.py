@@ -306,12 +306,7 @@ class KnowledgeSettings(Section):
     # A set of entries in use scores at most this share less than the best set and is taken.
     tie_share: ClassVar[float] = 0.1
     turns_max: ClassVar[int] = 100_000  # turns of which it is known what was placed there
-    vectors_bytes_max: int = Field(
-        256 * MIB,
-        ge=MIB,
-        le=100 * GIB,
-        description="vectors kept in an ingress's memory, all tenants together",
-    )
+    vectors_bytes_max: ClassVar[int] = 256 * MIB  # vectors in an ingress's memory, all tenants together
     query_chars_max: ClassVar[int] = 4000
     threads: int = Field(2, ge=1, le=64, description="threads of an ingress that read and write the store")
     waiting_max: int = Field(

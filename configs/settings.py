@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from samovar.configs.cluster import ClusterSettings, LaunchSettings
 from samovar.configs.optional_sections import OptionalSections, PageSettings
@@ -68,6 +77,8 @@ def _several(given: object) -> object:
 ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_several), Field(min_length=1, max_length=4)]
 """A tenant's keys: one, or several while old and new keys overlap."""
 ModelName = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
+FurtherName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}$")]
+"""As `ModelName`, but it is also a part of a flag."""
 
 
 class ServerSettings(PageSettings):
@@ -536,6 +547,18 @@ class RouterSettings(Section):
         return self
 
 
+OF_EACH_MODEL: Mapping[str, frozenset[str]] = {
+    "model": frozenset(ModelSettings.model_fields) - {"cache_dir", "download_bytes_max"},
+    "engine": frozenset(EngineSettings.model_fields),
+    "cluster": frozenset(
+        ("replicas", "replicas_per_node_max", "replica_cpus", "replica_resources", "autoscaling")
+    ),
+}
+"""Of these sections, what a further model may have of its own; all else holds for all models."""
+NOT_INHERITED: Mapping[str, Any] = {"path": None, "served_name": None, "aliases": ()}
+"""Of the section `model`: a further model has its own, or none."""
+
+
 class Settings(OptionalSections):
     """The whole settings tree."""
 
@@ -549,6 +572,13 @@ class Settings(OptionalSections):
     cluster: ClusterSettings = ClusterSettings()
     tiers: TierSettings = TierSettings()
     launch: LaunchSettings = LaunchSettings()
+    models: dict[FurtherName, dict[str, Any]] = Field(
+        {},
+        max_length=31,
+        description="further models at the same address: the `model` that clients send, and of each what "
+        "differs from the first in its sections model, engine and cluster, such as {'small': {'model': "
+        "{'path': 'Qwen/Qwen3-0.6B'}}}; as a flag also --models.NAME.model.path",
+    )
 
     @property
     def nvme_dir(self) -> Path:
@@ -589,6 +619,90 @@ class Settings(OptionalSections):
         if given is not None:
             return given
         return SHARE_BESIDE_OTHERS if self.has_tenants else 1.0
+
+    def of_models(self) -> dict[str, Settings]:
+        """Return the settings that each model is served with, by its key in `models`; the first's is "".
+
+        Each knows how many replicas of others are beside its own. Raises `ValueError`.
+        """
+        if not self.models:
+            return {"": self}
+        found = {"": self.model_copy(update={"models": {}})}
+        found |= {name: self._of_further(name, given) for name, given in self.models.items()}
+        tiers, all_replicas = self.tiers, sum(one.cluster.replicas_on_node for one in found.values())
+        if tiers.socket is None and any(one.engine.kind == "vllm" for one in found.values()):
+            # Whichever replica comes first starts the node's tiers; those of vLLM need the socket.
+            tiers = tiers.model_copy(update={"socket": self.vllm_socket})
+        return {
+            name: one.model_copy(
+                update={
+                    "tiers": tiers,
+                    "cluster": one.cluster.beside(all_replicas - one.cluster.replicas_on_node),
+                }
+            )
+            for name, one in found.items()
+        }
+
+    def _of_further(self, name: str, given: Mapping[str, Any]) -> Settings:
+        where = f"models.{name}"
+        for section, own in given.items():
+            keys = own if isinstance(own, Mapping) else {}
+            for key in {section: None} if section not in OF_EACH_MODEL else keys:
+                if key not in OF_EACH_MODEL.get(section, ()):
+                    shown = section if section not in OF_EACH_MODEL else f"{section}.{key}"
+                    raise ValueError(
+                        f"{where}.{shown} is no setting of one model: it holds for all, or there is none. "
+                        "Set it beside `models`, or leave it out"
+                    )
+        if not isinstance(given.get("model"), Mapping) or not given["model"].get("path"):
+            raise ValueError(f"{where}.model.path is missing. Say which model that is")
+        parts = {
+            section: getattr(self, section) for section in type(self).model_fields if section != "models"
+        }
+        parts["model"] = parts["model"].model_copy(update=NOT_INHERITED)
+        vllm = parts["engine"].vllm.model_copy(update={"adapters": {}})
+        parts["engine"] = parts["engine"].model_copy(update={"vllm": vllm})
+        parts |= {section: _over(parts[section], own) for section, own in given.items()}
+        parts["model"]["served_name"] = parts["model"]["served_name"] or name
+        try:
+            return Settings.model_validate(parts)
+        except ValidationError as refused:
+            detail = refused.errors(include_url=False, include_input=False)[0]
+            message = detail["msg"].removeprefix("Value error, ")
+            at = ".".join(map(str, (where, *detail["loc"])))
+            raise ValueError(f"{at} is refused: {message}. Change it, or leave it out") from None
+
+    @model_validator(mode="after")
+    def _models_fit_together(self) -> Settings:
+        if not self.models:
+            return self
+        for key, is_on in (
+            ("knowledge.enabled", self.knowledge.enabled),
+            ("compaction.enabled", self.compaction.enabled),
+            ("server.record", self.server.record),
+        ):
+            if is_on:
+                raise ValueError(
+                    f"{key} and models are both set: it serves one model. Leave one of them out, or serve "
+                    "that model by a service of its own"
+                )
+        names: dict[str, str] = {}
+        for name, one in self.of_models().items():
+            adapters = one.engine.vllm.adapters if one.engine.kind == "vllm" else ()
+            known = [one.model.served_name] if one.model.served_name else []
+            for said in (*known, *one.model.aliases, *adapters):
+                other = names.setdefault(said, name)
+                if other != name:
+                    raise ValueError(
+                        f"models.{name}: {said!r} is a name of {other or 'the first model'}, too. Give each "
+                        "model and adapter a name of its own"
+                    )
+        return self
+
+    @property
+    def vllm_socket(self) -> Path:
+        """Where the node's tiers listen for vLLM if `tiers.socket` does not say it."""
+        return self.nvme_dir / f"tiers-{self.server.port}.sock"
 
     @model_validator(mode="after")
     def _open_endpoint_is_loopback(self) -> Settings:
@@ -641,3 +755,14 @@ class Settings(OptionalSections):
                 "Raise the first or lower the second"
             )
         return self
+
+
+def _over(section: Section, given: Any) -> Any:
+    """Return a section's values with those that are given over them, a section below alike."""
+    if not isinstance(given, Mapping):
+        return given  # refused as what it is
+    found = section.model_dump()
+    for key, value in given.items():
+        below = getattr(section, str(key), None)
+        found[key] = _over(below, value) if isinstance(below, Section) else value
+    return found

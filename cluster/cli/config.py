@@ -30,7 +30,7 @@ GET = "get"
 
 # What a person wants to do, and what the settings for it begin with; the longest beginning counts.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Choose the model and how it answers": ("model.", "grammar."),
+    "Choose the model and how it answers": ("model.", "models", "grammar."),
     "Open it to clients: address, keys, pages": ("server.", "auth.", "live."),
     "Fit it to the machine: processors, GPUs, memory": (
         "engine.",

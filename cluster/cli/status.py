@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -382,6 +382,7 @@ def short(status: Status, url: str) -> RenderableType:
         Text(
             f"{_several(len(replicas), 'replica')}, {_several(len(status.nodes), 'node')}; requests: {asked}"
         ),
+        *_of_models(status.health.get("models", {})),
         Text(f"prompt tokens so far: {sources_in_words(replicas)}"),
         Text(""),
         table,
@@ -389,6 +390,12 @@ def short(status: Status, url: str) -> RenderableType:
     trouble = [*troubles(status), *draining_lines(status)]
     parts += [Text(""), *(Text(line, style="yellow") for line in trouble)] if trouble else []
     return Group(*parts)
+
+
+def _of_models(replicas: Mapping[str, int]) -> list[Text]:
+    """Return a line with the replicas of each model, if there are several models."""
+    told = ", ".join(f"{name} ({count})" for name, count in replicas.items())
+    return [Text(f"models: {told}")] if told else []
 
 
 def _style(state: str) -> str:

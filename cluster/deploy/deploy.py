@@ -183,6 +183,11 @@ def refuse_unfit(settings: Settings) -> None:
             "cluster.ray_address is `local`, which is for `samovar serve`. To deploy to a running cluster "
             "set it to `auto` (the presets aws and rack do)"
         )
+    if settings.models:
+        raise StartFailed(
+            f"models has {', '.join(settings.models)}: `samovar deploy` deploys one model. Leave them out, "
+            "or serve several by `samovar serve` with cluster.ray_address=auto"
+        )
     if settings.engine.device == "auto":
         raise StartFailed(
             "engine.device is `auto`, but other nodes may have GPUs that this node does not. Give "

@@ -152,16 +152,17 @@ def requirements() -> list[str]:
 
 def model(settings: Settings) -> Result:
     """Ask the start's own check whether the configured model can be served, as far as its files tell."""
-    try:
-        found = find_early(settings.model)
-        refuse_early(settings, found)
-    except ModelRefused as error:
-        return "error", error.reason, error.fix
-    return (
-        "ok",
-        str(settings.model.path or "the default model") + ("" if found else " (from the hub or converted)"),
-        "",
-    )
+    said = []
+    for name, own in settings.of_models().items():
+        try:
+            found = find_early(own.model)
+            refuse_early(own, found)
+        except ModelRefused as error:
+            refused = preflight.named(error, name)
+            return "error", refused.reason, refused.fix
+        where = str(own.model.path or "the default model")
+        said.append(where + ("" if found else " (from the hub or converted)"))
+    return "ok", ", ".join(said), ""
 
 
 def native_step(settings: Settings, environ: Mapping[str, str]) -> Result:
@@ -359,7 +360,9 @@ def _asked(fields: str) -> list[str]:
 
 def vllm(settings: Settings) -> Result:
     """Ask the Python that vLLM's replicas would run in for its versions, as the start does."""
-    is_wanted, made = settings.engine.kind == "vllm", environment_dir(settings)
+    of_vllm = [own for own in settings.of_models().values() if own.engine.kind == "vllm"]
+    is_wanted, made = bool(of_vllm), environment_dir(settings)
+    settings = of_vllm[0] if of_vllm else settings
     if not is_wanted and not made.is_dir():
         return "ok", "not used: engine.kind is samovar", ""
     try:
@@ -394,6 +397,7 @@ def shared_memory(
     """Ask the start's own sizing whether Ray's object store, with the cpu tier, fits."""
     free_bytes, known = free(), kept(measurements_dir(settings))
     try:
+        settings = settings.model_copy(update={"cluster": settings.of_models()[""].cluster})
         memory = preflight.free_memory(settings, _weights_bytes(settings))
         sized, warning = preflight.with_object_store(settings, free_bytes, memory)
     except StartFailed as error:
@@ -414,10 +418,12 @@ def shared_memory(
 def _weights_bytes(settings: Settings) -> int:
     """Return the size of the model's weights as far as they are here; `model` tells what is wrong."""
     try:
-        found = find_early(settings.model)
+        found = [find_early(own.model) for own in settings.of_models().values()]
     except ModelRefused:
         return 0
-    return 0 if found is None else sum(file.stat().st_size for file in found.glob("*.safetensors"))
+    folders = [one for one in found if one is not None]
+    here = [sum(file.stat().st_size for file in one.glob("*.safetensors")) for one in folders]
+    return sum(here) // len(here) if here else 0
 
 
 def cache_dir(settings: Settings) -> Result:

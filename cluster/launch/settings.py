@@ -35,6 +35,11 @@ def node_settings(settings: Settings, outputs: CloudOutputs | None, pod_gpus: in
     `outputs`: Terraform's, None for a rack; `pod_gpus`: of a worker pod, None where nodes are no pods.
     Not revalidated: on AWS the API keys that an open address needs are known to the nodes only.
     """
+    if settings.models:
+        raise RenderFailed(
+            f"models has {', '.join(settings.models)}: a cluster of `samovar up` serves one model. Leave "
+            "them out, or serve several by `samovar serve` with cluster.ray_address=auto on its head"
+        )
     launch, tiers, server = settings.launch, settings.tiers, settings.server
     nvme, s3 = tiers.nvme, tiers.s3
     if nvme.dir is None:

@@ -174,7 +174,9 @@ def render_unit(loaded: LoadedSettings, program: Path, config: str | None) -> st
         config,
         files=FILES_MAX,
         capabilities="CAP_NET_BIND_SERVICE" if settings.server.port < PRIVILEGED_PORTS else "",
-        devices=NO_DEVICES if settings.engine.device == "cpu" else GPU_DEVICES,
+        devices=NO_DEVICES
+        if all(one.engine.device == "cpu" for one in settings.of_models().values())
+        else GPU_DEVICES,
     )
     return UNIT.format(
         user=USER,
@@ -279,6 +281,8 @@ def _given_paths(loaded: LoadedSettings, fields: dict[str, SettingField]) -> Ite
         is_given = loaded.source[key] != "default" and not key.startswith("launch.")
         if is_given and field.kind is Path and value is not None:
             yield key, Path(value)
+    for name, given in loaded.settings.models.items():
+        yield f"models.{name}.model.path", Path(given["model"]["path"])
 
 
 def _written(loaded: LoadedSettings, fields: dict[str, SettingField]) -> list[str]:

@@ -13,7 +13,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,18 +24,27 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
-from rich.table import Table
 
 from samovar.cache_tiers.actors import rpc, tier_actors
 from samovar.cache_tiers.messages import TierStats
 from samovar.cluster.engines import has_vllm
 from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment
-from samovar.cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, model_app_name, run_targets, serve_logs
+from samovar.cluster.serve.graph import (
+    FRONT_APP,
+    INGRESS_DEPLOYMENT,
+    FurtherModel,
+    model_app_name,
+    run_targets,
+    serve_logs,
+)
 from samovar.cluster.serve.preflight import (
     check_gpus,
+    check_memory,
     check_port,
     free_memory,
+    memory_needs,
+    named,
     refuse_two_buckets,
     shm_free_bytes,
     with_object_store,
@@ -64,7 +74,7 @@ from samovar.configs.loader import ConfigError
 from samovar.configs.model_reference import DEFAULT_NAME
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
-from samovar.replicas.model import describe_model, ensure_model
+from samovar.replicas.model import ModelCard, describe_model, ensure_model
 from samovar.replicas.serving.deployment import Replica
 from samovar.replicas.start.start_notes import forget_notes, stage_noted
 
@@ -126,6 +136,80 @@ STATES_S = 5.0
 """How long the tiers may take to say whether they work."""
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model that is to be served: its settings, where it lies, and what is known of it."""
+
+    settings: Settings
+    path: Path
+    card: ModelCard
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+        return self.settings.model.served_name or self.card.name
+
+
+def described(
+    settings: Settings, begin: Callable[[str], object] = lambda stage: None
+) -> dict[str, Described]:
+    """Return all models by their keys in `models`, the first as "". Raises `ModelRefused`, `StartFailed`."""
+    found: dict[str, Described] = {}
+    names: dict[str, str] = {}
+    for key, own in settings.of_models().items():
+        try:
+            path = ensure_model(own.model).resolve()
+            found[key] = one = Described(own, path, describe_model(own, path, begin))
+        except ModelRefused as refused:
+            raise named(refused, key) from refused
+        adapters = own.engine.vllm.adapters if own.engine.kind == "vllm" else ()
+        for name in (one.name, *own.model.aliases, *adapters) if settings.models else ():
+            if names.setdefault(name, key) != key:
+                raise StartFailed(f"models.{key}: {name!r} is another model's name, too. Give it its own key")
+    return found
+
+
+def weights_of_each(models: Mapping[str, Described], settings: Settings) -> int:
+    """Return the bytes of weights of a replica: of several models, the mean over all that share a node."""
+    if not settings.models:
+        return models[""].card.weights_bytes
+    shares = [(one.settings.cluster.replicas_on_node, one.card.weights_bytes) for one in models.values()]
+    return sum(count * nbytes for count, nbytes in shares) // sum(count for count, _ in shares)
+
+
+def further_of(
+    models: Mapping[str, Described], settings: Settings, now: Mapping[str, FurtherModel] | None = None
+) -> dict[str, FurtherModel]:
+    """Return the models beside the first as they are to be served.
+
+    `settings`: of the service, whose sections hold for all. `now`: as they are served; what goes on keeps its
+    part of the machine, and with autoscaling its replicas.
+    """
+    found: dict[str, FurtherModel] = {}
+    for key, one in models.items():
+        if not key:
+            continue
+        common = {name: getattr(settings, name) for name in FIXED}
+        own = one.settings.model_copy(update=common)
+        app, replicas = model_app_name(own, one.card.fingerprint), own.cluster.replicas_first
+        before = (now or {}).get(key)
+        if before is not None and before.app == app:
+            if own.cluster.autoscaling.enabled:
+                replicas = max(running_replicas(app), replicas)
+            elif now is not None:
+                replicas = own.cluster.replicas
+            cluster = cluster_of(before.settings, own, is_scaling=True)
+            own = own.model_copy(update={"cluster": cluster})
+        found[key] = FurtherModel(own, str(one.path), app, replicas)
+    return found
+
+
+def running_replicas(app: str) -> int:
+    """Return how many replicas of an application run now."""
+    states = serve.status().applications[app].deployments[REPLICA_DEPLOYMENT].replica_states
+    return int(states.get("RUNNING", 0))
+
+
 class Service:
     """A running Samovar. `start` blocks until it is ready, `stop` until everything has ended."""
 
@@ -141,6 +225,9 @@ class Service:
         self.model_app = ""
         self.model_dir = ""
         self.replicas = settings.cluster.replicas_first
+        self.further: dict[str, FurtherModel] = {}
+        """The models beside the first, by their keys in `models`."""
+        self.infos_of_further: dict[str, list[ReplicaInfo]] = {}
         self.folder: RayFolder | None = None
         self._has_environments = False
 
@@ -166,16 +253,24 @@ class Service:
     def _start(self) -> None:
         self.stages.begin("model", has_own_progress=True)  # a conversion's, the first time
         settings = with_server_secret(self.settings)
-        model_dir = ensure_model(settings.model).resolve()
-        # Refuse it before anything starts.
-        card = describe_model(settings, model_dir, self.stages.begin)
+        # Refuse what cannot be served before anything starts.
+        models = described(settings, self.stages.begin)
+        card, model_dir = models[""].card, models[""].path
+        settings = settings.model_copy(update={"cluster": models[""].settings.cluster})
         is_here = address_of(settings.cluster) is None  # else the tiers are on other machines as well
-        memory = free_memory(settings, card.weights_bytes) if is_here else None
+        memory = free_memory(settings, weights_of_each(models, settings)) if is_here else None
+        if memory is not None and settings.models:
+            needs = {one.name: memory_needs(one.settings, one.card.weights_bytes) for one in models.values()}
+            check_memory(needs, memory.free_bytes)
         settings, warning = with_object_store(settings, shm_free_bytes(), memory)
+        settings = settings.model_copy(
+            update={"tiers": settings.tiers.model_copy(update={"socket": models[""].settings.tiers.socket})}
+        )
         self.settings = settings
         if warning:
             _warn(warning)
         self.model_dir, self.model_app = str(model_dir), model_app_name(settings, card.fingerprint)
+        self.further = further_of(models, settings)
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
         os.environ.update(required_environment(settings))  # Ray's processes inherit it
@@ -186,6 +281,8 @@ class Service:
         self.stages.end()
         of = card.name if card.commit is None else f"{card.name}, commit {card.commit[:12]}"
         self.stages.say(f"starting {self.replicas} replica{'s' * (self.replicas > 1)} of {of}")
+        for name, one in self.further.items():
+            self.stages.say(f"starting {one.replicas} replica{'s' * (one.replicas > 1)} of {name}")
         self.stages.begin("ray")
         try:
             self._start_ray()
@@ -221,7 +318,7 @@ class Service:
         address = address_of(cluster)
         if address is None:
             self.folder = RayFolder(base_folder(os.environ))
-        self._has_environments = address is not None or has_vllm(self.settings)
+        self._has_environments = address is not None or any(map(has_vllm, self._settings_of_all()))
         warning = join_ray(cluster, address, self.folder, environments=self._has_environments)
         interrupt_on_signals()  # Ray has installed its own handler
         if warning:
@@ -235,7 +332,9 @@ class Service:
             logging_config=serve_logs(settings),
         )
         # Both at once: the ingress is up by the time the first replica has loaded its model.
-        apps = run_targets(settings, model_dir, self.model_app, self.replicas, kind=self._kind)
+        apps = run_targets(
+            settings, model_dir, self.model_app, self.replicas, kind=self._kind, further=self.further
+        )
         LocalServe().put(apps, apps.keys(), ())
         return apps.keys()
 
@@ -247,37 +346,51 @@ class Service:
         age out. Raises `ModelRefused` or `StartFailed`; nothing has changed then.
         """
         refuse_what_needs_a_restart(self._given, settings)
-        if settings.engine.kind == "vllm" and not self._has_environments:
+        kinds = {one.engine.kind for one in settings.of_models().values()}
+        if "vllm" in kinds and not self._has_environments:
             raise StartFailed(
                 "engine.kind cannot become vllm: there was no environment with vLLM when this service was "
                 "started. Start it again"
             )
         given, kept = settings, {name: getattr(self.settings, name) for name in FIXED}
         settings = settings.model_copy(update=kept)  # completed at the start: a secret, sizes that fit
-        model_dir = str(ensure_model(settings.model).resolve())
-        new_app = model_app_name(settings, describe_model(settings, Path(model_dir)).fingerprint)
+        models = described(settings)
+        model_dir = str(models[""].path)
+        new_app = model_app_name(settings, models[""].card.fingerprint)
         check_gpus(settings)
+        settings = settings.model_copy(update={"cluster": models[""].settings.cluster})
         replicas = self._replicas_to_go_on_with(settings)
         # Running replicas share this machine as configured at their start.
         cluster = cluster_of(self.settings, settings, is_scaling=new_app == self.model_app)
         settings = settings.model_copy(update={"cluster": cluster})
+        further = further_of(models, settings, self.further)
         targets = partial(run_targets, is_update=True, kind=self._kind)
-        now = targets(self.settings, self.model_dir, self.model_app, self.replicas)
-        wanted = targets(settings, model_dir, new_app, replicas)
+        now = targets(self.settings, self.model_dir, self.model_app, self.replicas, further=self.further)
+        wanted = targets(settings, model_dir, new_app, replicas, further=further)
         exchange(now, wanted, LocalServe(), self._wait)
         self.settings, self.model_app, self.model_dir, self.replicas = settings, new_app, model_dir, replicas
-        self._given = given
+        self._given, self.further = given, further
         self.infos = self._wait_for_replicas()
 
     def _replicas_to_go_on_with(self, settings: Settings) -> int:
         """Return the configured number of replicas; with autoscaling, as many as run now, if more."""
         if not self.settings.cluster.autoscaling.enabled:
             return settings.cluster.replicas
-        there_are = serve.status().applications[self.model_app].deployments[REPLICA_DEPLOYMENT].replica_states
-        return max(int(there_are.get("RUNNING", 0)), settings.cluster.replicas_first)
+        return max(running_replicas(self.model_app), settings.cluster.replicas_first)
+
+    def _settings_of_all(self) -> list[Settings]:
+        return [self.settings, *(one.settings for one in self.further.values())]
 
     def _wait_for_replicas(self) -> list[ReplicaInfo]:
-        handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, self.model_app)
+        infos = self._wait_for_those_of(self.model_app, self.settings, self.replicas)
+        self.infos_of_further = {
+            name: self._wait_for_those_of(one.app, one.settings, one.replicas)
+            for name, one in self.further.items()
+        }
+        return infos
+
+    def _wait_for_those_of(self, app: str, settings: Settings, replicas: int) -> list[ReplicaInfo]:
+        handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, app)
 
         infos: list[ReplicaInfo] = []
 
@@ -286,11 +399,10 @@ class Service:
                 infos[:] = handle.broadcast("describe").results(timeout_s=10)
             except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
                 return f"a replica does not answer yet: {error}"
-            cluster = self.settings.cluster
-            if cluster.autoscaling.enabled:  # their number may change at any time
-                is_complete = len(infos) >= cluster.replicas_ready
+            if settings.cluster.autoscaling.enabled:  # their number may change at any time
+                is_complete = len(infos) >= settings.cluster.replicas_ready
             else:
-                is_complete = len(infos) == self.replicas
+                is_complete = len(infos) == replicas
             return None if is_complete else f"{len(infos)} replicas answered, not all"
 
         self._wait(missing)
@@ -309,10 +421,13 @@ class Service:
             self._flush()
         try:
             # Requests still in flight have used up their grace period; Serve would extend it.
-            serve.delete(FRONT_APP, _blocking=not in_flight)
-            serve.delete(self.model_app, _blocking=not in_flight)
+            for app in (FRONT_APP, *self._model_apps()):
+                serve.delete(app, _blocking=not in_flight)
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("could not delete the application: %s", error)
+
+    def _model_apps(self) -> list[str]:
+        return [self.model_app, *(one.app for one in self.further.values())]
 
     def _drain(self) -> int:
         """Drain the ingress and return how many generations were still in flight at the deadline."""
@@ -335,8 +450,10 @@ class Service:
         deadline_s = time.monotonic() + flush_s
         with _progress(f"writing conversations to disk (at most {flush_s:g} s, tiers.flush_s)"):
             try:
-                handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, self.model_app)
-                handle.broadcast("settle", flush_s / 2).results(timeout_s=flush_s)
+                handles = [serve.get_deployment_handle(REPLICA_DEPLOYMENT, app) for app in self._model_apps()]
+                asked = [handle.broadcast("settle", flush_s / 2) for handle in handles]
+                for one in asked:
+                    one.results(timeout_s=flush_s)
             except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
                 logger.warning("the replicas did not hand over all of their blocks: %s", error)
             try:
@@ -454,7 +571,7 @@ def _update(service: Service, reload: Callable[[], Settings], errors: Console) -
             f"samovar: the configuration is unchanged: {error}", style="red", highlight=False, soft_wrap=True
         )
         return
-    Console().print(_table(service))
+    _print_tables(Console(), service)
     Console().print(f"\nSamovar is updated: {service.url}", highlight=False, soft_wrap=True)
 
 
@@ -468,7 +585,7 @@ def _say_ended(errors: Console, error: StartFailed | KeyboardInterrupt) -> int:
 
 
 def _say_ready(console: Console, service: Service) -> None:
-    console.print(_table(service))
+    _print_tables(console, service)
     console.print(f"\nSamovar is ready: {service.url}", highlight=False, soft_wrap=True)
     steps = next_steps(
         service.infos[0],
@@ -479,8 +596,11 @@ def _say_ready(console: Console, service: Service) -> None:
     console.print(f"\n{steps}\n", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(service: Service) -> Table:
+def _print_tables(console: Console, service: Service) -> None:
+    """Print what each model is served with, the first one's table first."""
     tiers = service.tiers_here()
     states = {str(tier.name): tier.state for tier in tiers}
     prices = {str(tier.name): tier.price for tier in tiers if tier.price is not None}
-    return startup_table(service.infos[0], len(service.infos), service.settings, states, prices)
+    console.print(startup_table(service.infos[0], len(service.infos), service.settings, states, prices))
+    for name, infos in service.infos_of_further.items():
+        console.print(startup_table(infos[0], len(infos), service.further[name].settings, states, prices))

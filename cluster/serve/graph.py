@@ -1,6 +1,6 @@
-"""Builds Samovar's two Ray Serve applications: the replicas of one model, and the ingress before them.
+"""Builds Samovar's Ray Serve applications: the replicas of a model, of each an application, and the ingress.
 
-There are two so that a model can be exchanged under traffic: the new replicas are up before a new ingress
+There are several so that a model can be exchanged under traffic: the new replicas are up before a new ingress
 routes to them, and the old ones stay until the old ingress has finished (`rollout.py`). Starts nothing.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
@@ -45,6 +47,22 @@ RANK_CPUS = 0.001
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherModel:
+    """A model that is served beside the first (`models`): its own settings, and what runs of it.
+
+    `model_dir`: as in `build_model_app`. `app`: the application of its replicas.
+    """
+
+    settings: Settings
+    model_dir: str | None
+    app: str
+    replicas: int
+
+
+NO_FURTHER: Mapping[str, FurtherModel] = {}
+
+
 def serve_logs(settings: Settings) -> LoggingConfig:
     """Return what Serve's own loggers write, in the form of ours."""
     if settings.telemetry.log_format == "text":
@@ -59,12 +77,17 @@ def model_app_name(settings: Settings, fingerprint: bytes) -> str:
 
 
 def build_model_app(
-    settings: Settings, model_dir: str | None, replicas: int, kind: type[Replica] | None = None
+    settings: Settings,
+    model_dir: str | None,
+    replicas: int,
+    kind: type[Replica] | None = None,
+    *,
+    further: str = "",
 ) -> serve.Application:
     """Return the application of the model's replicas.
 
     `kind`: builds their engine (`Replica.build`); None: the one of the settings. Raises `StartFailed` if vLLM
-    is to be it and cannot be had.
+    is to be it and cannot be had. `further`: the model's key in `models`, if it is not the first.
 
     `model_dir` must be readable on every node that runs a replica; None: each replica looks for it. With
     autoscaling, `replicas` is the initial number. `settings.cluster` says how many share a node's cores and
@@ -83,7 +106,7 @@ def build_model_app(
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=engine.stuck_step_s,
         **_where(settings, has_gpu=uses_gpu(settings)),
-        request_router_config=_request_router(settings),
+        request_router_config=_request_router(settings, further),
         logging_config=serve_logs(settings),
         **_how_many(settings, replicas),
     )(kind or KINDS[settings.engine.kind])
@@ -93,20 +116,29 @@ def build_model_app(
 
 
 def build_front_app(
-    settings: Settings, model_dir: str | None, model_app: str, replicas: int, *, is_update: bool = False
+    settings: Settings,
+    model_dir: str | None,
+    model_app: str,
+    replicas: int,
+    *,
+    is_update: bool = False,
+    further: Mapping[str, FurtherModel] = NO_FURTHER,
 ) -> serve.Application:
-    """Return the ingress application for the replicas in `model_app`.
+    """Return the ingress application for the replicas in `model_app`, and for those of `further` models.
 
     `model_dir`: as in `build_model_app`. `is_update`: admit no request before a replica has been seen,
     because an older ingress still serves.
     """
+    wanted: dict[str, Any] = {"replicas": _at_least(settings, replicas)}
+    if further:
+        wanted["models"] = {name: _at_least(one.settings, one.replicas) for name, one in further.items()}
     ingress: Any = serve.deployment(
         name=INGRESS_DEPLOYMENT,
         max_ongoing_requests=4 * settings.limits.concurrent_total,  # our own limit is reached first
         # An old ingress finishes its requests while a new one admits others. A stop of the whole service
         # drains it before, and bounds that wait itself (`app.Service.stop`).
         max_surge_percent=100,
-        user_config={"replicas": _at_least(settings, replicas)},  # changed without a restart
+        user_config=wanted,  # changed without a restart
         graceful_shutdown_timeout_s=settings.limits.request_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
@@ -114,9 +146,13 @@ def build_front_app(
         logging_config=serve_logs(settings),
         **_ingresses(settings),
     )(ingress_app.Ingress)
-    _set_version(ingress, settings, model_dir or "", model_app)
-    application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
-    return application
+    _set_version(ingress, settings, model_dir or "", model_app, *(one.app for one in further.values()))
+    if not further:
+        application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
+        return application
+    others = {name: (one.settings, one.model_dir, one.app) for name, one in further.items()}
+    beside: serve.Application = ingress.bind(settings, model_dir, model_app, is_update, others)
+    return beside
 
 
 def run_targets(
@@ -127,14 +163,19 @@ def run_targets(
     *,
     is_update: bool = False,
     kind: type[Replica] | None = None,
+    further: Mapping[str, FurtherModel] = NO_FURTHER,
 ) -> dict[str, serve.RunTarget]:
-    """Return both applications by name, in the order in which they start. `kind`: see `build_model_app`."""
-    front = build_front_app(settings, model_dir, model_app, replicas, is_update=is_update)
-    model = build_model_app(settings, model_dir, replicas, kind)
-    return {
-        model_app: serve.RunTarget(model, name=model_app, route_prefix=None),
-        FRONT_APP: serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),
-    }
+    """Return all applications by name, in the order in which they start. `kind`: see `build_model_app`.
+
+    `settings`: those of the first model, with what holds for all; `further`: the models beside it.
+    """
+    front = build_front_app(settings, model_dir, model_app, replicas, is_update=is_update, further=further)
+    first = settings.model_copy(update={"models": {}})
+    models = {model_app: build_model_app(first, model_dir, replicas, kind)}
+    for name, one in further.items():
+        models[one.app] = build_model_app(one.settings, one.model_dir, one.replicas, kind, further=name)
+    targets = {name: serve.RunTarget(app, name=name, route_prefix=None) for name, app in models.items()}
+    return targets | {FRONT_APP: serve.RunTarget(front, name=FRONT_APP, route_prefix="/")}
 
 
 def _where(settings: Settings, *, has_gpu: bool) -> dict[str, Any]:
@@ -201,16 +242,18 @@ def _set_version(deployment: Any, settings: Settings, *names: str) -> None:
     deployment._version = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _request_router(settings: Settings) -> RequestRouterConfig:
+def _request_router(settings: Settings, further: str) -> RequestRouterConfig:
     router = settings.router
     path = REQUEST_ROUTERS.get(router.policy)
     if path is None:
         return RequestRouterConfig(request_routing_stats_period_s=router.stats_period_s)
-    own = {
+    own: dict[str, Any] = {
         "affinity_penalty_s": router.affinity_penalty_s,
         "load_bound_factor": router.load_bound_factor,
         "has_tiers": settings.tiers.enabled,
     }
+    if further:
+        own["further"] = further
     return RequestRouterConfig(
         request_router_class=path,
         request_router_kwargs=own if router.policy == "samovar" else {},

@@ -10,7 +10,7 @@ import ctypes
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pydantic import SecretStr
 
@@ -25,6 +25,7 @@ from samovar.cluster.serve.environment import (
 )
 from samovar.cluster.serve.secrets import SecretRefused, kept_secret
 from samovar.configs.extras import ExtraMissing, require, require_telemetry, require_tiers
+from samovar.configs.sections import GIB
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import (
@@ -53,15 +54,26 @@ def first_look(
     """
     refuse_two_buckets(settings, with_s3_demo=with_s3_demo)
     check_extras(settings)
-    refuse_early(settings, find_early(settings.model))
-    if settings.engine.kind == "vllm":
-        find_python(settings)
-    version = "" if settings.engine.kind == "vllm" else torch_version()  # it has a torch of its own
-    if settings.engine.device == "cuda" and (why_not := why_no_gpu(version, open_library)):
-        raise ModelRefused(f"engine.device is cuda and {why_not}", CUDA_FIX)  # `check_gpus` knows the rest
+    unused: list[str] = []
+    for name, own in settings.of_models().items():
+        try:
+            refuse_early(own, find_early(own.model))
+            if own.engine.kind == "vllm":
+                find_python(own)
+            version = "" if own.engine.kind == "vllm" else torch_version()  # it has a torch of its own
+            if own.engine.device == "cuda" and (why_not := why_no_gpu(version, open_library)):
+                raise ModelRefused(f"engine.device is cuda and {why_not}", CUDA_FIX)  # `check_gpus`: the rest
+        except ModelRefused as refused:
+            raise named(refused, name) from refused
+        unused += [f"models.{name}: {one}" if name else one for one in unused_settings(own)]
     with_object_store(settings, shm_free_bytes())
     check_port(settings.server.host, settings.server.port)
-    return unused_settings(settings) + disk_warnings(settings)
+    return unused + disk_warnings(settings)
+
+
+def named(refused: ModelRefused, further: str) -> ModelRefused:
+    """Return a refusal that names the model by its key in `models`; that of the first as it is."""
+    return ModelRefused(f"models.{further}: {refused.reason}", refused.fix) if further else refused
 
 
 def refuse_two_buckets(settings: Settings, *, with_s3_demo: bool) -> None:
@@ -156,11 +168,21 @@ def check_extras(settings: Settings) -> None:
 
 def check_gpus(settings: Settings) -> None:
     """Raise `StartFailed` if there are fewer GPUs than the replicas take; Serve would wait for ever."""
-    if not uses_gpu(settings):
+    models = {name: one for name, one in settings.of_models().items() if uses_gpu(one)}
+    if not models:
         return
-    gpus = _gpus(settings)
+    gpus = max(_gpus(one) for one in models.values())
     if gpus == 0:
         raise ModelRefused("engine.device is cuda and torch sees no CUDA device", CUDA_FIX)
+    if settings.models:
+        taken = {key: one.cluster.replicas_first * one.engine.tensor_parallel for key, one in models.items()}
+        if gpus < (total := sum(taken.values())):
+            said = ", ".join(f"{key or 'the first'} {count}" for key, count in taken.items())
+            raise StartFailed(
+                f"the models take {total} GPUs ({said}), but this machine has {gpus}. Lower their "
+                "cluster.replicas, or compute some on the CPU with engine.device cpu"
+            )
+        return
     replicas, each = settings.cluster.replicas_first, settings.engine.tensor_parallel
     if gpus < replicas * each:
         needs = "as many GPUs" if each == 1 else f"{replicas * each} GPUs (engine.tensor_parallel={each})"
@@ -168,6 +190,27 @@ def check_gpus(settings: Settings) -> None:
             f"cluster.replicas={replicas} needs {needs}, but this machine has {gpus}. "
             "Lower --replicas, or compute on the CPU with --engine.device cpu"
         )
+
+
+def check_memory(needs: Mapping[str, int], free_bytes: int) -> None:
+    """Raise `StartFailed` if the models do not fit into this machine's memory beside each other.
+
+    `needs`: name -> what its replicas take before they serve: weights, and pools that have a size.
+    """
+    if sum(needs.values()) <= free_bytes:
+        return
+    said = ", ".join(f"{name} {nbytes / GIB:.1f} GiB" for name, nbytes in needs.items())
+    raise StartFailed(
+        f"the models need {sum(needs.values()) / GIB:.1f} GiB of memory ({said}), and {free_bytes / GIB:.1f} "
+        "GiB are free. Serve fewer of them here, or lower their cluster.replicas or engine.pool_bytes_max"
+    )
+
+
+def memory_needs(settings: Settings, weights_bytes: int) -> int:
+    """Return what the first replicas of a model take of main memory before they serve; 0 on GPUs."""
+    if uses_gpu(settings):
+        return 0
+    return settings.cluster.replicas_first * (weights_bytes + (settings.engine.pool_bytes_max or 0))
 
 
 def check_port(host: str, port: int) -> None:

@@ -34,7 +34,7 @@ def tiers_socket(settings: Settings) -> Path | None:
     """Return where the node's tiers listen for vLLM: where vLLM is the engine, always."""
     if settings.tiers.socket is not None or settings.engine.kind != "vllm":
         return settings.tiers.socket
-    return settings.nvme_dir / f"tiers-{settings.server.port}.sock"
+    return settings.vllm_socket
 
 
 def open_tiers(settings: Settings) -> TierAccess:

@@ -3,7 +3,7 @@
 from samovar.router.generation.generation import GenerationEndpoint
 from samovar.router.generation.recorder import open_recorder
 from samovar.router.generation.response_sender import ResponseSender, cancel_on_disconnect
-from samovar.router.generation.services import IngressServices, Readiness
+from samovar.router.generation.services import IngressServices, ModelTable, Readiness, ReadinessOfAll
 from samovar.router.generation.stages import AnsweredTurn, AskedTurn, Context, PromptStage
 from samovar.router.generation.usage import EndedTurn, TenantUsage, UsageBook, summed
 
@@ -14,8 +14,10 @@ __all__ = [
     "EndedTurn",
     "GenerationEndpoint",
     "IngressServices",
+    "ModelTable",
     "PromptStage",
     "Readiness",
+    "ReadinessOfAll",
     "ResponseSender",
     "TenantUsage",
     "UsageBook",

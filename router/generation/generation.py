@@ -44,7 +44,7 @@ from samovar.router.generation.failover import (
 )
 from samovar.router.generation.recorder import ServedTurn
 from samovar.router.generation.response_sender import ResponseSender, cancel_on_disconnect
-from samovar.router.generation.services import IngressServices
+from samovar.router.generation.services import IngressServices, ModelTable
 from samovar.router.generation.stages import AnsweredTurn, AskedTurn, Placing, asking, measure, staged, tell
 from samovar.router.ingresses import SessionTurn
 from samovar.router.metrics import RequestTimer
@@ -169,6 +169,13 @@ class GenerationEndpoint:
         self._service = service
         self._limits = service.settings.limits
         self._opener = RequestOpener(dialect, service)
+        self._by_model: ModelTable[GenerationEndpoint] | None = None
+
+    def before(self, front: IngressServices, each: Sequence[GenerationEndpoint]) -> GenerationEndpoint:
+        """Return this route's endpoint before several models; `each`: those of the models, this one first."""
+        found = GenerationEndpoint(self._dialect, front)
+        found._by_model = ModelTable(front, each)
+        return found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, service = tenant_of(scope), self._service
@@ -180,8 +187,13 @@ class GenerationEndpoint:
         with service.concurrency.lease(tenant) as lease, service.demand():
             await service.shares.check(tenant)
             body = await read_body(receive, Headers(scope=scope), self._limits)
+            endpoint, by_model = self, self._by_model
+            if by_model is not None:
+                endpoint = by_model.of_body(body)
+                if not endpoint._service.readiness.takes_work:
+                    raise Loading(self._limits.retry_after_s)
             with closing(ResponseSender(send, self._limits.write_idle_s)) as sender:
-                work = self._serve(lease, scope, body, sender)
+                work = endpoint._serve(lease, scope, body, sender)
                 await cancel_on_disconnect(receive, work, sender)
 
     async def _serve(self, lease: RequestLease, scope: Scope, body: bytes, send: Send) -> None:
@@ -502,6 +514,8 @@ class RequestOpener:
         name, request = self._names.name(request, headers, tenant)
         request = await self._within(lease, request)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
+        if service.is_further:  # so that replies of one model are never taken for another's
+            salt = hashlib.sha256(b"model" + salt + service.model.encode()).digest()[: len(salt)]
         if request.model in service.adapters:  # its KV is another's, and so are its replies
             salt = hashlib.sha256(b"adapter" + salt + request.model.encode()).digest()[: len(salt)]
         where = placement(settings.tiers, tenant, headers, request.cache)

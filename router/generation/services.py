@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from samovar.configs.settings import Settings
 from samovar.configs.telemetry import Tracer
@@ -39,6 +41,8 @@ class IngressServices:
     `adapters`: names that stand for one, which answers by that name. `stages`: what chats pass on their way
     to their prompts, in this order, as far as it is switched on. `clears`: what all deletions go through.
     `shares`, `known`, `responses`: what is shared with the other `ingresses`; None: there is no other.
+    `is_further`: the model is not the first of several, so that sessions are kept apart from the first's.
+    `models`: of the front before several models, what each is served by, the first one's first.
     """
 
     settings: Settings
@@ -65,11 +69,20 @@ class IngressServices:
     tracer: Tracer | None = None
     stages: tuple[PromptStage, ...] = ()
     adapters: Collection[str] = ()
+    is_further: bool = False
+    models: tuple[IngressServices, ...] = ()
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that a request may send as `model`, the served one first."""
+        if self.models:
+            return tuple(name for one in self.models for name in one.model_names)
         return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases, *self.adapters)))
+
+    @property
+    def each_model(self) -> tuple[IngressServices, ...]:
+        """What each model is served by: these services, if they are of one."""
+        return self.models or (self,)
 
     def stage(self, name: str) -> PromptStage | None:
         """Return the stage of that name; None: it is switched off."""
@@ -85,7 +98,8 @@ class IngressServices:
     def refuse_other_model(self, asked: str) -> None:
         """Raise `ModelNotFound` if `asked` is no name of the served model."""
         if asked not in self.model_names:
-            raise ModelNotFound(asked, self.model_name)
+            served = (one.model_name for one in self.models)
+            raise ModelNotFound(asked, ", ".join(served) if self.models else self.model_name)
 
     def is_deleted(self, turn: SessionTurn) -> bool:
         """Return whether a turn's session was deleted since the turn began. Thread-safe."""
@@ -99,6 +113,45 @@ class IngressServices:
         """Longest prompt + answer that every running replica can take."""
         of_replicas = [info.context_tokens_max for info in self.readiness.replicas]
         return min([self.context_tokens_configured, *of_replicas])
+
+
+Served = TypeVar("Served")
+
+
+class _NamedModel(BaseModel):
+    """Of a body only the model: what else it has is looked at by who serves that."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: Any = None
+
+
+class ModelTable(Generic[Served]):
+    """Finds what serves a request by the model that its body names. Pure.
+
+    `front`: before all models. `each`: what there is of each, in the order of `front.models`.
+    """
+
+    def __init__(self, front: IngressServices, each: Sequence[Served]) -> None:
+        self._front = front
+        self._first = each[0]
+        self._by_name = {
+            name: one for service, one in zip(front.models, each, strict=True) for name in service.model_names
+        }
+
+    def of_body(self, body: bytes) -> Served:
+        """Return what serves a body; of one that names no model the first, which says what is wrong.
+
+        Raises `ModelNotFound`.
+        """
+        try:
+            asked = _NamedModel.model_validate_json(body).model
+        except ValidationError:
+            return self._first
+        if not isinstance(asked, str) or not asked:
+            return self._first
+        self._front.refuse_other_model(asked)
+        return self._by_name[asked]
 
 
 State = Literal["loading", "ok", "draining"]
@@ -249,3 +302,57 @@ class Readiness:
                 await self.poll_tiers()
             except Exception:  # as above
                 logger.exception("requesting the state of the nodes' tiers failed")
+
+
+class ReadinessOfAll(Readiness):
+    """The readiness of several models: it is that of all, and work is taken if one of them takes it."""
+
+    def __init__(self, each: Sequence[Readiness]) -> None:
+        self._each = tuple(each)
+
+    @property
+    def wanted(self) -> int:  # type: ignore[override]
+        """Minimum number of replicas of all models."""
+        return sum(one.wanted for one in self._each)
+
+    @property
+    def state(self) -> State:
+        """See `Readiness`: ready when every model is."""
+        states = [one.state for one in self._each]
+        return next((state for state in ("draining", "loading") if state in states), "ok")
+
+    @property
+    def takes_work(self) -> bool:
+        """See `Readiness`."""
+        return any(one.takes_work for one in self._each)
+
+    @property
+    def replicas(self) -> list[ReplicaInfo]:
+        """See `Readiness`."""
+        return [info for one in self._each for info in one.replicas]
+
+    @property
+    def nodes_without_tiers(self) -> list[str]:
+        """See `Readiness`."""
+        return sorted({node for one in self._each for node in one.nodes_without_tiers})
+
+    def drain(self) -> None:
+        """See `Readiness`."""
+        for one in self._each:
+            one.drain()
+
+    async def start(self) -> None:
+        """See `Readiness`: of all at once."""
+        await asyncio.gather(*(one.start() for one in self._each))
+
+    async def stop(self) -> None:
+        """See `Readiness`."""
+        await asyncio.gather(*(one.stop() for one in self._each))
+
+    async def poll(self) -> None:
+        """See `Readiness`."""
+        await asyncio.gather(*(one.poll() for one in self._each))
+
+    async def poll_tiers(self) -> None:
+        """See `Readiness`."""
+        await asyncio.gather(*(one.poll_tiers() for one in self._each))

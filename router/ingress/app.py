@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -26,12 +27,12 @@ from starlette.routing import Route
 
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.blocks import TIERS, tenant_tag
-from samovar.cache_tiers.sessions import ItemBounds, session_actor
+from samovar.cache_tiers.sessions import ItemBounds, SessionState, session_actor
 from samovar.configs.imports import collector_paused
 from samovar.configs.optional_sections import INGRESSES_MAX
 from samovar.configs.settings import Settings
 from samovar.configs.telemetry import Tracer, open_tracer, set_up_logs
-from samovar.replicas.links import Links, open_inlet
+from samovar.replicas.links import Inlet, Links, open_inlet
 from samovar.replicas.messages import REPLICA_DEPLOYMENT
 from samovar.replicas.model import ModelCard, describe_model, ensure_model, leave_torch_out, load_tokenizer
 from samovar.router.anthropic import MessagesDialect, MessagesParser, messages_error, models_page
@@ -52,6 +53,7 @@ from samovar.router.generation import (
     IngressServices,
     PromptStage,
     Readiness,
+    ReadinessOfAll,
     open_recorder,
 )
 from samovar.router.ingress.middleware import (
@@ -89,6 +91,7 @@ from samovar.router.openai import (
     ApiError,
     ChatDialect,
     CompletionDialect,
+    Dialect,
     MethodNotAllowed,
     RequestParser,
     RouteNotFound,
@@ -98,7 +101,13 @@ from samovar.router.openai import (
 from samovar.router.prompt import PromptBuilder
 from samovar.router.proxy import are_proxies_guarded
 from samovar.router.responses import ResponsesDialect, ResponsesParser
-from samovar.router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_clients
+from samovar.router.routing import (
+    ReplicaClient,
+    ReplicasOfAll,
+    SessionDirectory,
+    load_tracker,
+    ray_clients,
+)
 
 DISTRIBUTION = "samovar"
 KEPT_FILE = "replies.sqlite"
@@ -229,6 +238,60 @@ def build_service(
     return service
 
 
+def build_further(
+    first: IngressServices,
+    settings: Settings,
+    *,
+    client: ReplicaClient,
+    prompts: PromptBuilder,
+    card: ModelCard,
+    book: load_tracker.ReplicaLoadTracker,
+    waits: bool = False,
+) -> IngressServices:
+    """Create the parts of a further model of one ingress: those that know no model are the first's.
+
+    `settings`: the model's own. `book`: of its replicas.
+    """
+    start_s = settings.server.start_timeout_s if waits else settings.ingress.start_wait_s
+    directory = first.directory.beside(book)
+    return replace(
+        first,
+        settings=settings,
+        client=client,
+        prompts=prompts,
+        model_name=settings.model.served_name or card.name,
+        context_tokens_configured=card.context_tokens(settings.model.context_tokens_max),
+        model=card.fingerprint.hex(),
+        readiness=Readiness(
+            client, settings.cluster.replicas, start_s=start_s, must_see=waits, known=lambda: book.nodes
+        ),
+        metrics=Metrics(),
+        directory=directory,
+        known=KnownSessions(prompts.replies, directory, settings.ingress),
+        generation=card.generation if settings.model.generation_config == "auto" else {},
+        commit=card.commit,
+        adapters=settings.engine.vllm.adapters if settings.engine.kind == "vllm" else (),
+        is_further=True,
+    )
+
+
+def build_front(models: Sequence[IngressServices]) -> IngressServices:
+    """Create the parts of an ingress before several models, of which the first is the first.
+
+    What is asked of no model is asked of all their replicas; prompts are each model's own.
+    """
+    first = models[0]
+    own = replace(first, directory=first.directory.alone())
+    front = replace(
+        first,
+        client=ReplicasOfAll({one.model: one.client for one in models}),
+        readiness=ReadinessOfAll([one.readiness for one in models]),
+        models=(own, *models[1:]),
+    )
+    add_places(front)
+    return front
+
+
 def build_api(service: IngressServices, taker: RequestTaker | None = None) -> FastAPI:
     """Create the app. Its lifespan polls the replicas; without it /health says `loading` forever.
 
@@ -257,7 +320,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         if service.recorder is not None:
             await asyncio.to_thread(service.recorder.close)
         await service.readiness.stop()
-        service.prompts.close()
+        for one in service.each_model:
+            one.prompts.close()
         if service.tracer is not None:
             await asyncio.to_thread(service.tracer.close)
         for stage in service.stages:
@@ -265,21 +329,20 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     settings, limits = service.settings, service.settings.limits
-    stored = service.responses
-    parser = RequestParser(limits, service.context_tokens_configured, service.generation)
-    variables = service.prompts.template.variables
-    messages = MessagesParser(parser, limits, variables)
     simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service), SessionRoutes(service)
-    tokenizer, responses = TokenizerRoutes(service, parser, messages), ResponseRoutes(service)
+    each = [_model_routes(one) for one in service.each_model]
+    tokenizer, responses = each[0].tokenizer, ResponseRoutes(service)
+    endpoints = each[0].endpoints
+    if service.models:
+        tokenizer = tokenizer.before(service, [one.tokenizer for one in each])
+        endpoints = {
+            path: endpoint.before(service, [one.endpoints[path] for one in each])
+            for path, endpoint in endpoints.items()
+        }
     hub = LiveHub(service)
     live, page = LiveRoutes(service, hub), PageFiles()
-    messages_api = MessagesDialect(messages, service.prompts.vocabulary.text)
-    responses_api = ResponsesDialect(ResponsesParser(parser, limits, stored), stored)
     routes = [
-        _generation_route("/v1/chat/completions", GenerationEndpoint(ChatDialect(parser), service)),
-        _generation_route("/v1/completions", GenerationEndpoint(CompletionDialect(parser), service)),
-        _generation_route(MESSAGES_PATH, GenerationEndpoint(messages_api, service)),
-        _generation_route("/v1/responses", GenerationEndpoint(responses_api, service)),
+        *(_generation_route(path, endpoint) for path, endpoint in endpoints.items()),
         Route(RESPONSE_ROUTE, responses.one),
         Route(f"{RESPONSE_ROUTE}/input_items", responses.items),
         Route(RESPONSE_ROUTE, responses.delete, methods=["DELETE"]),
@@ -336,6 +399,28 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
     return app
 
 
+@dataclass(frozen=True, slots=True)
+class _ModelRoutes:
+    """What answers requests for one model: by path what generates, and the tokenizer's routes."""
+
+    endpoints: dict[str, GenerationEndpoint]
+    tokenizer: TokenizerRoutes
+
+
+def _model_routes(service: IngressServices) -> _ModelRoutes:
+    limits, stored = service.settings.limits, service.responses
+    parser = RequestParser(limits, service.context_tokens_configured, service.generation)
+    messages = MessagesParser(parser, limits, service.prompts.template.variables)
+    dialects: dict[str, Dialect] = {
+        "/v1/chat/completions": ChatDialect(parser),
+        "/v1/completions": CompletionDialect(parser),
+        MESSAGES_PATH: MessagesDialect(messages, service.prompts.vocabulary.text),
+        "/v1/responses": ResponsesDialect(ResponsesParser(parser, limits, stored), stored),
+    }
+    endpoints = {path: GenerationEndpoint(dialect, service) for path, dialect in dialects.items()}
+    return _ModelRoutes(endpoints, TokenizerRoutes(service, parser, messages))
+
+
 class _SimpleRoutes:
     """Handlers of the routes that do not generate."""
 
@@ -345,7 +430,7 @@ class _SimpleRoutes:
         self._document: bytes | None = None
 
     async def models(self, request: Request) -> Response:
-        cards = [self._card(name) for name in self._service.model_names]
+        cards = [self._card(one, name) for one in self._service.each_model for name in one.model_names]
         if "anthropic-version" in request.headers:
             return JSONResponse(models_page(cards))
         return JSONResponse({"object": "list", "data": cards})
@@ -355,7 +440,8 @@ class _SimpleRoutes:
         if not asked:  # /v1/models/
             return await self.models(request)
         self._service.refuse_other_model(asked)
-        return JSONResponse(self._card(asked))
+        of = next(one for one in self._service.each_model if asked in one.model_names)
+        return JSONResponse(self._card(of, asked))
 
     async def hello(self, request: Request) -> Response:
         """Handle GET and HEAD /api/hello."""
@@ -363,10 +449,13 @@ class _SimpleRoutes:
 
     async def health(self, request: Request) -> Response:
         readiness = self._service.readiness
+        models = {one.model_name: len(one.readiness.replicas) for one in self._service.models}
+        each = {"models": models} if models else {}
         if readiness.state == "ok":
-            return JSONResponse({"status": "ok", "replicas": len(readiness.replicas), **_detail(readiness)})
+            told = {"status": "ok", "replicas": len(readiness.replicas), **each, **_detail(readiness)}
+            return JSONResponse(told)
         headers = retry_after_header(self._service.settings.limits.retry_after_s)
-        return JSONResponse({"status": readiness.state}, status_code=503, headers=headers)
+        return JSONResponse({"status": readiness.state, **each}, status_code=503, headers=headers)
 
     async def metrics(self, request: Request) -> Response:
         if self._service.settings.auth.api_keys:  # they reveal the token counts of all tenants
@@ -376,8 +465,8 @@ class _SimpleRoutes:
         with self._service.reads.lease(caller.tenant or ADMIN):
             told = await asyncio.gather(client.stats(), client.cache_stats(), client.tiers_up())
             self._service.metrics.set_replicas(*told)
-        self._service.metrics.set_sessions(*directory.counts(), self._service.prompts.salts_changed)
-        text, ingresses = self._service.metrics.text(), self._service.ingresses
+        _, states, unsynced = directory.counts()
+        text, ingresses = _metrics_text(self._service, states, unsynced), self._service.ingresses
         if ingresses is not None:
             text = await asyncio.to_thread(merged, text, await ingresses.metrics())
         return Response(text, headers={"content-type": CONTENT_TYPE})
@@ -397,22 +486,38 @@ class _SimpleRoutes:
             )
         return Response(self._document, media_type="application/json")
 
-    def _kind(self, name: str) -> str:
-        """Return what the served model is to another name: an adapter's base, or what stands behind it."""
-        return "parent" if name in self._service.adapters else "root"
-
-    def _card(self, name: str) -> dict[str, object]:
-        defaults = self._service.generation
+    def _card(self, of: IngressServices, name: str) -> dict[str, object]:
+        # What the served model is to another name: an adapter's base, or what stands behind it.
+        kind, defaults = "parent" if name in of.adapters else "root", of.generation
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": DISTRIBUTION,
-            "max_model_len": self._service.context_tokens_max,
-            **({} if name == self._service.model_name else {self._kind(name): self._service.model_name}),
-            **({} if self._service.commit is None else {"revision": self._service.commit}),
+            "max_model_len": of.context_tokens_max,
+            **({} if name == of.model_name else {kind: of.model_name}),
+            **({} if of.commit is None else {"revision": of.commit}),
             **({"generation_defaults": defaults} if defaults else {}),
         }
+
+
+def _metrics_text(
+    service: IngressServices, states: Mapping[SessionState, int], unsynced: int, *, own: bool = False
+) -> bytes:
+    """Return the metrics of an ingress; of several models each one's have the label `model`.
+
+    `states`, `unsynced`: see `Metrics.set_sessions`. `own`: without what all ingresses know alike.
+    """
+    for one in service.each_model:
+        is_first = not one.is_further  # sessions are no model's: they are told once
+        one.metrics.set_sessions(
+            one.directory.outcomes,
+            states if is_first else {},
+            unsynced if is_first else 0,
+            one.prompts.salts_changed,
+        )
+    text = service.metrics.own_text() if own else service.metrics.text()
+    return merged(text, {one.model_name: one.metrics.own_text() for one in service.models}, label="model")
 
 
 def _detail(readiness: Readiness) -> dict[str, str]:
@@ -476,6 +581,28 @@ def _all_ingresses(settings: Settings) -> Ingresses | None:
     return ray_ingresses.RayIngresses(serve.get_deployment_handle(own.deployment, own.app_name))
 
 
+def _replica_client(
+    model_app: str,
+    *,
+    settings: Settings,
+    tracer: Tracer | None,
+    inlet: Inlet | None,
+    links: Links,
+    further: str = "",
+) -> ray_clients.RayReplicaClient:
+    """Return the client of the replicas of one application. `further`: see `RayReplicaClient`."""
+    return ray_clients.RayReplicaClient(
+        serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False),
+        retry_after_s=settings.limits.retry_after_s,
+        clear_timeout_s=settings.tiers.store_s_max,
+        stall_s=settings.router.stall_s,
+        tracer=tracer,
+        inlet=inlet,
+        links=links,
+        further=further,
+    )
+
+
 @serve.ingress()
 class Ingress:
     """The Serve deployment class: one process that parses, tokenises and streams.
@@ -488,14 +615,21 @@ class Ingress:
     With more than one ingress `settings.auth.server_secret` must be set, the same for all. The served name
     is `settings.model.served_name` or the model's own; the context is the model's, or
     `settings.model.context_tokens_max` if that is smaller. Raises `ModelRefused`.
+
+    `further`: of each model beside the first its own settings, directory and application, by its key in
+    `models`.
     """
 
     def __init__(
-        self, settings: Settings, model_dir: str | None, model_app: str, waits: bool = False
+        self,
+        settings: Settings,
+        model_dir: str | None,
+        model_app: str,
+        waits: bool = False,
+        further: Mapping[str, tuple[Settings, str | None, str]] | None = None,
     ) -> None:
         set_up_logs(settings.telemetry)
         tracer = open_tracer(settings.telemetry, "ingress")
-        handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False)
         links = settings.cluster.links
         calls_max = min(links.calls_max, 4 * settings.limits.concurrent_total)  # as Serve's own bound
         links = links.model_copy(update={"calls_max": calls_max})
@@ -506,17 +640,20 @@ class Ingress:
         with collector_paused():  # of transformers, and a vocabulary
             leave_torch_out()
             card, prompts = open_prompts(settings, model_dir)
+            others = {
+                name: (own, app, *open_prompts(own, path))
+                for name, (own, path, app) in (further or {}).items()
+            }
+        client = partial(
+            _replica_client,
+            settings=settings,
+            tracer=tracer,
+            inlet=inlet,
+            links=Links(links, settings.router.heartbeat_s),
+        )
         self._service = build_service(
             settings=settings,
-            client=ray_clients.RayReplicaClient(
-                handle,
-                retry_after_s=settings.limits.retry_after_s,
-                clear_timeout_s=settings.tiers.store_s_max,
-                stall_s=settings.router.stall_s,
-                tracer=tracer,
-                inlet=inlet,
-                links=Links(links, settings.router.heartbeat_s),
-            ),
+            client=client(model_app),
             prompts=prompts,
             tracer=tracer,
             model_name=settings.model.served_name or card.name,
@@ -549,6 +686,19 @@ class Ingress:
                 quiet_s=settings.ingress.silent_s / 2,  # or it would count as dead
             ),
         )
+        self._further: dict[str, IngressServices] = {}
+        for name, (own, app, its_card, its_prompts) in others.items():
+            self._further[name] = build_further(
+                self._service,
+                own,
+                client=client(app, further=name),
+                prompts=its_prompts,
+                card=its_card,
+                book=load_tracker.book_of(name),
+                waits=waits,
+            )
+        if self._further:
+            self._service = build_front([self._service, *self._further.values()])
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = build_api(self._service, self._taker)
@@ -560,12 +710,14 @@ class Ingress:
         """Return where this ingress takes requests over links, for the proxies (Ray Serve's hook)."""
         return {} if self._taker is None else await self._taker.listen()
 
-    def reconfigure(self, config: dict[str, int]) -> None:
+    def reconfigure(self, config: dict[str, Any]) -> None:
         """Apply settings that may change without a restart (Ray Serve's hook).
 
-        `replicas`: the wanted number of replicas.
+        `replicas`: the wanted number of replicas; `models`: the same of each model beside the first.
         """
-        self._service.readiness.wanted = config["replicas"]
+        self._service.each_model[0].readiness.wanted = config["replicas"]
+        for name, wanted in config.get("models", {}).items():
+            self._further[name].readiness.wanted = wanted
 
     async def forget_here(self, tenant: str, sessions: tuple[bytes, ...] | None) -> tuple[int, bool]:
         """Forget what is here of a tenant, as another ingress was asked; return replies, and if it is all."""
@@ -581,10 +733,8 @@ class Ingress:
 
     def metrics_here(self) -> tuple[str, bytes]:
         """Return this ingress's name and its own metrics, as text."""
-        metrics, directory = self._service.metrics, self._service.directory
-        outcomes, _, unsynced = directory.counts()
-        metrics.set_sessions(outcomes, {}, unsynced, self._service.prompts.salts_changed)
-        return load_tracker.BOOK.ingress, metrics.own_text()
+        _, _, unsynced = self._service.directory.counts()
+        return load_tracker.BOOK.ingress, _metrics_text(self._service, {}, unsynced, own=True)
 
     def drain(self) -> int:
         """Stop admitting work, permanently. Returns how many generations are still open."""
@@ -598,6 +748,8 @@ class Ingress:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the state of this ingress are inconsistent."""
         self._service.concurrency.check_integrity()
-        self._service.prompts.check_integrity()
+        for one in self._service.each_model:
+            one.prompts.check_integrity()
         self._service.directory.table.check_integrity()
-        load_tracker.BOOK.check_integrity()
+        for book in (load_tracker.BOOK, *load_tracker.BOOKS.values()):
+            book.check_integrity()

@@ -88,7 +88,8 @@ class _Places:
         for one in self._cleared(what):
             service.directory.forget(one.tenant, one.session)
         service.responses.forget(what.tenant, what.tags)
-        return Cleared(replies=await service.prompts.forget(what.tenant, what.tags))
+        forgotten = [await one.prompts.forget(what.tenant, what.tags) for one in service.each_model]
+        return Cleared(replies=sum(forgotten))
 
     async def directory(self, what: Erasure) -> Cleared:
         link = self._service.directory.link

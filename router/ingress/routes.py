@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from samovar.router.anthropic import MessagesParser
 from samovar.router.auth import ADMIN, Caller, tenant_of
 from samovar.router.erasure import Erasure
-from samovar.router.generation import IngressServices
+from samovar.router.generation import IngressServices, ModelTable
 from samovar.router.openai import (
     InvalidValue,
     ParsedTokenize,
@@ -97,28 +97,37 @@ class TokenizerRoutes:
         self._service = service
         self._parser = parser
         self._messages = messages
+        self._by_model: ModelTable[TokenizerRoutes] | None = None
+
+    def before(self, front: IngressServices, each: Sequence[TokenizerRoutes]) -> TokenizerRoutes:
+        """Return the routes before several models; `each`: those of the models, these first."""
+        found = TokenizerRoutes(front, self._parser, self._messages)
+        found._by_model = ModelTable(front, each)
+        return found
 
     async def tokenize(self, request: Request) -> Response:
         """Handle POST /tokenize: the tokens of a text, or of a conversation as it would be prompted."""
-        asked = self._parser.tokenize(await self._body(request))
-        self._check_model(asked.model)
+        body, of = await self._body(request)
+        asked = of._parser.tokenize(body)
+        of._check_model(asked.model)
 
         def work() -> bytes:
-            return json_bytes(self._tokens(asked))
+            return json_bytes(of._tokens(asked))
 
         nbytes = chars_of(asked.chat) if asked.chat is not None else len(asked.text)
-        return await self._worked(request, work, nbytes)
+        return await of._worked(request, work, nbytes)
 
     async def count(self, request: Request) -> Response:
         """Handle POST /v1/messages/count_tokens: the tokens of a conversation's prompt."""
-        asked = self._messages.count(await self._body(request))
-        self._check_model(asked.model)
+        body, of = await self._body(request)
+        asked = of._messages.count(body)
+        of._check_model(asked.model)
 
         def work() -> bytes:
-            ids = self._service.prompts.tokens_of_chat(asked, add_special_tokens=False)
+            ids = of._service.prompts.tokens_of_chat(asked, add_special_tokens=False)
             return json_bytes({"input_tokens": len(ids)})
 
-        return await self._worked(request, work, chars_of(asked))
+        return await of._worked(request, work, chars_of(asked))
 
     def _tokens(self, asked: ParsedTokenize) -> dict[str, Any]:
         prompts, specials = self._service.prompts, asked.add_special_tokens
@@ -135,15 +144,16 @@ class TokenizerRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Handle POST /detokenize: the text of tokens."""
-        asked = self._parser.detokenize(await self._body(request))
-        vocabulary = self._service.prompts.vocabulary
-        self._check_model(asked.model)
+        body, of = await self._body(request)
+        asked = of._parser.detokenize(body)
+        vocabulary = of._service.prompts.vocabulary
+        of._check_model(asked.model)
         vocabulary.refuse_unknown(asked.token_ids, "tokens")
 
         def work() -> bytes:
             return json_bytes({"prompt": vocabulary.text(asked.token_ids)})
 
-        return await self._worked(request, work, len(asked.token_ids))
+        return await of._worked(request, work, len(asked.token_ids))
 
     async def info(self, request: Request) -> Response:
         """Handle GET /tokenizer_info: the tokenizer's configuration, chat template included."""
@@ -157,8 +167,10 @@ class TokenizerRoutes:
             body = await self._service.prompts.work(work, nbytes, tenant)
         return Response(body, media_type="application/json")
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request.receive, request.headers, self._service.settings.limits)
+    async def _body(self, request: Request) -> tuple[bytes, TokenizerRoutes]:
+        """Return a body, and the routes of the model that it is for."""
+        body = await read_body(request.receive, request.headers, self._service.settings.limits)
+        return body, self if self._by_model is None else self._by_model.of_body(body)
 
     def _check_model(self, asked: str | None) -> None:
         if asked is not None:

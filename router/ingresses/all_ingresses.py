@@ -54,8 +54,8 @@ def ingress_count(settings: Settings) -> int | None:
     return 1 if is_single or settings.cluster.ray_address == "local" else None
 
 
-LABEL = "ingress"
 NAME_CHARS = 8
+"""Of an ingress's name in a label."""
 
 
 class _Families(Collector):
@@ -66,24 +66,22 @@ class _Families(Collector):
         yield from self._families
 
 
-def merged(text: bytes, ingresses: Mapping[str, bytes]) -> bytes:
+def merged(text: bytes, parts: Mapping[str, bytes], label: str = "ingress") -> bytes:
     """Return Prometheus text with each ingress's own metrics, told apart by the label `ingress`.
 
-    `text`: all metrics of the one that was asked; those that are in `ingresses` (name -> its own metrics)
-    replace what it says for itself. Without `ingresses` it stays as it is.
+    `text`: all metrics of the one that was asked; those that are in `parts` (name -> its own metrics)
+    replace what it says for itself. Without `parts` it stays as it is. `label`: what else tells parts apart.
     """
-    if not ingresses:
+    if not parts:
         return text
     local: dict[str, Metric] = {}
-    for ingress, own in ingresses.items():
+    for part, own in parts.items():
+        name = part[:NAME_CHARS] if label == "ingress" else part
         for family in text_string_to_metric_families(own.decode()):
             if not family.samples:
                 continue
             named = local.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            labelled = (
-                sample._replace(labels={**sample.labels, LABEL: ingress[:NAME_CHARS]})
-                for sample in family.samples
-            )
+            labelled = (sample._replace(labels={**sample.labels, label: name}) for sample in family.samples)
             named.samples.extend(labelled)
     families = [local.pop(one.name, one) for one in text_string_to_metric_families(text.decode())]
     # A `CollectorRegistry` would refuse a family under two former names; all that is asked for is `collect`.

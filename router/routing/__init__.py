@@ -3,7 +3,13 @@
 `ray_clients` and `request_router` import Ray, so they are not re-exported here: import the modules.
 """
 
-from samovar.router.routing.replica_client import ClearCounts, ReplicaClient, ReplicaFailed, ReplicaLost
+from samovar.router.routing.replica_client import (
+    ClearCounts,
+    ReplicaClient,
+    ReplicaFailed,
+    ReplicaLost,
+    ReplicasOfAll,
+)
 from samovar.router.routing.score import (
     LoadPrice,
     Outcome,
@@ -36,6 +42,7 @@ __all__ = [
     "ReplicaFailed",
     "ReplicaLost",
     "ReplicaView",
+    "ReplicasOfAll",
     "RoutingRequest",
     "SessionDirectory",
     "TurnEnd",

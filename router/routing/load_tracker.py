@@ -465,3 +465,14 @@ def _learn_pace(replica: _ReplicaLoad, sent: _Sent, took_s: float) -> None:
 BOOK = ReplicaLoadTracker()
 """The tracker of this process. Always access it through the module: Serve pickles the router's class with its
 globals."""
+BOOKS: dict[str, ReplicaLoadTracker] = {}
+"""Of further models, by their keys in `models`: their replicas, paces and prices of loads are others."""
+
+
+def book_of(further: str) -> ReplicaLoadTracker:
+    """Return the tracker of a further model's replicas; empty: of the first's."""
+    if not further:
+        return BOOK
+    book = BOOKS.setdefault(further, ReplicaLoadTracker())
+    book.ingress = BOOK.ingress
+    return book

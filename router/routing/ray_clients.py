@@ -62,7 +62,6 @@ from samovar.router.routing.replica_client import (
     choices_ended,
     clear_counts,
 )
-from samovar.router.routing.score import Ranking
 from samovar.router.routing.session_directory import DirectoryLost
 
 logger = logging.getLogger(__name__)
@@ -74,13 +73,18 @@ LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, Deplo
 """The replica is dead, or its output was lost with it or its node."""
 
 
+CONTROL_S = 2.0
+"""How long `describe` and the statistics wait for the slowest replica."""
+
+
 class RayReplicaClient:
     """`ReplicaClient` over the Serve handle of the replica deployment.
 
-    `control_timeout_s`: how long `describe` and the statistics wait for the slowest replica.
-    `clear_timeout_s`: the same for `clear`, which deletes files and objects. `stall_s`: a replica that
-    sends nothing about a request for this long is suspected. `links`: requests go over these to replicas that
-    take them, and events come back to the `inlet`; None, or where none does: Serve carries both.
+    `clear_timeout_s`: how long `clear`, which deletes files and objects, waits for the slowest replica.
+    `stall_s`: a replica that sends nothing about a request for this long is suspected. `links`: requests go
+    over these to replicas that take them, and events come back to the `inlet`; None, or where none does:
+    Serve carries both. `further`: the key in `models` of the model whose replicas these are; empty: the
+    first's.
     """
 
     def __init__(
@@ -88,27 +92,29 @@ class RayReplicaClient:
         handle: Any,
         *,
         retry_after_s: float,
-        control_timeout_s: float = 2.0,
         clear_timeout_s: float = 60.0,
         stall_s: float = 15.0,
         tracer: Tracer | None = None,
         inlet: Inlet | None = None,
         links: Links | None = None,
+        further: str = "",
     ) -> None:
-        self._direct = None if inlet is None or links is None else DirectCalls(links, inlet)
+        self._direct = None if inlet is None or links is None else DirectCalls(links, inlet, further)
+        self._further = further
         self._tracer = tracer
         self._stall_s = stall_s
         self._handle = handle
         self._retry_after_s = retry_after_s
-        self._control_timeout_s = control_timeout_s
-        self._search = AnswerSearch(control_timeout_s)
+        self._search = AnswerSearch(CONTROL_S)
         self._clear_timeout_s = clear_timeout_s
+
+    @property
+    def _book(self) -> load_tracker.ReplicaLoadTracker:
+        return load_tracker.book_of(self._further)
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         ticket = uuid.uuid4().hex
-        request = replace(
-            request, route=replace(request.route, ticket=ticket, ingress=load_tracker.BOOK.ingress)
-        )
+        request = replace(request, route=replace(request.route, ticket=ticket, ingress=self._book.ingress))
         call: DirectCall | _ServeCall | None = None
         choices_open = request.n
         loop = asyncio.get_running_loop()
@@ -124,7 +130,7 @@ class RayReplicaClient:
                     is_routing = False
                     self._record_route(request, began_s)
                 choices_open -= choices_ended(events, choices_open)
-                _book(ticket, events)
+                self._take_note(ticket, events)
                 yield events
                 heard_s = loop.time()
                 if choices_open <= 0 and isinstance(call, DirectCall):
@@ -135,25 +141,25 @@ class RayReplicaClient:
             message = "All replicas' queues are full. Try again later."
             yield [Refused("queue_full", message, self._retry_after_s)]
         except LinkLost as lost:
-            load_tracker.BOOK.failed(ticket)
+            self._book.failed(ticket)
             raise ReplicaLost(str(lost)) from lost  # the call itself may still run: it is cancelled
         except CallRefused as refused:
             choices_open = 0
             if refused.args[0] == FAILED:
                 raise ReplicaFailed("the replica has failed") from refused
-            load_tracker.BOOK.failed(ticket)
+            self._book.failed(ticket)
             raise ReplicaLost(f"an answer has ended: {refused}") from refused
         except LOST as lost:
             choices_open = 0
-            load_tracker.BOOK.failed(ticket)
+            self._book.failed(ticket)
             raise ReplicaLost(type(lost).__name__) from lost
         except (RayError, RayServeException) as failed:
             choices_open = 0
             raise ReplicaFailed(type(failed).__name__) from failed
         finally:
             if choices_open > 0 and loop.time() - heard_s >= self._stall_s:
-                load_tracker.BOOK.failed(ticket)  # the reader gave up on a silent replica
-            load_tracker.BOOK.ended(ticket)
+                self._book.failed(ticket)  # the reader gave up on a silent replica
+            self._book.ended(ticket)
             if call is not None:
                 call.close(is_over=choices_open <= 0)
 
@@ -162,14 +168,14 @@ class RayReplicaClient:
         # `start`, because Serve gives calls from one HTTP request the same internal id, and if two calls with
         # the same id are routed at the same moment, it loses one (docs/adr/001).
         response = rpc.start(handle.generate, request)
-        return _ServeCall(response, request.route.ticket)
+        return _ServeCall(response, request.route.ticket, self._further)
 
     def _record_route(self, request: GenerateRequest, began_s: float) -> None:
         """Record the span of choosing a replica; nothing where another router than ours chose it."""
         ticket = request.route.ticket
-        routed_s = load_tracker.BOOK.routed_s(ticket)
+        routed_s = self._book.routed_s(ticket)
         if self._tracer is not None and routed_s is not None:
-            replica = {"samovar.replica": load_tracker.BOOK.replica_of(ticket)}
+            replica = {"samovar.replica": self._book.replica_of(ticket)}
             self._tracer.record("route", request.trace, began_s, routed_s, replica)
 
     async def describe(self) -> list[ReplicaInfo]:
@@ -191,32 +197,32 @@ class RayReplicaClient:
 
     async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
         try:
-            async with asyncio.timeout(self._control_timeout_s):
+            async with asyncio.timeout(CONTROL_S):
                 # Serve's own `results_async` waits for the slowest (ray 2.60, `handle.py`).
                 asked = self._handle.broadcast("kept", tenant, ref)._fetch_replica_results_async()
                 calls = [one.get_async() for one in await asked]
         except (TimeoutError, RayError, RayServeException) as failed:
             logger.warning("kept: asking the replicas failed: %s", type(failed).__name__)
             return None, False
-        return await self._search.find(calls, load_tracker.BOOK.nodes)
+        return await self._search.find(calls, self._book.nodes)
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int | None:
-        answers = await self._broadcast("pool_bytes", self._control_timeout_s, tenant + session)
+        answers = await self._broadcast("pool_bytes", CONTROL_S, tenant + session)
         if None in answers:
             return None
         return sum(answer for answer in answers if isinstance(answer, int))
 
     async def glance(self, owners: tuple[bytes, ...]) -> list[ReplicaGlance]:
-        answers = await self._broadcast("glance", self._control_timeout_s, owners)
+        answers = await self._broadcast("glance", CONTROL_S, owners)
         return [answer for answer in answers if isinstance(answer, ReplicaGlance)]
 
     async def cool(self, tenant: bytes, session: bytes) -> None:
-        await self._broadcast("cool", self._control_timeout_s, tenant + session)
+        await self._broadcast("cool", CONTROL_S, tenant + session)
 
     async def hint(
         self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
     ) -> None:
-        await self._broadcast("hint", self._control_timeout_s, tenant + session, event, expected_return_s)
+        await self._broadcast("hint", CONTROL_S, tenant + session, event, expected_return_s)
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
         answers = await self._broadcast("clear", self._clear_timeout_s, tenant, sessions)
@@ -226,7 +232,7 @@ class RayReplicaClient:
         return clear_counts(answers)
 
     async def _ask_all(self, method: str, kind: type[Answer]) -> list[Answer]:
-        answers = await self._broadcast(method, self._control_timeout_s)
+        answers = await self._broadcast(method, CONTROL_S)
         good = [answer for answer in answers if isinstance(answer, kind)]
         if len(good) < len(answers):
             logger.debug(
@@ -247,38 +253,38 @@ class RayReplicaClient:
             return []
         return answers
 
+    def _take_note(self, ticket: str, events: list[Event]) -> None:
+        """Update the load tracker from the events of a call."""
+        for event in events:
+            if isinstance(event, Admitted):
+                self._book.admitted(ticket, event.receipt)
+            elif isinstance(event, Failed) and event.replica_lost:
+                self._book.failed(ticket)
+
 
 class _ServeCall:
     """A call that Serve carries, with its events: while it waits in Serve's queue, later ones do."""
 
-    def __init__(self, response: Any, ticket: str) -> None:
+    def __init__(self, response: Any, ticket: str, further: str) -> None:
+        self._roster = roster.roster_of(further)
         self._response = response
         self._ticket = ticket
         self._events = aiter(response)
-        roster.ROSTER.queued.add(ticket)
+        self._roster.queued.add(ticket)
 
     def __aiter__(self) -> _ServeCall:
         return self
 
     async def __anext__(self) -> list[Event]:
         events: list[Event] = await anext(self._events)
-        roster.ROSTER.queued.discard(self._ticket)
+        self._roster.queued.discard(self._ticket)
         return events
 
     def close(self, *, is_over: bool) -> None:
         """Drop what still comes. `is_over`: a finished call needs no cancelling."""
-        roster.ROSTER.queued.discard(self._ticket)
+        self._roster.queued.discard(self._ticket)
         if not is_over:
             self._response.cancel()
-
-
-def _book(ticket: str, events: list[Event]) -> None:
-    """Update the load tracker from the events of a call."""
-    for event in events:
-        if isinstance(event, Admitted):
-            load_tracker.BOOK.admitted(ticket, event.receipt)
-        elif isinstance(event, Failed) and event.replica_lost:
-            load_tracker.BOOK.failed(ticket)
 
 
 class RayDirectoryLink:
@@ -419,9 +425,13 @@ class DirectCall:
 
 
 class DirectCalls:
-    """Calls replicas over links, as far as these are known and reached. `inlet`: where events are awaited."""
+    """Calls replicas over links, as far as these are known and reached. `inlet`: where events are awaited.
 
-    def __init__(self, links: Links, inlet: Inlet) -> None:
+    `further`: as of `RayReplicaClient`.
+    """
+
+    def __init__(self, links: Links, inlet: Inlet, further: str = "") -> None:
+        self._further = further
         self._links = links
         self._inlet = inlet
         self._settings: LinkSettings = inlet.settings
@@ -435,10 +445,11 @@ class DirectCalls:
         """
         if request.sampling.prompt_logprobs is not None:
             return None  # megabytes in one message: it must not fill what all streams share
-        if not self._is_listening or roster.ROSTER.queued:
+        known = roster.roster_of(self._further)
+        if not self._is_listening or known.queued:
             return None  # while earlier requests wait with Serve, later ones stand behind them
-        book = load_tracker.BOOK
-        replicas, ranking = roster.ROSTER.ranked(request, session_key, book)
+        book = load_tracker.book_of(self._further)
+        replicas, ranking = known.ranked(request, session_key, book)
         if not replicas or replicas[0].address is None:
             return None
         ticket = request.route.ticket
@@ -455,7 +466,8 @@ class DirectCalls:
                 book.routed(ticket, one.name, ranking.work_s[one.name], None)
             call = await self._taken(link, request, payload)
             if call is not None:
-                _count(ranking, one.name)
+                if ranking is not None:
+                    book.counted(ranking.outcomes.get(one.name))
                 return call
         return None
 
@@ -489,11 +501,6 @@ class DirectCalls:
             call.close(is_over=False)
             raise
         return call
-
-
-def _count(ranking: Ranking | None, name: str) -> None:
-    if ranking is not None:
-        load_tracker.BOOK.counted(ranking.outcomes.get(name))
 
 
 Told = tuple[str, LoggedAnswer | None]

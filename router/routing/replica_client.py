@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -152,6 +153,68 @@ class ReplicaClient(Protocol):
         Raises nothing: missing or failing replicas show in the counts.
         """
         ...
+
+
+class ReplicasOfAll:
+    """`ReplicaClient` of several models: a request goes to its own model's replicas, all else to all.
+
+    `clients`: by the fingerprint of their model.
+    """
+
+    def __init__(self, clients: Mapping[str, ReplicaClient]) -> None:
+        self._clients = dict(clients)
+        self._all = tuple(self._clients.values())
+
+    def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
+        return self._clients[request.model].generate(request, session_key)
+
+    async def describe(self) -> list[ReplicaInfo]:
+        return [one for found in await asyncio.gather(*(c.describe() for c in self._all)) for one in found]
+
+    async def stats(self) -> list[EngineStats]:
+        return [one for found in await asyncio.gather(*(c.stats() for c in self._all)) for one in found]
+
+    async def cache_stats(self) -> list[NodeStats]:
+        found = await asyncio.gather(*(client.cache_stats() for client in self._all))
+        return list({node.incarnation: node for nodes in found for node in nodes}.values())
+
+    async def tiers_up(self) -> dict[str, bool]:
+        up: dict[str, bool] = {}
+        for signs in await asyncio.gather(*(client.tiers_up() for client in self._all)):
+            up |= {node: is_up or up.get(node, False) for node, is_up in signs.items()}
+        return up
+
+    async def kept(self, tenant: bytes, ref: bytes) -> tuple[LoggedAnswer | None, bool]:
+        found = await asyncio.gather(*(client.kept(tenant, ref) for client in self._all))
+        kept = [one for one, _ in found if one is not None]
+        return max(kept, key=lambda one: one.is_over, default=None), all(is_whole for _, is_whole in found)
+
+    async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
+        return sum(await asyncio.gather(*(client.pool_bytes(tenant, session) for client in self._all)))
+
+    async def glance(self, owners: tuple[bytes, ...]) -> list[ReplicaGlance]:
+        found = await asyncio.gather(*(client.glance(owners) for client in self._all))
+        return [one for glances in found for one in glances]
+
+    async def cool(self, tenant: bytes, session: bytes) -> None:
+        await asyncio.gather(*(client.cool(tenant, session) for client in self._all))
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> None:
+        await asyncio.gather(*(c.hint(tenant, session, event, expected_return_s) for c in self._all))
+
+    async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
+        done = await asyncio.gather(*(client.clear(tenant, sessions) for client in self._all))
+        return ClearCounts(
+            replicas=sum(one.replicas for one in done),
+            silent=sum(one.silent for one in done),
+            pages=sum(one.pages for one in done),
+            extents=max(one.extents for one in done),  # as of one model's: they share their node's tiers
+            nbytes=max(one.nbytes for one in done),
+            unreachable=tuple(dict.fromkeys(tier for one in done for tier in one.unreachable)),
+            overwriting=sum(one.overwriting for one in done),
+        )
 
 
 def choices_ended(events: Sequence[Event], choices_open: int) -> int:

@@ -30,17 +30,28 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
     """
 
     def initialize_state(
-        self, affinity_penalty_s: float = 0.05, load_bound_factor: float = 1.25, has_tiers: bool = True
+        self,
+        affinity_penalty_s: float = 0.05,
+        load_bound_factor: float = 1.25,
+        has_tiers: bool = True,
+        further: str = "",
     ) -> None:
         """Set the options, see `samovar.configs.settings.RouterSettings`.
 
-        `has_tiers`: whether blocks can be loaded on replicas other than home.
+        `has_tiers`: whether blocks can be loaded on replicas other than home. `further`: of which model in
+        `models` the replicas are; empty: of the first.
         """
+        self._further = further
         self._options = roster.RankOptions(affinity_penalty_s, load_bound_factor, has_tiers)
         self._rng = random.Random()
         self._candidates: dict[str, roster.FittingReplicas[RunningReplica]] = {}  # by model
         self._candidates_of: Sequence[RunningReplica] = ()
         self._chosen: dict[str, tuple[str, score.Ranking]] = {}  # internal request id -> (ticket, ranking)
+
+    @property
+    def book(self) -> load_tracker.ReplicaLoadTracker:
+        """The load book of the model whose replicas these are."""
+        return load_tracker.book_of(self._further)
 
     async def choose_replicas(
         self,
@@ -68,8 +79,8 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             prices = {replica.replica_id.unique_id: _prefill(replica.routing_stats) for replica in replicas}
             known = {name: price for name, price in prices.items() if price is not None}
             loads = {replica.replica_id.unique_id: replica.routing_stats.get("load") for replica in replicas}
-            load_tracker.BOOK.update_replicas(nodes, known, loads)
-            roster.ROSTER.update([_listed(replica) for replica in replicas], self._options)
+            self.book.update_replicas(nodes, known, loads)
+            roster.roster_of(self._further).update([_listed(replica) for replica in replicas], self._options)
         except Exception:  # the router still works, with older information
             logger.exception("updates from the replicas could not be processed")
 
@@ -78,15 +89,15 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         chosen = self._chosen.get(pending_request.metadata.internal_request_id)
         if chosen is not None:  # else it has ended already, or was no generation
             ticket, ranking = chosen
-            roster.ROSTER.queued.discard(ticket)
+            roster.roster_of(self._further).queued.discard(ticket)
             name = replica_id.unique_id
-            load_tracker.BOOK.routed(ticket, name, ranking.work_s.get(name, 0.0), ranking.outcomes.get(name))
+            self.book.routed(ticket, name, ranking.work_s.get(name, 0.0), ranking.outcomes.get(name))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Record that the request has ended, in whatever way."""
         chosen = self._chosen.pop(internal_request_id, None)
         if chosen is not None:
-            load_tracker.BOOK.ended(chosen[0])
+            self.book.ended(chosen[0])
 
     def _ranked(
         self, candidates: list[RunningReplica], pending_request: PendingRequest
@@ -98,7 +109,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         by_name = known.by_name
         if request.route.only in by_name:
             return [[by_name[request.route.only]]]
-        tracker = load_tracker.BOOK
+        tracker = self.book
 
         def is_full(name: str) -> bool:
             return self._is_full(by_name[name])
@@ -130,9 +141,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         length = self.replica_queue_len_cache.get(replica.replica_id)
         if length is not None and length >= replica.max_ongoing_requests:
             return True
-        is_full: bool = (
-            load_tracker.BOOK.open_requests(replica.replica_id.unique_id) >= replica.max_ongoing_requests
-        )
+        is_full: bool = self.book.open_requests(replica.replica_id.unique_id) >= replica.max_ongoing_requests
         return is_full
 
 

@@ -144,3 +144,10 @@ class Roster:
 
 ROSTER = Roster()
 """The roster of this process. Always access it through the module, as `load_tracker.BOOK`."""
+ROSTERS: dict[str, Roster] = {}
+"""Of further models, as `load_tracker.BOOKS`: requests that wait for one model are in no other's way."""
+
+
+def roster_of(further: str) -> Roster:
+    """Return the roster of a further model's replicas; empty: of the first's."""
+    return ROSTERS.setdefault(further, Roster()) if further else ROSTER

@@ -7,12 +7,13 @@ is down, the ingress continues with its copy.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, get_args
 
 from samovar.cache_tiers.blocks import Clear, lineage_tag, session_of
 from samovar.cache_tiers.forecast import HintEvent
@@ -133,6 +134,7 @@ class SessionDirectory:
         self.report: IngressReport | None = None
         """Of this ingress; None: it shares no limits."""
         self._tracker = tracker
+        self._trackers = [tracker]  # its own first, then those of the directories beside it
         self._settings = settings
         self._wall_clock = wall_clock
         self._quiet_s = quiet_s
@@ -141,6 +143,21 @@ class SessionDirectory:
         self._sent_seq = 0  # sequence number of our last change that the directory has
         self._is_lost = False
         self._task: asyncio.Task[None] | None = None
+
+    def beside(self, tracker: ReplicaLoadTracker) -> SessionDirectory:
+        """Return this directory as another model's requests see it: `tracker` has that model's replicas.
+
+        Sessions are the same. It is synchronised, and counts, with this one: do not start it.
+        """
+        if tracker not in self._trackers:
+            self._trackers.append(tracker)
+        other = copy.copy(self)
+        other._tracker, other._trackers = tracker, [tracker]
+        return other
+
+    def alone(self) -> SessionDirectory:
+        """Return this directory as its own model's requests see it, without those beside it."""
+        return self.beside(self._tracker)
 
     def lineage(
         self, tenant: bytes, session: bytes, prompt: Sequence[int], *, key: bytes, begin_tokens: int
@@ -152,12 +169,16 @@ class SessionDirectory:
     def route(self, tenant: bytes, session: bytes) -> Route:
         """Return what is known of where a lineage's blocks are.
 
-        One that begins goes where its session was last: there is what it shares with others.
+        One that begins goes where its session was last: there is what it shares with others. Where it was
+        last with another model, it goes where it was with this one.
         """
         row = self.table.get(tenant, session)
         if row is None:
             beside = self.table.view(tenant, session)
-            return Route() if beside is None else replace(self._route(beside.rows[0]), cached_tokens=0)
+            if beside is None:
+                return Route()
+            at_home = (one for one in beside.rows if one.home in self._tracker.nodes)
+            return replace(self._route(next(at_home, beside.rows[0])), cached_tokens=0)
         return self._route(row)
 
     def _route(self, row: SessionRow) -> Route:
@@ -214,13 +235,15 @@ class SessionDirectory:
 
     @property
     def outcomes(self) -> dict[Outcome, int]:
-        """Requests by routing outcome since the start."""
-        return dict(self._tracker.outcomes)
+        """Requests by routing outcome since the start, of all models."""
+        return {
+            outcome: sum(one.outcomes[outcome] for one in self._trackers) for outcome in get_args(Outcome)
+        }
 
     @property
     def nodes(self) -> dict[str, str]:
-        """Replica -> node, of the replicas that exist now."""
-        return dict(self._tracker.nodes)
+        """Replica -> node, of the replicas that exist now, of all models."""
+        return {name: node for one in self._trackers for name, node in one.nodes.items()}
 
     def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int], int]:
         """Return requests by routing outcome, sessions by state, and changes not synchronised yet."""
@@ -268,7 +291,8 @@ class SessionDirectory:
             self.table.clear(cleared)
         self.table.merge(reply.rows)
         self._incarnation, self._since = reply.incarnation, reply.seq
-        self._tracker.leaving_nodes = frozenset(reply.draining)
+        for tracker in self._trackers:
+            tracker.leaving_nodes = frozenset(reply.draining)
         self._is_quiet = is_agreed and not (rows or clears or reply.rows or reply.clears or reply.draining)
         return not (had_all and reply.is_all and self._sent_seq == sent)
 
@@ -294,7 +318,7 @@ class SessionDirectory:
 
     def _is_alone(self, ingresses: int) -> bool:
         """Whether nothing here must be known soon: sessions of other ingresses, nodes that leave."""
-        return (self.report is None or ingresses == 1) and len(set(self._tracker.nodes.values())) <= 1
+        return (self.report is None or ingresses == 1) and len(set(self.nodes.values())) <= 1
 
     def _has_news(self) -> bool:
         """Whether the directory should hear of something here, or of what may have happened there."""

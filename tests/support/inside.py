@@ -194,3 +194,8 @@ def free_in(of: Any) -> Any:
 def join_scans(of: Any, timeout_s: float) -> None:
     """Wait until a node has looked through its tiers."""
     of._scans.join(timeout_s)
+
+
+def deployment_of(application: Any) -> Any:
+    """Return what Serve is to deploy of an application of one deployment."""
+    return application._bound_deployment

@@ -185,10 +185,12 @@ def chat(text: str = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
 
 
-def spoken(text: str, *, cached: int = 0, finish: FinishReason = "stop") -> Script:
-    """The text in the tokens of the tiny tokenizer, each in a delta of its own, and the end of the turn."""
-    ids = TOKENIZER.encode(text, add_special_tokens=False)
-    texts = [TOKENIZER.decode(ids[:end]) for end in range(len(ids) + 1)]
+def spoken(
+    text: str, *, cached: int = 0, finish: FinishReason = "stop", tokenizer: Any = TOKENIZER
+) -> Script:
+    """The text in the tokens of a tiny tokenizer, each in a delta of its own, and the end of the turn."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    texts = [tokenizer.decode(ids[:end]) for end in range(len(ids) + 1)]
     whole = [text.rstrip("\ufffd") for text in texts]
     words = [after.removeprefix(before) for before, after in pairwise(whole)]
     if finish == "length":

@@ -27,6 +27,7 @@ from samovar.configs.cluster import AutoscalingSettings, ClusterSettings
 from samovar.configs.settings import Settings
 from samovar.replicas.serving.served_engine import FIELDS, PREFIX, ReplicaLoad
 from samovar.router.generation.services import Readiness
+from tests.support.inside import deployment_of
 
 IDLE = ReplicaLoad(0, 0, 8, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 LIMITS = AutoscalingSettings(
@@ -343,14 +344,14 @@ def test_nodes_are_shared_by_as_many_as_may_come() -> None:
 
 
 def test_the_model_application_scales_only_where_it_is_told_to() -> None:
-    fixed = build_model_app(Settings(), "/model", 3)._bound_deployment
+    fixed = deployment_of(build_model_app(Settings(), "/model", 3))
     assert (fixed.num_replicas, fixed._deployment_config.autoscaling_config) == (3, None)
     cluster = ClusterSettings(autoscaling=LIMITS)
-    scaled = build_model_app(Settings(cluster=cluster), "/model", 9)._bound_deployment
+    scaled = deployment_of(build_model_app(Settings(cluster=cluster), "/model", 9))
     config = scaled._deployment_config.autoscaling_config
     assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (1, 5, 5)
     assert scaled._deployment_config.graceful_shutdown_timeout_s == 30.0 + 5.0
-    front = build_front_app(Settings(cluster=cluster), "/model", "app", 9)._bound_deployment
+    front = deployment_of(build_front_app(Settings(cluster=cluster), "/model", "app", 9))
     assert front._deployment_config.user_config == {"replicas": 1}
 
 

@@ -15,6 +15,7 @@ from samovar.configs.cluster import AutoscalingSettings, ClusterSettings
 from samovar.configs.imports import OWN_PYTHON
 from samovar.configs.settings import EngineSettings, Settings
 from samovar.replicas.messages import ModelRefused
+from tests.support.inside import deployment_of
 
 
 def settings_of(ranks: int, device: str = "cuda", **cluster: Any) -> Settings:
@@ -24,7 +25,7 @@ def settings_of(ranks: int, device: str = "cuda", **cluster: Any) -> Settings:
 
 def placed(settings: Settings) -> Any:
     """What Serve makes of the deployment: it refuses what does not fit together."""
-    deployment = graph.build_model_app(settings, None, 2)._bound_deployment
+    deployment = deployment_of(graph.build_model_app(settings, None, 2))
     return deployment._replica_config
 
 

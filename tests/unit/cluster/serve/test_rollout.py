@@ -36,6 +36,7 @@ from samovar.cluster.serve.rollout import (
 from samovar.configs.loader import ConfigError, Problem
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused
+from tests.support.inside import deployment_of
 
 FINGERPRINT = b"f" * 32
 
@@ -90,7 +91,7 @@ def test_the_name_of_a_models_application_changes_with_what_is_served_and_with_n
 
 
 def version_of(application: Any) -> str:
-    version: str | None = application._bound_deployment.version
+    version: str | None = deployment_of(application).version
     assert version, "Serve would draw one"
     return version
 
@@ -99,7 +100,7 @@ def test_scaling_is_no_new_version_to_serve_which_would_restart_everybody() -> N
     now = settings()
     two, three = build_model_app(now, "/m", 2), build_model_app(now, "/m", 3)
     assert version_of(two) == version_of(three)
-    assert three._bound_deployment.num_replicas == 3
+    assert deployment_of(three).num_replicas == 3
     fronts = [build_front_app(now, "/m", "x", n, is_update=n > 2) for n in (2, 3)]
     assert version_of(fronts[0]) == version_of(fronts[1])
     assert fronts[1]._bound_deployment.user_config == {"replicas": 3}
@@ -291,7 +292,7 @@ def service(monkeypatch: pytest.MonkeyPatch, house: FakeServe) -> Service:
     monkeypatch.setattr(
         app,
         "describe_model",
-        lambda settings, path: SimpleNamespace(fingerprint=str(path).encode(), name="tiny"),
+        lambda settings, path, begin: SimpleNamespace(fingerprint=str(path).encode(), name="tiny"),
     )
     monkeypatch.setattr(app, "check_gpus", lambda settings: None)
     monkeypatch.setattr(Service, "_wait_for_replicas", lambda self: [])
@@ -410,7 +411,7 @@ def test_a_hangup_changes_the_service_or_says_why_not_and_it_goes_on(
 
     monkeypatch.setattr(app, "Service", Running)
     monkeypatch.setattr(app, "_say_ready", ready)
-    monkeypatch.setattr(app, "_table", lambda service: "")
+    monkeypatch.setattr(app, "_print_tables", lambda console, service: None)
     monkeypatch.setattr(app.ray, "shutdown", lambda: steps.append("ray stops"))
     assert app.serve_forever(settings(), reload=reload) == 0
     updated = [] if isinstance(error, ConfigError) else ["update to 7"]

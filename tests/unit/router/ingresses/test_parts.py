@@ -25,7 +25,7 @@ from samovar.router.proxy.known_ingresses import by_session
 from samovar.router.routing import DirectoryLost
 from samovar.router.routing.load_tracker import ReplicaLoadTracker
 from samovar.router.routing.score import Rendezvous
-from tests.support.inside import thread_of
+from tests.support.inside import deployment_of, thread_of
 from tests.support.services.service import until
 
 PRICE = PrefillPrice(0.0, 0.001, 0.0)
@@ -102,7 +102,7 @@ def test_the_counting_thread_ends_with_the_calls() -> None:
 )
 def test_serve_is_told_so(asked: dict[str, Any], replicas: int | None, is_scaling: bool) -> None:
     app = build_front_app(settings(**asked), None, "model", 1)
-    deployment: Any = app._bound_deployment
+    deployment: Any = deployment_of(app)
     on_head = "node:__internal_head__" in deployment.ray_actor_options.get("resources", {})
     assert on_head == (replicas == 1)
     config = deployment._deployment_config
