@@ -354,6 +354,31 @@ class ResumptionStats:
 
 
 @dataclass(frozen=True, slots=True)
+class LruStats:
+    """What least recently used would have had, beside what the tiers had, at lookups that began turns.
+
+    Tokens of full blocks, from a prompt's first on without a gap. `gained_tokens`: the tiers had them, it
+    would not. `regretted_tokens`: it would still have had what the tiers have evicted; `regrets`: lookups
+    with some. `found_tokens`, `lru_tokens`: by the cheapest tier that had them.
+    """
+
+    lookups: int = 0
+    asked_tokens: int = 0
+    gained_tokens: int = 0
+    regretted_tokens: int = 0
+    regrets: int = 0
+    found_tokens: dict[str, int] = field(default_factory=dict)
+    lru_tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> float | None:
+        """Return the share of asked tokens by which the policy finds more; None: nothing was asked."""
+        if not self.asked_tokens:
+            return None
+        return (self.gained_tokens - self.regretted_tokens) / self.asked_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStats:
     """One node's cache tiers.
 
@@ -361,6 +386,7 @@ class NodeStats:
     off). `drained`: extents by outcome, once the node is `draining`. `bad_files`: its own state files that
     could not be read at its start and were put aside. `pending_deletes`: deletes that failed and are retried;
     `forgotten_deletes`: those there was no room to remember, whose bytes stay accounted until a restart.
+    `lru`: the policy beside least recently used.
     """
 
     node_id: str
@@ -379,6 +405,7 @@ class NodeStats:
     bad_files: int = 0
     pending_deletes: int = 0
     forgotten_deletes: int = 0
+    lru: LruStats = LruStats()
 
 
 @dataclass(frozen=True, slots=True)
