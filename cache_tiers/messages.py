@@ -352,6 +352,12 @@ class ResumptionStats:
     prefetch: PrefetchStats = field(default_factory=PrefetchStats)
     calibration: tuple[tuple[float, float, int], ...] = ()
 
+    @property
+    def calibration_error(self) -> float | None:
+        """Return the mean distance between what was forecast and what happened; None: not known yet."""
+        turns = sum(one[2] for one in self.calibration)
+        return sum(abs(said - true) * n for said, true, n in self.calibration) / turns if turns else None
+
 
 @dataclass(frozen=True, slots=True)
 class LruStats:

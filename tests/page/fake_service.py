@@ -238,6 +238,12 @@ class World:
                         "fallback_log_loss": 2.4,
                         "calibration": {"horizon_s": 600, "points": points},
                     },
+                    "lru": {
+                        "lookups": 410,
+                        "asked_tokens": 1_200_000,
+                        "gained_tokens": 61_000,
+                        "regretted_tokens": 9_000,
+                    },
                     "prefetch": {
                         "started_bytes": 10**9,
                         "used_bytes": 7 * 10**8,

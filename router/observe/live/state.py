@@ -323,6 +323,12 @@ def _node(stats: NodeStats) -> Json:
             for tier in stats.tiers
         },
         "predictor": predictor,
+        "lru": {
+            "lookups": stats.lru.lookups,
+            "asked_tokens": stats.lru.asked_tokens,
+            "gained_tokens": stats.lru.gained_tokens,
+            "regretted_tokens": stats.lru.regretted_tokens,
+        },
         "prefetch": {
             "started_bytes": sum(prefetch.started.values()),
             "used_bytes": prefetch.used,
