@@ -337,7 +337,8 @@ class ResumptionStats:
     `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
     from; `dropped`: not learned from, because the queue was full. `restored`: result of reading the file
     at the start. `model_loss`, `fallback_loss`: mean log loss over the latest turns, which the guard uses.
-    `calibration`: see `forecast.CALIBRATION_S` and `predictor.Calibration`.
+    `calibration`: see `forecast.CALIBRATION_S` and `predictor.Calibration`. `hints`: clients' hints by
+    `kind:outcome`, of which those `received` are judged `true` or `false` later.
     """
 
     predictor: str = "cold"
@@ -351,6 +352,7 @@ class ResumptionStats:
     fallback_loss: float = 0.0
     prefetch: PrefetchStats = field(default_factory=PrefetchStats)
     calibration: tuple[tuple[float, float, int], ...] = ()
+    hints: dict[str, int] = field(default_factory=dict)
 
     @property
     def calibration_error(self) -> float | None:

@@ -82,7 +82,16 @@ def _beside_lru(nodes: list[NodeStats]) -> Iterator[Metric]:
                 found.add_metric([tier, of, node.node_id], count)
         if (known := node.returns.calibration_error) is not None:
             error.add_metric([node.node_id], known)
-    yield from (found, error)
+    hints = CounterMetricFamily(
+        "samovar_hints",
+        "clients' hints: received, and later judged true or false",
+        labels=["kind", "outcome", "node"],
+    )
+    for node in nodes:
+        for told, count in node.returns.hints.items():
+            kind, _, outcome = told.partition(":")
+            hints.add_metric([kind, outcome, node.node_id], count)
+    yield from (found, error, hints)
 
 
 def _of_prefetch(nodes: list[NodeStats]) -> Iterator[Metric]:

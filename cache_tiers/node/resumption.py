@@ -364,7 +364,11 @@ class NodeResumption:
     ) -> bool:
         """Apply a client's hint about its idle session; False if the session is not known here."""
         owner, now_s = tenant + session, self._clock()
-        curve = self._learner.hint(Hint(owner, now_s, event, expected_return_s), ANSWER_S_MAX)
+        hint = Hint(owner, now_s, event, expected_return_s)
+        with self._state.lock:
+            if owner in self._sessions:
+                hint = self._sessions.hints.told(hint)
+        curve = self._learner.hint(hint, ANSWER_S_MAX)
         if event == "closed":
             self.prefetch.cancel([owner])
         if event == "tool_started":
@@ -458,7 +462,7 @@ class NodeResumption:
         elif isinstance(predictor, TypeKm):
             kind = "cold" if predictor.is_cold else "km"
         with self._state.lock:
-            sessions = len(self._sessions)
+            sessions, hints = len(self._sessions), self._sessions.hints.stats()
         return ResumptionStats(
             predictor=f"off: {learner.off}" if learner.off else kind,
             calibration=predictor.calibration if isinstance(predictor, Predictor) else (),
@@ -470,6 +474,7 @@ class NodeResumption:
             restored=learner.restored,
             model_loss=losses[0],
             fallback_loss=losses[1],
+            hints=hints,
             prefetch=self.prefetch.stats(),
         )
 

@@ -45,7 +45,7 @@ RETURNS_HEAD = (
 )
 LRU_HEAD = (
     *("node", "against LRU", "gained tokens", "regretted tokens", "of asked", "turns"),
-    *("found by tier", "LRU by tier", "calibration error"),
+    *("found by tier", "LRU by tier", "calibration error", "hints"),
 )
 SHORT_HEAD = ("where", "used", "of", "tokens kept", "read back", "state")
 PEER_HEAD = ("node", "from node", "state", "pulled by", "bytes", "GB/s", "failures", "bad")
@@ -235,6 +235,7 @@ def _lru_row(node: dict[str, Any], lru: dict[str, Any]) -> Row:
         *(_count(number) for number in (gained, regretted, asked, lru["lookups"])),
         *(_sources(lru[name]) for name in ("found_tokens", "lru_tokens")),
         "-" if error is None else f"{error:.3f}",
+        _sources(node.get("returns", {}).get("hints", {})),
     )
 
 

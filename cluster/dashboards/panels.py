@@ -419,6 +419,16 @@ ROWS = (
                 (PanelQuery("avg(samovar_predictor_calibration_error)", "all nodes"),),
             ),
             Panel(
+                "Hints",
+                "of clients, in an hour: received, and come true or not",
+                "none",
+                (
+                    PanelQuery(
+                        "sum by (kind, outcome) (increase(samovar_hints_total[1h]))", "{{kind}} {{outcome}}"
+                    ),
+                ),
+            ),
+            Panel(
                 "Prefetched bytes",
                 "by outcome, in a second",
                 "Bps",

@@ -63,6 +63,7 @@ STATES: dict[HintEvent, SessionState] = {
     "typing": "typing",
     "tool_started": "tool",
     "tool_finished": "idle",
+    "hidden": "idle",
     "closed": "closed",
 }
 

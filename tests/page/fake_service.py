@@ -237,6 +237,7 @@ class World:
                         "log_loss": 2.31,
                         "fallback_log_loss": 2.4,
                         "calibration": {"horizon_s": 600, "points": points},
+                        "hints": {"closed:received": 9, "closed:true": 7, "closed:false": 1},
                     },
                     "lru": {
                         "lookups": 410,

@@ -53,6 +53,7 @@ NODE = NodeStats(
     lru=LruStats(9, 900, 90, 30, 2, {"cpu": 500}, {"cpu": 440}),
     returns=ResumptionStats(
         calibration=((0.1, 0.2, 3),),
+        hints={"typing:received": 3, "typing:true": 2},
         predictor="learned: 7 turns",
         turns=7,
         prefetch=PrefetchStats(

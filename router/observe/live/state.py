@@ -305,6 +305,8 @@ def _node(stats: NodeStats) -> Json:
         "turns": returns.turns,
         **_finite({"log_loss": returns.model_loss, "fallback_log_loss": returns.fallback_loss}),
     }
+    if returns.hints:
+        predictor["hints"] = dict(returns.hints)
     if returns.calibration:
         points = [[round(said, 3), round(true, 3), turns] for said, true, turns in returns.calibration]
         predictor["calibration"] = {"horizon_s": CALIBRATION_S, "points": points}

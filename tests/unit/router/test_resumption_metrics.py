@@ -29,6 +29,7 @@ NODE = NodeStats(
     returns=ResumptionStats(
         *("off: why", 7, 40, 2, 3, 1, "restored", 0.5, 0.75, PREFETCH),
         calibration=((0.1, 0.2, 3), (0.9, 0.6, 1)),
+        hints={"typing:received": 3, "typing:true": 2},
     ),
     lru=LruStats(9, 1000, 90, 30, 2, {"cpu": 500, "nvme": 7}, {"cpu": 440}),
 )
@@ -62,6 +63,7 @@ class Told:
         ("samovar_lru_regretted_tokens_total", {}, 30),
         ("samovar_lru_tier_tokens_total", {"tier": "nvme", "of": "policy"}, 7),
         ("samovar_lru_tier_tokens_total", {"tier": "cpu", "of": "lru"}, 440),
+        ("samovar_hints_total", {"kind": "typing", "outcome": "true"}, 2),
         ("samovar_predictor_calibration_error", {}, pytest.approx(0.15)),
     ],
 )
@@ -93,4 +95,5 @@ def test_the_table_of_what_the_policy_gains() -> None:
     assert (told["gained tokens"], told["regretted tokens"], told["turns"]) == ("90", "30", "9")
     assert (told["found by tier"], told["LRU by tier"]) == ("cpu=500 nvme=7", "cpu=440")
     assert told["calibration error"] == "0.150"
+    assert told["hints"] == "typing:received=3 typing:true=2"
     assert LRU_HEAD in [head for head, _ in all_tables(Status({}, [], [asdict(NODE)]))]

@@ -165,8 +165,13 @@ function againstLru(nodes) {
   if (asked === 0) return "Against least recently used: nothing to compare yet.";
   const gain = (gained - regretted) / asked;
   const verdict = gain < -0.01 ? " It loses: tiers.policy.name: lru switches it off." : "";
+  const told = nodes.reduce((all, [, node]) => {
+    for (const [name, n] of Object.entries(node.predictor?.hints ?? {})) all[name.split(":")[1]] = (all[name.split(":")[1]] ?? 0) + n;
+    return all;
+  }, {});
+  const hints = told.received ? ` Hints: ${count(told.received)} received, ${count(told.true ?? 0)} came true, ${count(told.false ?? 0)} did not.` : "";
   const size = `${gain < 0 ? "−" : "+"}${(100 * Math.abs(gain)).toFixed(1)} %`;
-  return `Against least recently used: ${size} of the prompt tokens asked for (${count(gained)} gained, ${count(regretted)} regretted).${verdict}`;
+  return `Against least recently used: ${size} of the prompt tokens asked for (${count(gained)} gained, ${count(regretted)} regretted).${verdict}${hints}`;
 }
 
 /** A line with a name, a bar and a value; `rowOf(item)` returns them as `{name, share, value, source, note}`. */
