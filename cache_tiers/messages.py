@@ -75,6 +75,7 @@ class TurnEnded:
 
     `service_s`: since its request's arrival at the replica, queueing included. Tokens: see `turns.Turn`.
     `marks`: of the session's chain now, from which the next lookup derives how much of it was kept.
+    `returns_s`: the next turn follows after so long, its client says; `is_final`: none does.
     """
 
     tenant: bytes
@@ -89,6 +90,8 @@ class TurnEnded:
     tool: str = ""
     profile: str = "chat"
     ago_s: float = 0.0
+    returns_s: float | None = None
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

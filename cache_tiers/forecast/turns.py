@@ -250,6 +250,9 @@ HIDDEN_TRUST: Final = 0.5
 _PARTS: Final = 4
 _FINE_S: Final = np.interp(np.arange(BINS * _PARTS + 1) / _PARTS, np.arange(EDGES), EDGES_S)
 _MIDDLE_S: Final = (_FINE_S[1:] + _FINE_S[:-1]) / 2.0
+_LOG_WIDTHS: Final = np.diff(np.log(_FINE_S + _SOONEST_S))
+_LEAST: Final = 1e-4
+"""What any time has besides the forecast: a hint may be right where that says never."""
 ANYWHERE: Final = 1.0 / 12.0
 """Density of log time where a hint says nothing of it: from half a second to a day all are alike."""
 
@@ -261,15 +264,18 @@ def logistic(error: Floats | float, spread: float) -> Floats:
 
 
 def _read(rest: Floats, expected_s: float, reading: HintReading) -> Curves:
-    """Return the curve given a hint whose kind is as exact as `reading` says (Bayes)."""
-    survival = np.exp(np.interp(_FINE_S, EDGES_S, np.maximum(rest, _LOG_MIN)))
+    """Return the curve given a hint of a kind that is as exact as `reading` says.
+
+    Of hints that come true, the times are those of the forecast that fit the hint (Bayes).
+    """
+    survival = np.exp(np.maximum(rest, _LOG_MIN))
+    masses = -np.diff(np.exp(np.interp(_FINE_S, EDGES_S, np.maximum(rest, _LOG_MIN))))
     errors = np.log((_MIDDLE_S + _SOONEST_S) / (expected_s + _SOONEST_S))
-    elsewhere = (1.0 - reading.trust) * ANYWHERE
-    weights = reading.trust * logistic(errors, reading.spread) + elsewhere
-    masses = -np.diff(survival) * weights
-    never = max(float(survival[-1]) * elsewhere, 1e-12 * float(masses.sum()), 1e-30)
-    left = never + np.concatenate([masses[::-1].cumsum()[::-1], [0.0]])
-    return _curve(np.maximum(np.log(left[::_PARTS] / left[0]), _LOG_MIN))
+    shape = (masses + _LEAST * _LOG_WIDTHS) * logistic(errors, reading.spread)
+    waiting = np.concatenate([shape[::-1].cumsum()[::-1], [0.0]])[::_PARTS] / shape.sum()
+    left = reading.trust * waiting + (1.0 - reading.trust) * survival
+    left /= left[0]
+    return _curve(np.maximum(np.log(np.maximum(left, 1e-30)), _LOG_MIN))
 
 
 def _curve(log_s: Floats) -> Curves:

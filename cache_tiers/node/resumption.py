@@ -20,6 +20,7 @@ from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TOP_TIER, Addre
 from samovar.cache_tiers.catalog import ExtentInfo
 from samovar.cache_tiers.forecast import (
     EDGES,
+    Curves,
     Floats,
     Forecast,
     Hint,
@@ -356,6 +357,11 @@ class NodeResumption:
         forecast = self._learner.ended(turn, ANSWER_S_MAX)
         if forecast is not None:
             self._told(owner, forecast, ended_s)
+        if forecast is not None and (over.is_final or over.returns_s is not None):
+            curve = self._hinted(
+                over.tenant, over.session, "closed" if over.is_final else None, over.returns_s
+            )
+            forecast = forecast if curve is None else replace(forecast, curve=curve)
         self.prefetch.paused(over.tenant, over.session)
         return forecast
 
@@ -363,6 +369,11 @@ class NodeResumption:
         self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
     ) -> bool:
         """Apply a client's hint about its idle session; False if the session is not known here."""
+        return self._hinted(tenant, session, event, expected_return_s) is not None
+
+    def _hinted(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> Curves | None:
         owner, now_s = tenant + session, self._clock()
         hint = Hint(owner, now_s, event, expected_return_s)
         with self._state.lock:
@@ -378,7 +389,7 @@ class NodeResumption:
             with self._state.lock:
                 self._sessions.set_curve(owner, curve, now_s)
                 self._state.catalog.session_changed(owner, tenant)
-        return curve is not None
+        return curve
 
     def likely(self, tenant: bytes, sessions: Sequence[bytes], horizon_s: float) -> dict[bytes, float]:
         """Return P(resumes within `horizon_s`) of those lineages that are known here; 1 while a turn runs."""
