@@ -75,6 +75,7 @@ class TurnEnded:
 
     `service_s`: since its request's arrival at the replica, queueing included. Tokens: see `turns.Turn`.
     `marks`: of the session's chain now, from which the next lookup derives how much of it was kept.
+    `returns_s`: the next turn follows after so long, its client says; `is_final`: none does.
     """
 
     tenant: bytes
@@ -89,6 +90,8 @@ class TurnEnded:
     tool: str = ""
     profile: str = "chat"
     ago_s: float = 0.0
+    returns_s: float | None = None
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +342,8 @@ class ResumptionStats:
     `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
     from; `dropped`: not learned from, because the queue was full. `restored`: result of reading the file
     at the start. `model_loss`, `fallback_loss`: mean log loss over the latest turns, which the guard uses.
-    `calibration`: see `forecast.CALIBRATION_S` and `replay_turns.Calibration`.
+    `calibration`: see `forecast.CALIBRATION_S` and `replay_turns.Calibration`. `hints`: clients' hints by
+    `kind:outcome`, of which those `received` are judged `true` or `false` later.
     """
 
     predictor: str = "cold"
@@ -353,6 +357,38 @@ class ResumptionStats:
     fallback_loss: float = 0.0
     prefetch: PrefetchStats = field(default_factory=PrefetchStats)
     calibration: tuple[tuple[float, float, int], ...] = ()
+    hints: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def calibration_error(self) -> float | None:
+        """Return the mean distance between what was forecast and what happened; None: not known yet."""
+        turns = sum(one[2] for one in self.calibration)
+        return sum(abs(said - true) * n for said, true, n in self.calibration) / turns if turns else None
+
+
+@dataclass(frozen=True, slots=True)
+class LruStats:
+    """What least recently used would have had, beside what the tiers had, at lookups that began turns.
+
+    Tokens of full blocks, from a prompt's first on without a gap. `gained_tokens`: the tiers had them, it
+    would not. `regretted_tokens`: it would still have had what the tiers have evicted; `regrets`: lookups
+    with some. `found_tokens`, `lru_tokens`: by the cheapest tier that had them.
+    """
+
+    lookups: int = 0
+    asked_tokens: int = 0
+    gained_tokens: int = 0
+    regretted_tokens: int = 0
+    regrets: int = 0
+    found_tokens: dict[str, int] = field(default_factory=dict)
+    lru_tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> float | None:
+        """Return the share of asked tokens by which the policy finds more; None: nothing was asked."""
+        if not self.asked_tokens:
+            return None
+        return (self.gained_tokens - self.regretted_tokens) / self.asked_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +399,7 @@ class NodeStats:
     off). `drained`: extents by outcome, once the node is `draining`. `bad_files`: its own state files that
     could not be read at its start and were put aside. `pending_deletes`: deletes that failed and are retried;
     `forgotten_deletes`: those there was no room to remember, whose bytes stay accounted until a restart.
+    `lru`: the policy beside least recently used.
     """
 
     node_id: str
@@ -381,6 +418,7 @@ class NodeStats:
     bad_files: int = 0
     pending_deletes: int = 0
     forgotten_deletes: int = 0
+    lru: LruStats = LruStats()
 
 
 @dataclass(frozen=True, slots=True)

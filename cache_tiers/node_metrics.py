@@ -43,6 +43,55 @@ def returns_metrics(nodes: Iterable[NodeStats]) -> Iterator[Metric]:
         loss.add_metric(["fallback", node.node_id], node.returns.fallback_loss)
     yield from (kind, loss)
     yield from _of_prefetch(nodes)
+    yield from _beside_lru(nodes)
+
+
+# (field of LruStats, metric, help)
+LRU_COUNTERS = (
+    ("lookups", "samovar_lru_lookups", "turns whose lookup was compared with least recently used"),
+    ("asked_tokens", "samovar_lru_asked_tokens", "tokens of full blocks that they asked for"),
+    (
+        "gained_tokens",
+        "samovar_lru_gained_tokens",
+        "found, where least recently used would have evicted them",
+    ),
+    ("regretted_tokens", "samovar_lru_regretted_tokens", "evicted, where it would still have had them"),
+)
+
+
+def _beside_lru(nodes: list[NodeStats]) -> Iterator[Metric]:
+    """Yield what least recently used would have had, and whether forecasts came true."""
+    for field, name, text in LRU_COUNTERS:
+        family = CounterMetricFamily(name, text, labels=["node"])
+        for node in nodes:
+            family.add_metric([node.node_id], getattr(node.lru, field))
+        yield family
+    found = CounterMetricFamily(
+        "samovar_lru_tier_tokens",
+        "tokens found by the cheapest tier that had them: by these tiers, and as least recently used would",
+        labels=["tier", "of", "node"],
+    )
+    error = GaugeMetricFamily(
+        "samovar_predictor_calibration_error",
+        "mean distance between the forecast P(resumes within 600 s) and what happened",
+        labels=["node"],
+    )
+    for node in nodes:
+        for of, tokens in (("policy", node.lru.found_tokens), ("lru", node.lru.lru_tokens)):
+            for tier, count in tokens.items():
+                found.add_metric([tier, of, node.node_id], count)
+        if (known := node.returns.calibration_error) is not None:
+            error.add_metric([node.node_id], known)
+    hints = CounterMetricFamily(
+        "samovar_hints",
+        "clients' hints: received, and later judged true or false",
+        labels=["kind", "outcome", "node"],
+    )
+    for node in nodes:
+        for told, count in node.returns.hints.items():
+            kind, _, outcome = told.partition(":")
+            hints.add_metric([kind, outcome, node.node_id], count)
+    yield from (found, error, hints)
 
 
 def _of_prefetch(nodes: list[NodeStats]) -> Iterator[Metric]:

@@ -10,7 +10,9 @@ generation of its own; a late report of one that has ended changes nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from samovar.cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName, session_of
 from samovar.cache_tiers.catalog.gone import AbsentBlocks, Clears, SteadyClock
@@ -35,6 +37,10 @@ ADOPTED_IDLE_SHARE = 0.9
 """An adopted extent's idle time above this share of its `ttl_s` counts for at most a hundredth more.
 
 A wall clock that is years ahead must not empty the tiers at startup, and the order of use stays."""
+
+ADOPTED_MAX = 65_536
+GONE = ("cleared", "expired", "lost")
+"""Why an extent is gone under any policy."""
 
 
 class Catalog:
@@ -75,6 +81,10 @@ class Catalog:
         ledgers = {tier: books.ledger for tier, books in self._books.items()}
         self.transfers = TransferTable(ledgers, transfers_max)
         self._absent = AbsentBlocks(settings.remembered_blocks_max)
+        self.log: deque[tuple[Any, ...]] = deque(maxlen=0)
+        """What was stored, and what is gone under any policy: `policy/shadow.py` puts its own here."""
+        self.adopted: deque[HeldExtent] = deque(maxlen=ADOPTED_MAX)
+        """What scans have found, until somebody takes it."""
 
     def find(
         self, lookup: Lookup, up: Collection[TierName]
@@ -170,6 +180,8 @@ class Catalog:
         if not self.transfers.commit(transfer):
             return False
         self._add(HeldCopy(transfer.extent, transfer.tier, transfer.nbytes, transfer.generation, self.prices))
+        if transfer.source not in TIERS:
+            self.log.append((transfer.extent, transfer.nbytes))
         return True
 
     def abandon(self, transfer: Transfer) -> None:
@@ -396,6 +408,7 @@ class Catalog:
             self._tag(extent, session)
         books.ledger.adopt(address.tenant, nbytes)
         self._add(copy)
+        self.adopted.append(extent)
         return evictions
 
     def _make(
@@ -444,6 +457,8 @@ class Catalog:
         """Forget an extent, but not why its blocks are missing; `why`: None: it was never written."""
         self._registry.remove(extent)
         self._absent.left(extent, why)
+        if why in GONE:
+            self.log.append((extent.keys,))
 
     def _copy(self, address: Address, tier: TierName) -> HeldCopy | None:
         extent = self._registry.get(address)

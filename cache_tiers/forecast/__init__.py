@@ -1,5 +1,6 @@
 """Forecasts of when an idle session resumes: turns, lineages, features, predictors and the learner thread."""
 
+from samovar.cache_tiers.forecast.hints import HintRecord
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.learner import NO_FILE, Forecaster, PredictorFile, TurnLearner, forecast
 from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, LineageChains
@@ -38,6 +39,7 @@ __all__ = [
     "Forecaster",
     "Hint",
     "HintEvent",
+    "HintRecord",
     "LineageChains",
     "Opening",
     "Predictor",

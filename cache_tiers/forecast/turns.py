@@ -32,7 +32,7 @@ Stop = Literal["tool_calls", "stop", "length", "gone"]
 Role = Literal["user", "tool", "other"]
 """Role of the prompt's last message."""
 
-HintEvent = Literal["typing", "tool_started", "tool_finished", "closed"]
+HintEvent = Literal["typing", "tool_started", "tool_finished", "hidden", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,25 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class HintReading:
+    """How a hint is read. `trust`: share of such hints that come true; `spread`: of log time, logistic."""
+
+    trust: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
 class Hint:
-    """A client's hint about its idle session. `expected_return_s`: from `at_s` on."""
+    """A client's hint about its idle session. `expected_return_s`: from `at_s` on.
+
+    `reading`: as such hints have turned out (`hints.py`); None: nothing is known of them.
+    """
 
     session: SessionKey
     at_s: float
     event: HintEvent | None = None
     expected_return_s: float | None = None
+    reading: HintReading | None = None
 
 
 def fast_clock(clock: Callable[[], float], rate: float) -> Callable[[], float]:
@@ -212,22 +224,63 @@ _LOG_MIN: Final = -80.0
 def hinted(curve: Curves, idle_s: float, hint: Hint) -> Curves:
     """Return the curve `[EDGES]` from `hint.at_s` on, for a session with `curve` that was idle `idle_s`.
 
-    `closed`: never resumes. With an expected return, or one implied by the event: `TRUST` of the
-    probability lies around it (log-logistic); the rest keeps the shape of `curve`, so that a session that
-    does not return as hinted soon counts as any idle one. Else what is left of `curve`.
+    `closed`: never resumes, unless such hints were wrong too often; `hidden`: less likely. With an expected
+    return, or one implied by the event, and a `reading`: what follows from both (Bayes). Without one: `TRUST`
+    of the probability lies around it (log-logistic); the rest keeps the shape of `curve`, so that a session
+    that does not return as hinted soon counts as any idle one. Else what is left of `curve`.
     """
-    if hint.event == "closed":
+    reading = hint.reading
+    if hint.event == "closed" and (reading is None or reading.trust >= CLOSED_TRUST_MIN):
         return np.zeros(EDGES, dtype=np.float32)
     rest = rest_of(curve, idle_s)
+    if hint.event in ("closed", "hidden"):
+        return _curve(rest * (1.0 - (HIDDEN_TRUST if reading is None else reading.trust)))
     expected_s = hint.expected_return_s
     if expected_s is None or expected_s != expected_s:
         expected_s = RETURN_S.get(hint.event) if hint.event is not None else None
     if expected_s is None:
         return _curve(rest)
     expected_s = min(max(expected_s, _SOONEST_S), LAST_S)
+    if reading is not None:
+        return _read(rest, expected_s, reading)
     waiting = 1.0 / (1.0 + (EDGES_S / expected_s) ** _STEEPNESS)
     mixed = TRUST * waiting + (1.0 - TRUST) * np.exp(np.maximum(rest, _LOG_MIN))
     return _curve(np.log(mixed))
+
+
+CLOSED_TRUST_MIN: Final = 0.8
+"""Of clients whose `closed` is less often true it only makes a return less likely."""
+HIDDEN_TRUST: Final = 0.5
+
+_PARTS: Final = 4
+_FINE_S: Final = np.interp(np.arange(BINS * _PARTS + 1) / _PARTS, np.arange(EDGES), EDGES_S)
+_MIDDLE_S: Final = (_FINE_S[1:] + _FINE_S[:-1]) / 2.0
+_LOG_WIDTHS: Final = np.diff(np.log(_FINE_S + _SOONEST_S))
+_LEAST: Final = 1e-4
+"""What any time has besides the forecast: a hint may be right where that says never."""
+ANYWHERE: Final = 1.0 / 12.0
+"""Density of log time where a hint says nothing of it: from half a second to a day all are alike."""
+
+
+def logistic(error: Floats | float, spread: float) -> Floats:
+    """Return the density of a logistic distribution around 0."""
+    density: Floats = 0.25 / spread / np.cosh(np.minimum(np.abs(error) / spread, 80.0) / 2.0) ** 2
+    return density
+
+
+def _read(rest: Floats, expected_s: float, reading: HintReading) -> Curves:
+    """Return the curve given a hint of a kind that is as exact as `reading` says.
+
+    Of hints that come true, the times are those of the forecast that fit the hint (Bayes).
+    """
+    survival = np.exp(np.maximum(rest, _LOG_MIN))
+    masses = -np.diff(np.exp(np.interp(_FINE_S, EDGES_S, np.maximum(rest, _LOG_MIN))))
+    errors = np.log((_MIDDLE_S + _SOONEST_S) / (expected_s + _SOONEST_S))
+    shape = (masses + _LEAST * _LOG_WIDTHS) * logistic(errors, reading.spread)
+    waiting = np.concatenate([shape[::-1].cumsum()[::-1], [0.0]])[::_PARTS] / shape.sum()
+    left = reading.trust * waiting + (1.0 - reading.trust) * survival
+    left /= left[0]
+    return _curve(np.maximum(np.log(np.maximum(left, 1e-30)), _LOG_MIN))
 
 
 def _curve(log_s: Floats) -> Curves:

@@ -67,7 +67,7 @@ from samovar.cache_tiers.node.scan import RescanCoalescer, TierScans
 from samovar.cache_tiers.node.state import NodeState, PendingDeletes
 from samovar.cache_tiers.node.store import CallFor, NodeStores
 from samovar.cache_tiers.node.transfer import LentRoom, NodeReads, NodeSamples, TransferRunner
-from samovar.cache_tiers.policy import IdleSessions, Prefetcher, make_policy
+from samovar.cache_tiers.policy import IdleSessions, Prefetcher, ShadowLru, make_policy
 from samovar.cache_tiers.pricing import TierMeter, TierPrice
 from samovar.cache_tiers.transport import LazyLink, PeerCalls
 from samovar.configs.sections import TierSettings
@@ -342,8 +342,9 @@ class TierNode:
         self._guards = guarded(media, settings, clock)
         sessions = IdleSessions(settings.predictor.sessions_max)
         replay_clock = fast_clock(clock, settings.predictor.clock_rate)
+        budgets = {name: media.bytes_max[name] for name in self._guards}
         catalog = Catalog(
-            {name: media.bytes_max[name] for name in self._guards},
+            budgets,
             make_policy(settings.policy),
             clock=replay_clock,
             tenant_share=tenant_share or (lambda _tenant: settings.tenant_share or 1.0),
@@ -352,6 +353,8 @@ class TierNode:
             sessions=sessions,
             settings=settings.policy,
         )
+        self.shadow = ShadowLru(budgets, replay_clock)
+        catalog.log = self.shadow.log
         state = self._state = NodeState(
             self._guards,
             catalog,
@@ -426,6 +429,8 @@ class TierNode:
         """
         self.resumption.asked(lookup)
         own = self.lookup_here(lookup)
+        if lookup.starts_turn:
+            self.shadow.log.append((lookup.keys, own.spans))
         self.resumption.looked_up(lookup, own)
         found = self.peers.lookup(lookup, own)
         if found.history and not own.history:
@@ -539,10 +544,21 @@ class TierNode:
         self._scans.rescan(now=is_peer_lost)
         self._stores.sink()
         self.resumption.tick()
+        self._compare()
+
+    def _compare(self) -> None:
+        """Let the shadow follow what has happened since the last time."""
+        with self._state.lock:
+            adopted = list(self._state.catalog.adopted)
+            self._state.catalog.adopted.clear()
+        if adopted:
+            self.shadow.seed(adopted)
+        self.shadow.work()
 
     def stats(self) -> NodeStats:
         """Return the node's counters, with one row per tier in the order of `TIERS`, also if it is off."""
         state = self._state
+        self._compare()
         with state.lock:
             moves, stores, misses = (
                 dict(state.catalog.transfers.reached),
@@ -568,6 +584,7 @@ class TierNode:
             bad_files=int(state.pending.read_failed),
             pending_deletes=pending,
             forgotten_deletes=forgotten,
+            lru=self.shadow.stats(),
         )
 
     def glance(self, owners: Sequence[bytes], at_s: Sequence[float], with_stats: bool) -> NodeGlance:
@@ -594,3 +611,4 @@ class TierNode:
         self.peers.check_integrity()
         self._looks.check_integrity()
         self.resumption.check_integrity()
+        self.shadow.check_integrity()

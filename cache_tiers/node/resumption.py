@@ -21,6 +21,7 @@ from samovar.cache_tiers.catalog import ExtentInfo
 from samovar.cache_tiers.forecast import (
     EDGES,
     NO_FILE,
+    Curves,
     Floats,
     Forecast,
     Hint,
@@ -381,6 +382,11 @@ class NodeResumption:
         forecast = self._learner.ended(turn, ANSWER_S_MAX)
         if forecast is not None:
             self._told(owner, forecast, ended_s)
+        if forecast is not None and (over.is_final or over.returns_s is not None):
+            curve = self._hinted(
+                over.tenant, over.session, "closed" if over.is_final else None, over.returns_s
+            )
+            forecast = forecast if curve is None else replace(forecast, curve=curve)
         self.prefetch.paused(over.tenant, over.session)
         return forecast
 
@@ -388,8 +394,17 @@ class NodeResumption:
         self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
     ) -> bool:
         """Apply a client's hint about its idle session; False if the session is not known here."""
+        return self._hinted(tenant, session, event, expected_return_s) is not None
+
+    def _hinted(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> Curves | None:
         owner, now_s = tenant + session, self._clock()
-        curve = self._learner.hint(Hint(owner, now_s, event, expected_return_s), ANSWER_S_MAX)
+        hint = Hint(owner, now_s, event, expected_return_s)
+        with self._state.lock:
+            if owner in self._sessions:
+                hint = self._sessions.hints.told(hint)
+        curve = self._learner.hint(hint, ANSWER_S_MAX)
         if event == "closed":
             self.prefetch.cancel([owner])
         if event == "tool_started":
@@ -399,7 +414,7 @@ class NodeResumption:
             with self._state.lock:
                 self._sessions.set_curve(owner, curve, now_s)
                 self._state.catalog.session_changed(owner, tenant)
-        return curve is not None
+        return curve
 
     def likely(self, tenant: bytes, sessions: Sequence[bytes], horizon_s: float) -> dict[bytes, float]:
         """Return P(resumes within `horizon_s`) of those lineages that are known here; 1 while a turn runs."""
@@ -483,7 +498,7 @@ class NodeResumption:
         elif isinstance(predictor, TypeKm):
             kind = "cold" if predictor.is_cold else "km"
         with self._state.lock:
-            sessions = len(self._sessions)
+            sessions, hints = len(self._sessions), self._sessions.hints.stats()
         return ResumptionStats(
             predictor=f"off: {learner.off}" if learner.off else kind,
             calibration=predictor.calibration if isinstance(predictor, Predictor) else (),
@@ -495,6 +510,7 @@ class NodeResumption:
             restored=learner.restored,
             model_loss=losses[0],
             fallback_loss=losses[1],
+            hints=hints,
             prefetch=self.prefetch.stats(),
         )
 

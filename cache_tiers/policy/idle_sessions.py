@@ -21,6 +21,7 @@ from samovar.cache_tiers.forecast import (
     Forecast,
     Hint,
     HintEvent,
+    HintRecord,
     SessionKey,
     hinted,
     resume_probability,
@@ -61,7 +62,7 @@ class IdleSessions:
     ran at the same time as that), `left_s` (the same when it last became idle: what was not used since
     then is superseded), `running` (turns in progress), `tokens`, `new_tokens`, `is_tool`, `next_s` as in
     `ended`.
-    `left_share`: as in `Forecast`.
+    `left_share`: as in `Forecast`. `hints`: what became of those about these sessions.
     """
 
     def __init__(self, sessions_max: int) -> None:
@@ -74,6 +75,7 @@ class IdleSessions:
         self._has_excess: npt.NDArray[np.bool_] = np.zeros(_FIRST_ROWS, dtype=np.bool_)
         self.ended_s: Floats = np.zeros(_FIRST_ROWS)
         self.left_share: float | None = None
+        self.hints = HintRecord()
         self.turn_s: Floats = np.zeros(_FIRST_ROWS)
         self.busy_s: Floats = np.zeros(_FIRST_ROWS)
         self.left_s: Floats = np.full(_FIRST_ROWS, -np.inf)
@@ -100,6 +102,8 @@ class IdleSessions:
         Call it before touching what the session uses: what was last used earlier counts as superseded
         when the turn is over.
         """
+        if session in self.hints.open:
+            self.hints.arrived(session, now_s)
         slot = self._row(session)
         if self.running[slot] == 0 or now_s - self.turn_s[slot] >= TURN_S_MAX:
             self.running[slot] = 0
@@ -150,7 +154,7 @@ class IdleSessions:
         if slot is None:
             return False
         idle_s = now_s - float(self.ended_s[slot])
-        hint = Hint(session, now_s, event, expected_return_s)
+        hint = self.hints.told(Hint(session, now_s, event, expected_return_s))
         self.set_curve(session, hinted(self.curves[slot], idle_s, hint), now_s)
         return True
 
@@ -172,6 +176,7 @@ class IdleSessions:
     def forget(self, session: SessionKey) -> None:
         """Remove a session. No-op if it is unknown."""
         slot = self._slots.pop(session, None)
+        self.hints.forget(session)
         if slot is not None:
             self._free.append(slot)
 
@@ -262,4 +267,5 @@ class IdleSessions:
         assert len(set(slots) | set(self._free)) == len(slots) + len(self._free), "a row is used twice"
         assert set(slots) | set(self._free) == set(range(1, self._rows)), "a row is lost"
         assert self.curves.shape == (len(self.ended_s), EDGES), "the columns differ in length"
+        self.hints.check_integrity()
         assert (self.running >= 0).all(), "more turns have ended than begun"

@@ -11,11 +11,11 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import openai
 from prompt_toolkit import PromptSession
@@ -200,16 +200,23 @@ class Chat:
             try:
                 message = self._read_message()
             except EOFError:
+                self.leave()
                 return
             except KeyboardInterrupt:
                 self.console.print("/quit or Ctrl-D leaves", style="dim", highlight=False)
                 continue
             if message in LEAVE:
+                self.leave()
                 return
             if message.startswith("/"):
                 self._command(message)
             elif message:
                 self.ask(message)
+
+    def leave(self) -> None:
+        """Tell the server that the conversation is over, if there was one: its blocks make room first."""
+        if self.conversation.history:
+            self.client.closed(self.conversation.session_id)
 
     def _read_message(self) -> str:
         """Return the next line, or the lines up to the closing quotes if it begins with three."""
@@ -274,6 +281,7 @@ class Chat:
             self.console.print(said, style="dim", markup=False, highlight=False)
 
     def _new(self, rest: str) -> str:
+        self.leave()
         self.conversation.restart()
         return "a new conversation"
 
@@ -395,6 +403,8 @@ def _ask_once(chat: Chat, question: str) -> int:
 
 
 EXIT_INTERRUPTED = 130
+CLOSED_S = 2.0
+"""How long who leaves waits for the server to hear it, at most."""
 
 
 def _reader(errors: Console) -> Callable[[], str]:
@@ -447,7 +457,7 @@ SENT_HEADERS |= {"host", "user-agent", "x-session-id"}
 
 
 class ChatClient:
-    """Makes the two HTTP calls that a chat needs. Blocking; for one thread. Close it when done."""
+    """Makes the three HTTP calls that a chat needs. Blocking; for one thread. Close it when done."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """`url` is the server's root, with or without `/v1`. Raises `ChatError` if it is no HTTP URL."""
@@ -497,6 +507,13 @@ class ChatClient:
                     said = str(chunk)[:80]
                     raise ChatError(f"the server sent an event that is not a JSON object: {said!r}")
                 yield chunk.to_dict(warnings=False)
+
+    def closed(self, session_id: str) -> None:
+        """Say that a session is over. It does not matter whether that arrives, or is understood."""
+        path = f"/sessions/{quote(session_id, safe='')}/hint"
+        options = {"headers": self._auth, "timeout": CLOSED_S}
+        with suppress(openai.OpenAIError, ValueError):
+            self._openai.post(path, body={"event": "closed"}, cast_to=object, options=options)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -43,6 +43,10 @@ RETURNS_HEAD = (
     *("node", "predictor", "sessions", "turns", "log loss (fallback)", "failures"),
     *("prefetched", "of guesses", "guessing", "regret (demand / pause)"),
 )
+LRU_HEAD = (
+    *("node", "against LRU", "gained tokens", "regretted tokens", "of asked", "turns"),
+    *("found by tier", "LRU by tier", "calibration error", "hints"),
+)
 SHORT_HEAD = ("where", "used", "of", "tokens kept", "read back", "state")
 PEER_HEAD = ("node", "from node", "state", "pulled by", "bytes", "GB/s", "failures", "bad")
 
@@ -215,6 +219,26 @@ def _returns_row(node: dict[str, Any], returns: dict[str, Any]) -> Row:
     )
 
 
+def lru_rows(status: Status) -> list[Row]:
+    """Return one row per node whose lookups were compared, with the columns of `LRU_HEAD`."""
+    return [_lru_row(node, node["lru"]) for node in status.nodes if node.get("lru", {}).get("asked_tokens")]
+
+
+def _lru_row(node: dict[str, Any], lru: dict[str, Any]) -> Row:
+    gained, regretted, asked = (lru[f"{name}_tokens"] for name in ("gained", "regretted", "asked"))
+    points = node.get("returns", {}).get("calibration", ())
+    turns = sum(one[2] for one in points)
+    error = sum(abs(said - true) * n for said, true, n in points) / turns if turns else None
+    return (
+        str(node["node_id"])[:8],
+        f"{(gained - regretted) / asked:+.2%}",
+        *(_count(number) for number in (gained, regretted, asked, lru["lookups"])),
+        *(_sources(lru[name]) for name in ("found_tokens", "lru_tokens")),
+        "-" if error is None else f"{error:.3f}",
+        _sources(node.get("returns", {}).get("hints", {})),
+    )
+
+
 def draining_lines(status: Status) -> list[str]:
     """Return a sentence for each draining node."""
     return [
@@ -327,6 +351,7 @@ def all_tables(status: Status) -> list[tuple[Row, list[Row]]]:
     others: list[tuple[Row, list[Row]]] = [
         (PEER_HEAD, peer_rows(status)),
         (RETURNS_HEAD, returns_rows(status)),
+        (LRU_HEAD, lru_rows(status)),
     ]
     return tables + [(head, rows) for head, rows in others if rows]
 

@@ -44,6 +44,13 @@ def rate(metric: str, *by: str, where: str = "") -> str:
     return f"sum{labels} (rate({metric}{where}[{RATE}]))"
 
 
+def _lru_gain(window: str) -> str:
+    gained, regretted, asked = (
+        f"sum(rate(samovar_lru_{name}_tokens_total[{window}]))" for name in ("gained", "regretted", "asked")
+    )
+    return f"({gained} - {regretted}) / {asked}"
+
+
 def quantile(share: float, histogram: str, *by: str) -> str:
     """Return a quantile of a histogram of all instances."""
     labels = ", ".join(("le", *by))
@@ -393,6 +400,35 @@ ROWS = (
                 (PanelQuery("avg by (of) (samovar_predictor_log_loss)", "{{of}}"),),
             ),
             Panel(
+                "Gain against LRU",
+                "tokens that were found, and that least recently used would have evicted, less those that it "
+                "would still have, as a share of those asked for",
+                "percentunit",
+                (PanelQuery(_lru_gain(RATE), "all nodes"),),
+            ),
+            Panel(
+                "Found by tier, and by LRU",
+                "prompt tokens in a second",
+                "none",
+                (PanelQuery(rate("samovar_lru_tier_tokens_total", "tier", "of"), "{{tier}} {{of}}"),),
+            ),
+            Panel(
+                "Calibration error",
+                "mean distance between the forecast P(resumes within 600 s) and what happened",
+                "percentunit",
+                (PanelQuery("avg(samovar_predictor_calibration_error)", "all nodes"),),
+            ),
+            Panel(
+                "Hints",
+                "of clients, in an hour: received, and come true or not",
+                "none",
+                (
+                    PanelQuery(
+                        "sum by (kind, outcome) (increase(samovar_hints_total[1h]))", "{{kind}} {{outcome}}"
+                    ),
+                ),
+            ),
+            Panel(
                 "Prefetched bytes",
                 "by outcome, in a second",
                 "Bps",
@@ -620,6 +656,15 @@ ALERTS = (
         "info",
         "the predictor of node {{ $labels.node }} failed",
         "eviction goes by recency meanwhile; look for the error in the node's log",
+    ),
+    Alert(
+        "SamovarPredictorLoses",
+        f"({_lru_gain('6h')}) < -0.01 and sum(increase(samovar_lru_lookups_total[6h])) > 200",
+        3600,
+        "info",
+        "least recently used would find {{ $value | humanizePercentage }} (less than 0: more) of the tokens "
+        "asked for",
+        "`tiers.policy.name: lru` switches the predictor off; `samovar diagnose` has the numbers",
     ),
     Alert(
         "SamovarPrefetchWasted",

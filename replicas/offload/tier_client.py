@@ -288,6 +288,8 @@ class TurnReporter:
             role=request.turn.role,
             tool=tool or request.turn.tool,
             profile=request.turn.profile,
+            returns_s=request.turn.returns_s,
+            is_final=request.turn.is_final,
         )
         if begin(self._lane, self._ask, owner, over, now_s):
             self._waiting += 1

@@ -102,6 +102,8 @@ class TurnReports:
             role=request.turn.role,
             tool=tool or request.turn.tool,
             profile=request.turn.profile,
+            returns_s=request.turn.returns_s,
+            is_final=request.turn.is_final,
         )
         self._ended[job.key] = over, since_s
         self._report(job.key)

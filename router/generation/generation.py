@@ -287,7 +287,9 @@ class GenerationEndpoint:
                 end = TurnEnd(tenant, lineage, home, answer.chain_tokens(index), exchange.made.is_replayed)
                 is_noted = self._service.directory.turn_ended(end)
                 # As if the client had said so; its next turn says it is over.
-                if is_noted and answer.calls_tool(index):
+                if is_noted and exchange.who.turn.is_final:
+                    self._service.directory.hint(tenant, lineage, "closed", None)
+                elif is_noted and answer.calls_tool(index):
                     self._service.directory.hint(tenant, lineage, "tool", None)
 
     async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:

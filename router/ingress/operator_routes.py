@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -59,7 +59,7 @@ LIKELY_S = 600.0
 HINTED_MAX = 32
 """Lineages of a session that a hint reaches, the latest used first."""
 
-STATES: dict[HintEvent, SessionState] = {
+STATES: Mapping[HintEvent | None, SessionState] = {
     "typing": "typing",
     "tool_started": "tool",
     "tool_finished": "idle",
@@ -165,7 +165,7 @@ class SessionRoutes:
         # A client knows of its conversation; that a title is not asked for again, it need not say.
         rows = (view.rows if body.event == "closed" else view.living)[:HINTED_MAX]
         for row in rows:
-            state = row.state if body.event is None else STATES[body.event]
+            state = STATES.get(body.event, row.state)  # of what is hidden it stays what it was
             directory.hint(row.tenant, row.session, state, body.expected_return_s)
         moves = await asyncio.gather(*(self._hint(row, body, how) for row in rows))
         if None in moves:

@@ -45,6 +45,7 @@ from samovar.router.openai.messages import (
     offer_of,
 )
 from samovar.router.openai.schema import (
+    CacheControl,
     CacheOptions,
     ChatBody,
     CompactionOptions,
@@ -52,6 +53,7 @@ from samovar.router.openai.schema import (
     DetokenizeBody,
     KnowledgeOptions,
     Message,
+    RuntimeHints,
     TemplateKwargs,
     bounded_chat,
     bounded_completion,
@@ -79,7 +81,7 @@ class CacheWish:
     """How long, and down to which tier, the client wants its blocks kept (`ttl_s`: at least).
 
     `profile`: the use case named in the body. `marked_ttl_s`: the longest wish of a part marked with
-    `cache_control`.
+    `cache_control`. `returns_s`: when the session's next request follows the answer; None: not told.
     """
 
     profile: ProfileName | None = None
@@ -87,6 +89,7 @@ class CacheWish:
     mode: str | None = None
     ttl_s: float | None = None
     marked_ttl_s: float | None = None
+    returns_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,12 +555,15 @@ def _sampling(
 
 def _cache_wish(asked: ChatBody | CompletionBody) -> CacheWish:
     options, retention = asked.prompt_cache_options or CacheOptions(), asked.prompt_cache_retention
+    told = asked.nvext or RuntimeHints()
+    hints, messages = told.agent_hints, asked.messages if isinstance(asked, ChatBody) else ()
     return CacheWish(
         profile=asked.cache_profile,
         retention="in_memory" if retention == "in-memory" else retention,
         mode=options.mode,
         ttl_s=_ttl_s(options.ttl),
-        marked_ttl_s=_marked_ttl_s(asked.messages) if isinstance(asked, ChatBody) else None,
+        marked_ttl_s=_marked_ttl_s(told.cache_control, messages),
+        returns_s=None if hints is None or hints.iat is None else hints.iat / 1000.0,
     )
 
 
@@ -571,19 +577,21 @@ def _ttl_s(ttl: str | float | None) -> float | None:
     return float(int(match[1]) * TTL_UNIT_S[match[2]])
 
 
-def _marked_ttl_s(messages: Sequence[Message]) -> float | None:
-    """Return the longest time that a marked message or part asks for; None without marks."""
+def _marked_ttl_s(whole: CacheControl | None, messages: Sequence[Message]) -> float | None:
+    """Return the longest time that the body, a marked message or part asks for; None without marks."""
     longest: float | None = None
+    marks = [whole]
     for message in messages:
         parts = message.content if isinstance(message.content, list) else ()
-        for mark in (message.cache_control, *(part.cache_control for part in parts)):
-            if mark is None or mark.type != EPHEMERAL:
-                continue
-            try:
-                asked_s = _ttl_s(mark.ttl)
-            except InvalidValue:  # a mark is a hint: one in words of another API is no error
-                asked_s = None
-            longest = max(longest or 0.0, EPHEMERAL_TTL_S if asked_s is None else asked_s)
+        marks += [message.cache_control, *(part.cache_control for part in parts)]
+    for mark in marks:
+        if mark is None or mark.type != EPHEMERAL:
+            continue
+        try:
+            asked_s = _ttl_s(mark.ttl)
+        except InvalidValue:  # a mark is a hint: one in words of another API is no error
+            asked_s = None
+        longest = max(longest or 0.0, EPHEMERAL_TTL_S if asked_s is None else asked_s)
     return longest
 
 

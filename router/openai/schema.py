@@ -237,6 +237,19 @@ class CacheOptions(_Strict):
     ttl: Word | Annotated[float, Field(ge=0)] | None = None
 
 
+class AgentHints(_Strict):
+    """`nvext.agent_hints`, as NVIDIA's agents send it; `iat`: milliseconds to their next request."""
+
+    iat: Annotated[float, Field(ge=0)] | None = None
+
+
+class RuntimeHints(_Strict):
+    """`nvext`, of which only what says how long blocks are wanted is read."""
+
+    agent_hints: Annotated[AgentHints | None, _OrNone()] = None
+    cache_control: CacheMark = None
+
+
 class SchemaFormat(_Strict):
     """`response_format.json_schema`; its `strict` makes no difference: every schema is followed."""
 
@@ -337,6 +350,7 @@ class _Body(_Strict):
     cache_profile: ProfileName | None = None
     prompt_cache_retention: Retention | None = None
     prompt_cache_options: CacheOptions | None = None
+    nvext: Annotated[RuntimeHints | None, _OrNone()] = None
     metadata: dict[str, str] | None = None
     prompt_logprobs: int | None = None
     logprob_start_len: Annotated[Whole, Field(ge=0, le=COUNT_MAX)] | None = None

@@ -170,6 +170,8 @@ def _beginning(request: Request, volatile_lines: tuple[str, ...]) -> str:
 
 
 PROFILE_HEADER = "x-cache-profile"
+FINAL_HEADER = "x-dynamo-session-final"
+"""`true`: this is the session's last request. NVIDIA's name of it, which agents send."""
 PROFILES: tuple[ProfileName, ...] = get_args(ProfileName)
 
 ROLES_TOLD: dict[str, Role] = {"user": "user", "tool": "tool"}
@@ -242,12 +244,16 @@ def _profile_of(headers: Mapping[str, str]) -> ProfileName | None:
 def turn_context(
     settings: TierSettings, tenant: str, headers: Mapping[str, str], request: ParsedChat | ParsedCompletion
 ) -> TurnContext:
-    """Return the role of the last message and the use-case profile, for the resumption forecast.
+    """Return what the resumption forecast is told of a request: its last message's role, its use case, when
+    its client says that it comes back, and whether it says that it does not.
 
     A completion's prompt has the role `user`. `headers`: lower-case names. Raises `InvalidValue` for a
     profile that does not exist.
     """
     last = request.messages[-1].role if isinstance(request, ParsedChat) else "user"
     return TurnContext(
-        ROLES_TOLD.get(last, "other"), profile=profile_name(settings, tenant, headers, request.cache)
+        ROLES_TOLD.get(last, "other"),
+        profile=profile_name(settings, tenant, headers, request.cache),
+        returns_s=request.cache.returns_s,
+        is_final=headers.get(FINAL_HEADER, "").lower() == "true",
     )

@@ -113,6 +113,8 @@ class World:
     cut: int = 0
     """Streams end that opened before this count was raised."""
     deleted: list[str] = field(default_factory=list)
+    hints: list[tuple[str, str]] = field(default_factory=list)
+    """Session and event."""
     began_unix_s: float = field(default_factory=time.time)
     snapshot: Snapshot = HEALTHY
     """What is diagnosed."""
@@ -237,6 +239,13 @@ class World:
                         "log_loss": 2.31,
                         "fallback_log_loss": 2.4,
                         "calibration": {"horizon_s": 600, "points": points},
+                        "hints": {"closed:received": 9, "closed:true": 7, "closed:false": 1},
+                    },
+                    "lru": {
+                        "lookups": 410,
+                        "asked_tokens": 1_200_000,
+                        "gained_tokens": 61_000,
+                        "regretted_tokens": 9_000,
                     },
                     "prefetch": {
                         "started_bytes": 10**9,
@@ -275,6 +284,7 @@ class FakeService:
                 Route("/v1/live", self.live),
                 Route("/v1/usage", self.usage),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/sessions/{session}/hint", self.hint, methods=["POST"]),
                 Route("/v1/sessions/{session}", self.delete, methods=["DELETE"]),
             ]
         )
@@ -324,6 +334,13 @@ class FakeService:
                 if place in held:
                     held[place] += length * BLOCK_BYTES
         return JSONResponse({"object": "usage", "tenant": tenant, "bytes_held": held})
+
+    async def hint(self, request: Request) -> Response:
+        known, _ = self.caller(request)
+        if not known:
+            return _refused(401, "Incorrect API key provided.")
+        self.world.hints.append((request.path_params["session"], (await request.json())["event"]))
+        return JSONResponse({"object": "session"})
 
     async def delete(self, request: Request) -> Response:
         _, tenant = self.caller(request)

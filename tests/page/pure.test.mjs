@@ -15,7 +15,35 @@ const { gainOf, wordsOf } = await import(new URL("cache/turns.js", PAGE));
 const diagnosis = await import(new URL("advice/diagnosis.js", PAGE));
 const memory = await import(new URL("advice/memory.js", PAGE));
 const store = await import(new URL("chat/store.js", PAGE));
+const { Leaving } = await import(new URL("chat/leaving.js", PAGE));
 const { complete, messagesFor } = await import(new URL("chat/completion.js", PAGE));
+
+test("what only the page knows is told of conversations that were answered in it, and not too often", async () => {
+  const told = [];
+  let now = 0;
+  const api = { send: async (path, { body, keepalive }) => told.push([path, body.event, keepalive]) };
+  const leaving = new Leaving(api, { now: () => now });
+  leaving.typing("a");
+  leaving.hidden("a");
+  leaving.closed();
+  assert.deepEqual(told, []);
+  leaving.answered("a/b");
+  leaving.answered("c");
+  leaving.answered("d");
+  leaving.forget("d");
+  for (now of [0, 5000, 10_000]) leaving.typing("a/b");
+  leaving.hidden("c");
+  leaving.closed();
+  leaving.closed();
+  const at = (id) => `v1/sessions/${id}/hint`;
+  assert.deepEqual(told, [
+    [at("a%2Fb"), "typing", true],
+    [at("a%2Fb"), "typing", true],
+    [at("c"), "hidden", true],
+    [at("a%2Fb"), "closed", true],
+    [at("c"), "closed", true],
+  ]);
+});
 
 test("merge patches are those of RFC 7386, appendix A", () => {
   const cases = [

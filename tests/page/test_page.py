@@ -15,6 +15,7 @@ from samovar.cache_tiers.pricing import TierPrice
 from samovar.router.observe.diagnosis import CONDITIONS, diagnose
 from tests.page.conftest import NARROW, PICTURES, WIDE, Seen, answers, axe_problems, live, say
 from tests.page.fake_service import ADMIN, World, populate, step_down
+from tests.support.pages import PAGES, blocks_of
 from tests.support.router.snapshots import HEALTHY, NVME, OFF, PLANTED, REPLICA, with_tiers
 from tests.support.services.service import until
 
@@ -95,6 +96,57 @@ def test_an_answer_is_stopped_and_history_survives_a_reload(
     say(page, "hello")  # goes on in the same session: it has its blocks
     expect(page.locator(".from-assistant").nth(2).locator(".part[data-source=gpu]")).to_be_visible()
     seen.check()
+
+
+def test_the_service_hears_who_types_who_looks_away_and_who_leaves(
+    fake: str, world: World, open_page: Opener, seen: Seen
+) -> None:
+    page = live(open_page(fake))
+    page.get_by_label("Message to the model").fill("hel")  # of a session that the service does not know yet
+    say(page, "hello")
+    answers(page, 1)
+    (session,) = [name.partition("/")[2] for name in world.talks]
+    assert world.hints == []
+    for text in ("a", "ab"):
+        page.get_by_label("Message to the model").fill(text)
+    until("typing", lambda: world.hints == [(session, "typing")])
+    page.close(run_before_unload=True)
+    until("closed", lambda: (session, "closed") in world.hints)
+    assert {event for _, event in world.hints} <= {"typing", "hidden", "closed"}
+    assert len([one for one in world.hints if one[1] == "typing"]) == 1
+    seen.check()
+
+
+def test_the_snippet_of_the_documentation_tells_the_same(
+    fake: str, world: World, open_page: Opener, seen: Seen
+) -> None:
+    every = [block for page in PAGES for block in blocks_of(page)]
+    (code,) = [block.text for block in every if block.language == "js"]
+    assert len(code.splitlines()) <= 30
+    page = live(open_page(fake, bypass_csp=True))  # of the live page, not of whoever uses the snippet
+    page.evaluate(
+        f"(() => {{ {code.replace('export ', '')}"
+        "; tellSamovar(location.origin, 'a-b', document.getElementById('prompt')); })()"
+    )
+    for text in ("a", "ab"):
+        page.get_by_label("Message to the model").fill(text)
+    until("typing", lambda: world.hints == [("a-b", "typing")])
+    page.close(run_before_unload=True)
+    until("closed", lambda: ("a-b", "closed") in world.hints)
+    seen.check()
+
+
+def test_of_a_deleted_conversation_nothing_is_told(fake: str, world: World, open_page: Opener) -> None:
+    page = live(open_page(fake))
+    say(page, "hello")
+    answers(page, 1)
+    page.get_by_role("button", name="Delete").click()
+    until("deleted", lambda: len(world.deleted) == 1)
+    say(page, "hello")
+    answers(page, 1)
+    page.close(run_before_unload=True)
+    until("closed", lambda: any(event == "closed" for _, event in world.hints))
+    assert world.deleted[0] not in {session for session, _ in world.hints}
 
 
 def test_conversations_go_on_beside_each_other_each_with_its_session(

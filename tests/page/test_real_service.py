@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from playwright.sync_api import expect
 from samovar.router.observe.diagnosis import BY_NAME, diagnose, snapshot_of
 from tests.page.conftest import NARROW, PICTURES, WIDE, Seen, answers, axe_problems, live, say
 from tests.support.services.guests import Conversation
-from tests.support.services.service import for_served_dtype
+from tests.support.services.service import for_served_dtype, until
 from tests.support.services.tier_service import ADMIN_KEY, MIB, TierService, flag, tier_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -129,6 +130,27 @@ def test_two_conversations_leave_the_pool_and_return_from_their_tiers(
     live(page)
     expect(page.locator(".from-assistant")).to_have_count(2)
     seen.check()
+
+
+def test_who_closes_the_tab_is_not_expected_back(service: TierService, open_page: Opener) -> None:
+    def sessions() -> dict[str, dict[str, Any]]:
+        return {one["id"]: one for one in client.get("/v1/sessions").json()["data"]}
+
+    def is_demoted() -> bool:
+        """Whether the session that this tab began is closed, and nobody waits for it."""
+        one = client.get(f"/v1/sessions/{session}").json()
+        return one["state"] == "closed" and one["lineages"][0]["likely_within_600s"] == 0.0
+
+    with service.http() as client:
+        before = sessions().keys()
+        page = live(open_page(service.url))
+        begin(page, "Ask a short question")
+        ((session, card),) = [item for item in sessions().items() if item[0] not in before]
+        assert card["state"] == "idle"
+        began_s = time.monotonic()
+        page.close(run_before_unload=True)
+        until("demoted", is_demoted)
+        print(f"demoted {time.monotonic() - began_s:.2f} s after the tab was closed")
 
 
 @pytest.mark.guarantee("G2", "F14")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samovar.cache_tiers.messages import NodeStats, PrefetchStats, ResumptionStats, TierStats
+from samovar.cache_tiers.messages import LruStats, NodeStats, PrefetchStats, ResumptionStats, TierStats
 from samovar.replicas.messages import EngineStats
 from samovar.router.metrics import Metrics, RequestTimer
 
@@ -50,7 +50,10 @@ NODE = NodeStats(
     moves={"cpu>nvme:committed": 5},
     stores={"taken": 6},
     misses={"gone": 7},
+    lru=LruStats(9, 900, 90, 30, 2, {"cpu": 500}, {"cpu": 440}),
     returns=ResumptionStats(
+        calibration=((0.1, 0.2, 3),),
+        hints={"typing:received": 3, "typing:true": 2},
         predictor="learned: 7 turns",
         turns=7,
         prefetch=PrefetchStats(

@@ -160,6 +160,14 @@ CONDITIONS = (
         "See the tier actor's log for the reason, and whether tiers.predictor.file can be written.",
     ),
     Condition(
+        "predictor_loses",
+        "The predictor loses: least recently used would find more",
+        "Conversations that were used lately are computed again, and the tiers are full of older ones.",
+        "over 200 turns or more, least recently used would have found 1 % more of the tokens asked for",
+        "Switch it off: tiers.policy.name: lru. What it learns goes on beside, and the same numbers say when "
+        "it would win.",
+    ),
+    Condition(
         "breaker_open",
         "A tier does not answer and is left out",
         "Conversations that lie there are computed again.",

@@ -270,6 +270,7 @@ PREFILL_SHARE = 0.7
 QUEUE_S = 0.5
 SPILLED_SHARE = 0.2
 COLD_TURNS = 200
+LRU_LOOKUPS_MIN, LRU_LOSS = 200, 0.01
 DISK_SPARE = 0.9
 DISK_LEAST_BYTES, DISK_LEAST_SHARE = 1 << 30, 0.1
 
@@ -360,6 +361,24 @@ def predictor_off(window: Window) -> Finding:
     return Finding("predictor_off", "holds", evidence, numbers, (change,), cause=worst)
 
 
+def predictor_loses(window: Window) -> Finding:
+    """Judge whether least recently used would find more than the policy does."""
+    lookups, asked = window.of_lru("lookups"), window.of_lru("asked_tokens")
+    gained, regretted = window.of_lru("gained_tokens"), window.of_lru("regretted_tokens")
+    gain = ratio(gained - regretted, asked)
+    numbers = {"gained_tokens": gained, "regretted_tokens": regretted, "lookups": lookups, "gain": gain}
+    evidence = (
+        f"of {asked:,} tokens asked for in {lookups:,} turns, {gained:,} were found that least recently used "
+        f"would have evicted, and {regretted:,} had been evicted that it would still have: {gain:+.1%}"
+    )
+    name = window.setting("tiers.policy.name")
+    if lookups < LRU_LOOKUPS_MIN or gain > -LRU_LOSS or name == "lru":
+        return Finding("predictor_loses", "clear", evidence, numbers)
+    brings = f"{-gain:.1%} more of the tokens asked for would have been found"
+    change = SettingChange("tiers.policy.name", name, "lru", brings)
+    return Finding("predictor_loses", "holds", evidence, numbers, (change,))
+
+
 def breaker_open(window: Window) -> Finding:
     """Judge whether a tier, or a node's tier actor, is left out."""
     # "open" is also said of a tier whose files are still being listed: its breaker has never opened.
@@ -432,7 +451,8 @@ JUDGES: dict[str, Callable[[Window], Finding]] = {
     judge.__name__: judge
     for judge in [
         *[kv_memory, no_offload, idle_sessions, prompt_changes, other_namespace, never_stored, evicted],
-        *[timeouts, storage_slow, prefill_bound, router_spills, predictor_off, breaker_open, disk_full],
+        *[timeouts, storage_slow, prefill_bound, router_spills, predictor_off, predictor_loses],
+        *[breaker_open, disk_full],
     ]
 }
 

@@ -40,6 +40,7 @@ SETTINGS = (
     "tiers.lookup_s_max",
     "tiers.lookup_share",
     "tiers.nvme.bytes_max",
+    "tiers.policy.name",
     "tiers.s3.bytes_max",
     "tiers.staged_bytes_max",
     "tiers.store_queue_max",
@@ -219,6 +220,14 @@ class Window:
     def front_count(self, name: str) -> float:
         """Return a plain counter of the ingress."""
         return float(_grown(getattr(self.now.front, name), getattr(self._front, name, 0.0)))
+
+    def of_lru(self, name: str) -> int:
+        """Return a counter of `LruStats` over all nodes."""
+        found = 0
+        for node in self.now.nodes:
+            before = self._nodes.get((node.node_id, node.incarnation))
+            found += _grown(getattr(node.lru, name), getattr(before.lru, name) if before else 0)
+        return found
 
     def predictor_failures(self, node: NodeStats) -> int:
         """Return how often a node's predictor failed."""

@@ -315,6 +315,8 @@ def _node(stats: NodeStats) -> Json:
         "turns": returns.turns,
         **_finite({"log_loss": returns.model_loss, "fallback_log_loss": returns.fallback_loss}),
     }
+    if returns.hints:
+        predictor["hints"] = dict(returns.hints)
     if returns.calibration:
         points = [[round(said, 3), round(true, 3), turns] for said, true, turns in returns.calibration]
         predictor["calibration"] = {"horizon_s": CALIBRATION_S, "points": points}
@@ -333,6 +335,12 @@ def _node(stats: NodeStats) -> Json:
             for tier in stats.tiers
         },
         "predictor": predictor,
+        "lru": {
+            "lookups": stats.lru.lookups,
+            "asked_tokens": stats.lru.asked_tokens,
+            "gained_tokens": stats.lru.gained_tokens,
+            "regretted_tokens": stats.lru.regretted_tokens,
+        },
         "prefetch": {
             "started_bytes": sum(prefetch.started.values()),
             "used_bytes": prefetch.used,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from samovar.cache_tiers.messages import NodeStats, ResumptionStats, TierStats
+from samovar.cache_tiers.messages import LruStats, NodeStats, ResumptionStats, TierStats
 from samovar.cache_tiers.pricing import TierPrice
 from samovar.configs.sections import GIB, MIB
 from samovar.configs.settings import Settings
@@ -166,6 +166,7 @@ PLANTED: dict[tuple[str, str], Snapshot] = {
     ("predictor_off", "off"): with_tiers(
         CPU, NVME, OFF, returns=ResumptionStats(predictor="off: its file cannot be read")
     ),
+    ("predictor_loses", ""): with_tiers(CPU, NVME, OFF, lru=LruStats(900, 100_000, 2_000, 7_000, 60)),
     ("breaker_open", "nvme"): with_tiers(
         CPU, replace(NVME, state="open", read_errors=4, breaker_opened=2), OFF
     ),

@@ -30,7 +30,7 @@ from tests.support.shell_words import inline_problem, parts, problem
 from tests.support.snippets import PORT_OF_PAGES, requests_of, run_python
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-LANGUAGES = {"sh", "python", "yaml", "json", "mermaid", "text", "hcl"}
+LANGUAGES = {"sh", "python", "yaml", "json", "mermaid", "text", "hcl", "js"}
 SERVED = "SmolLM2-135M-Instruct"
 
 
@@ -45,7 +45,7 @@ def by_name(*languages: str) -> pytest.MarkDecorator:
 
 def test_every_block_has_a_language_that_is_checked_or_says_why_it_is_not_run() -> None:
     assert [block.name for block in BLOCKS if block.language not in LANGUAGES] == []
-    assert [block.name for block in of("hcl") if block.why_not is None] == []
+    assert [block.name for block in of("hcl", "js") if block.why_not is None] == []
     assert [block.name for block in BLOCKS if block.why_not == ""] == []
 
 

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from samovar.cache_tiers.messages import NodeStats, PrefetchStats, ResumptionStats
-from samovar.cluster.cli.status import RETURNS_HEAD, Status, returns_rows
+from samovar.cache_tiers.messages import LruStats, NodeStats, PrefetchStats, ResumptionStats
+from samovar.cluster.cli.status import LRU_HEAD, RETURNS_HEAD, Status, all_tables, lru_rows, returns_rows
 from samovar.router.metrics import tier_metrics
 
 PREFETCH = PrefetchStats(
@@ -26,7 +26,12 @@ NODE = NodeStats(
     "first",
     0,
     (),
-    returns=ResumptionStats("off: why", 7, 40, 2, 3, 1, "restored", 0.5, 0.75, PREFETCH),
+    returns=ResumptionStats(
+        *("off: why", 7, 40, 2, 3, 1, "restored", 0.5, 0.75, PREFETCH),
+        calibration=((0.1, 0.2, 3), (0.9, 0.6, 1)),
+        hints={"typing:received": 3, "typing:true": 2},
+    ),
+    lru=LruStats(9, 1000, 90, 30, 2, {"cpu": 500, "nvme": 7}, {"cpu": 440}),
 )
 
 
@@ -52,6 +57,14 @@ class Told:
         ("samovar_prefetch_on", {"why": "hazard"}, 0),
         ("samovar_prefetch_regret", {"against": "demand"}, -0.25),
         ("samovar_prefetch_regret", {"against": "pause"}, None),
+        ("samovar_lru_lookups_total", {}, 9),
+        ("samovar_lru_asked_tokens_total", {}, 1000),
+        ("samovar_lru_gained_tokens_total", {}, 90),
+        ("samovar_lru_regretted_tokens_total", {}, 30),
+        ("samovar_lru_tier_tokens_total", {"tier": "nvme", "of": "policy"}, 7),
+        ("samovar_lru_tier_tokens_total", {"tier": "cpu", "of": "lru"}, 440),
+        ("samovar_hints_total", {"kind": "typing", "outcome": "true"}, 2),
+        ("samovar_predictor_calibration_error", {}, pytest.approx(0.15)),
     ],
 )
 def test_metrics(name: str, labels: dict[str, str], value: float | None) -> None:
@@ -70,3 +83,17 @@ def test_a_row_of_status() -> None:
 def test_a_node_that_has_seen_no_turn_has_no_row() -> None:
     fresh = replace(NODE, returns=ResumptionStats())
     assert returns_rows(Status({}, [], [asdict(fresh), {"node_id": "an older server's"}])) == []
+
+
+def test_the_table_of_what_the_policy_gains() -> None:
+    status = Status(
+        {}, [], [asdict(NODE), asdict(replace(NODE, lru=LruStats())), {"node_id": "an older server's"}]
+    )
+    (row,) = lru_rows(status)
+    told = dict(zip(LRU_HEAD, row, strict=True))
+    assert told["against LRU"] == "+6.00%"
+    assert (told["gained tokens"], told["regretted tokens"], told["turns"]) == ("90", "30", "9")
+    assert (told["found by tier"], told["LRU by tier"]) == ("cpu=500 nvme=7", "cpu=440")
+    assert told["calibration error"] == "0.150"
+    assert told["hints"] == "typing:received=3 typing:true=2"
+    assert LRU_HEAD in [head for head, _ in all_tables(Status({}, [], [asdict(NODE)]))]

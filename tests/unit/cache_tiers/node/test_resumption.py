@@ -103,6 +103,31 @@ def over(wanted: Sample, *, marks: ChainMarks | None = None, inputs: int = 12, *
     )
 
 
+def test_what_a_request_has_said_of_the_next_one_is_heard_at_its_end(tmp_path: Path) -> None:
+    foretells = Foretells(0.5)
+    node, wanted = low_bench(tmp_path, foretells), sample(1)
+    node.store(wanted)
+    returns, sessions = node.node.resumption, node.node.resumption._sessions
+    for told, event, seconds in (
+        ({"returns_s": 30.0}, None, 30.0),
+        ({"is_final": True}, "closed", None),
+        ({"is_final": True, "returns_s": 5.0}, "closed", 5.0),
+    ):
+        begin(node, wanted)
+        forecast = returns.turn_over(over(wanted, **told))
+        (hint,) = [one for one in foretells.heard if isinstance(one, Hint)]
+        foretells.heard.clear()
+        assert (hint.session, hint.event, hint.expected_return_s) == (OWNER, event, seconds)
+        assert hint.reading is not None
+        hinted = curve_of(np.full(BINS, 0.0 if event == "closed" else 0.9))
+        assert forecast is not None
+        assert (forecast.curve == hinted).all()
+        assert (sessions.curves[sessions.slot(OWNER)] == hinted).all()
+    assert returns.stats().hints["closed:received"] == 2
+    returns.turn_over(over(wanted))
+    assert not [one for one in foretells.heard if isinstance(one, Hint)]
+
+
 def test_a_turn_begins_and_ends_and_the_tiers_know(tmp_path: Path) -> None:
     foretells = Foretells(0.5)
     node, wanted = low_bench(tmp_path, foretells), sample(1)

@@ -144,6 +144,8 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.answers: list[list[str] | tuple[int, str]] = []
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.hints: list[tuple[str, dict[str, Any], str | None]] = []
+        self.hint_status = 200
         self.models_status = 200
         self.models = ["fake-model"]
 
@@ -168,6 +170,10 @@ class FakeHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path.endswith("/hint"):
+            self.server.hints.append((self.path, body, self.headers.get("Authorization")))
+            self._reply(self.server.hint_status, "{}")
+            return
         self.server.requests.append(({k.lower(): v for k, v in self.headers.items()}, body))
         answer = self.server.answers.pop(0)
         if isinstance(answer, tuple):
@@ -235,6 +241,31 @@ def test_two_turns_keep_the_conversation_and_its_session(server: FakeServer) -> 
     assert {h["authorization"] for h in headers} == {"Bearer my-key"}
     assert text.startswith("Hello\n192 of 212 prompt tok cached · answer 34 tok · first word ")
     assert chat.failed_turns == 0
+
+
+def test_who_leaves_or_begins_anew_says_that_the_conversation_is_over(server: FakeServer) -> None:
+    server.answers = [ANSWER, ANSWER]
+    talk(server.url, "hi", "/new", "afresh", "/quit", key="my-key")
+    sessions = [headers["x-session-id"] for headers, _ in server.requests]
+    assert server.hints == [
+        (f"/v1/sessions/{session}/hint", {"event": "closed"}, "Bearer my-key") for session in sessions
+    ]
+
+
+def test_the_end_of_the_input_says_so_as_well_and_nothing_asked_is_nothing_to_end(server: FakeServer) -> None:
+    server.answers = [ANSWER]
+    talk(server.url, "hi")
+    talk(server.url, "/quit")
+    assert [body for _, body, _ in server.hints] == [{"event": "closed"}]
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_server_that_does_not_understand_is_left_all_the_same(server: FakeServer, status: int) -> None:
+    server.answers, server.hint_status = [ANSWER], status
+    chat, text = talk(server.url, "hi", "/quit")
+    assert len(server.hints) == 1
+    assert chat.failed_turns == 0
+    assert str(status) not in text
 
 
 def test_line_separators_in_an_answer_do_not_cut_it(server: FakeServer) -> None:

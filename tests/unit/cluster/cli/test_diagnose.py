@@ -55,7 +55,7 @@ def test_a_healthy_server_is_told_so_and_exits_with_0(serve: Callable[..., None]
     serve(HEALTHY)
     result = run("diagnose")
     assert result.exit_code == 0
-    assert "Nothing is wrong: none of 14 conditions holds" in result.stdout
+    assert "Nothing is wrong: none of 15 conditions holds" in result.stdout
     every = run("diagnose", "--all").stdout
     assert all(f"✓ {name} " in every for name in BY_NAME)
 
@@ -71,7 +71,7 @@ def test_a_condition_is_told_with_its_numbers_and_exits_with_1(
     assert f"✗ {BY_NAME[name].title}" in said
     assert said.count("✗") == 1
     assert "→" in said
-    assert "1 of 14 conditions holds" in said
+    assert "1 of 15 conditions holds" in said
     assert "..." not in said.replace("....", "")
     assert ".." not in said, said
     record = json.loads(run("diagnose", "--json").stdout)

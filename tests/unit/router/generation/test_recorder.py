@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,5 +159,9 @@ def test_whose_the_last_message_is(last: Any, role: Any) -> None:
     assert turn_context(Settings().tiers, "t", {}, chat) == TurnContext(role, profile="code")
     plain = ParsedCompletion(model="m", sampling=SamplingParams(), prompts=("a",))
     assert turn_context(Settings().tiers, "t", {}, plain).role == "user"
+    told = replace(plain, cache=replace(plain.cache, returns_s=2.5))
+    final = turn_context(Settings().tiers, "t", {"x-dynamo-session-final": "True"}, told)
+    assert (final.returns_s, final.is_final) == (2.5, True)
+    assert not turn_context(Settings().tiers, "t", {"x-dynamo-session-final": "no"}, plain).is_final
     named = turn_context(Settings().tiers, "t", {"x-cache-profile": "batch"}, plain)
     assert named.profile == "batch"

@@ -26,12 +26,12 @@ export class Api extends EventTarget {
   }
 
   /** Send a request; return the response. Raises `ApiError`; a 401 also tells listeners of `refused`. */
-  async send(path, { method = "GET", body, headers = {}, signal } = {}) {
+  async send(path, { method = "GET", body, headers = {}, signal, keepalive = false } = {}) {
     const used = this.#key;
     const all = { ...headers };
     if (used) all.Authorization = `Bearer ${used}`;
     if (body !== undefined) all["Content-Type"] = "application/json";
-    const sent = { method, headers: all, signal, cache: "no-store", credentials: "omit", redirect: "error" };
+    const sent = { method, headers: all, signal, keepalive, cache: "no-store", credentials: "omit", redirect: "error" };
     let response;
     try {
       response = await fetch(path, body === undefined ? sent : { ...sent, body: JSON.stringify(body) });

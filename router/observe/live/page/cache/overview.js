@@ -151,10 +151,27 @@ export class Overview {
     const most = Math.max(1, ...parts.map(([name]) => sums[`${name}_bytes`]));
     keyed(byId("prefetch"), this.#prefetch, parts.map(([name, words]) => ({ name, words, size: sums[`${name}_bytes`], most })), (item) => item.name, () =>
       meter((item) => ({ source: item.name, name: item.words, share: item.size / item.most, value: bytes(item.size) })));
+    say(byId("against-lru"), againstLru(nodes));
     const regrets = nodes.map(([, node]) => node.prefetch?.regret?.demand).filter(Number.isFinite);
     const regret = regrets.length ? regrets.reduce((sum, one) => sum + one, 0) / regrets.length : null;
     say(byId("regret"), sums.started_bytes === 0 ? "Nothing has been prefetched yet." : regret === null ? "Regret: not known yet." : `Regret against loading on demand ${regret.toFixed(2).replace("-", "−")}: prefetching ${regret < 0 ? "gains" : "gains nothing"}.`);
   }
+}
+
+/** Return what the policy finds beside least recently used, over all nodes. */
+function againstLru(nodes) {
+  const sum = (name) => nodes.reduce((all, [, node]) => all + (node.lru?.[name] ?? 0), 0);
+  const [asked, gained, regretted] = ["asked_tokens", "gained_tokens", "regretted_tokens"].map(sum);
+  if (asked === 0) return "Against least recently used: nothing to compare yet.";
+  const gain = (gained - regretted) / asked;
+  const verdict = gain < -0.01 ? " It loses: tiers.policy.name: lru switches it off." : "";
+  const told = nodes.reduce((all, [, node]) => {
+    for (const [name, n] of Object.entries(node.predictor?.hints ?? {})) all[name.split(":")[1]] = (all[name.split(":")[1]] ?? 0) + n;
+    return all;
+  }, {});
+  const hints = told.received ? ` Hints: ${count(told.received)} received, ${count(told.true ?? 0)} came true, ${count(told.false ?? 0)} did not.` : "";
+  const size = `${gain < 0 ? "−" : "+"}${(100 * Math.abs(gain)).toFixed(1)} %`;
+  return `Against least recently used: ${size} of the prompt tokens asked for (${count(gained)} gained, ${count(regretted)} regretted).${verdict}${hints}`;
 }
 
 /** A line with a name, a bar and a value; `rowOf(item)` returns them as `{name, share, value, source, note}`. */

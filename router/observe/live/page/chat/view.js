@@ -2,6 +2,7 @@ import { ApiError } from "../base/api.js";
 import { byId, el, keyed, mark, say } from "../base/dom.js";
 import { short } from "../base/format.js";
 import { complete, messagesFor } from "./completion.js";
+import { Leaving } from "./leaving.js";
 import { MessageView } from "./message.js";
 import { STARTERS } from "./starters.js";
 import { ConversationStore } from "./store.js";
@@ -24,6 +25,7 @@ export class Chat {
   #streams = new Map();
   #views = new Map();
   #tabs = new Map();
+  #leaving;
   #messages = byId("messages");
   #box = this.#messages.parentElement;
   #atEnd = true;
@@ -34,6 +36,7 @@ export class Chat {
   constructor(api, reveal) {
     this.#api = api;
     this.#reveal = reveal;
+    this.#leaving = new Leaving(api);
     this.#length.value = localStorageOr(LENGTH_PLACE, this.#length.value);
     if (this.#length.selectedIndex < 0) this.#length.selectedIndex = 0;
     this.#length.addEventListener("change", () => keep(LENGTH_PLACE, this.#length.value));
@@ -46,6 +49,8 @@ export class Chat {
       event.preventDefault();
       this.#submit();
     });
+    this.#prompt.addEventListener("input", () => this.#leaving.typing(this.#active?.id));
+    document.addEventListener("visibilitychange", () => document.hidden && this.#leaving.hidden(this.#active?.id));
     this.#box.addEventListener("scroll", () => {
       this.#atEnd = this.#box.scrollHeight - this.#box.scrollTop - this.#box.clientHeight < NEAR_END_PX;
     });
@@ -54,6 +59,7 @@ export class Chat {
     byId("delete-chat").addEventListener("click", () => this.#delete());
     byId("show-row").addEventListener("click", () => this.#reveal(this.#active?.session));
     byId("starters").append(...STARTERS.map(({ name, text }) => el("button", { type: "button", on: { click: () => this.#send(text) } }, name)));
+    addEventListener("pagehide", () => this.#leaving.closed());
     addEventListener("pagehide", () => this.#store?.list().forEach((one) => this.#streams.has(one.id) && this.#store.save(one)));
   }
 
@@ -93,6 +99,7 @@ export class Chat {
   /** Show nobody's conversations, until `use`. */
   leave() {
     this.#streams.forEach((stream) => stream.abort());
+    this.#leaving = new Leaving(this.#api);
     this.#model = this.#store = this.#scope = this.#active = null;
     this.#views.clear();
     this.#messages.replaceChildren();
@@ -131,6 +138,7 @@ export class Chat {
 
   async #delete() {
     const conversation = this.#active;
+    this.#leaving.forget(conversation.id);
     this.#streams.get(conversation.id)?.abort();
     this.#store.remove(conversation.id);
     this.#open(this.#store.list()[0] ?? this.#store.create());
@@ -188,6 +196,7 @@ export class Chat {
     };
     try {
       const result = await complete(this.#api, request, { delta }, abort.signal);
+      this.#leaving.answered(conversation.id);
       answer.state = result.finish === "length" ? "length" : "done";
       if (result.receipt) answer.turn ??= { tokens: result.receipt.tokens, ttft_ms: result.ttftMs, miss: result.receipt.miss };
     } catch (error) {
