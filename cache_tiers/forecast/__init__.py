@@ -7,9 +7,13 @@ from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, LineageChains
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.forecast.replay_turns import CALIBRATION_S
 from samovar.cache_tiers.forecast.turns import (
+    BINS,
     COLD,
     EDGES,
+    EDGES_S,
+    LAST_S,
     TURN_S_MAX,
+    WIDTHS_S,
     Curves,
     Floats,
     Forecast,
@@ -20,6 +24,7 @@ from samovar.cache_tiers.forecast.turns import (
     SessionKey,
     Stop,
     Turn,
+    bins_of,
     fast_clock,
     hinted,
     log_survival,
@@ -27,12 +32,16 @@ from samovar.cache_tiers.forecast.turns import (
 )
 
 __all__ = [
+    "BINS",
     "CALIBRATION_S",
     "COLD",
     "EDGES",
+    "EDGES_S",
+    "LAST_S",
     "LEFT_SHARE",
     "NO_FILE",
     "TURN_S_MAX",
+    "WIDTHS_S",
     "Curves",
     "Floats",
     "Forecast",
@@ -50,6 +59,7 @@ __all__ = [
     "Turn",
     "TurnLearner",
     "TypeKm",
+    "bins_of",
     "fast_clock",
     "forecast",
     "hinted",

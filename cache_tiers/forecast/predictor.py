@@ -1,8 +1,8 @@
 """Predicts when idle sessions resume: a survival curve per session at turn end, learned online from turns.
 
 Sessions are counted by kind (`kaplan_meier.py`); of each profile's turns a small network learns how each
-differs from its kind, and a guard uses whoever forecast the like best (`traffic.py`). While too few of a
-profile have resumed to count, none is used: then the most recent session is worth most (`COLD`).
+differs from its kind, and a guard uses the forecasts that were best for the like (`profile_model.py`). While
+too few of a profile have resumed to count, none is used: then the most recent session is worth most (`COLD`).
 Pure: clock values come in with the turns. Whatever turns and hints contain, nothing here raises or takes
 long, and every curve is finite. Not thread-safe.
 """
@@ -36,6 +36,7 @@ from samovar.cache_tiers.forecast.kaplan_meier import (
     kind_of,
     kinds_with_aside,
 )
+from samovar.cache_tiers.forecast.profile_model import ProfileModel
 from samovar.cache_tiers.forecast.replay_turns import (
     TOLD,
     TURNS_ARRAYS,
@@ -45,7 +46,6 @@ from samovar.cache_tiers.forecast.replay_turns import (
     ReplayTurns,
     check_turns,
 )
-from samovar.cache_tiers.forecast.traffic import Traffic
 from samovar.cache_tiers.forecast.turns import (
     BINS,
     COLD,
@@ -111,7 +111,7 @@ class _Session(Known):
 
     history: bytes = NEW
     turn: int | None = None
-    traffic: Traffic | None = None
+    traffic: ProfileModel | None = None
 
 
 class Predictor(KindForecasts[_Session]):
@@ -122,20 +122,20 @@ class Predictor(KindForecasts[_Session]):
         self._settings = settings
         self._seed = seed
         self._rng = np.random.default_rng(seed)
-        self._traffics: dict[int, Traffic] = {}  # by profile
-        self._latest: Traffic | None = None
+        self._traffics: dict[int, ProfileModel] = {}  # by profile
+        self._latest: ProfileModel | None = None
 
-    def traffic(self, profile: int = 0) -> Traffic:
+    def traffic(self, profile: int = 0) -> ProfileModel:
         """Return what is learned of a profile's turns, by its number; nothing at first."""
         traffic = self._traffics.get(profile)
         if traffic is None:
             first = profile * PROFILE_KINDS
-            traffic = Traffic(self._settings, self.counts, first, self._rng, seed=self._seed)
+            traffic = ProfileModel(self._settings, self.counts, first, self._rng, seed=self._seed)
             self._traffics[profile] = traffic
         return traffic
 
     @property
-    def busiest(self) -> Traffic:
+    def busiest(self) -> ProfileModel:
         """What is learned of the profile with most turns."""
         return max(self._traffics.values(), key=lambda of: of.turns.added, default=None) or self.traffic()
 
@@ -300,7 +300,7 @@ class Predictor(KindForecasts[_Session]):
         if self._latest is None or added > self._latest.turns.added:
             self._latest = of
 
-    def _expert(self, traffic: Traffic, kind: int) -> Expert:
+    def _expert(self, traffic: ProfileModel, kind: int) -> Expert:
         return Expert.RECENCY if self.counts.is_cold(kind) else traffic.chosen(kind)
 
     def _came_back(self, session: SessionKey, known: _Session, at_s: float) -> None:

@@ -432,10 +432,7 @@ class TierNode:
         if lookup.starts_turn:
             self.shadow.log.append((lookup.keys, own.spans))
         self.resumption.looked_up(lookup, own)
-        found = self.peers.lookup(lookup, own)
-        if found.history and not own.history:
-            self.resumption.moved_here(lookup, found.history)
-        return replace(found, history=b"") if found.history else found
+        return self.resumption.moved_here(lookup, own, self.peers.lookup(lookup, own))
 
     def lookup_here(self, lookup: Lookup) -> LookupResult:
         """Return what this node's tiers hold of a chain, without asking peers. Raises as `lookup`."""
@@ -449,16 +446,8 @@ class TierNode:
         state.catalog.prices.loads(prices)
         if unlisted and covers(spans, len(lookup.keys) // KEY_BYTES):
             unlisted = ()
-        return LookupResult(
-            self._identity.incarnation,
-            clear_seq,
-            spans,
-            tails,
-            prices,
-            unlisted,
-            absent=absent,
-            history=self.resumption.history(lookup),
-        )
+        own, known = self._identity.incarnation, self.resumption.history(lookup)
+        return LookupResult(own, clear_seq, spans, tails, prices, unlisted, absent=absent, history=known)
 
     def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult:
         """See `NodePeers`. Waits half a lookup's time; the rest went to the nodes that did not answer.

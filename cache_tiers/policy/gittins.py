@@ -1,4 +1,4 @@
-"""The index by which to keep whoever returns soonest per second of room: Gittins (1979), of survival curves.
+"""The index by which sessions that return soonest per second of room are kept: Gittins (1979), of curves.
 
 Of a session that was idle for so long it is the best, over all times to wait, of the probability that it
 returns by then over the expected time spent waiting: a rate, 1/s. Where hazards fall it is the hazard; where
@@ -12,15 +12,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samovar.cache_tiers.forecast import Curves, Floats
-from samovar.cache_tiers.forecast.turns import BINS, EDGES_S, LAST_S, WIDTHS_S, bins_of
+from samovar.cache_tiers.forecast import BINS, EDGES_S, LAST_S, WIDTHS_S, Curves, Floats, bins_of
 
 Slots = npt.NDArray[np.intp]
 
 _LEAST: Final = 1e-12
 """Of what a bin adds: less is none."""
 _NOTICED: Final = 1e-6
-"""An index that is higher than the hazard by a smaller share is the hazard: rounding must order nobody."""
+"""An index above the hazard by a smaller share is the hazard: rounding must not order sessions."""
 _IS_LATER: Final = np.tri(BINS, BINS, 0, dtype=bool).T
 """`[begin, bin]`: whether the bin is the one that begins there, or later."""
 

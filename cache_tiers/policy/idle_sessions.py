@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from samovar.cache_tiers.forecast import (
+    BINS,
     COLD,
     EDGES,
     TURN_S_MAX,
@@ -26,7 +27,6 @@ from samovar.cache_tiers.forecast import (
     hinted,
     resume_probability,
 )
-from samovar.cache_tiers.forecast.turns import BINS
 from samovar.cache_tiers.policy import gittins
 
 Slots = npt.NDArray[np.intp]

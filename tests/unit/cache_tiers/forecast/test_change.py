@@ -12,8 +12,8 @@ from samovar.cache_tiers.forecast.features import NEW, SessionHistory, moved_rec
 from samovar.cache_tiers.forecast.kaplan_meier import POOLS, PROFILE_KINDS, KaplanMeier
 from samovar.cache_tiers.forecast.learner import TurnLearner, decode, encode
 from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.profile_model import best_of
 from samovar.cache_tiers.forecast.replay_turns import Expert
-from samovar.cache_tiers.forecast.traffic import best_of
 from samovar.cache_tiers.forecast.turns import Turn, resume_within
 from samovar.configs.sections import PredictorSettings
 from tests.support.turn_streams import Rule, stream

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from bench._forecast_scores import auc, ece
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.profile_model import ProfileModel
 from samovar.cache_tiers.forecast.replay_turns import Expert, Outcome, ReplayTurns, Rows
-from samovar.cache_tiers.forecast.traffic import Traffic
 from samovar.cache_tiers.forecast.turns import (
     COLD,
     EDGES,
@@ -46,7 +46,7 @@ class Naive(ReplayTurns):
 class Unguarded(Predictor):
     """The model alone."""
 
-    def _expert(self, traffic: Traffic, kind: int) -> Expert:
+    def _expert(self, traffic: ProfileModel, kind: int) -> Expert:
         return Expert.MODEL
 
 

@@ -39,7 +39,7 @@ _SETTLE_EVERY: Final = 16
 """Turns after which slowly changing values (standardisation, the counts' curves) are recomputed."""
 
 
-class Traffic:
+class ProfileModel:
     """The turns of one profile, whose kinds are numbered from `first_kind` on.
 
     `counts`: of all profiles. `rng`: chooses turns to learn from. Not thread-safe.
