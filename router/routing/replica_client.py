@@ -189,8 +189,9 @@ class ReplicasOfAll:
         kept = [one for one, _ in found if one is not None]
         return max(kept, key=lambda one: one.is_over, default=None), all(is_whole for _, is_whole in found)
 
-    async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
-        return sum(await asyncio.gather(*(client.pool_bytes(tenant, session) for client in self._all)))
+    async def pool_bytes(self, tenant: bytes, session: bytes) -> int | None:
+        found = await asyncio.gather(*(client.pool_bytes(tenant, session) for client in self._all))
+        return None if None in found else sum(one for one in found if one is not None)
 
     async def glance(self, owners: tuple[bytes, ...]) -> list[ReplicaGlance]:
         found = await asyncio.gather(*(client.glance(owners) for client in self._all))
