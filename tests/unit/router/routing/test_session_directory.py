@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,7 +24,7 @@ from samovar.cache_tiers.sessions.actor import SessionActor
 from samovar.cache_tiers.sessions.session_table import Sync, Synced
 from samovar.configs.settings import RouterSettings
 from samovar.replicas.messages import Route
-from samovar.router.routing import session_directory
+from samovar.router.routing import ray_clients, session_directory
 from samovar.router.routing.load_tracker import ReplicaLoadTracker
 from samovar.router.routing.ray_clients import RayDirectoryLink
 from samovar.router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
@@ -457,7 +458,13 @@ class Handle:
         self.sync = self.held = self.move = self.clear = Method(answer)
 
 
-async def test_ray_link_turns_silence_and_death_into_a_lost_directory() -> None:
+async def test_ray_link_turns_silence_and_death_into_a_lost_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The real one would start a Ray of its own, in this process.
+    monkeypatch.setattr(
+        ray_clients, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "me")
+    )
     assert await RayDirectoryLink(ActorRef(lambda: Handle(3))).move(TENANT, S1, "promote") == 3
     for answer in (RayActorError(), None):
         link = RayDirectoryLink(ActorRef(Handle, handle=Handle(answer)), timeout_s=0.01, clear_s_max=0.01)
