@@ -49,7 +49,8 @@ def measure(sessions: int) -> dict[str, float]:
             keys = keys_of(session, turn)
             player.store(keys, tag_of(session), player.begin(keys, tag_of(session)))
             node.tick()
-    log, costs = shadow.log, {name: [] for name in ("lookup", "append", "replay", "turn")}
+    log = shadow.log
+    costs: dict[str, list[float]] = {name: [] for name in ("lookup", "append", "replay", "turn")}
     for session in range(sessions):
         player.node.clock.now_s += 0.01
         keys, tag = keys_of(session, TURNS), tag_of(session)

@@ -511,7 +511,7 @@ class ChatClient:
     def closed(self, session_id: str) -> None:
         """Say that a session is over. It does not matter whether that arrives, or is understood."""
         path = f"/sessions/{quote(session_id, safe='')}/hint"
-        options = {"headers": self._auth, "timeout": CLOSED_S}
+        options: openai.RequestOptions = {"headers": self._auth, "timeout": CLOSED_S}
         with suppress(openai.OpenAIError, ValueError):
             self._openai.post(path, body={"event": "closed"}, cast_to=object, options=options)
 

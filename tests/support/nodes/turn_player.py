@@ -13,6 +13,7 @@ from samovar.cache_tiers.blocks import (
     CPU,
     ROOT,
     BlockShape,
+    Bytes,
     ExtentHeader,
     Placement,
     header_bytes,
@@ -97,8 +98,17 @@ class TurnPlayer:
         self.store(keys, session, found)
         node.resumption.turn_over(
             TurnEnded(
-                *(TENANT, session, 1.0, turn.input_tokens, turn.output_tokens),
-                *(marks_of(keys), self.shape.block_tokens, turn.stop, turn.role, turn.tool, turn.profile),
+                TENANT,
+                session,
+                1.0,
+                turn.input_tokens,
+                turn.output_tokens,
+                marks_of(keys),
+                self.shape.block_tokens,
+                turn.stop,
+                turn.role,
+                turn.tool,
+                turn.profile,
             )
         )
         node.tick()
@@ -116,7 +126,7 @@ class TurnPlayer:
         while self.node.node.work():
             pass
 
-    def _sealed(self, keys: Sequence[bytes], first: int, session: bytes) -> tuple[ExtentHeader, codec.Bytes]:
+    def _sealed(self, keys: Sequence[bytes], first: int, session: bytes) -> tuple[ExtentHeader, Bytes]:
         new = list(keys[first:])
         nbytes = header_bytes(len(new), self.shape.layers) + len(new) * self.shape.block_bytes
         record = np.zeros(nbytes, dtype=np.uint8)
