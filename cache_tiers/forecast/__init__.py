@@ -1,19 +1,22 @@
 """Forecasts of when an idle session resumes: turns, lineages, features, predictors and the learner thread."""
 
-from samovar.cache_tiers.forecast.hints import HintRecord
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.learner import Forecaster, PredictorFile, TurnLearner, forecast
 from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, LineageChains
 from samovar.cache_tiers.forecast.predictor import CALIBRATION_S, Predictor
 from samovar.cache_tiers.forecast.turns import (
+    ANYWHERE,
     COLD,
     EDGES,
+    RETURN_S,
+    TRUST,
     TURN_S_MAX,
     Curves,
     Floats,
     Forecast,
     Hint,
     HintEvent,
+    HintReading,
     Opening,
     Role,
     SessionKey,
@@ -22,14 +25,18 @@ from samovar.cache_tiers.forecast.turns import (
     fast_clock,
     hinted,
     log_survival,
+    logistic,
     resume_probability,
 )
 
 __all__ = [
+    "ANYWHERE",
     "CALIBRATION_S",
     "COLD",
     "EDGES",
     "LEFT_SHARE",
+    "RETURN_S",
+    "TRUST",
     "TURN_S_MAX",
     "Curves",
     "Floats",
@@ -37,7 +44,7 @@ __all__ = [
     "Forecaster",
     "Hint",
     "HintEvent",
-    "HintRecord",
+    "HintReading",
     "LineageChains",
     "Opening",
     "Predictor",
@@ -52,5 +59,6 @@ __all__ = [
     "forecast",
     "hinted",
     "log_survival",
+    "logistic",
     "resume_probability",
 ]
