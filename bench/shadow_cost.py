@@ -42,7 +42,7 @@ def measure(sessions: int) -> dict[str, float]:
     """One node, filled, then asked again by each conversation."""
     room = sessions * TURNS * TURN_BLOCKS * 8  # headers are larger than these payloads
     player = TurnPlayer("learned", SHAPE, room)
-    node, shadow = player.node.node, player.node.node.shadow
+    node, shadow = player.node.node, player.node.node.resumption.shadow
     for turn in range(1, TURNS + 1):
         for session in range(sessions):
             player.node.clock.now_s += 0.01

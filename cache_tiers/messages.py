@@ -336,37 +336,6 @@ class PeerStats:
 
 
 @dataclass(frozen=True, slots=True)
-class ResumptionStats:
-    """What a node knows of resumptions.
-
-    `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
-    from; `dropped`: not learned from, because the queue was full. `restored`: result of reading the file
-    at the start. `model_loss`, `fallback_loss`: mean log loss over the latest turns, which the guard uses.
-    `calibration`: see `forecast.CALIBRATION_S` and `replay_turns.Calibration`. `hints`: clients' hints by
-    `kind:outcome`, of which those `received` are judged `true` or `false` later.
-    """
-
-    predictor: str = "cold"
-    sessions: int = 0
-    turns: int = 0
-    dropped: int = 0
-    failures: int = 0
-    saves: int = 0
-    restored: str = ""
-    model_loss: float = 0.0
-    fallback_loss: float = 0.0
-    prefetch: PrefetchStats = field(default_factory=PrefetchStats)
-    calibration: tuple[tuple[float, float, int], ...] = ()
-    hints: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def calibration_error(self) -> float | None:
-        """Return the mean distance between what was forecast and what happened; None: not known yet."""
-        turns = sum(one[2] for one in self.calibration)
-        return sum(abs(said - true) * n for said, true, n in self.calibration) / turns if turns else None
-
-
-@dataclass(frozen=True, slots=True)
 class LruStats:
     """What least recently used would have had, beside what the tiers had, at lookups that began turns.
 
@@ -392,6 +361,39 @@ class LruStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumptionStats:
+    """What a node knows of resumptions.
+
+    `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
+    from; `dropped`: not learned from, because the queue was full. `restored`: result of reading the file
+    at the start. `model_loss`, `fallback_loss`: mean log loss over the latest turns, which the guard uses.
+    `calibration`: see `forecast.CALIBRATION_S` and `replay_turns.Calibration`. `hints`: clients' hints by
+    `kind:outcome`, of which those `received` are judged `true` or `false` later. `lru`: the policy beside
+    least recently used.
+    """
+
+    predictor: str = "cold"
+    sessions: int = 0
+    turns: int = 0
+    dropped: int = 0
+    failures: int = 0
+    saves: int = 0
+    restored: str = ""
+    model_loss: float = 0.0
+    fallback_loss: float = 0.0
+    prefetch: PrefetchStats = field(default_factory=PrefetchStats)
+    calibration: tuple[tuple[float, float, int], ...] = ()
+    hints: dict[str, int] = field(default_factory=dict)
+    lru: LruStats = LruStats()
+
+    @property
+    def calibration_error(self) -> float | None:
+        """Return the mean distance between what was forecast and what happened; None: not known yet."""
+        turns = sum(one[2] for one in self.calibration)
+        return sum(abs(said - true) * n for said, true, n in self.calibration) / turns if turns else None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStats:
     """One node's cache tiers.
 
@@ -399,7 +401,6 @@ class NodeStats:
     off). `drained`: extents by outcome, once the node is `draining`. `bad_files`: its own state files that
     could not be read at its start and were put aside. `pending_deletes`: deletes that failed and are retried;
     `forgotten_deletes`: those there was no room to remember, whose bytes stay accounted until a restart.
-    `lru`: the policy beside least recently used.
     """
 
     node_id: str
@@ -418,7 +419,6 @@ class NodeStats:
     bad_files: int = 0
     pending_deletes: int = 0
     forgotten_deletes: int = 0
-    lru: LruStats = LruStats()
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def _beside_lru(nodes: list[NodeStats]) -> Iterator[Metric]:
     for field, name, text in LRU_COUNTERS:
         family = CounterMetricFamily(name, text, labels=["node"])
         for node in nodes:
-            family.add_metric([node.node_id], getattr(node.lru, field))
+            family.add_metric([node.node_id], getattr(node.returns.lru, field))
         yield family
     found = CounterMetricFamily(
         "samovar_lru_tier_tokens",
@@ -77,7 +77,7 @@ def _beside_lru(nodes: list[NodeStats]) -> Iterator[Metric]:
         labels=["node"],
     )
     for node in nodes:
-        for of, tokens in (("policy", node.lru.found_tokens), ("lru", node.lru.lru_tokens)):
+        for of, tokens in (("policy", node.returns.lru.found_tokens), ("lru", node.returns.lru.lru_tokens)):
             for tier, count in tokens.items():
                 found.add_metric([tier, of, node.node_id], count)
         if (known := node.returns.calibration_error) is not None:

@@ -10,9 +10,7 @@ generation of its own; a late report of one that has ended changes nothing.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
 
 from samovar.cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName, session_of
 from samovar.cache_tiers.catalog.gone import AbsentBlocks, Clears, SteadyClock
@@ -37,10 +35,6 @@ ADOPTED_IDLE_SHARE = 0.9
 """An adopted extent's idle time above this share of its `ttl_s` counts for at most a hundredth more.
 
 A wall clock that is years ahead must not empty the tiers at startup, and the order of use stays."""
-
-ADOPTED_MAX = 65_536
-GONE = ("cleared", "expired", "lost")
-"""Why an extent is gone under any policy."""
 
 
 class Catalog:
@@ -80,11 +74,7 @@ class Catalog:
         self.clears = clears
         ledgers = {tier: books.ledger for tier, books in self._books.items()}
         self.transfers = TransferTable(ledgers, transfers_max)
-        self._absent = AbsentBlocks(settings.remembered_blocks_max)
-        self.log: deque[tuple[Any, ...]] = deque(maxlen=0)
-        """What was stored, and what is gone under any policy: `policy/shadow.py` puts its own here."""
-        self.adopted: deque[HeldExtent] = deque(maxlen=ADOPTED_MAX)
-        """What scans have found, until somebody takes it."""
+        self.history = self._absent = AbsentBlocks(settings.remembered_blocks_max)
 
     def find(
         self, lookup: Lookup, up: Collection[TierName]
@@ -131,10 +121,9 @@ class Catalog:
     ) -> Transfer | Held | ReservationRefused:
         """Reserve room in `tier` for a record of `nbytes` that is new to this node's tiers.
 
-        `clear_seq`: the `StoreRequest`'s. `recompute_s`: time to compute its blocks; 0: unknown.
-
-        The bytes are accounted and the (extent, tier) is exclusive from here until `commit` or `abandon`.
-        The victims are out of the index already. If refused, nothing was evicted.
+        `clear_seq`: the `StoreRequest`'s. `recompute_s`: time to compute its blocks; 0: unknown. The bytes
+        are accounted and the (extent, tier) is exclusive from here until `commit` or `abandon`. The victims
+        are out of the index already. If refused, nothing was evicted.
         """
         is_cleared = self.clears.forbids_store(header.tenant, header.session, clear_seq)
         if source != "replica":  # not looked up here, so there may be no tombstone
@@ -160,8 +149,7 @@ class Catalog:
         """Reserve room as `reserve`, to move an extent another tier holds (demote, write-behind, promote).
 
         Pin the `source` first; by default it is the cheapest tier with the extent. ReservationRefused("gone")
-        if no tier holds it any more: it was cleared meanwhile. Evicts from `tier` only. Does not count as a
-        use.
+        if no tier holds it any more: it was cleared. Evicts from `tier` only. Does not count as a use.
         """
         extent = self._registry.get(address)
         cheapest = extent.cheapest() if extent is not None else None
@@ -173,15 +161,14 @@ class Catalog:
     def commit(self, transfer: Transfer) -> bool:
         """Publish a record that is whole and verified: `find` sees it from now on.
 
-        False: fenced (cleared or expired), or already ended. Nothing was committed; unless the transfer had
-        ended before, its bytes are still accounted: delete what was written, then call `abandon`. Raises
-        `ValueError` if it is not verified.
+        False: fenced (cleared or expired), or already ended. Nothing was committed; unless it had ended, its
+        bytes are accounted: delete what was written, then `abandon`. Raises `ValueError` if not verified.
         """
         if not self.transfers.commit(transfer):
             return False
         self._add(HeldCopy(transfer.extent, transfer.tier, transfer.nbytes, transfer.generation, self.prices))
         if transfer.source not in TIERS:
-            self.log.append((transfer.extent, transfer.nbytes))
+            self.history.log.append((transfer.extent, transfer.nbytes))
         return True
 
     def abandon(self, transfer: Transfer) -> None:
@@ -408,7 +395,7 @@ class Catalog:
             self._tag(extent, session)
         books.ledger.adopt(address.tenant, nbytes)
         self._add(copy)
-        self.adopted.append(extent)
+        self.history.adopted.append(extent)
         return evictions
 
     def _make(
@@ -457,8 +444,6 @@ class Catalog:
         """Forget an extent, but not why its blocks are missing; `why`: None: it was never written."""
         self._registry.remove(extent)
         self._absent.left(extent, why)
-        if why in GONE:
-            self.log.append((extent.keys,))
 
     def _copy(self, address: Address, tier: TierName) -> HeldCopy | None:
         extent = self._registry.get(address)

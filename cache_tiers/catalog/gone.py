@@ -5,9 +5,10 @@ What comes too late does not bring back what was cleared. A turn that computes b
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from samovar.cache_tiers.blocks import KEY_BYTES, Clear, TenantRows, session_of
 from samovar.cache_tiers.catalog.index import ChainIndex, HeldExtent
@@ -214,10 +215,19 @@ _GONE: Mapping[EvictReason, str] = {
 }
 
 
+ADOPTED_MAX = 65_536
+
+
 class AbsentBlocks:
-    """Why blocks that this node was given are in none of its tiers. `blocks_max`: that are remembered."""
+    """Why blocks that this node was given are in none of its tiers. `blocks_max`: that are remembered.
+
+    `log`: what was stored, and what is gone under any policy, for `policy/shadow.py`, which puts in its own.
+    `adopted`: what scans have found, until it is taken.
+    """
 
     def __init__(self, blocks_max: int) -> None:
+        self.log: deque[tuple[Any, ...]] = deque(maxlen=0)
+        self.adopted: deque[HeldExtent] = deque(maxlen=ADOPTED_MAX)
         self._why: BlockMemory[str] = BlockMemory(blocks_max)
 
     def reserved(self, extent: HeldExtent) -> None:
@@ -233,6 +243,8 @@ class AbsentBlocks:
             self._why.drop(extent.block_keys())
         else:
             self._why.put(extent.block_keys(), "not written" if reason is None else _GONE[reason])
+        if reason in ("cleared", "expired", "lost"):
+            self.log.append((extent.keys,))
 
     def of(
         self, joined_keys: bytes, spans: Iterable[BlockRange], held: ChainIndex | None

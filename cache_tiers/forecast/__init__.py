@@ -1,17 +1,19 @@
 """Forecasts of when an idle session resumes: turns, lineages, features, predictors and the learner thread."""
 
-from samovar.cache_tiers.forecast.hints import HintRecord
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.learner import NO_FILE, Forecaster, PredictorFile, TurnLearner, forecast
 from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, LineageChains
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.forecast.replay_turns import CALIBRATION_S
 from samovar.cache_tiers.forecast.turns import (
+    ANYWHERE,
     BINS,
     COLD,
     EDGES,
     EDGES_S,
     LAST_S,
+    RETURN_S,
+    TRUST,
     TURN_S_MAX,
     WIDTHS_S,
     Curves,
@@ -19,6 +21,7 @@ from samovar.cache_tiers.forecast.turns import (
     Forecast,
     Hint,
     HintEvent,
+    HintReading,
     Opening,
     Role,
     SessionKey,
@@ -28,10 +31,12 @@ from samovar.cache_tiers.forecast.turns import (
     fast_clock,
     hinted,
     log_survival,
+    logistic,
     resume_probability,
 )
 
 __all__ = [
+    "ANYWHERE",
     "BINS",
     "CALIBRATION_S",
     "COLD",
@@ -40,6 +45,8 @@ __all__ = [
     "LAST_S",
     "LEFT_SHARE",
     "NO_FILE",
+    "RETURN_S",
+    "TRUST",
     "TURN_S_MAX",
     "WIDTHS_S",
     "Curves",
@@ -48,7 +55,7 @@ __all__ = [
     "Forecaster",
     "Hint",
     "HintEvent",
-    "HintRecord",
+    "HintReading",
     "LineageChains",
     "Opening",
     "Predictor",
@@ -64,5 +71,6 @@ __all__ = [
     "forecast",
     "hinted",
     "log_survival",
+    "logistic",
     "resume_probability",
 ]

@@ -89,7 +89,7 @@ class HintReading:
 class Hint:
     """A client's hint about its idle session. `expected_return_s`: from `at_s` on.
 
-    `reading`: as such hints have turned out (`hints.py`); None: nothing is known of them.
+    `reading`: as such hints have turned out (`policy/idle_sessions.py`); None: nothing is known of them.
     """
 
     session: SessionKey

@@ -281,6 +281,7 @@ def build_resumption(
         sessions,
         learner,
         prefetch,
+        ShadowLru({name: guard.bytes_max for name, guard in state.guards.items()}, clock),
         clock=clock,
         rate=predictor.clock_rate,
         sessions_max=predictor.sessions_max,
@@ -342,9 +343,8 @@ class TierNode:
         self._guards = guarded(media, settings, clock)
         sessions = IdleSessions(settings.predictor.sessions_max)
         replay_clock = fast_clock(clock, settings.predictor.clock_rate)
-        budgets = {name: media.bytes_max[name] for name in self._guards}
         catalog = Catalog(
-            budgets,
+            {name: media.bytes_max[name] for name in self._guards},
             make_policy(settings.policy),
             clock=replay_clock,
             tenant_share=tenant_share or (lambda _tenant: settings.tenant_share or 1.0),
@@ -353,8 +353,6 @@ class TierNode:
             sessions=sessions,
             settings=settings.policy,
         )
-        self.shadow = ShadowLru(budgets, replay_clock)
-        catalog.log = self.shadow.log
         state = self._state = NodeState(
             self._guards,
             catalog,
@@ -429,8 +427,6 @@ class TierNode:
         """
         self.resumption.asked(lookup)
         own = self.lookup_here(lookup)
-        if lookup.starts_turn:
-            self.shadow.log.append((lookup.keys, own.spans))
         self.resumption.looked_up(lookup, own)
         return self.resumption.moved_here(lookup, own, self.peers.lookup(lookup, own))
 
@@ -533,21 +529,10 @@ class TierNode:
         self._scans.rescan(now=is_peer_lost)
         self._stores.sink()
         self.resumption.tick()
-        self._compare()
-
-    def _compare(self) -> None:
-        """Let the shadow follow what has happened since the last time."""
-        with self._state.lock:
-            adopted = list(self._state.catalog.adopted)
-            self._state.catalog.adopted.clear()
-        if adopted:
-            self.shadow.seed(adopted)
-        self.shadow.work()
 
     def stats(self) -> NodeStats:
         """Return the node's counters, with one row per tier in the order of `TIERS`, also if it is off."""
         state = self._state
-        self._compare()
         with state.lock:
             moves, stores, misses = (
                 dict(state.catalog.transfers.reached),
@@ -573,7 +558,6 @@ class TierNode:
             bad_files=int(state.pending.read_failed),
             pending_deletes=pending,
             forgotten_deletes=forgotten,
-            lru=self.shadow.stats(),
         )
 
     def glance(self, owners: Sequence[bytes], at_s: Sequence[float], with_stats: bool) -> NodeGlance:
@@ -600,4 +584,3 @@ class TierNode:
         self.peers.check_integrity()
         self._looks.check_integrity()
         self.resumption.check_integrity()
-        self.shadow.check_integrity()

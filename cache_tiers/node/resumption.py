@@ -45,7 +45,7 @@ from samovar.cache_tiers.messages import (
 )
 from samovar.cache_tiers.node.state import NodeState
 from samovar.cache_tiers.node.store import NodeStores
-from samovar.cache_tiers.policy import IdleSessions, Known, Prefetcher
+from samovar.cache_tiers.policy import IdleSessions, Known, Prefetcher, ShadowLru
 
 logger = logging.getLogger(__name__)
 
@@ -282,6 +282,7 @@ class NodeResumption:
         sessions: IdleSessions,
         learner: TurnLearner,
         prefetch: NodePrefetch,
+        shadow: ShadowLru,
         *,
         clock: Callable[[], float],
         rate: float,
@@ -291,6 +292,9 @@ class NodeResumption:
         self._sessions = sessions
         self._learner = learner
         self.prefetch = prefetch
+        self.shadow = shadow
+        self._history = state.catalog.history
+        self._history.log = shadow.log
         self._clock = clock
         self._rate = rate
         self._chains = LineageChains(sessions_max)
@@ -310,6 +314,7 @@ class NodeResumption:
         """Note a lookup's answer `found` (of this node's tiers)."""
         if lookup.starts_turn:
             owner, now_s = lookup.tenant + lookup.session, self._clock()
+            self.shadow.log.append((lookup.keys, found.spans))
             with self._state.lock:
                 self.prefetch.returned(lookup.tenant, lookup.session, found.spans)
                 whole = lookup.tenant + session_of(lookup.session)
@@ -488,14 +493,24 @@ class NodeResumption:
         self._learner.work()
 
     def tick(self) -> None:
-        """Run the prefetch tick; called about every second."""
+        """Run the prefetch tick, and let the shadow follow; called about every second."""
         self.prefetch.tick()
+        self._compare()
+
+    def _compare(self) -> None:
+        with self._state.lock:
+            adopted = list(self._history.adopted)
+            self._history.adopted.clear()
+        if adopted:
+            self.shadow.seed(adopted)
+        self.shadow.work()
 
     def close(self) -> None:
         """Save what was learned."""
         self._learner.close(CLOSE_S_MAX)
 
     def stats(self) -> ResumptionStats:
+        self._compare()
         learner, predictor = self._learner, self._learner.predictor
         kind, losses = "cold", (0.0, 0.0)
         if isinstance(predictor, Predictor):
@@ -516,6 +531,7 @@ class NodeResumption:
             model_loss=losses[0],
             fallback_loss=losses[1],
             hints=hints,
+            lru=self.shadow.stats(),
             prefetch=self.prefetch.stats(),
         )
 
@@ -526,6 +542,7 @@ class NodeResumption:
             self._chains.check_integrity()
         self.prefetch.check_integrity()
         self._learner.check_integrity()
+        self.shadow.check_integrity()
 
     def _told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
         with self._state.lock:

@@ -35,14 +35,14 @@ _TICKS: Final = 1e6
 """A stamp is a time of use in microseconds, or one more than the latest: no two rows have the same."""
 
 
-class Copied(Protocol):
+class ShadowedCopy(Protocol):
     """An extent's record in one tier."""
 
     @property
     def nbytes(self) -> int: ...
 
 
-class Stored(Protocol):
+class ShadowedExtent(Protocol):
     """An extent as the catalog has it. `keys`: of its full blocks, joined."""
 
     @property
@@ -54,7 +54,7 @@ class Stored(Protocol):
     @property
     def last_used_s(self) -> float: ...
     @property
-    def copies(self) -> Mapping[TierName, Copied]: ...
+    def copies(self) -> Mapping[TierName, ShadowedCopy]: ...
 
 
 class ShadowRows:
@@ -295,7 +295,7 @@ class ShadowLru:
                 else:
                     self._stored(*event)
 
-    def seed(self, found: Iterable[Stored]) -> None:
+    def seed(self, found: Iterable[ShadowedExtent]) -> None:
         """Take in what the tiers have found in their media, by its last use."""
         with self._lock:
             for extent in found:
@@ -378,7 +378,7 @@ class ShadowLru:
                 self._join(row, 0)
         self._trim()
 
-    def _stored(self, extent: Stored, nbytes: int) -> None:
+    def _stored(self, extent: ShadowedExtent, nbytes: int) -> None:
         if not extent.keys:
             return
         self._block_tokens = extent.shape.block_tokens

@@ -221,7 +221,8 @@ def _returns_row(node: dict[str, Any], returns: dict[str, Any]) -> Row:
 
 def lru_rows(status: Status) -> list[Row]:
     """Return one row per node whose lookups were compared, with the columns of `LRU_HEAD`."""
-    return [_lru_row(node, node["lru"]) for node in status.nodes if node.get("lru", {}).get("asked_tokens")]
+    told = [(node, node.get("returns", {}).get("lru", {})) for node in status.nodes]
+    return [_lru_row(node, lru) for node, lru in told if lru.get("asked_tokens")]
 
 
 def _lru_row(node: dict[str, Any], lru: dict[str, Any]) -> Row:

@@ -244,7 +244,7 @@ def _profile_of(headers: Mapping[str, str]) -> ProfileName | None:
 def turn_context(
     settings: TierSettings, tenant: str, headers: Mapping[str, str], request: ParsedChat | ParsedCompletion
 ) -> TurnContext:
-    """Return what the resumption forecast is told of a request: its last message's role, its use case, when
+    """Return what a request says to the resumption forecast: its last message's role, its use case, when
     its client says that it comes back, and whether it says that it does not.
 
     A completion's prompt has the role `user`. `headers`: lower-case names. Raises `InvalidValue` for a

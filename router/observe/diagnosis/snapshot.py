@@ -226,7 +226,9 @@ class Window:
         found = 0
         for node in self.now.nodes:
             before = self._nodes.get((node.node_id, node.incarnation))
-            found += _grown(getattr(node.lru, name), getattr(before.lru, name) if before else 0)
+            found += _grown(
+                getattr(node.returns.lru, name), getattr(before.returns.lru, name) if before else 0
+            )
         return found
 
     def predictor_failures(self, node: NodeStats) -> int:

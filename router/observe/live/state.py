@@ -336,10 +336,10 @@ def _node(stats: NodeStats) -> Json:
         },
         "predictor": predictor,
         "lru": {
-            "lookups": stats.lru.lookups,
-            "asked_tokens": stats.lru.asked_tokens,
-            "gained_tokens": stats.lru.gained_tokens,
-            "regretted_tokens": stats.lru.regretted_tokens,
+            "lookups": returns.lru.lookups,
+            "asked_tokens": returns.lru.asked_tokens,
+            "gained_tokens": returns.lru.gained_tokens,
+            "regretted_tokens": returns.lru.regretted_tokens,
         },
         "prefetch": {
             "started_bytes": sum(prefetch.started.values()),

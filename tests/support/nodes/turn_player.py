@@ -22,7 +22,7 @@ from samovar.cache_tiers.blocks import (
 from samovar.cache_tiers.blocks import record as codec
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.messages import Lookup, LookupResult, StoreRequest, TurnEnded
-from samovar.cache_tiers.policy.shadow import Copied
+from samovar.cache_tiers.policy.shadow import ShadowedCopy
 from samovar.cluster.plan.traces.replay import events
 from samovar.cluster.plan.traces.trace import TraceTurn
 from samovar.configs.sections import PolicyName, PolicySettings, TierSettings
@@ -45,7 +45,7 @@ class StoredRun:
     placement: Placement = IN_MEMORY
     shape: BlockShape = BlockShape(1, 1024, 16)  # noqa: RUF009 - frozen
     last_used_s: float = 0.0
-    copies: Mapping[str, Copied] = field(default_factory=dict)
+    copies: Mapping[str, ShadowedCopy] = field(default_factory=dict)
 
 
 def tag_of(number: int) -> bytes:

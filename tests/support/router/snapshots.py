@@ -166,7 +166,9 @@ PLANTED: dict[tuple[str, str], Snapshot] = {
     ("predictor_off", "off"): with_tiers(
         CPU, NVME, OFF, returns=ResumptionStats(predictor="off: its file cannot be read")
     ),
-    ("predictor_loses", ""): with_tiers(CPU, NVME, OFF, lru=LruStats(900, 100_000, 2_000, 7_000, 60)),
+    ("predictor_loses", ""): with_tiers(
+        CPU, NVME, OFF, returns=replace(NODE.returns, lru=LruStats(900, 100_000, 2_000, 7_000, 60))
+    ),
     ("breaker_open", "nvme"): with_tiers(
         CPU, replace(NVME, state="open", read_errors=4, breaker_opened=2), OFF
     ),

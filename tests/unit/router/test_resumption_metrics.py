@@ -30,8 +30,8 @@ NODE = NodeStats(
         *("off: why", 7, 40, 2, 3, 1, "restored", 0.5, 0.75, PREFETCH),
         calibration=((0.1, 0.2, 3), (0.9, 0.6, 1)),
         hints={"typing:received": 3, "typing:true": 2},
+        lru=LruStats(9, 1000, 90, 30, 2, {"cpu": 500, "nvme": 7}, {"cpu": 440}),
     ),
-    lru=LruStats(9, 1000, 90, 30, 2, {"cpu": 500, "nvme": 7}, {"cpu": 440}),
 )
 
 
@@ -87,7 +87,13 @@ def test_a_node_that_has_seen_no_turn_has_no_row() -> None:
 
 def test_the_table_of_what_the_policy_gains() -> None:
     status = Status(
-        {}, [], [asdict(NODE), asdict(replace(NODE, lru=LruStats())), {"node_id": "an older server's"}]
+        {},
+        [],
+        [
+            asdict(NODE),
+            asdict(replace(NODE, returns=replace(NODE.returns, lru=LruStats()))),
+            {"node_id": "an older server's"},
+        ],
     )
     (row,) = lru_rows(status)
     told = dict(zip(LRU_HEAD, row, strict=True))

