@@ -205,7 +205,7 @@ class ValueQueue(Generic[T]):
     """Ranks things for eviction, told apart by hash and eq.
 
     Adding and taking are O(log n), ranking O(groups log groups). Up to `RANKED_AT_ONCE` groups are re-ranked
-    together every `rerank_s`; of more, so many in that time, in turn, and whoever takes after a long time
+    together every `rerank_s`; of more, so many in that time, in turn, and who takes after a long time
     makes up for it first. `refresh` does it in small parts before.
     """
 
