@@ -29,7 +29,7 @@ from samovar.cache_tiers.actors.rpc import PeerActors
 from samovar.cache_tiers.actors.staging import hand_over
 from samovar.cache_tiers.blocks import Bytes, Record, SumsSetup, TierError, compile_sums
 from samovar.cache_tiers.media import memory
-from samovar.cache_tiers.messages import NodeStats, PushRequest
+from samovar.cache_tiers.messages import Lookup, LookupResult, NodeStats, PushRequest
 from samovar.cache_tiers.node import (
     START_SCAN_S_MAX,
     STARTS_FILE,
@@ -156,6 +156,10 @@ def whole(node: TierNode) -> TierNode:
     return node
 
 
+def lookup_for_peer(node: TierNode, lookup: Lookup) -> LookupResult:
+    return replace(node.lookup_here(lookup), history=node.resumption.history(lookup))
+
+
 class TierActor:
     """Exposes `TierNode` as Ray methods; messages in `messages.py`, arguments in `tier_actor`."""
 
@@ -251,7 +255,7 @@ class TierActor:
         return self._node.resumption.prefetch.promote(tenant, session, "hint")
 
     # What other nodes' tier actors call: see `PeerCalls`.
-    peer_lookup = served("peer_lookup", TierNode.lookup_here, whole)
+    peer_lookup = served("peer_lookup", lookup_for_peer, whole)
     peer_export = served("peer_io", PeerExports.export, lambda node: node.peers.exports)
     peer_release = served("peer_lookup", PeerExports.release, lambda node: node.peers.exports)
     peer_read = served("peer_io", PeerExports.read, lambda node: node.peers.exports)

@@ -29,13 +29,7 @@ _KNOTS: Final = len(KNOTS_S)
 _OUT: Final = HIDDEN + _KNOTS  # the hidden layer and the skip are one product
 _LOGIT_MAX: Final = np.float32(14.0)
 _ZERO: Final = np.float32(0.0)
-_ONE: Final = np.float32(1.0)
 _GRADIENT_MAX: Final = 5.0
-_RANGES: Final = np.array([-1.5, -0.6, 0.0, 0.6, 1.5], dtype=np.float32)
-RAMPS: Final = len(_RANGES) - 1
-"""Ranges of a standardised number."""
-_SLOPES: Final = (np.float32(1.0) / np.diff(_RANGES)).astype(np.float32)
-_STARTS: Final = (-_RANGES[:-1] * _SLOPES).astype(np.float32)
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 _DECAY: Final = 0.1  # of the weights, times the learning rate (Loshchilov and Hutter, 2019)
 _PRIOR_STEPS: Final = 8000  # in earlier steps the decay is stronger: the prior weighs 1 / turns
@@ -47,18 +41,12 @@ _AVERAGED_STEPS: Final = 200
 class HazardModel:
     """Starts as the offset it is given, and restarts from there if its weights ever become non-finite.
 
-    `numbers`: of the `features`, the first so many are given by range as well. `late`: the last so many begin
-    without weight: where they are always 0, the model is the very same as without them.
+    `late`: of the `features`, the last so many begin without weight: where they are always 0, the model is
+    the very same as without them.
     """
 
-    def __init__(
-        self, features: int, *, learning_rate: float, seed: int, numbers: int = 0, late: int = 0
-    ) -> None:
-        self._given = features
-        self._numbers = numbers
-        self.features = features + numbers * RAMPS
-        self._columns = np.concatenate((np.arange(features), np.repeat(np.arange(numbers), RAMPS)))
-        self._slopes, self._starts = np.tile(_SLOPES, numbers), np.tile(_STARTS, numbers)
+    def __init__(self, features: int, *, learning_rate: float, seed: int, late: int = 0) -> None:
+        self.features = features
         self._late = late
         self._learning_rate = learning_rate
         self._rng = np.random.default_rng(seed)
@@ -73,10 +61,8 @@ class HazardModel:
         self.moments: Weights = np.zeros((2, self._count), dtype=np.float32)
         self.steps = 0
         first, _, _ = self._parts(self.weights)  # the second layer starts at 0: no session differs
-        early = self._given - self._late
-        for begin, end in ((0, early), (self._given, self.features)):
-            scale = math.sqrt(2.0 / (self.features - self._late))
-            first[begin:end, :HIDDEN] = self._rng.normal(0.0, scale, (end - begin, HIDDEN))
+        early = self.features - self._late
+        first[:early, :HIDDEN] = self._rng.normal(0.0, math.sqrt(2.0 / early), (early, HIDDEN))
         self.average = self.weights.copy()
 
     def _parts(self, flat: Weights) -> tuple[Weights, Weights, Weights]:
@@ -91,7 +77,7 @@ class HazardModel:
     def curve(self, row: Weights, offset: Weights) -> Curves:
         """Return the survival curve `[EDGES]` for standardised features `[features]`, log odds `[BINS]`."""
         first, bias, second = self._parts(self.average)
-        sums = self._ranged(row) @ first
+        sums = row @ first
         sums += bias
         knots = np.maximum(sums[:HIDDEN], _ZERO) @ second
         knots += sums[HIDDEN:]
@@ -109,7 +95,6 @@ class HazardModel:
         `came_back`, `survived`: `[n, BINS]`, each in [0, 1].
         """
         first, bias, second = self._parts(self.weights)
-        rows = self._ranged(rows)
         sums = rows @ first + bias
         hidden = np.maximum(sums[:, :HIDDEN], 0.0)
         hazards = _sigmoid((hidden @ second + sums[:, HIDDEN:]) @ _BASIS * self.reach + offsets)
@@ -125,18 +110,6 @@ class HazardModel:
         np.sum(at_sums, axis=0, out=to_bias)
         np.matmul(hidden.T, at_knots, out=to_second)
         self._adam(gradient)
-
-    def _ranged(self, rows: Weights) -> Weights:
-        """Return features `[..., features]` and how far each number is through each of its ranges."""
-        if not self._numbers:
-            return rows
-        ranged = rows.take(self._columns, axis=-1)
-        through = ranged[..., self._given :]
-        through *= self._slopes
-        through += self._starts
-        np.maximum(through, _ZERO, out=through)
-        np.minimum(through, _ONE, out=through)
-        return ranged
 
     def _adam(self, gradient: Weights) -> None:
         norm = math.sqrt(float(gradient @ gradient))

@@ -132,6 +132,8 @@ class KaplanMeier:
             {} for _ in range(BINS)
         ]  # with `ended_s`
         self._place: dict[SessionKey, int] = {}  # the bin; longest without news first
+        self.place = self._place.get
+        """Returns the bin that a session is in; None: it is not followed."""
         self._now_s = 0.0
 
     def __len__(self) -> int:
@@ -150,10 +152,6 @@ class KaplanMeier:
     def is_cold(self, kind: int) -> bool:
         """Return whether too few sessions of the kind's pool have resumed to say more than `COLD`."""
         return self._pools[self._pool_of[kind]].returns < RETURNS_MIN
-
-    def __contains__(self, session: object) -> bool:
-        """Whether the session is followed."""
-        return session in self._place
 
     def began_idle(self, session: SessionKey, kind: int, now_s: float) -> None:
         """Follow a session as idle from `now_s` on, replacing what was known of it."""
@@ -176,31 +174,34 @@ class KaplanMeier:
         for each in (kind, pool):
             each.returned(place, landed, idle_s < LAST_S)
         pool.returns += 1
+        full = 2.0 * self._window
         for counted in range(place, landed + 1):
-            self._fade(pool, counted)
+            if pool.came_back[counted] + pool.survived[counted] >= full:
+                self._fade(pool, counted)
 
     def dropped(self, session: SessionKey) -> None:
         """Stop following a session; what it has survived stays counted."""
         self._leave(session)
 
     def hazards(self, kind: int) -> list[float]:
-        """Return `[BINS]` in (0, 1): of the kind, or of its pool where too little was seen.
+        """Return `[BINS]` in (0, 1): of the kind, or of its pool where too little was seen."""
+        return self.hazards_of(kind)[0]
 
-        From a day on `COLD`'s then, by which the longest unused goes first: forecasts live for days, and what
-        one of today and one of last week made up for the tail would be compared.
+    def hazards_of(self, kind: int) -> tuple[list[float], list[float]]:
+        """Return `hazards` of the kind, and those of all of its pool together.
+
+        From a day on `COLD`'s where too little was seen, by which the longest unused goes first: forecasts
+        live for days, and what one of today and one of last week made up for the tail would be compared.
         """
         pool = _pool(self._kinds[kind])
         pooled = pool.hazards(self._now_s, _COLD_HAZARDS)
         of_kind = self._kinds[kind].hazards(self._now_s, pooled)
-        both = zip(of_kind, _known(pooled), _seen(pool), strict=True)
-        return [own if is_seen else other for own, other, is_seen in both]
-
-    def common(self, kind: int) -> list[float]:
-        """Return `[BINS]`: the hazards of all of the kind's pool together."""
-        pool = _pool(self._kinds[kind])
-        pooled = pool.hazards(self._now_s, _COLD_HAZARDS)
-        both = zip(pooled, _known(pooled), _seen(pool), strict=True)
-        return [own if is_seen else other for own, other, is_seen in both]
+        common = [*pooled[:_DAYS], *_COLD_HAZARDS[_DAYS:]]
+        both, together = [], []
+        for own, shared, other, is_seen in zip(of_kind, pooled, common, _seen(pool), strict=True):
+            both.append(own if is_seen else other)
+            together.append(shared if is_seen else other)
+        return both, together
 
     def seen(self, kind: int = 0) -> list[bool]:
         """Return `[BINS]`: whether enough of its pool resumed in this or later bins to tell kinds apart.
@@ -233,9 +234,8 @@ class KaplanMeier:
         return (*self._kinds, *self._pools)
 
     def _fade(self, pool: _TypeCounts, place: int) -> None:
-        if pool.came_back[place] + pool.survived[place] >= 2 * self._window:
-            for each in (pool, *self._members[id(pool)]):
-                each.fade(place)
+        for each in (pool, *self._members[id(pool)]):
+            each.fade(place)
 
     def _advance(self, now_s: float) -> None:
         """Move sessions that have passed their bin to the next one."""
@@ -258,7 +258,8 @@ class KaplanMeier:
                     each.survived[place] += 1.0
                     if following < BINS:
                         each.enter(following, ended_s)
-                self._fade(pool, place)
+                if pool.came_back[place] + pool.survived[place] >= 2.0 * self._window:
+                    self._fade(pool, place)
                 if following < BINS:
                     self._bins[following][session] = followed
                     self._place[session] = following
@@ -295,10 +296,6 @@ class KaplanMeier:
 def _pool(kind: _TypeCounts) -> _TypeCounts:
     assert kind.pool is not None, "a pool is no kind"
     return kind.pool
-
-
-def _known(pooled: Sequence[float]) -> list[float]:
-    return [*pooled[:_DAYS], *_COLD_HAZARDS[_DAYS:]]
 
 
 def _seen(pool: _TypeCounts) -> list[bool]:
@@ -340,19 +337,10 @@ _COLD_BYTES: Final = COLD.tobytes()
 
 @dataclass(slots=True)
 class Known:
-    """One session's curve, counted from `since_s`; as bytes: an array takes twice the room."""
+    """One session's curve, f32 `[EDGES]`, counted from `since_s`; as bytes: an array takes twice the room."""
 
     told: bytes = _COLD_BYTES
     since_s: float = 0.0
-
-    @property
-    def curve(self) -> Curves:
-        """The curve, f32 `[EDGES]`, not to be changed in place."""
-        return np.frombuffer(self.told, dtype=np.float32)
-
-    @curve.setter
-    def curve(self, curve: Curves) -> None:
-        self.told = _COLD_BYTES if curve is COLD else curve.tobytes()
 
 
 K = TypeVar("K", bound=Known)
@@ -396,11 +384,11 @@ class KindForecasts(Generic[K]):
             known = self._sessions.get(other)
             if known is None:
                 continue
-            rest = rest_of(known.curve, now_s - known.since_s)
+            rest = rest_of(np.frombuffer(known.told, dtype=np.float32), now_s - known.since_s)
             ratio = self.lineages.follows(other, cell, rest, now_s)
             if abs(ratio - 1.0) >= NOTICED:
                 curve = times(rest.astype(np.float32), ratio)
-                known.curve, known.since_s = curve, now_s
+                known.told, known.since_s = curve.tobytes(), now_s
                 changed.append((other, curve))
         return tuple(changed)
 
@@ -410,8 +398,8 @@ class KindForecasts(Generic[K]):
         if known is None:
             return None
         now_s = self._clock.at(hint.at_s)
-        curve = hinted(known.curve, now_s - known.since_s, hint)
-        known.curve, known.since_s = curve, now_s
+        curve = hinted(np.frombuffer(known.told, dtype=np.float32), now_s - known.since_s, hint)
+        known.told, known.since_s = curve.tobytes(), now_s
         return curve
 
     def forget(self, session: SessionKey) -> None:
@@ -476,5 +464,5 @@ class TypeKm(KindForecasts[_Counted]):
         curve = COLD if self.counts.is_cold(kind) else curve_of(self.counts.hazards(kind))
         self.lineages.expects(turn.session, standing, curve, now_s)
         curve = times(curve, standing.ratio)
-        known.curve, known.since_s = curve, now_s
+        known.told, known.since_s = curve.tobytes(), now_s
         return curve

@@ -25,8 +25,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from samovar.cache_tiers.blocks import BadRecord, TierError
-from samovar.cache_tiers.forecast.predictor import Predictor, State, with_later_bins
-from samovar.cache_tiers.forecast.profile_model import JUDGED_MIN
+from samovar.cache_tiers.forecast.predictor import JUDGED_MIN, Predictor, State, with_later_bins
 from samovar.cache_tiers.forecast.turns import EDGES_S, Curves, Forecast, Hint, Opening, SessionKey, Turn
 from samovar.cache_tiers.media import Deadline, Syscalls, files
 from samovar.configs.atomic_file import DRAFT, atomic_write

@@ -1,8 +1,9 @@
 """Predicts when idle sessions resume: a survival curve per session at turn end, learned online from turns.
 
 Sessions are counted by kind (`kaplan_meier.py`); of each profile's turns a small network learns how each
-differs from its kind, and a guard uses the forecasts that were best for the like (`profile_model.py`). While
-too few of a profile have resumed to count, none is used: then the most recent session is worth most (`COLD`).
+differs from its kind, and a guard uses the forecasts that were best for the like: the network's, the
+counts' by kind or of all kinds together, or recency. While too few of a profile have resumed to count, none
+is used: then the most recent session is worth most (`COLD`).
 Pure: clock values come in with the turns. Whatever turns and hints contain, nothing here raises or takes
 long, and every curve is finite. Not thread-safe.
 """
@@ -16,45 +17,50 @@ import numpy as np
 import numpy.typing as npt
 
 from samovar.cache_tiers.forecast.features import (
+    AT_RATIO,
+    CALIBRATION_S,
     FEATURES,
+    INPUTS,
     LINEAGE_FEATURES,
     NEW,
-    NUMBERS,
     PROFILES,
-    SessionHistory,
-    hinted_record,
-    moved_record,
-)
-from samovar.cache_tiers.forecast.hazard_net import RAMPS, weights_of, with_late
-from samovar.cache_tiers.forecast.kaplan_meier import (
-    KINDS,
-    KINDS_WITHOUT_ASIDE,
-    POOLS,
-    PROFILE_KINDS,
-    KindForecasts,
-    Known,
-    kind_of,
-    kinds_with_aside,
-)
-from samovar.cache_tiers.forecast.profile_model import ProfileModel
-from samovar.cache_tiers.forecast.replay_turns import (
+    RANGED,
     TOLD,
     TURNS_ARRAYS,
     Calibration,
     Expert,
     Outcome,
     ReplayTurns,
+    SessionHistory,
+    Standardiser,
+    Vector,
     check_turns,
+    hinted_record,
+    moved_record,
+)
+from samovar.cache_tiers.forecast.hazard_net import HazardModel, Weights, log_odds, weights_of, with_late
+from samovar.cache_tiers.forecast.kaplan_meier import (
+    KINDS,
+    KINDS_WITHOUT_ASIDE,
+    POOLS,
+    PROFILE_KINDS,
+    KaplanMeier,
+    KindForecasts,
+    Known,
+    kind_of,
+    kinds_with_aside,
 )
 from samovar.cache_tiers.forecast.turns import (
     BINS,
     COLD,
     LAST_S,
     Curves,
+    Floats,
     Hint,
     Opening,
     SessionKey,
     Turn,
+    curve_of,
     resume_within,
     times,
 )
@@ -74,8 +80,7 @@ _SOURCES: Final[dict[Expert, Source]] = {
 _TRAFFICS: Final = len(PROFILES) + 1
 """Profiles, and one for all others."""
 _POOLS: Final = max(POOLS) + 1
-_RANGED: Final = NUMBERS * RAMPS
-_WEIGHTS: Final = weights_of(FEATURES + _RANGED)
+_WEIGHTS: Final = weights_of(INPUTS)
 
 _ASIDE_SURE: Final = 0.05
 """First turns beside others are learned from by this share: all that are as likely to resume, of others as
@@ -100,6 +105,150 @@ _NEW_ARRAYS: Final = TURNS_ARRAYS | {"added"}
 _CELL_ARRAYS: Final = frozenset({"ratio_cells", "ratio_counts"})
 LINEAGE_ARRAYS: Final = _CELL_ARRAYS | {"left"}
 """Missing in states from before lineages."""
+
+
+JUDGED_MIN: Final = 200
+"""Turns, or turns of a kind, that must have been forecast before it is judged whose forecasts are used."""
+_YOUNG: Final = 2000
+"""Turns before which each arrival gets two learning steps."""
+_JUDGE_EVERY: Final = 32
+_SETTLE_EVERY: Final = 16
+"""Turns after which slowly changing values (standardisation, the counts' curves) are recomputed."""
+
+
+class ProfileModel:
+    """The turns of one profile, whose kinds are numbered from `first_kind` on.
+
+    `counts`: of all profiles. `rng`: chooses turns to learn from. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        settings: PredictorSettings,
+        counts: KaplanMeier,
+        first_kind: int,
+        rng: np.random.Generator,
+        *,
+        seed: int,
+    ) -> None:
+        self._settings = settings
+        self._counts = counts
+        self._first_kind = first_kind
+        self._rng = rng
+        self.model = HazardModel(
+            INPUTS, learning_rate=settings.learning_rate, seed=seed, late=LINEAGE_FEATURES
+        )
+        self.standard = Standardiser(settings.replay_turns)
+        self.turns = ReplayTurns(max(settings.replay_turns, settings.guard_outcomes))
+        self._judge_every = max(_JUDGE_EVERY, settings.guard_outcomes // 32)
+        self.judged = self.settled = 0  # number of turns added at that time
+        self._learns_from = 0  # turns required before learning
+        self._said: dict[int, tuple[int, Curves, Curves]] = {}  # kind -> turns added then, curves
+        self._offsets: Weights = np.tile(
+            log_odds(-np.expm1(np.diff(COLD.astype(np.float64)))), (PROFILE_KINDS, 1)
+        )
+        self.choice = Expert.COUNTS
+        """Whose forecasts are used where a kind has too few turns to say."""
+        self.by_kind: dict[int, Expert] = {}
+        self.losses: Floats = np.zeros(len(Expert))
+        """Mean minus log likelihood of the latest turns, by expert."""
+        self.switches = 0
+        """How often the guard changed its decision."""
+        self.calibration: Calibration = ()
+        """Of the forecasts in use, over the latest turns; empty until there are enough."""
+
+    def chosen(self, kind: int) -> Expert:
+        """Return whose forecasts of this kind are used."""
+        return self.by_kind.get(kind, self.choice)
+
+    def counted(self, kind: int) -> tuple[Curves, Curves]:
+        """Return the counted curves of a kind and of all kinds, at most a few turns old."""
+        said = self._said.get(kind)
+        if said is None or self.turns.added - said[0] >= _SETTLE_EVERY:
+            hazards, common = self._counts.hazards_of(kind)
+            said = self._said[kind] = self.turns.added, curve_of(hazards), curve_of(common)
+            self._offsets[kind - self._first_kind] = log_odds(hazards)
+            self.model.reach[:] = self._counts.seen(kind)
+        return said[1:]
+
+    def curves(self, features: Vector, kind: int, ratio: float) -> tuple[Curves, Curves, Curves]:
+        """Return what each expert forecasts, in the order of `Expert`; `ratio`: see `lineages.Standing`."""
+        counted, common = self.counted(kind)
+        offset = self._offsets[kind - self._first_kind]
+        if ratio != 1.0:
+            offset = offset + features[AT_RATIO]
+            counted, common = times(counted, ratio), times(common, ratio)
+        return self.model.curve(self.standard.apply(features), offset), counted, common
+
+    def learn(self, now_s: float) -> None:
+        """Take a learning step, two while there are few turns, and judge if that is due."""
+        added = self.turns.added
+        if not added:
+            return
+        fresh = added - self.settled
+        if fresh >= min(_SETTLE_EVERY, 1 + added // 4):
+            self.standard.add(self.turns.features(self.turns.latest(fresh)))
+            self.settled = added
+        if added - self.judged >= self._judge_every:
+            self._judge(now_s)
+            self.judged = added
+        if len(self.turns) < self._learns_from:
+            return
+        for _ in range(2 if added < _YOUNG else 1):
+            rows = self.turns.sample(self._rng, self._settings.batch_turns, self._settings.replay_turns)
+            came_back, survived = self.turns.targets(rows, now_s)
+            features = self.turns.features(rows)
+            offsets = self._offsets[self.turns.kinds(rows) - self._first_kind] + features[:, AT_RATIO:]
+            self.model.learn(self.standard.apply(features), offsets, came_back, survived)
+
+    def restored(self, added: int, settled: int, judged: int) -> None:
+        """Go on after a restart with what was put into `model`, `standard` and `turns`.
+
+        With few of its turns it does not learn until `learning_turns_min` are in: steps on a few turns would
+        undo what was learned.
+        """
+        self.settled, self.judged = settled, judged
+        wanted = min(self._settings.learning_turns_min, self.turns.rows_max)
+        self._learns_from = wanted if len(self.turns) < min(wanted, added) else 0
+        self.recount()
+
+    def recount(self) -> None:
+        """Ask the counts again for the curves of all kinds: the replayed turns are of all."""
+        self._said.clear()
+        for kind in range(self._first_kind, self._first_kind + PROFILE_KINDS):
+            self.counted(kind)
+
+    def _judge(self, now_s: float) -> None:
+        """Use the first expert that forecast the latest turns no worse than the best, beyond chance."""
+        judged_max = self._settings.guard_outcomes
+        turns = self.turns
+        if len(turns) < min(JUDGED_MIN, judged_max):
+            return
+        # Early on only the newer half: the first forecasts may be nonsense.
+        rows = turns.latest(min(judged_max, turns.added // 2))
+        losses = turns.losses(rows, now_s)
+        self.losses = losses.mean(axis=1)
+        choice = best_of(losses)
+        self.switches += choice != self.choice
+        self.choice = choice
+        kinds = turns.kinds(rows)
+        counted = np.bincount(kinds)
+        self.by_kind = {
+            kind: best_of(losses[:, kinds == kind]) for kind in np.flatnonzero(counted >= JUDGED_MIN).tolist()
+        }
+        followed = turns.latest(turns.added // 2)
+        used = np.array([self.chosen(kind) for kind in turns.kinds(followed).tolist()], dtype=np.intp)
+        self.calibration = turns.calibration(followed, used, CALIBRATION_S, now_s)
+
+
+def best_of(losses: Floats) -> Expert:
+    """Return the first expert whose loss is no higher than the least, or by chance; `losses`: `[experts, n]`.
+
+    Equal loss is enough: the model tells sessions of one kind apart.
+    """
+    worse = losses - losses[losses.mean(axis=1).argmin()]
+    is_good = worse.mean(axis=1) <= worse.std(axis=1) / losses.shape[1] ** 0.5
+    return Expert(int(is_good.argmax()))
 
 
 @dataclass(slots=True)
@@ -177,7 +326,7 @@ class Predictor(KindForecasts[_Session]):
         now_s = self._clock.at(turn.ended_s)
         started_s = self._clock.sane(turn.started_s)
         known = self._used(turn.session)
-        if known.turn is not None or turn.session in self.counts:
+        if known.turn is not None or self.counts.place(turn.session) is not None:
             self._came_back(turn.session, known, started_s)  # not reported, or turns overlap
         standing = self.lineages.ended(turn, now_s)
         history = SessionHistory(known.history)
@@ -186,7 +335,7 @@ class Predictor(KindForecasts[_Session]):
         kind = kind_of(turn, history.turns, is_aside=standing.is_aside)
         self.counts.began_idle(turn.session, kind, now_s)
         known.traffic = traffic = self._latest = self.traffic(kind // PROFILE_KINDS)
-        expert = self._expert(traffic, kind)
+        expert = Expert.RECENCY if self.counts.is_cold(kind) else traffic.chosen(kind)
         counted, _ = traffic.counted(kind)
         self.lineages.expects(turn.session, standing, COLD if expert == Expert.RECENCY else counted, now_s)
         curves = traffic.curves(features, kind, standing.ratio)
@@ -194,7 +343,7 @@ class Predictor(KindForecasts[_Session]):
         if not standing.is_aside or self._rng.random() < likely / _ASIDE_SURE:
             known.turn = traffic.turns.add(features, kind, curves, now_s)
         curve = times(COLD, standing.ratio) if expert == Expert.RECENCY else curves[expert]
-        known.curve, known.since_s = curve, now_s
+        known.told, known.since_s = curve.tobytes(), now_s
         return curve
 
     def hint(self, hint: Hint) -> Curves | None:
@@ -300,9 +449,6 @@ class Predictor(KindForecasts[_Session]):
         if self._latest is None or added > self._latest.turns.added:
             self._latest = of
 
-    def _expert(self, traffic: ProfileModel, kind: int) -> Expert:
-        return Expert.RECENCY if self.counts.is_cold(kind) else traffic.chosen(kind)
-
     def _came_back(self, session: SessionKey, known: _Session, at_s: float) -> None:
         self.counts.came_back(session, at_s)
         if known.turn is not None and known.traffic is not None:
@@ -313,9 +459,10 @@ class Predictor(KindForecasts[_Session]):
         """Raise `AssertionError` naming what is wrong."""
         super().check_integrity()
         for of in self._traffics.values():
-            of.check_integrity()
+            of.model.check_integrity()
+            of.turns.check_integrity()
         for known in self._sessions.values():
-            assert np.isfinite(known.curve).all(), "a curve is not finite"
+            assert np.isfinite(np.frombuffer(known.told, dtype=np.float32)).all(), "a curve is not finite"
 
 
 def _added(state: State) -> npt.NDArray[np.int64]:
@@ -435,7 +582,7 @@ def with_profiles(state: State) -> State:
         if name in state:
             one = state[name][0] if name == "steps" else state[name]
             if name == "weights" and one.ndim == 2:  # nor did it know of ranges
-                one = with_late(one.astype(np.float32), FEATURES, _RANGED)
+                one = with_late(one.astype(np.float32), FEATURES - LINEAGE_FEATURES, RANGED)
             rows = np.zeros((_TRAFFICS, *np.shape(one)), dtype=state[name].dtype)
             rows[is_seen] = one
             new[name] = rows

@@ -252,11 +252,12 @@ def build_resumption(
     wall_clock: Callable[[], float],
     file: Path | None,
     make: Callable[[], Forecaster] | None,
+    peers: NodePeers,
 ) -> NodeResumption:
     """Build the resumption part (`resumption.py`) from the settings.
 
     `clock`: of sessions, see `fast_clock`; `wall_clock`: runs in real time. `file`: where the predictor is
-    kept. `make`: see `TierNode`.
+    kept. `make`: see `TierNode`. `peers`: tell what they know of a session's turns.
     """
     predictor, policy = settings.predictor, settings.policy
 
@@ -276,7 +277,7 @@ def build_resumption(
     learner = TurnLearner(
         make or make_predictor, queue_max=predictor.queue_max, clock=wall_clock, file=_kept_in(file, settings)
     )
-    return NodeResumption(
+    resumption = NodeResumption(
         state,
         sessions,
         learner,
@@ -286,6 +287,8 @@ def build_resumption(
         rate=predictor.clock_rate,
         sessions_max=predictor.sessions_max,
     )
+    peers.moved = resumption.moved_here
+    return resumption
 
 
 def predictor_path(settings: TierSettings, pending_path: Path | None) -> Path | None:
@@ -395,6 +398,7 @@ class TierNode:
             wall_clock=clock,
             file=predictor_path(settings, media.pending_path),
             make=make_predictor,
+            peers=self.peers,
         )
         self._clears = NodeClears(state, self._scans, settings, self.resumption.clear)
         self.sessions = NodeSessions(state, self._stores)
@@ -428,7 +432,7 @@ class TierNode:
         self.resumption.asked(lookup)
         own = self.lookup_here(lookup)
         self.resumption.looked_up(lookup, own)
-        return self.resumption.moved_here(lookup, own, self.peers.lookup(lookup, own))
+        return self.peers.lookup(lookup, own)
 
     def lookup_here(self, lookup: Lookup) -> LookupResult:
         """Return what this node's tiers hold of a chain, without asking peers. Raises as `lookup`."""
@@ -442,8 +446,8 @@ class TierNode:
         state.catalog.prices.loads(prices)
         if unlisted and covers(spans, len(lookup.keys) // KEY_BYTES):
             unlisted = ()
-        own, known = self._identity.incarnation, self.resumption.history(lookup)
-        return LookupResult(own, clear_seq, spans, tails, prices, unlisted, absent=absent, history=known)
+        own = self._identity.incarnation
+        return LookupResult(own, clear_seq, spans, tails, prices, unlisted, absent=absent)
 
     def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult:
         """See `NodePeers`. Waits half a lookup's time; the rest went to the nodes that did not answer.

@@ -97,8 +97,7 @@ def merged(own: LookupResult, theirs: LookupResult, *, node: str, tenant: bytes,
             tails.append(PartialBlock(tail.key, tail.tokens, replace(at, tier="peer", node=node)))
     # Deepest first; at equal depth, local tails come first.
     tails.sort(key=lambda tail: -tail.span.first)
-    history = own.history or theirs.history
-    return replace(own, spans=tuple(spans), tails=tuple(tails[:TAILS_MAX]), history=history)
+    return replace(own, spans=tuple(spans), tails=tuple(tails[:TAILS_MAX]))
 
 
 def _is_sane(span: BlockRange, tenant: bytes) -> bool:
@@ -155,6 +154,8 @@ class NodePeers:
         self._peers = PeerTable(settings.peer, state.clock)
         self.lost = threading.Event()
         """Set when a node is gone, so that its data in S3 is worth a rescan; reset by the scanner."""
+        self.moved: Callable[[Lookup, bytes], None] = lambda lookup, history: None
+        """Hears what a peer knows of a session's turns."""
         self.exports = PeerExports(state, link, f"{node_id}:{incarnation}")
         self._pulls: PeerPulls | None = None
         if self._calls is not None:
@@ -195,6 +196,8 @@ class NodePeers:
             with state.lock:
                 self._peers.succeeded(node)
             answers.append((node, theirs))
+            if theirs.history:
+                self.moved(lookup, theirs.history)
             found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
         seconds: dict[LoadSource, float] = {"peer": state.clock() - began_s} if asked else {}
         if silent and self._look_again is not None and not covers(found.spans, blocks):

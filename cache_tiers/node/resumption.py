@@ -329,14 +329,9 @@ class NodeResumption:
             return b""
         return self._learner.history(lookup.tenant + lookup.session, self._clock())
 
-    def moved_here(self, lookup: Lookup, own: LookupResult, found: LookupResult) -> LookupResult:
-        """Go on with a peer's history of a lookup's session, if none is known here; return `found` without.
-
-        `own`: what this node answers by itself, `found`: the same with what peers add.
-        """
-        if found.history and not own.history:
-            self._learner.moved_here(lookup.tenant + lookup.session, found.history, self._clock())
-        return replace(found, history=b"") if found.history else found
+    def moved_here(self, lookup: Lookup, history: bytes) -> None:
+        """Go on with a peer's `history` of a lookup's session, if nothing is known of it here."""
+        self._learner.moved_here(lookup.tenant + lookup.session, history, self._clock())
 
     @property
     def is_new(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -96,7 +96,8 @@ class World:
 
     def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> LookupResult:
         assert timeout_s > 0
-        return self._at(node, "lookup").lookup_here(lookup)
+        at = self._at(node, "lookup")
+        return replace(at.lookup_here(lookup), history=at.resumption.history(lookup))
 
     def export(self, node: str, ask: ExtentRequest, timeout_s: float) -> Export | FetchFailed:
         assert 0 < ask.deadline_s <= timeout_s

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench._forecast_scores import auc, ece
+from samovar.cache_tiers.forecast.features import Expert, Outcome, ReplayTurns, Rows
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
-from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.profile_model import ProfileModel
-from samovar.cache_tiers.forecast.replay_turns import Expert, Outcome, ReplayTurns, Rows
+from samovar.cache_tiers.forecast.predictor import Predictor, ProfileModel
 from samovar.cache_tiers.forecast.turns import (
     COLD,
     EDGES,
@@ -46,8 +45,11 @@ class Naive(ReplayTurns):
 class Unguarded(Predictor):
     """The model alone."""
 
-    def _expert(self, traffic: ProfileModel, kind: int) -> Expert:
-        return Expert.MODEL
+    def traffic(self, profile: int = 0) -> ProfileModel:
+        of = super().traffic(profile)
+        of.chosen = lambda kind: Expert.MODEL  # type: ignore[method-assign]
+        self.counts.is_cold = lambda kind: False  # type: ignore[method-assign]
+        return of
 
 
 def feed(

@@ -11,6 +11,11 @@ import pytest
 from samovar.cache_tiers.forecast.features import (
     CLIP,
     FEATURES,
+    LINEAGE_FEATURES,
+    NUMBERS,
+    RANGED,
+    Outcome,
+    ReplayTurns,
     SaneClock,
     SessionHistory,
     Standardiser,
@@ -18,7 +23,6 @@ from samovar.cache_tiers.forecast.features import (
 )
 from samovar.cache_tiers.forecast.hazard_net import HazardModel, log_odds
 from samovar.cache_tiers.forecast.kaplan_meier import KINDS, SHRINKAGE, TAIL_RETURNS_MIN, KaplanMeier, kind_of
-from samovar.cache_tiers.forecast.replay_turns import Outcome, ReplayTurns
 from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES, EDGES_S, LAST_S, Turn, bin_of, curve_of
 
 TURN = Turn("s", 0.0, 1.0, 1000, 50)
@@ -248,8 +252,16 @@ def test_standardised_features_are_centred_and_clipped() -> None:
     for begin in range(0, 3000, 10):
         standard.add(rows[begin : begin + 10])
     applied = standard.apply(rows)
-    assert np.abs(applied.mean(axis=0)).max() < 0.2
-    assert applied.std(axis=0) == pytest.approx(1.0, abs=0.1)
+    early = FEATURES - LINEAGE_FEATURES
+    plain = np.delete(applied, range(early, early + RANGED), axis=1)
+    assert plain.shape == rows.shape
+    assert np.abs(plain.mean(axis=0)).max() < 0.2
+    assert plain.std(axis=0) == pytest.approx(1.0, abs=0.1)
+    ranged = applied[:, early : early + RANGED].reshape(len(rows), NUMBERS, -1)
+    assert (ranged.min(), ranged.max()) == (0.0, 1.0)
+    assert (np.diff(ranged, axis=2) <= 0.0).all(), "it is through a range before it is in the next"
+    number = applied[:, 7].argsort()
+    assert (np.diff(ranged[number, 7], axis=0) >= 0.0).all(), "and the further through it the larger it is"
     assert standard.apply(np.full(FEATURES, 1e9, dtype=np.float32)).max() == CLIP
     assert standard.sums[0, 0] <= 2000, "old turns fade"
 

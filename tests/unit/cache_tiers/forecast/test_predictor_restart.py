@@ -12,8 +12,14 @@ from bench import _turn_tables as turn_tables
 from bench import predictor as bench
 from bench._forecast_scores import auc, brier
 from samovar.cache_tiers.forecast import learner as predictor_file
-from samovar.cache_tiers.forecast.features import FEATURES, LINEAGE_FEATURES, NUMBERS
-from samovar.cache_tiers.forecast.hazard_net import HIDDEN, KNOTS_S, RAMPS
+from samovar.cache_tiers.forecast.features import (
+    FEATURES,
+    LINEAGE_FEATURES,
+    RANGED,
+    TURNS_ARRAYS,
+    ReplayTurns,
+)
+from samovar.cache_tiers.forecast.hazard_net import HIDDEN, KNOTS_S
 from samovar.cache_tiers.forecast.kaplan_meier import KINDS, KINDS_WITHOUT_ASIDE, kinds_with_aside
 from samovar.cache_tiers.forecast.learner import (
     FILE_BYTES_MAX,
@@ -30,7 +36,6 @@ from samovar.cache_tiers.forecast.learner import (
     save,
 )
 from samovar.cache_tiers.forecast.predictor import LINEAGE_ARRAYS, Predictor, State
-from samovar.cache_tiers.forecast.replay_turns import TURNS_ARRAYS, ReplayTurns
 from samovar.cache_tiers.forecast.turns import EDGES, EDGES_S, Curves, Turn, resume_probability
 from samovar.configs.sections import PredictorSettings
 from tests.support.constants import tuned
@@ -48,7 +53,7 @@ class Frozen(Predictor):
     def restore(self, state: State) -> None:
         super().restore(state)
         for of in self._traffics.values():
-            of._step = lambda now_s: None  # type: ignore[method-assign]
+            of.learn = lambda now_s: None  # type: ignore[method-assign]
 
 
 def feed(predictor: Predictor, turns: Iterable[Turn]) -> Curves:
@@ -86,7 +91,8 @@ def without_turns(state: State) -> State:
     return {name: state[name] for name in state.keys() - TURNS_ARRAYS - {"added"}}
 
 
-RANGES = slice(*((HIDDEN + len(KNOTS_S)) * at for at in (FEATURES, FEATURES + NUMBERS * RAMPS)))
+EARLY = FEATURES - LINEAGE_FEATURES
+RANGES = slice(*((HIDDEN + len(KNOTS_S)) * at for at in (EARLY, EARLY + RANGED)))
 """Of the weights, those of numbers by range."""
 OF_GUARD = frozenset({"choices", "turn_curves"})
 """What older files do not say of it: which kinds the network forecasts, and what all kinds together said."""

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES_S, LAST_S, WIDTHS_S, curve_of
-from samovar.cache_tiers.policy.gittins import excesses, indices
-from samovar.cache_tiers.policy.idle_sessions import IdleSessions
+from samovar.cache_tiers.policy.idle_sessions import IdleSessions, excesses, indices
 from samovar.cache_tiers.policy.policies import Candidates, LikelyReturn
 
 NEVER = curve_of(np.zeros(BINS))
