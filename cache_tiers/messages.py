@@ -367,7 +367,7 @@ class ResumptionStats:
     `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
     from; `dropped`: not learned from, because the queue was full. `restored`: result of reading the file
     at the start. `model_loss`, `fallback_loss`: mean log loss over the latest turns, which the guard uses.
-    `calibration`: see `forecast.CALIBRATION_S` and `features.Calibration`. `hints`: clients' hints by
+    `calibration`: see `forecast.CALIBRATION_S` and `predictor.Calibration`. `hints`: clients' hints by
     `kind:outcome`, of which those `received` are judged `true` or `false` later. `lru`: the policy beside
     least recently used.
     """

@@ -1,10 +1,9 @@
 """Forecasts of when an idle session resumes: turns, lineages, features, predictors and the learner thread."""
 
-from samovar.cache_tiers.forecast.features import CALIBRATION_S
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.learner import NO_FILE, Forecaster, PredictorFile, TurnLearner, forecast
 from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, LineageChains
-from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.forecast.predictor import CALIBRATION_S, Predictor
 from samovar.cache_tiers.forecast.turns import (
     ANYWHERE,
     BINS,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from bench._forecast_scores import brier
-from samovar.cache_tiers.forecast.features import NEW, Expert, SessionHistory, moved_record
+from samovar.cache_tiers.forecast.features import NEW, SessionHistory, moved_record
 from samovar.cache_tiers.forecast.kaplan_meier import POOLS, PROFILE_KINDS, KaplanMeier
 from samovar.cache_tiers.forecast.learner import TurnLearner, decode, encode
-from samovar.cache_tiers.forecast.predictor import Predictor, best_of
+from samovar.cache_tiers.forecast.predictor import Expert, Predictor, best_of
 from samovar.cache_tiers.forecast.turns import Turn, resume_within
 from samovar.configs.sections import PredictorSettings
 from tests.support.turn_streams import Rule, stream

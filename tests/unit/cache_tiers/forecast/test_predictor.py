@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench._forecast_scores import auc, ece
-from samovar.cache_tiers.forecast.features import Expert, Outcome, ReplayTurns, Rows
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
-from samovar.cache_tiers.forecast.predictor import Predictor, ProfileModel
+from samovar.cache_tiers.forecast.predictor import Expert, Outcome, Predictor, ProfileModel, ReplayTurns, Rows
 from samovar.cache_tiers.forecast.turns import (
     COLD,
     EDGES,

@@ -14,8 +14,6 @@ from samovar.cache_tiers.forecast.features import (
     LINEAGE_FEATURES,
     NUMBERS,
     RANGED,
-    Outcome,
-    ReplayTurns,
     SaneClock,
     SessionHistory,
     Standardiser,
@@ -23,6 +21,7 @@ from samovar.cache_tiers.forecast.features import (
 )
 from samovar.cache_tiers.forecast.hazard_net import HazardModel, log_odds
 from samovar.cache_tiers.forecast.kaplan_meier import KINDS, SHRINKAGE, TAIL_RETURNS_MIN, KaplanMeier, kind_of
+from samovar.cache_tiers.forecast.predictor import Outcome, ReplayTurns
 from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES, EDGES_S, LAST_S, Turn, bin_of, curve_of
 
 TURN = Turn("s", 0.0, 1.0, 1000, 50)

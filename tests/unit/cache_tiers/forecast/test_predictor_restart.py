@@ -12,13 +12,7 @@ from bench import _turn_tables as turn_tables
 from bench import predictor as bench
 from bench._forecast_scores import auc, brier
 from samovar.cache_tiers.forecast import learner as predictor_file
-from samovar.cache_tiers.forecast.features import (
-    FEATURES,
-    LINEAGE_FEATURES,
-    RANGED,
-    TURNS_ARRAYS,
-    ReplayTurns,
-)
+from samovar.cache_tiers.forecast.features import FEATURES, LINEAGE_FEATURES, RANGED
 from samovar.cache_tiers.forecast.hazard_net import HIDDEN, KNOTS_S
 from samovar.cache_tiers.forecast.kaplan_meier import KINDS, KINDS_WITHOUT_ASIDE, kinds_with_aside
 from samovar.cache_tiers.forecast.learner import (
@@ -35,7 +29,7 @@ from samovar.cache_tiers.forecast.learner import (
     restore,
     save,
 )
-from samovar.cache_tiers.forecast.predictor import LINEAGE_ARRAYS, Predictor, State
+from samovar.cache_tiers.forecast.predictor import LINEAGE_ARRAYS, TURNS_ARRAYS, Predictor, ReplayTurns, State
 from samovar.cache_tiers.forecast.turns import EDGES, EDGES_S, Curves, Turn, resume_probability
 from samovar.configs.sections import PredictorSettings
 from tests.support.constants import tuned
