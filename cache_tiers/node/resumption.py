@@ -537,7 +537,6 @@ class NodeResumption:
             self._chains.check_integrity()
         self.prefetch.check_integrity()
         self._learner.check_integrity()
-        self.shadow.check_integrity()
 
     def _told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
         with self._state.lock:

@@ -48,6 +48,7 @@ def played(policy: PolicyName) -> tuple[int, LruStats]:
     player = TurnPlayer(policy, BIG, ROOM)
     player.play(turns())
     player.node.node.check_integrity()
+    player.node.node.resumption.shadow.check_integrity()
     return player.found * BLOCK, player.node.node.stats().returns.lru
 
 
@@ -274,7 +275,7 @@ def test_a_restart_finds_what_the_files_had(tmp_path: Path) -> None:
     found = again.node.stats().returns.lru
     assert (found.gained_tokens, found.regretted_tokens) == (0, 0)
     assert found.lru_tokens["nvme"] == found.found_tokens["nvme"] == 12
-    again.node.check_integrity()
+    again.node.resumption.shadow.check_integrity()
 
 
 def test_only_lookups_that_begin_a_turn_count() -> None:

@@ -184,6 +184,7 @@ TWO: dict[str, tuple[Any, Any]] = {
     "model": ("a", "b"),
     "n": (1, 2),
     "n_predict": (9, 10),
+    "nvext": ({"agent_hints": {"iat": 500}}, {"agent_hints": {"iat": 9000}}),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0.5, 1.0),
     "priority": (1, 2),
