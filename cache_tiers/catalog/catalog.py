@@ -287,11 +287,10 @@ class Catalog:
         """
         if TIERS.index(to) <= TIERS.index(tier):
             raise ValueError(f"{to} is not below {tier}")
-        over = self._books[tier].over(used_share, self._now_s())
-        looks = extents_max if self._registry.sinkable(tier, to) else 0  # none where all is written behind
+        looks = extents_max if self._registry.sinkable[tier, to] else 0  # none where all is written behind
         return [
             copy.extent.address
-            for copy in self._books[tier].coldest(over, looks, self._now_s())
+            for copy in self._books[tier].coldest(used_share, looks, self._now_s())
             if to not in copy.extent.copies
             and not self.transfers.is_busy(to, copy.extent.address)
             and copy.extent.placement.allows(to)

@@ -238,7 +238,8 @@ class ExtentRegistry:
         self._lineages: dict[tuple[bytes, bytes], dict[bytes, None]] = {}  # (tenant, session's) -> lineages'
         self._tenants: dict[bytes, dict[HeldExtent, None]] = {}
         self._expiry: LazyHeap[HeldExtent] = LazyHeap(_expires)
-        self._sinkable: Counter[tuple[TierName, TierName]] = Counter()
+        self.sinkable: Counter[tuple[TierName, TierName]] = Counter()
+        """How many copies of a tier have none in a lower one, and may have one, by both."""
 
     def __iter__(self) -> Iterator[HeldExtent]:
         return iter(self._extents.values())
@@ -264,23 +265,23 @@ class ExtentRegistry:
         for session in extent.sessions:
             self._unfile(extent, session)
 
-    def sinkable(self, tier: TierName, to: TierName) -> int:
-        """Return how many copies of `tier` have none in `to`, and may have one. O(1)."""
-        return self._sinkable[tier, to]
-
     def add_copy(self, copy: HeldCopy) -> None:
         extent = copy.extent
         if not extent.copies:
             self._chains.setdefault(_chain(extent), ChainIndex()).add(extent)
-        self._sinkable.subtract(_sinks(extent))
         extent.copies[copy.tier] = copy
-        self._sinkable.update(_sinks(extent))
+        at, last = TIERS.index(copy.tier), TIERS.index(extent.placement.lowest)
+        to = [to for to in TIERS[at + 1 : last + 1] if to not in extent.copies]
+        self.sinkable.update([(copy.tier, lower) for lower in to])
+        self.sinkable.subtract([(upper, copy.tier) for upper in TIERS[:at] if upper in extent.copies])
 
     def remove_copy(self, copy: HeldCopy) -> None:
         extent = copy.extent
-        self._sinkable.subtract(_sinks(extent))
         del extent.copies[copy.tier]
-        self._sinkable.update(_sinks(extent))
+        at, last = TIERS.index(copy.tier), TIERS.index(extent.placement.lowest)
+        to = [to for to in TIERS[at + 1 : last + 1] if to not in extent.copies]
+        self.sinkable.subtract([(copy.tier, lower) for lower in to])
+        self.sinkable.update([(upper, copy.tier) for upper in TIERS[:at] if upper in extent.copies])
         if not extent.copies:
             chain = self._chains[_chain(extent)]
             chain.remove(extent)
@@ -384,8 +385,18 @@ class ExtentRegistry:
                 sessions.setdefault((address.tenant, session), {})[extent] = None
             if extent.copies:
                 chains.setdefault(_chain(extent), []).append(extent)
-        sinks = Counter(pair for extent in self._extents.values() for pair in _sinks(extent))
-        assert +self._sinkable == sinks, "what could sink is miscounted"
+        sinks = Counter(
+            [
+                (tier, to)
+                for extent in self._extents.values()
+                for tier in extent.copies
+                for to in TIERS[TIERS.index(tier) + 1 : TIERS.index(extent.placement.lowest) + 1]
+                if to not in extent.copies
+            ]
+        )
+        assert {pair: count for pair, count in self.sinkable.items() if count} == sinks, (
+            "what could sink is miscounted"
+        )
         assert self._tenants == tenants, "the extents of a tenant are wrong"
         assert self._sessions == sessions, "the extents of a session are wrong"
         lineages = {(tenant, tag) for (tenant, _), tags in self._lineages.items() for tag in tags}
@@ -407,17 +418,6 @@ def _leave(rows: dict[Key, dict[Entry, None]], key: Key, entry: Entry) -> None:
     rows[key].pop(entry)
     if not rows[key]:
         del rows[key]
-
-
-def _sinks(extent: HeldExtent) -> list[tuple[TierName, TierName]]:
-    """Return from and into which tiers the extent could sink."""
-    return [
-        (tier, to)
-        for at, tier in enumerate(TIERS)
-        if tier in extent.copies
-        for to in TIERS[at + 1 :]
-        if to not in extent.copies and extent.placement.allows(to)
-    ]
 
 
 SESSIONS_MAX = 16

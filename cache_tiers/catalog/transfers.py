@@ -204,16 +204,6 @@ class TierAccounting:
                 queue.add(copy)
         return chosen
 
-    def over(self, used_share: float, now_s: float) -> int:
-        """Return the bytes in use above `used_share` of the budget.
-
-        Where room will soon have to be made, re-rank a part of many copies, so that a store need not.
-        """
-        over = self.ledger.held + self.ledger.reserved - int(used_share * self.ledger.budget)
-        if over > 0:
-            self._queue.refresh(now_s, self.horizon_s(now_s))
-        return over
-
     def order(self, copies: Sequence[HeldCopy], now_s: float) -> list[HeldCopy]:
         """Return any copies, held here or not, in eviction order (first to go first)."""
         return self._queue.order(copies, now_s, self.horizon_s(now_s))
@@ -222,10 +212,16 @@ class TierAccounting:
         """Return all copies in eviction order. Scans everything."""
         return self.order(list(self._queue), now_s)
 
-    def coldest(self, nbytes: int, copies_max: int, now_s: float) -> list[HeldCopy]:
-        """Return what would be evicted first for `nbytes`, at most `copies_max` copies."""
+    def coldest(self, used_share: float, copies_max: int, now_s: float) -> list[HeldCopy]:
+        """Return at most `copies_max` of what would be evicted first, to use `used_share` of the budget.
+
+        Where room will soon have to be made, re-rank a part of many copies, so that a store need not.
+        """
+        nbytes = self.ledger.held + self.ledger.reserved - int(used_share * self.ledger.budget)
         found: list[HeldCopy] = []
         horizon_s = self.horizon_s(now_s)
+        if nbytes > 0:
+            self._queue.refresh(now_s, horizon_s)
         while nbytes > 0 and len(found) < copies_max:
             copy = self._queue.take(now_s, horizon_s)
             if copy is None:
