@@ -39,7 +39,7 @@ STREAMS = (1, 8, 64, 256, 1024)
 PARTS = ("proxy", "ingress", "replica", "ray")
 AS_SAMOVAR_SERVE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
 """What the command sets before it imports Ray."""
-START_S, STOP_S = 180.0, 60.0
+START_S, STOP_S = 600.0, 60.0
 ROLES = {
     "Proxy": "proxy",
     "SERVE_PROXY": "proxy",

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from bench import _front_vllm
 from bench._front_client import STAMP, Stream, figures
@@ -88,13 +89,20 @@ def test_each_kind_of_server_has_its_command() -> None:
     assert not SERVERS["vllm"].is_stamped
 
 
-def test_vllm_alone_has_the_arguments_that_it_has_in_a_replica(tmp_path: Path) -> None:
+def test_vllm_alone_has_the_arguments_that_it_has_in_a_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_front_vllm, "TOY", tmp_path / "toy")
     python = tmp_path / "bin" / "python"
     flags = ("--engine.vllm.python", str(python), "--engine.sequences-max", "16")
     command, env = _front_vllm.alone(1234, flags)
     assert command[:2] == [str(python.with_name("vllm")), "serve"]
     assert {"--max-num-seqs=16", "--enforce-eager", "--dtype=float32", "--max-model-len=8192"} <= {*command}
     assert env["OMP_NUM_THREADS"] == "1"
+    layers = {
+        key.split(".")[2] for key in load_file(tmp_path / "toy" / "model.safetensors") if "layers" in key
+    }
+    assert layers == {"0", "1"}
     ours, _ = _front_vllm.behind_samovar(1234, flags)
     assert ours[-4:] == list(flags)
 
