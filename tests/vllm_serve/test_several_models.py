@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engines.tiny_models import make_tiny_model
 from tests.support.services.service import MODEL, until
-from tests.vllm_serve.conftest import ADAPTER, ENVIRONMENT, KEYS, POOL_BYTES, VllmService, start
+from tests.vllm_serve.conftest import ADAPTER, ENVIRONMENT, KEYS, POOL_BYTES, EngineService, start
 
 TOY = "toy"
 RED, GREEN = KEYS["red"], KEYS["green"]
@@ -19,7 +19,7 @@ TEXT = "A samovar keeps the tea hot for guests who come back for another cup. " 
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[VllmService]:
+def service(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[EngineService]:
     """The model that vLLM serves has an adapter; ours is a toy of another family and tokenizer."""
     folder = tmp_path_factory.mktemp("several")
     toy = make_tiny_model(folder / "toy", "qwen3", seed=3, context=2048)
@@ -47,7 +47,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator
     assert code == 0, service.text
 
 
-def talk(service: VllmService, model: str, session: str, key: str = RED) -> list[dict[str, Any]]:
+def talk(service: EngineService, model: str, session: str, key: str = RED) -> list[dict[str, Any]]:
     """Two turns of a session."""
     client, found = service.openai(key), []
     messages: list[Any] = [{"role": "user", "content": TEXT}]
@@ -73,7 +73,7 @@ def texts(answers: list[dict[str, Any]]) -> list[str]:
     return [one["choices"][0]["message"]["content"] for one in answers]
 
 
-def test_two_engines_and_an_adapter_answer_at_one_address(service: VllmService) -> None:
+def test_two_engines_and_an_adapter_answer_at_one_address(service: EngineService) -> None:
     with service.http() as client:
         cards = {one["id"]: one for one in client.get("/v1/models").json()["data"]}
         health = client.get("/health").json()
@@ -91,7 +91,7 @@ def test_two_engines_and_an_adapter_answer_at_one_address(service: VllmService) 
     assert texts(talk(service, MODEL, "alone")) == texts(said[MODEL])
 
 
-def test_nobody_answers_for_an_unknown_model_and_other_tenants_find_nothing(service: VllmService) -> None:
+def test_nobody_answers_for_an_unknown_model_and_other_tenants_find_nothing(service: EngineService) -> None:
     with service.http() as client:
         body = {"model": "nobody", "messages": [{"role": "user", "content": "Hi"}]}
         answer = client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {RED}"})
@@ -101,7 +101,7 @@ def test_nobody_answers_for_an_unknown_model_and_other_tenants_find_nothing(serv
         assert cached(talk(service, name, "green", GREEN)[0]) == 0
 
 
-def test_a_deleted_session_is_gone_with_both_engines(service: VllmService) -> None:
+def test_a_deleted_session_is_gone_with_both_engines(service: EngineService) -> None:
     for name in (TOY, MODEL):
         talk(service, name, "to be forgotten")
 
