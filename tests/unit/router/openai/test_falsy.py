@@ -39,6 +39,7 @@ SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("suffix", "service_tier"), ("",)),
     "guided_whitespace_pattern": ("",),  # of no form
+    "nvext": (0, False, "", [], {}, 0.0),  # hints of another server: what is not of their form says nothing
     # What is not served, and not asked for.
     **dict.fromkeys(
         ("structural_tag", "bad_words", "logits_processors", "skip_special_tokens", "functions"), NOT_ASKED
