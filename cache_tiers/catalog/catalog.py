@@ -74,7 +74,7 @@ class Catalog:
         self.clears = clears
         ledgers = {tier: books.ledger for tier, books in self._books.items()}
         self.transfers = TransferTable(ledgers, transfers_max)
-        self.history = self._absent = AbsentBlocks(settings.remembered_blocks_max)
+        self.history = AbsentBlocks(settings.remembered_blocks_max)
 
     def find(
         self, lookup: Lookup, up: Collection[TierName]
@@ -107,7 +107,7 @@ class Catalog:
     def absent(self, lookup: Lookup, spans: Iterable[BlockRange]) -> tuple[AbsentRun, ...]:
         """Return what is known of the chain's blocks that are in none of `spans`. O(keys) at most."""
         held = self._registry.chain(lookup.namespace, lookup.tenant)
-        return self._absent.of(lookup.keys, spans, held)
+        return self.history.of(lookup.keys, spans, held)
 
     def reserve(
         self,
@@ -335,7 +335,7 @@ class Catalog:
         """Raise `AssertionError` naming what is wrong. Scans everything."""
         self._registry.check_integrity()
         self.clears.check_integrity()
-        self._absent.check_integrity()
+        self.history.check_integrity()
         copies = {
             (tier, extent.address): copy for extent in self._registry for tier, copy in extent.copies.items()
         }
@@ -371,7 +371,7 @@ class Catalog:
         victims = self._make(room, transfer)
         if self._registry.get(address) is None:
             self._registry.add(extent)
-            self._absent.reserved(extent)
+            self.history.reserved(extent)
         self.transfers.reserve(transfer, victims)
         return transfer
 
@@ -442,7 +442,7 @@ class Catalog:
     def _remove(self, extent: HeldExtent, why: EvictReason | None) -> None:
         """Forget an extent, but not why its blocks are missing; `why`: None: it was never written."""
         self._registry.remove(extent)
-        self._absent.left(extent, why)
+        self.history.left(extent, why)
 
     def _copy(self, address: Address, tier: TierName) -> HeldCopy | None:
         extent = self._registry.get(address)

@@ -111,11 +111,6 @@ class _Exchange:
         """What was asked."""
         return self.who.request
 
-    @property
-    def builds_long(self) -> bool:
-        """Whether bytes of the answer take long to build: they have log-probabilities of whole prompts."""
-        return self.request.sampling.prompt_logprobs is not None
-
     def event(self, deltas: list[tuple[int, Delta]]) -> bytes:
         """Return the events of what is new."""
         return self.encoded(self._chunks(deltas))
@@ -305,11 +300,7 @@ class GenerationEndpoint:
                 continue
             if answer.is_admitted or came:
                 await self._send_head(exchange)
-            if exchange.builds_long:
-                body = await self._built(exchange, partial(exchange.event, came))
-            else:
-                body = exchange.event(came)
-            await self._write(exchange, body)
+            await self._write(exchange, await self._built(exchange, partial(exchange.event, came)))
         await self._remember(exchange)
         shape, usage, receipt = exchange.shape, answer.usage(), answer.receipt.json()
         if exchange.ids is None:
@@ -371,7 +362,7 @@ class GenerationEndpoint:
 
     async def _built(self, exchange: _Exchange, build: Callable[[], bytes]) -> bytes:
         """Build bytes of the answer: in a thread where log-probabilities of a whole prompt make it long."""
-        if not exchange.builds_long:
+        if exchange.request.sampling.prompt_logprobs is None:
             return build()
         return await self._service.prompts.work(build, 1, exchange.who.tenant, must_run=True)
 
