@@ -419,12 +419,12 @@ class Service:
         in_flight = self._drain()
         if self.settings.tiers.enabled and self.settings.tiers.flush_s > 0:
             self._flush()
-        try:
-            # Requests still in flight have used up their grace period; Serve would extend it.
-            for app in (FRONT_APP, *self._model_apps()):
+        for app in (FRONT_APP, *self._model_apps()):
+            try:
+                # Requests still in flight have used up their grace period; Serve would extend it.
                 serve.delete(app, _blocking=not in_flight)
-        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
-            logger.warning("could not delete the application: %s", error)
+            except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("could not delete the application %s: %s", app, error)
 
     def _model_apps(self) -> list[str]:
         return [self.model_app, *(one.app for one in self.further.values())]
