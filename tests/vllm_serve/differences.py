@@ -17,7 +17,7 @@ DIFFERENCES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "another continuation: vLLM's generator is not moved on",
         ),
         "exact mode, drafts, audits of restored blocks": ("yes", "no"),
-        "a block at a prompt's end that is not full": ("reused", "computed again"),
+        "a block at a prompt's end that is not full": ("comes back from a tier", "computed again"),
         "erasing": (
             "pages and records are gone",
             "records are gone; pages in vLLM's pool are unreachable until they are overwritten",
