@@ -5,7 +5,9 @@ Commands import what they need when they run, so that `samovar --help` is fast.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -637,4 +639,6 @@ def _with_model(model: str | None, args: list[str]) -> tuple[str | None, list[st
 
 def main() -> None:
     """Run the `samovar` command."""
+    # A process that ends gives all back by itself; collecting 500,000 objects once more took seconds of a stop.
+    atexit.register(gc.freeze)
     app(prog_name="samovar")

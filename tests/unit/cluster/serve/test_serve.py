@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,13 +219,25 @@ class FakeServe:
         self.settle: Any = [True]
         self.flush: Any = {"written": 2, "failed": 0, "left": 1}
         self.open_at_end = 0
+        self.rounds = 2
+        self.refused: Collection[str] = ()
         monkeypatch.setattr(app.serve, "get_deployment_handle", lambda name, application: _Handle(self, name))
         monkeypatch.setattr(app.serve, "delete", self.delete)
+        monkeypatch.setattr(app.serve, "status", self.status)
+        monkeypatch.setattr(app, "POLL_S", 0.001)
         monkeypatch.setattr(app, "flush_tiers", self.flush_tiers)
 
     def delete(self, name: str, _blocking: bool) -> None:
-        assert _blocking == (not self.open_at_end), "what has had its time is not waited for"
+        assert not _blocking, "one after the other they take twice as long"
         self.steps.append(("delete", name))
+        if name in self.refused:
+            raise RayActorError
+
+    def status(self) -> SimpleNamespace:
+        """Say that the applications are there for some rounds more; those that were not deleted for ever."""
+        assert not self.open_at_end, "what has had its time is not waited for"
+        self.rounds -= 1
+        return SimpleNamespace(applications=dict.fromkeys((FRONT_APP, "") if self.rounds else self.refused))
 
     def flush_tiers(self, flush_s: float) -> dict[str, int]:
         assert 0 <= flush_s <= 20
@@ -271,6 +284,35 @@ def test_what_cannot_be_flushed_does_not_stop_the_stop(monkeypatch: pytest.Monke
     house.settle, house.flush = TimeoutError(), RayActorError()
     app.Service(Settings()).stop()
     assert house.steps == IN_ORDER
+
+
+def test_all_applications_go_at_once_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = FakeServe(monkeypatch)
+    app.Service(Settings()).stop()
+    assert house.rounds == 0
+
+
+def test_one_that_cannot_be_deleted_keeps_no_other_and_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    house = FakeServe(monkeypatch)
+    house.refused = (FRONT_APP,)
+    app.Service(Settings()).stop()
+    assert house.steps == IN_ORDER
+    assert house.rounds == 0
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        f"could not delete the application {FRONT_APP}"
+    ]
+
+
+def test_a_wait_for_what_does_not_go_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    house = FakeServe(monkeypatch)
+    house.rounds = -1
+    monkeypatch.setattr(app, "DELETE_S", 0.01)
+    app.Service(Settings()).stop()
+    assert "could not see the applications go" in caplog.text
 
 
 @pytest.mark.parametrize("tiers", [TierSettings(enabled=False), TierSettings(flush_s=0)])
