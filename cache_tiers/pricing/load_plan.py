@@ -48,7 +48,8 @@ class LoadPlan:
     `load_s`: until the last piece has arrived. `recompute_s`: what computing the loaded tokens would add
     to the prefill that is due anyway. With `recompute` these two describe the best load that was
     declined. `total_s`: price of the whole prompt until its first token. `hedge_after_s`: a load that
-    takes longer is late; 0 if nothing is loaded.
+    takes longer is late; at a price that no real load has proved, not before computing would be done. 0 if
+    nothing is loaded.
     """
 
     decision: PlanDecision
@@ -120,13 +121,18 @@ def plan_load(
         total_s = max(total_s, loads.seconds(first, end) + rest_s(end))
     load_s = loads.seconds(first, end)
     chosen = () if decision == "recompute" else usable[first:end]
+    recompute_s = added_s(first, end)
+    hedge_after_s = load_s * hedge_factor + hedge_slack_s if chosen else 0.0
+    if not all(prices[piece.tier].proves(piece.nbytes) for piece in chosen):
+        # At a price that no real load has proved none is late: a hedge takes the core that it needs.
+        hedge_after_s = max(hedge_after_s, recompute_s)
     return LoadPlan(
         decision=decision,
         pieces=chosen[::-1] if decision == "meet" else chosen,
         load_s=load_s,
-        recompute_s=added_s(first, end),
+        recompute_s=recompute_s,
         total_s=total_s,
-        hedge_after_s=load_s * hedge_factor + hedge_slack_s if chosen else 0.0,
+        hedge_after_s=hedge_after_s,
     )
 
 

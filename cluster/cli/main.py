@@ -639,6 +639,6 @@ def _with_model(model: str | None, args: list[str]) -> tuple[str | None, list[st
 
 def main() -> None:
     """Run the `samovar` command."""
-    # A process that ends gives all back by itself; collecting 500,000 objects once more took seconds of a stop.
+    # A process that ends gives all back; to collect 500,000 objects once more took seconds of a stop.
     atexit.register(gc.freeze)
     app(prog_name="samovar")

@@ -127,6 +127,23 @@ def test_the_numbers_of_a_plain_load() -> None:
     assert plan.hedge_after_s == pytest.approx(1.5 * plan.load_s + 0.05)
 
 
+@pytest.mark.parametrize(
+    "price",
+    [
+        TierPrice(0.0, math.inf, is_proved=False),  # nothing is known: free, until a load has said more
+        TierPrice(0.001, 5e9, is_proved=False),
+        TierPrice(0.001, 5e9, proved_bytes=BYTES_PER_TOKEN),
+    ],
+)
+def test_at_a_price_that_no_load_has_proved_none_is_late_before_computing_would_be_done(
+    price: TierPrice,
+) -> None:
+    pieces = _run((512, "cpu"), (512, "nvme"))
+    plan = _plan(1100, pieces, CPU, {"cpu": PRICES["cpu"], "nvme": price})
+    assert plan.decision == "load"
+    assert plan.hedge_after_s == plan.recompute_s > 1.5 * plan.load_s + 0.05
+
+
 def test_latencies_overlap_and_bandwidth_is_shared() -> None:
     pieces = _run(*[(64, "s3")] * 9)
     dear = PrefillPrice(0.0, 1.0, 0.0)
