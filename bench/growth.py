@@ -3,13 +3,15 @@
 One process and a real `TierNode` without workers; records of a kilobyte, so that the books alone are
 measured. First a full RAM tier above a disk that has all of it (the normal state of a busy node): what its
 tick costs each second, how long it holds the node's lock at once, what evicting for a store costs right after
-a second has passed. Then a start over what lies on that disk. CPU time of this thread, which other work
-changes little.
+a second has passed. Then a start over what lies on that disk, with lookups beside the scan. At last the table
+of sessions, which each ingress and the directory's actor have (`--rows`). CPU time of this thread, which
+other work changes little, but for what has "s" or "lookup" in its name.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import tempfile
 import time
@@ -25,11 +27,16 @@ from samovar.cache_tiers.blocks import Placement
 from samovar.cache_tiers.media import NvmeTier
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.node import START_SCAN_S_MAX
+from samovar.cache_tiers.sessions.session_table import SessionTable, SessionView
+from samovar.configs.settings import RouterSettings
+from samovar.router.routing.session_directory import ROWS_MAX
 from tests.support.inside import state_of
 from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, sample
 
 EXTENTS_EACH = 2
 SECONDS = 20
+LOOKUP_EVERY_S = 0.005
+PAGES, PAGE = 200, 50
 ON_DISK = Placement(write_behind=("nvme",))
 
 
@@ -88,6 +95,40 @@ def work(node: Bench) -> None:
         pass
 
 
+def at_share(values: Sequence[float], share: float) -> float | None:
+    """Return the quantile `share`; None where the scan was over before anything was asked."""
+    return sorted(values)[int(share * (len(values) - 1))] if values else None
+
+
+def of_table(rows: int) -> dict[str, Any]:
+    """Measure one table of `rows` sessions: a page of `GET /v1/sessions`, and what a new ingress is sent."""
+    before = psutil.Process().memory_info().rss
+    sessions = SessionTable(rows, RouterSettings().lineages_max)
+    for number in tqdm(range(rows), desc=f"{rows} rows", leave=False, disable=None):
+        home, node = f"replica-{number % 1000:04d}-abcdefgh", f"{number % 125:056x}"
+        session = (number << 64).to_bytes(16, "big")
+        sessions.turn(TENANT, session, home=home, node=node, tokens=1000, now_unix_s=1e9 + number)
+    held = psutil.Process().memory_info().rss - before
+    pages: list[float] = []
+    last: SessionView | None = None
+    for _ in range(PAGES):
+        began_s = time.thread_time()
+        page = sessions.page(None, PAGE, last)
+        pages.append(1000 * (time.thread_time() - began_s))
+        last = page[-1]
+    began_s, seq, sent = time.thread_time(), 0, 0
+    while sent < rows:
+        changed, _, seq = sessions.changes(seq, ROWS_MAX)
+        sent += len(changed)
+    return {
+        "rows": rows,
+        "bytes a row": held // rows,
+        "page of 50 ms, p50": at_share(pages, 0.5),
+        "page of 50 ms, p99": at_share(pages, 0.99),
+        "all changes s": time.thread_time() - began_s,
+    }
+
+
 def measured(sessions: int, folder: Path) -> dict[str, Any]:
     extents = EXTENTS_EACH * sessions
     node = node_of(folder, extents)
@@ -112,8 +153,14 @@ def measured(sessions: int, folder: Path) -> dict[str, Any]:
     began_s, cpu_s = time.monotonic(), time.process_time()
     again = node_of(folder, extents)
     answers_s = time.monotonic() - began_s
+    draws, lookups = random.Random(extents), []
     while "nvme" in {name for name, guard in state_of(again.node).guards.items() if not guard.ready}:
-        time.sleep(0.05)
+        one = record_of(draws.randrange(extents))
+        asked_s = time.monotonic()
+        again.look(one)
+        lookups.append(1000 * (time.monotonic() - asked_s))
+        time.sleep(LOOKUP_EVERY_S)
+    known_s, known_cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
     row = {
         "sessions": sessions,
         "extents": extents,
@@ -122,8 +169,10 @@ def measured(sessions: int, folder: Path) -> dict[str, Any]:
         "store after a second ms": statistics.median(stores[5:]),
         "bytes an extent": held // extents,
         "start: answers after s": answers_s,
-        "start: all known after s": time.monotonic() - began_s,
-        "start: CPU us an extent": 1e6 * (time.process_time() - cpu_s) / extents,
+        "start: all known after s": known_s,
+        "start: CPU us an extent": 1e6 * known_cpu_s / extents,
+        "lookup beside the scan ms, p50": at_share(lookups, 0.5),
+        "lookup beside the scan ms, p99": at_share(lookups, 0.99),
     }
     again.node.close()
     return row
@@ -132,13 +181,16 @@ def measured(sessions: int, folder: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sessions", type=int, nargs="+", default=[1000, 10000])
+    parser.add_argument("--rows", type=int, nargs="*", default=[100_000, 1_000_000])
     args = parser.parse_args(argv)
     rows = []
     for sessions in args.sessions:
         with tempfile.TemporaryDirectory(prefix="samovar-growth-") as folder:
             rows.append(measured(sessions, Path(folder)))
     report.show("a node's books as they grow", rows)
-    report.write("growth", rows)
+    tables = [of_table(rows) for rows in args.rows]
+    report.show("the table of sessions as it grows", tables)
+    report.write("growth", [*rows, *tables])
     return 0
 
 
