@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 WORKS = (
     *("start", "start_again", "cold", "warm", "return_overflow", "return_restart"),
-    *("decode", "concurrent", "itl", "rss", "idle", "aiperf"),
+    *("decode", "decode_repeats", "concurrent", "itl", "rss", "idle", "aiperf"),
 )
 OURS = "samovar"
-RSS_POOL_MB = 512 * 1.048576  # the bar's pool: 512 MiB
-RSS_MB_MAX = 1.5 * 1073.741824  # 1.5 GiB
-TODAY_WARM_CPU_S = {1000: 0.265, 2000: 0.29, 4000: 0.445}
-"""Another run: 2026-11-22 at 4ddee80 (the mean where it has a range), a 2-core Xeon with AVX-512 and bf16."""
+LLAMA = "llama.cpp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,46 +61,51 @@ def skipped(engine: str, reason: str, work: str = "all") -> dict[str, Any]:
     return {"engine": engine, "work": work, "tokens": 0, "n": 0, "skipped": reason}
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the table that is printed: a line for each work and length, a column for each engine.
+def table(rows: Sequence[Mapping[str, Any]], products: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the table that is printed: a line for each work and length, a column for each product.
 
-    The last column says how ours compares with the best of the others, in the first figure of the cell.
+    `products`: of each engine, whose it is. A product that was measured at several settings shows the best,
+    and names it. The last column compares ours with the best of the others in the first figure of the cell:
+    the ratio of medians, and in brackets the least and largest of the rounds, where there are several.
     """
-    engines = list(dict.fromkeys(row["engine"] for row in rows if row["n"]))
+    shown = list(dict.fromkeys(products.get(row["engine"], row["engine"]) for row in rows if row["n"]))
     lines = []
     for work, tokens in dict.fromkeys((row["work"], row["tokens"]) for row in rows if row["n"]):
         line = {"work": f"{work} {tokens}" if tokens else work}
-        for engine in engines:
-            found = _find(rows, engine, work, tokens)
-            line[engine] = _cell(found) if found else "-"
-        line["ours / best peer"] = _beside_best(rows, engines, work, tokens)
+        for product in shown:
+            best = _best(rows, [product], work, tokens, products)
+            line[product] = _cell(best) if best else "-"
+            if best and best["engine"] != product:
+                line[product] += f" [{best['engine'].removeprefix(product)[1:]}]"
+        line["ours / best peer"] = _beside_best(rows, work, tokens, products)
         lines.append(line)
     return lines
 
 
-def bars(rows: Sequence[Mapping[str, Any]], pool_mb: float) -> list[Bar]:
-    """Return what issue 16 asks of these figures; `pool_mb`: what each server's pool had here."""
+def bars(rows: Sequence[Mapping[str, Any]], products: Mapping[str, str]) -> list[Bar]:
+    """Return what is asked of these figures, beside llama.cpp at its best setting in each row."""
+
+    def beside_llama(work: str, tokens: int = 0) -> float | None:
+        ours, best = _find(rows, OURS, work, tokens), _best(rows, [LLAMA], work, tokens, products)
+        name = _COMPARED.get(work, "cpu_s")
+        return None if ours is None or best is None else _over(ours[name], best[name])
+
     found = []
     for tokens in sorted({row["tokens"] for row in rows if row["work"] == "cold"}):
-        ratio = _over(_value(rows, OURS, "cold", tokens), _value(rows, "vllm", "cold", tokens))
-        found.append(_most(f"cold {tokens}: CPU-s of vllm's", ratio, 0.8))
-        today = TODAY_WARM_CPU_S.get(tokens)
-        ratio = _over(_value(rows, OURS, "warm", tokens), today)
-        found.append(_most(f"warm {tokens}: CPU-s of 2026-11-22's (another run and CPU)", ratio, 0.6))
-        back = _value(rows, OURS, "return_overflow", tokens)
-        ratio = _over(back, _value(rows, OURS, "warm", tokens))
-        found.append(_most(f"return_overflow {tokens}: CPU-s of warm's", ratio, 1.1))
-    per_token = [_value_of(rows, name, "decode", "cpu_ms_per_token") for name in (OURS, "llama.cpp")]
-    found.append(_most("decode: CPU a token of llama.cpp's", _over(*per_token), 0.9))
-    per_cpu = [_value_of(rows, name, "concurrent", "tok_cpu_s") for name in (OURS, "vllm")]
-    found.append(_least("concurrent: tokens a CPU-s of vllm's", _over(*per_cpu), 1.3))
+        found.append(_most(f"cold {tokens}: of llama.cpp's", beside_llama("cold", tokens), 0.75))
+        found.append(_most(f"warm {tokens}: of llama.cpp's", beside_llama("warm", tokens), 1.0))
+        warm = _value(rows, OURS, "warm", tokens)
+        for work, limit in (("return_overflow", 1.1), ("return_restart", 1.5)):
+            ratio = _over(_value(rows, OURS, work, tokens), warm)
+            found.append(_most(f"{work} {tokens}: of our warm", ratio, limit))
+    found.append(_most("decode: of llama.cpp's", beside_llama("decode"), 0.85))
+    drafts = [_value_of(rows, name, "decode", "cpu_ms_per_token") for name in (OURS, f"{OURS}-undrafted")]
+    found.append(_most("decode: of ours without drafts", _over(*drafts), 1.03))
     p99, p50 = (_value_of(rows, OURS, "itl", f"itl_{name}_ms") for name in ("p99", "p50"))
     found.append(_most("itl beside a prefill: p99 of p50", _over(p99, p50), 3.0))
-    found.append(_most("start_again: CPU-s", _value_of(rows, OURS, "start_again", "cpu_s"), 15.0))
-    found.append(_most("idle: share of a core", _value_of(rows, OURS, "idle", "cpu_share"), 0.05))
-    rss_mb = _value_of(rows, OURS, "rss", "rss_mb")
-    whole_mb = None if rss_mb is None else rss_mb + max(0.0, RSS_POOL_MB - pool_mb)
-    found.append(_most("rss with a pool of 512 MiB (the rest of it added): MB", whole_mb, round(RSS_MB_MAX)))
+    found.append(_most("start_again: CPU-s", _value_of(rows, OURS, "start_again", "cpu_s"), 12.0))
+    found.append(_most("idle: share of a core", _value_of(rows, OURS, "idle", "cpu_share"), 0.04))
+    found.append(_most("pss at the end: MB", _value_of(rows, OURS, "rss", "pss_mb"), 1000.0))
     return found
 
 
@@ -121,7 +123,7 @@ def _cell(row: Mapping[str, Any]) -> str:
     match row["work"]:
         case "start" | "start_again":
             return f"{first} ({row['wall_s']:.3g})"
-        case "decode":
+        case "decode" | "decode_repeats":
             return f"{row['cpu_ms_per_token']:.3g} ms, {row['tok_s']:.3g}/s"
         case "concurrent":
             return f"{row['tok_cpu_s']:.3g} a CPU-s, {row['tok_s']:.3g}/s"
@@ -139,6 +141,7 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 _COMPARED = {
     "decode": "cpu_ms_per_token",
+    "decode_repeats": "cpu_ms_per_token",
     "concurrent": "tok_cpu_s",
     "itl": "itl_p99_ms",
     "rss": "rss_mb",
@@ -148,19 +151,37 @@ _COMPARED = {
 _MORE_IS_BETTER = ("concurrent",)
 
 
-def _beside_best(rows: Sequence[Mapping[str, Any]], engines: Sequence[str], work: str, tokens: int) -> str:
-    name = _COMPARED.get(work, "cpu_s")
+def _beside_best(
+    rows: Sequence[Mapping[str, Any]], work: str, tokens: int, products: Mapping[str, str]
+) -> str:
     ours = _find(rows, OURS, work, tokens)
-    others = {
-        engine: row[name]
-        for engine in engines
-        if not engine.startswith(OURS) and (row := _find(rows, engine, work, tokens))
-    }
-    if ours is None or not others:
+    others = {product for product in products.values() if not product.startswith(OURS)}
+    best = _best(rows, others, work, tokens, products)
+    if ours is None or best is None:
         return "-"
-    best = (max if work in _MORE_IS_BETTER else min)(others, key=lambda engine: others[engine])
-    ratio = _over(ours[name], others[best])
-    return "-" if ratio is None else f"{ratio:.2f} x {best}"
+    name = _COMPARED.get(work, "cpu_s")
+    ratio = _over(ours[name], best[name])
+    if ratio is None:
+        return "-"
+    by_round = [_over(*pair) for pair in zip(ours["raw"][name], best["raw"][name], strict=False)]
+    each = [one for one in by_round if one is not None]
+    spread = f" ({min(each):.2f}-{max(each):.2f})" if len(each) > 1 else ""
+    return f"{ratio:.2f}{spread} x {best['engine']}"
+
+
+def _best(
+    rows: Sequence[Mapping[str, Any]],
+    wanted: Collection[str],
+    work: str,
+    tokens: int,
+    products: Mapping[str, str],
+) -> Mapping[str, Any] | None:
+    """Return the best row of these products, in the figure that is compared."""
+    of_work = [row for row in rows if row["n"] and (row["work"], row["tokens"]) == (work, tokens)]
+    here = [row for row in of_work if products.get(row["engine"], row["engine"]) in wanted]
+    name = _COMPARED.get(work, "cpu_s")
+    sign = -1 if work in _MORE_IS_BETTER else 1
+    return min(here, key=lambda row: sign * float(row[name]), default=None)
 
 
 def _find(rows: Sequence[Mapping[str, Any]], engine: str, work: str, tokens: int) -> Mapping[str, Any] | None:
@@ -188,7 +209,3 @@ def _over(value: float | None, other: float | None) -> float | None:
 
 def _most(name: str, value: float | None, limit: float) -> Bar:
     return Bar(name, value, f"<= {limit:g}", None if value is None else value <= limit)
-
-
-def _least(name: str, value: float | None, limit: float) -> Bar:
-    return Bar(name, value, f">= {limit:g}", None if value is None else value >= limit)

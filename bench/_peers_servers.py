@@ -1,7 +1,8 @@
 """The servers that are compared: how each is started, and what its requests have of their own.
 
 All get the same weights, cores, threads and a pool of as many tokens. A server is found in an environment of
-its own under `build/` (`bench/peers-install.sh`); one that is not there is a row with the reason.
+its own under `build/` (`bench/peers-install.sh`); one that is not there is a row with the reason. The others
+are measured at several settings each, as their manuals advise them: what is compared is the best in each row.
 """
 
 from __future__ import annotations
@@ -17,11 +18,25 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from bench._peers_model import PeerModel
+from bench._peers_model import PeerModel, has_bf16
 from samovar.configs.settings import EngineSettings
 
 KV_BYTES_PER_TOKEN = 23040  # of the default model in bfloat16
 VLLM_BLOCK = 128  # its default on a CPU
+LLAMA_CPP_GRID: Mapping[str, Mapping[str, object]] = {
+    "": {},
+    "no-flash": {"--flash-attn": "off"},  # a short turn over a long history is quicker without, on CPUs
+    "16-slots": {"--parallel": 16},
+    "ngram": {"--spec-type": "ngram-mod"},  # its drafts
+    "small-batch": {"--batch-size": 64, "--ubatch-size": 64},  # short gaps beside a prompt
+}
+VLLM_GRID: Mapping[str, Mapping[str, object]] = {
+    "": {},
+    "block-32": {"--block-size": 32},
+    "block-16": {"--block-size": 16},
+    "chunk-512": {"--max-num-batched-tokens": 512},  # short gaps beside a prompt
+}
+"""What each has besides the same for all, by what is put behind its name."""
 CHUNK_TOKENS = 128  # of LMCache; a multiple of the block
 STEPS = ("native-bf16", "native", "lean", "transformers")
 INSTALL = "bash bench/peers-install.sh"
@@ -57,14 +72,15 @@ class Launch:
 
 
 class Peer(Protocol):
-    """A server under comparison.
+    """A server under comparison, at one setting.
 
-    `forgets`: why nothing is left after a restart; empty = it keeps it. `asked_step`: the forward pass it
-    must run, or nothing is measured; empty = any. `environment`: its folder in `build`; its `.installed` has
-    the versions; empty = this checkout.
+    `product`: whose it is, where it has several settings. `forgets`: why nothing is left after a restart;
+    empty = it keeps it. `asked_step`: the forward pass it must run, or nothing is measured; empty = any.
+    `environment`: its folder in `build`; its `.installed` has the versions; empty = this checkout.
     """
 
     name: str
+    product: str
     forgets: str
     asked_step: str
     environment: str
@@ -82,6 +98,10 @@ class Peer(Protocol):
         """Return which forward pass it says that it runs, from its output; empty = it does not say."""
 
 
+def _named(product: str, setting: str) -> str:
+    return f"{product}-{setting}" if setting else product
+
+
 class Samovar:
     """`samovar serve`. `asked_step`: as `engine.step` has it; empty = as it is by default."""
 
@@ -89,7 +109,7 @@ class Samovar:
     environment = ""
 
     def __init__(self, name: str, asked_step: str = "", *, drafts: bool = True) -> None:
-        self.name = name
+        self.name = self.product = name
         self.asked_step = asked_step
         self._drafts = drafts
 
@@ -131,10 +151,14 @@ class Samovar:
 class LlamaCpp:
     """llama.cpp's server: four slots that share the pool; what leaves it is kept in main memory."""
 
-    name = "llama.cpp"
+    product = "llama.cpp"
     environment = "llama.cpp"
     asked_step = ""
     forgets = "its slots are saved to disk only by calls of /slots by hand"
+
+    def __init__(self, setting: str = "") -> None:
+        self.name = _named(self.product, setting)
+        self._setting = setting
 
     def missing(self, build: Path) -> str:
         return _absent(_llama_server(build))
@@ -151,6 +175,7 @@ class LlamaCpp:
             "--parallel": 4,
             "--ctx-size": place.pool_tokens,
             "--cache-ram": 2048,
+            **LLAMA_CPP_GRID[self._setting],
         }
         command = (str(_llama_server(place.build)), *_words(flags))
         return [Launch((*command, "--kv-unified"), {})]
@@ -163,12 +188,16 @@ class LlamaCpp:
 
 
 class Vllm:
-    """vLLM on a CPU."""
+    """vLLM on a CPU, in float32 where that has no bfloat16 (it emulates it, at three times the time)."""
 
-    name = "vllm"
+    product = "vllm"
     asked_step = ""
     forgets = "it keeps nothing outside its process"
     environment = "vllm"
+
+    def __init__(self, setting: str = "") -> None:
+        self.name = _named(self.product, setting)
+        self._setting = setting
 
     def missing(self, build: Path) -> str:
         return _absent(build / self.environment / "bin" / "vllm")
@@ -183,14 +212,18 @@ class Vllm:
         return ""
 
     def _command(self, place: Place) -> tuple[str, ...]:
-        flags = {
+        flags: dict[str, object] = {
             "--served-model-name": place.model.name,
             "--host": "127.0.0.1",
             "--port": place.ports[0],
-            "--dtype": "bfloat16",
+            "--dtype": "bfloat16" if has_bf16() else "float32",
             "--block-size": VLLM_BLOCK,
-            "--num-gpu-blocks-override": 1 + place.pool_tokens // VLLM_BLOCK,  # one is vLLM's own
-            "--max-model-len": place.pool_tokens // VLLM_BLOCK * VLLM_BLOCK,
+            **VLLM_GRID[self._setting],
+        }
+        block = int(str(flags["--block-size"]))
+        flags |= {
+            "--num-gpu-blocks-override": 1 + place.pool_tokens // block,  # one is vLLM's own
+            "--max-model-len": place.pool_tokens // block * block,
         }
         program = str(place.build / self.environment / "bin" / "vllm")
         return (
@@ -221,7 +254,7 @@ class Vllm:
 class VllmLmcache(Vllm):
     """vLLM with LMCache's server beside it: main memory over files."""
 
-    name = "vllm+lmcache"
+    product = "vllm+lmcache"
     forgets = ""
     environment = "lmcache"
 
@@ -269,10 +302,11 @@ PEERS: tuple[Peer, ...] = (
     Samovar("samovar-native", "native"),
     Samovar("samovar-lean", "lean"),
     Samovar("samovar-transformers", "transformers"),
-    LlamaCpp(),
-    Vllm(),
+    *(LlamaCpp(setting) for setting in LLAMA_CPP_GRID),
+    *(Vllm(setting) for setting in VLLM_GRID),
     VllmLmcache(),
 )
+PRODUCTS: Mapping[str, str] = {peer.name: peer.product for peer in PEERS}
 
 
 def versions(peers: Sequence[Peer], build: Path) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """What each server is asked to do, in the same order and with the same prompts: one visit of a round.
 
-Prompts are random token ids, new in each round, so that nothing is found that this visit did not bring. After
-each request the server is left until it is quiet; what that took stands beside the request's own CPU seconds.
+Prompts are places of a long natural text, others in each round, so that nothing is found that this visit did
+not bring; one answer follows random token ids, after which a small model repeats itself. After each request
+the server is left until it is quiet; what that took stands beside the request's own CPU seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from bench._peers_client import Client, Reply
+from bench._peers_model import natural_ids
 from bench._peers_processes import Running, last_words, until_ready
 from bench._peers_rows import Reading
 from bench._peers_servers import Peer, Place
@@ -31,6 +33,8 @@ POOL_OVERRUN = 1.2
 CONCURRENT = 4
 CONCURRENT_TOKENS = (512, 64)
 STREAM_PROMPT = 128
+ANSWERS = 4
+"""Natural texts that are gone on with: they differ in how much they repeat."""
 WARM_UP_TOKENS = 600
 """More than a chunk of ours."""
 STREAM_TOKENS_MIN = 256
@@ -44,7 +48,7 @@ START_S = 420.0
 class Amounts:
     """How much is asked. `decode_tokens`: of one answer; `idle_s`: how long a server is left alone.
 
-    `window_s`: a server is quiet when it did little for two of these.
+    `window_s`: a server is quiet when it did little for two of these. `is_natural`: whether prompts are text.
     """
 
     prompts: tuple[int, ...] = (1000, 2000, 4000)
@@ -52,6 +56,7 @@ class Amounts:
     decode_tokens: int = 128
     idle_s: float = 15.0
     window_s: float = 0.4
+    is_natural: bool = True
 
     @property
     def pool_tokens_min(self) -> int:
@@ -69,6 +74,12 @@ QUICK = Amounts(prompts=(1000,), pool_tokens=2560, decode_tokens=32, idle_s=5.0)
 def tokens_of(length: int, seed: str) -> list[int]:
     """Return random token ids, none of them a special one."""
     return random.Random(seed).choices(range(1000, VOCAB), k=length)
+
+
+def text_of(length: int, seed: str, ids: Sequence[int]) -> list[int]:
+    """Return `length` tokens of a text from a place on that `seed` says."""
+    at = random.Random(seed).randrange(len(ids) - length)
+    return list(ids[at : at + length])
 
 
 class OtherStepError(Exception):
@@ -138,7 +149,7 @@ class Visit:
         client = Client(self._place.url, self._place.model.name, running.cpu_s, self._peer.fields)
         running.settle()
         # What a first request does once (kernels, pools, connections) is not what is measured.
-        client.ask(tokens_of(WARM_UP_TOKENS, f"{self._seed}-{work}"), f"{self._seed}-{work}", max_tokens=8)
+        client.ask(self._text(WARM_UP_TOKENS, f"{self._seed}-{work}"), f"{self._seed}-{work}", max_tokens=8)
         running.processes()
         running.settle()
         return client
@@ -149,7 +160,7 @@ class Visit:
             self._ask(client, running, "warm", tokens, turn="warm")
         self._tell("others fill the pool")
         for number in range(FILLERS):
-            ids = tokens_of(self._amounts.filler_tokens, f"{self._seed}-filler-{number}")
+            ids = self._text(self._amounts.filler_tokens, f"{self._seed}-filler-{number}")
             client.ask(ids, f"{self._seed}-other-{number}")
             running.settle()
         for tokens in self._amounts.prompts:
@@ -158,9 +169,9 @@ class Visit:
     def _ask(self, client: Client, running: Running, work: str, tokens: int, *, turn: str) -> None:
         """Send the conversation of so many tokens; `turn`: with a new turn of its own at its end."""
         self._tell(f"{work} {tokens}")
-        ids = tokens_of(tokens, f"{self._seed}-{tokens}")
+        ids = self._text(tokens, f"{self._seed}-{tokens}")
         if turn:
-            ids += tokens_of(TURN_TOKENS, f"{self._seed}-{tokens}-{turn}")
+            ids += self._text(TURN_TOKENS, f"{self._seed}-{tokens}-{turn}")
         running.processes()
         reply = client.ask(ids, f"{self._seed}-{tokens}")
         after_s = running.settle()
@@ -168,15 +179,24 @@ class Visit:
 
     def _decode(self, client: Client, running: Running) -> None:
         self._tell("decode")
-        ids = tokens_of(STREAM_PROMPT, f"{self._seed}-decode")
-        reply = client.ask(ids, f"{self._seed}-decode", max_tokens=self._amounts.decode_tokens)
-        running.settle()
-        self._note("decode", 0, decoded(reply))
+        texts = [self._text(STREAM_PROMPT, f"{self._seed}-decode-{number}") for number in range(ANSWERS)]
+        asked = [("decode", ids) for ids in texts]
+        asked.append(("decode_repeats", tokens_of(STREAM_PROMPT, f"{self._seed}-decode")))
+        for number, (work, ids) in enumerate(asked):
+            session = f"{self._seed}-decode-{number}"
+            reply = client.ask(ids, session, max_tokens=self._amounts.decode_tokens)
+            running.settle()
+            self._note(work, 0, decoded(reply))
+
+    def _text(self, length: int, seed: str) -> list[int]:
+        if not self._amounts.is_natural:
+            return tokens_of(length, seed)
+        return text_of(length, seed, natural_ids(self._place.model.directory))
 
     def _concurrent(self, client: Client, running: Running) -> None:
         self._tell("concurrent")
         prompt, answer = CONCURRENT_TOKENS
-        prompts = [tokens_of(prompt, f"{self._seed}-at-once-{number}") for number in range(CONCURRENT)]
+        prompts = [self._text(prompt, f"{self._seed}-at-once-{number}") for number in range(CONCURRENT)]
         cpu_before, began_s = running.cpu_s(), time.perf_counter()
         replies = client.ask_at_once(prompts, f"{self._seed}-at-once", answer)
         took_s, cpu_s = time.perf_counter() - began_s, running.cpu_s() - cpu_before
@@ -196,7 +216,7 @@ class Visit:
                 over.set()
                 return
             try:
-                late.append(client.ask(tokens_of(tokens, f"{self._seed}-late"), f"{self._seed}-late"))
+                late.append(client.ask(self._text(tokens, f"{self._seed}-late"), f"{self._seed}-late"))
             except (RuntimeError, httpx.HTTPError) as error:
                 late.append(error)
             finally:
@@ -205,7 +225,7 @@ class Visit:
         thread = threading.Thread(target=send_late)
         thread.start()
         stream = client.ask(
-            tokens_of(STREAM_PROMPT, f"{self._seed}-stream"),
+            self._text(STREAM_PROMPT, f"{self._seed}-stream"),
             f"{self._seed}-stream",
             max_tokens=self._amounts.pool_tokens - STREAM_PROMPT - tokens - TURN_TOKENS,
             hang_up=over,

@@ -2,8 +2,9 @@
 
 Each round starts every server once, in an order that turns, asks it everything, and stops it: none runs
 beside another. CPU seconds are those of the server's whole process tree, from the request to its first token;
-they are the measurement, wall is what the machine made of it. Tokens are those that `usage` counts. A server
-that is not installed (`bash bench/peers-install.sh`) or that fails is a row with the reason.
+they are the measurement, wall is what the machine made of it. Tokens are those that `usage` counts. Others
+run at several settings each, and the table has the best in each row, by name. A server that is not installed
+(`bash bench/peers-install.sh`) or that fails is a row with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bench import _report as report
 from bench._peers_judge import Aiperf
 from bench._peers_model import PeerModel, make_model
 from bench._peers_rows import OURS, Reading, bars, rows_of, skipped, table
-from bench._peers_servers import KV_BYTES_PER_TOKEN, PEERS, Peer, Place, versions
+from bench._peers_servers import PEERS, PRODUCTS, Peer, Place, versions
 from bench._peers_works import QUICK, Amounts, OtherStepError, Visit, why
 from samovar.cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import free_port
@@ -76,7 +77,7 @@ class Bench:
         return [*rows_of(self.readings, self.steps), *self.skipped]
 
     def bars(self) -> list[Any]:
-        return bars(self.rows(), self.amounts.pool_tokens * KV_BYTES_PER_TOKEN / 1e6)
+        return bars(self.rows(), PRODUCTS)
 
     def failures(self) -> list[str]:
         """Return what of ours went wrong: a server of others that does is only a row."""
@@ -134,9 +135,15 @@ def server_cores(count: int | None) -> tuple[list[int], list[int]]:
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    names = [peer.name for peer in PEERS]
+    names = list(dict.fromkeys([*PRODUCTS, *PRODUCTS.values()]))
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
-    parser.add_argument("--engines", nargs="+", choices=names, default=names, help="default: all")
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=names,
+        default=names,
+        help="or products, at all settings; default: all",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="starts of each server (default 3)")
     parser.add_argument("--quick", action="store_true", help="1k prompts, a small pool, one round")
     parser.add_argument("--prompts", nargs="+", type=int, help="their tokens (default 1000 2000 4000)")
@@ -167,11 +174,11 @@ def main(argv: list[str]) -> int:
     cores, own = server_cores(args.cores)
     os.sched_setaffinity(0, own)
     judge = None if args.aiperf is None else Aiperf(args.aiperf, model, BUILD / "peers")
-    peers = [peer for peer in PEERS if peer.name in args.engines]
+    peers = [peer for peer in PEERS if {peer.name, peer.product} & set(args.engines)]
     bench = Bench(peers, args.amounts, args.rounds, model, cores, judge)
     bench.run()
     path = bench.write()
-    lines = table(bench.rows())
+    lines = table(bench.rows(), PRODUCTS)
     if lines:
         report.show(
             "CPU-s until the first token (wall s); c: cached tokens; itl: p99 / p50, alone; rss (pss)", lines
@@ -179,7 +186,7 @@ def main(argv: list[str]) -> int:
     for row in bench.skipped:
         print(f"{row['engine']}, {row['work']}: {row['skipped']}")
     shown = [asdict(bar) | {"ok": {None: "-", True: "yes", False: "NO"}[bar.ok]} for bar in bench.bars()]
-    report.show("what issue 16 asks", [{**bar, "value": _short(bar["value"])} for bar in shown])
+    report.show("what is asked", [{**bar, "value": _short(bar["value"])} for bar in shown])
     print(f"written: {path}; engines: {json.dumps(bench.steps)}")
     for failure in bench.failures():
         print(f"FAILED: {failure}")

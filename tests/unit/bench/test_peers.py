@@ -19,16 +19,26 @@ from bench import _report as report
 from bench import peers
 from bench._peers_client import Reply, read_stream
 from bench._peers_judge import Aiperf, figures
-from bench._peers_model import PeerModel, write_bf16
+from bench._peers_model import PeerModel, has_bf16, write_gguf
 from bench._peers_processes import Running, Threads, last_words
 from bench._peers_rows import Reading, bars, rows_of, skipped, table
-from bench._peers_servers import PEERS, Launch, LlamaCpp, Place, Samovar, Vllm, VllmLmcache, step_said
-from bench._peers_works import QUICK, Amounts, at_once, beside, decoded, tokens_of
+from bench._peers_servers import (
+    PEERS,
+    PRODUCTS,
+    Launch,
+    LlamaCpp,
+    Place,
+    Samovar,
+    Vllm,
+    VllmLmcache,
+    step_said,
+)
+from bench._peers_works import QUICK, Amounts, at_once, beside, decoded, text_of, tokens_of
 from samovar.configs.settings import EngineSettings
 from tests.support.services.service import until
 
 MODEL = PeerModel("tiny", Path("/model"), Path("/model.gguf"))
-TINY = Amounts(prompts=(64,), pool_tokens=512, decode_tokens=8, idle_s=0.05, window_s=0.02)
+TINY = Amounts(prompts=(64,), pool_tokens=512, decode_tokens=8, idle_s=0.05, window_s=0.02, is_natural=False)
 USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
 
 # Answers as a server does whose stream has one token in a chunk, and remembers prompts until it ends. The
@@ -73,7 +83,7 @@ class FakePeer:
     def __init__(
         self, name: str = "samovar", *, forgets: str = "", fails: int = 10_000, asked_step: str = ""
     ) -> None:
-        self.name = name
+        self.name = self.product = name
         self.asked_step = asked_step
         self.forgets = forgets
         self._fails = fails
@@ -230,6 +240,14 @@ def test_servers_have_the_same_weights_cores_and_pool(tmp_path: Path) -> None:
     assert "--engine.draft-tokens-max 0" in commands["samovar-undrafted"]
     assert "--engine.draft" not in commands["samovar"]
     assert "/model.gguf" in commands["llama.cpp"]
+    assert "--flash-attn off" in commands["llama.cpp-no-flash"]
+    assert "--flash-attn" not in commands["llama.cpp"]
+    assert "--parallel 16" in commands["llama.cpp-16-slots"]
+    assert "--parallel 4" not in commands["llama.cpp-16-slots"]
+    assert "--block-size 32 --num-gpu-blocks-override 161 --max-model-len 5120" in commands["vllm-block-32"]
+    kind = "bfloat16" if has_bf16() else "float32"
+    assert all(f"--dtype {kind}" in command for name, command in commands.items() if "vllm" in name)
+    assert {PRODUCTS[name] for name in commands if "llama" in name} == {"llama.cpp"}
     assert all("/model " in commands[name] for name in ("vllm", "vllm+lmcache"))
 
 
@@ -268,6 +286,9 @@ def test_the_step_is_what_the_service_says(output: str, step: str) -> None:
 def test_prompts_are_the_same_for_all_and_new_for_each() -> None:
     assert tokens_of(50, "a") == tokens_of(50, "a") != tokens_of(50, "b")
     assert len(set(tokens_of(500, "a"))) > 400
+    text = list(range(5000))
+    assert text_of(50, "a", text) == text_of(50, "a", text) != text_of(50, "b", text)
+    assert len(text_of(50, "a", text)) == 50
     assert Amounts().filler_tokens * 4 > Amounts().pool_tokens
     assert QUICK.pool_tokens >= QUICK.pool_tokens_min
 
@@ -275,7 +296,8 @@ def test_prompts_are_the_same_for_all_and_new_for_each() -> None:
 # -- the weights -----------------------------------------------------------------------
 
 
-def test_the_gguf_for_llama_cpp_has_the_same_values_and_metadata(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["BF16", "F16"])
+def test_the_gguf_for_llama_cpp_has_the_same_values_and_metadata(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(1)
     matrix = rng.standard_normal((4, 64), dtype=np.float32)
     vector = rng.standard_normal(64, dtype=np.float32)
@@ -292,14 +314,14 @@ def test_the_gguf_for_llama_cpp_has_the_same_values_and_metadata(tmp_path: Path)
     writer.write_tensors_to_file()
     writer.close()
 
-    write_bf16(tmp_path / "source.gguf", tmp_path / "bf16.gguf")
+    write_gguf(tmp_path / "source.gguf", tmp_path / "written.gguf", as_float16=kind == "F16")
 
-    source, written = (gguf.GGUFReader(tmp_path / name) for name in ("source.gguf", "bf16.gguf"))
+    source, written = (gguf.GGUFReader(tmp_path / name) for name in ("source.gguf", "written.gguf"))
     plain = {key: field.contents() for key, field in source.fields.items() if not key.startswith("GGUF.")}
     again = {key: field.contents() for key, field in written.fields.items() if not key.startswith("GGUF.")}
-    assert again == plain | {"general.file_type": int(gguf.LlamaFileType.MOSTLY_BF16)}
+    assert again == plain | {"general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{kind}"])}
     types = {tensor.name: tensor.tensor_type.name for tensor in written.tensors}
-    assert types == {"token_embd.weight": "BF16", "output_norm.weight": "F32"}
+    assert types == {"token_embd.weight": kind, "output_norm.weight": "F32"}
     for before, after in zip(source.tensors, written.tensors, strict=True):
         assert list(before.shape) == list(after.shape)
         values, rounded = (gguf.quants.dequantize(one.data, one.tensor_type) for one in (before, after))
@@ -318,6 +340,7 @@ def figures_of(cold: float, per_token: float, per_cpu: float) -> Callable[[str],
             Reading(engine, "warm", 1000, {"cpu_s": 0.1, "ttft_s": 0.2, "cached_tokens": 1000.0}),
             Reading(engine, "return_overflow", 1000, {"cpu_s": 0.12, "ttft_s": 0.2, "cached_tokens": 1008.0}),
             Reading(engine, "decode", 0, {"cpu_ms_per_token": per_token, "tok_s": 30.0}),
+            Reading(engine, "decode_repeats", 0, {"cpu_ms_per_token": per_token / 2, "tok_s": 60.0}),
             Reading(engine, "concurrent", 0, {"tok_cpu_s": per_cpu, "tok_s": 200.0, "cpu_s": 9.0}),
             Reading(
                 engine, "itl", 1000, {"itl_p50_ms": 100.0, "itl_p99_ms": 250.0, "itl_alone_p50_ms": 20.0}
@@ -331,36 +354,45 @@ def figures_of(cold: float, per_token: float, per_cpu: float) -> Callable[[str],
     return readings
 
 
-def test_rows_are_medians_bars_are_ratios_and_the_table_says_the_best_peer() -> None:
+def test_rows_are_medians_bars_are_ratios_and_the_table_says_the_best_setting_of_each() -> None:
     readings = [
         *figures_of(1.5, 28.0, 300.0)("samovar"),
+        *figures_of(1.5, 29.0, 300.0)("samovar-undrafted"),
         *figures_of(2.0, 31.0, 139.0)("llama.cpp"),
+        *figures_of(1.75, 35.0, 130.0)("llama.cpp-no-flash"),
         *figures_of(3.0, 40.0, 230.0)("vllm"),
     ]
     rows = [*rows_of(readings, {"samovar": "native"}), skipped("vllm+lmcache", "not there")]
     cold = next(row for row in rows if (row["engine"], row["work"]) == ("samovar", "cold"))
     assert (cold["n"], cold["cpu_s"], cold["step"]) == (3, 1.5, "native")
     assert cold["raw"]["cpu_s"] == [9.0, 1.5, 0.1]
-    found = {bar.name.split(":")[0]: bar for bar in bars(rows, pool_mb=118)}
-    assert found["cold 1000"].value == 0.5
-    assert found["concurrent"].value == pytest.approx(300 / 230)
-    assert found["rss with a pool of 512 MiB (the rest of it added)"].value == pytest.approx(
-        900 + 536.87 - 118, 0.001
-    )
-    missed = {name for name, bar in found.items() if bar.ok is False}
-    assert missed == {"return_overflow 1000", "decode", "idle"}
-    lines = {line["work"]: line for line in table(rows)}
-    assert lines["cold 1000"]["ours / best peer"] == "0.75 x llama.cpp"
+    found = {bar.name: bar for bar in bars(rows, PRODUCTS)}
+    assert found["cold 1000: of llama.cpp's"].value == pytest.approx(1.5 / 1.75)
+    assert found["decode: of llama.cpp's"].value == pytest.approx(28 / 31)
+    assert found["decode: of ours without drafts"].value == pytest.approx(28 / 29)
+    missed = {name.split(":")[0] for name, bar in found.items() if bar.ok is False}
+    assert missed == {"cold 1000", "return_overflow 1000", "decode", "start_again", "idle"}
+    lines = {line["work"]: line for line in table(rows, PRODUCTS)}
+    assert lines["cold 1000"]["ours / best peer"] == "0.86 (0.86-1.00) x llama.cpp-no-flash"
+    assert lines["cold 1000"]["llama.cpp"] == "1.75 (2) [no-flash]"
+    assert lines["decode"]["llama.cpp"] == "31 ms, 30/s"
     assert lines["concurrent"]["ours / best peer"] == "1.30 x vllm"
     assert lines["warm 1000"]["samovar"] == "0.1 (0.2) 1000 c"
-    assert "vllm+lmcache" not in lines["decode"]
+    assert list(lines["decode"]) == [
+        "work",
+        "samovar",
+        "samovar-undrafted",
+        "llama.cpp",
+        "vllm",
+        "ours / best peer",
+    ]
 
 
 def test_without_peers_there_are_no_ratios_and_no_bar_fails_for_that() -> None:
     rows = rows_of([Reading("samovar", "decode", 0, {"cpu_ms_per_token": 20.0, "tok_s": 30.0})], {})
-    assert {bar.ok for bar in bars(rows, 118)} == {None}
-    assert table(rows)[0]["ours / best peer"] == "-"
-    assert table([skipped("vllm", "not there")]) == []
+    assert {bar.ok for bar in bars(rows, PRODUCTS)} == {None}
+    assert table(rows, PRODUCTS)[0]["ours / best peer"] == "-"
+    assert table([skipped("vllm", "not there")], PRODUCTS) == []
 
 
 # -- a run -----------------------------------------------------------------------------
@@ -388,7 +420,7 @@ def test_each_server_does_all_works_in_each_round(here: Path) -> None:
     for row in written["rows"]:
         works[row["engine"]].append((row["work"], row["n"]))
     asked = [("cold", 2), ("warm", 2), ("return_overflow", 2)]
-    rest = [("decode", 2), ("concurrent", 2), ("itl", 2), ("rss", 2), ("idle", 2)]
+    rest = [("decode", 8), ("decode_repeats", 2), ("concurrent", 2), ("itl", 2), ("rss", 2), ("idle", 2)]
     # The first start of the run stands alone, the restarts and the second round's start together.
     assert works["samovar"] == [("start", 1), ("start_again", 3), *asked, ("return_restart", 2), *rest]
     assert works["vllm"] == [("start", 1), ("start_again", 1), *asked, *rest, ("return_restart", 0)]
