@@ -530,6 +530,20 @@ def test_sinking_names_the_coldest_that_may_and_must_go_down() -> None:
             world.catalog.sinking(tier, to, 0.5)  # type: ignore[arg-type]
 
 
+def test_what_a_lower_tier_has_lost_sinks_again() -> None:
+    world = World(budgets(cpu=1000))
+    one = header([1], placement=FOREVER)
+    world.store("cpu", one, 100)
+    world.copy("nvme", one)
+    assert world.catalog.sinking("cpu", "nvme", 0.0) == []
+    lost = world.catalog.lose(one.address, "nvme")
+    assert lost is not None
+    world.catalog.check_integrity()
+    assert world.catalog.sinking("cpu", "nvme", 0.0) == [], "the delete could hit the new copy"
+    world.catalog.dropped(lost)
+    assert world.catalog.sinking("cpu", "nvme", 0.0) == [one.address]
+
+
 def test_expiry_forgets_everywhere_and_in_portions() -> None:
     world = World()
     for number in range(5):

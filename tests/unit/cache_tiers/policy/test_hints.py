@@ -112,6 +112,9 @@ def test_a_lie_costs_the_liar_and_nobody_else() -> None:
     record.told(Hint(session(HONEST, 9), 1e6))
     honest, liar = (record.reading(session(tenant, 1), "typing") for tenant in (HONEST, LIAR))
     assert liar.trust < 0.2 < 0.9 < honest.trust
+    # Of a session that has said nothing yet the tenant's others say it.
+    honest, liar = (record.reading(session(tenant, 77), "typing") for tenant in (HONEST, LIAR))
+    assert liar.trust < 0.3 < 0.8 < honest.trust
     assert record.reading(session(LIAR, 1), "closed") == HintRecord().reading(session(LIAR, 1), "closed")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -299,6 +300,19 @@ def asked_of(world: World) -> list[int]:
     return asked
 
 
+def times_ranked(world: World) -> Counter[float]:
+    """How often things are ranked from now on, by when they were used last."""
+    seen: Counter[float] = Counter()
+    worth = world.policy.worth
+
+    def counting(of: Candidates, *more: Any) -> Any:
+        seen.update(of.used_s.tolist())
+        return worth(of, *more)
+
+    world.policy.worth = counting  # type: ignore[method-assign]
+    return seen
+
+
 def test_ranking_thousands_takes_little() -> None:
     """No timing: how often a policy is asked, and about how many."""
 
@@ -324,13 +338,15 @@ def test_many_groups_are_ranked_in_turn_and_go_in_the_same_order() -> None:
     count = 3 * RANKED_AT_ONCE
     for number in range(count):
         world.queue.add(Thing(owners=(str(number),), used_s=float(number * 7919 % count)))
-    asked = asked_of(world)
+    asked, ranked = asked_of(world), times_ranked(world)
     now_s = NOW_S
     for _ in range(3):
         world.queue.refresh(now_s, HORIZON_S)
         now_s += 1.0
     assert max(asked) == RANKED_AT_ONCE
     assert sum(asked) == count
+    assert set(ranked.values()) == {1}, "some are ranked again before others were"
+    assert len(ranked) == count
     world.queue.check_integrity()
     taken = [world.queue.take(now_s, HORIZON_S) for _ in range(count)]
     assert [thing.used_s for thing in taken if thing] == [float(number) for number in range(count)]
@@ -347,6 +363,11 @@ def test_whoever_comes_after_a_long_time_ranks_all_first() -> None:
     assert sum(ranked) <= RANKED_AT_ONCE + 1
     assert world.queue.take(NOW_S + 3600.0, HORIZON_S) is not None
     assert sum(ranked[1:]) >= 2 * RANKED_AT_ONCE - 2
+
+
+def test_a_tier_that_has_evicted_nothing_looks_from_one_working_day_to_the_next() -> None:
+    shipped = PolicySettings()
+    assert Residence(shipped.horizon_s_min, shipped.residence_s_max).horizon_s(100.0, NOW_S) >= 24 * 3600.0
 
 
 def test_rows_are_bounded_and_strangers_are_nobody() -> None:

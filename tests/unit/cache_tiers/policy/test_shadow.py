@@ -152,6 +152,16 @@ def test_rows_go_as_a_plain_lru_of_blocks_would_have_them() -> None:
     assert had == pytest.approx(asked, rel=0.03)
 
 
+def test_a_lookup_is_a_use() -> None:
+    of = shadow(cpu=2 * BYTES)
+    store(of, 1)
+    store(of, 2)
+    assert look(of, 1, real=1) == {"cpu": 1}
+    store(of, 3)
+    assert look(of, 2) == {}
+    assert look(of, 1, real=1) == {"cpu": 1}
+
+
 # -- what it counts ----------------------------------------------------------------------
 
 
