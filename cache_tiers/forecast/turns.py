@@ -134,11 +134,6 @@ def bin_of(idle_s: float) -> int:
     return int(_BIN_OF_SECOND[int(min(max(idle_s, 0.0), LAST_S))])
 
 
-def bins_of(idle_s: Floats) -> npt.NDArray[np.intp]:
-    """Return the bins of times in [0, `LAST_S`], `[n]`."""
-    return _BIN_OF_SECOND[idle_s.astype(np.intp)].astype(np.intp)
-
-
 def curve_of(hazards: npt.ArrayLike) -> Curves:
     """Return the curves of `hazards`, `[..., BINS]`: P(resumes in this bin | idle up to its beginning)."""
     kept = np.log1p(-np.clip(np.asarray(hazards, dtype=np.float64), 0.0, 1.0 - 1e-7))

@@ -18,15 +18,11 @@ import numpy.typing as npt
 from samovar.cache_tiers.blocks import TAG_BYTES
 from samovar.cache_tiers.forecast import (
     ANYWHERE,
-    BINS,
     COLD,
     EDGES,
-    EDGES_S,
-    LAST_S,
     RETURN_S,
     TRUST,
     TURN_S_MAX,
-    WIDTHS_S,
     Curves,
     Floats,
     Forecast,
@@ -34,7 +30,6 @@ from samovar.cache_tiers.forecast import (
     HintEvent,
     HintReading,
     SessionKey,
-    bins_of,
     hinted,
     logistic,
     resume_probability,
@@ -45,11 +40,7 @@ NO_SESSION = 0
 """The slot of sessions without a row: it has the `COLD` curve."""
 
 _FIRST_ROWS = 64
-_FRESH_MAX = 256
-"""Curves whose index is worked out in one call; the rest counts by its hazard until the next."""
 _COLUMNS = (
-    "_excess",
-    "_has_excess",
     "ended_s",
     "turn_s",
     "busy_s",
@@ -81,9 +72,6 @@ class IdleSessions:
         self._slots: OrderedDict[SessionKey, int] = OrderedDict()  # longest untouched first
         self._free: list[int] = []
         self.curves: Curves = np.tile(COLD, (_FIRST_ROWS, 1))
-        # Of those that were ranked by it: by how much the Gittins index is above the hazard, by bin.
-        self._excess: Curves = np.zeros((_FIRST_ROWS, BINS), dtype=np.float32)
-        self._has_excess: npt.NDArray[np.bool_] = np.zeros(_FIRST_ROWS, dtype=np.bool_)
         self.ended_s: Floats = np.zeros(_FIRST_ROWS)
         self.left_share: float | None = None
         self.hints = HintRecord()
@@ -141,7 +129,7 @@ class IdleSessions:
         """
         slot = self._row(session)
         self.running[slot] = max(0, self.running[slot] - 1)
-        self.curves[slot], self._has_excess[slot] = COLD if curve is None else curve, False
+        self.curves[slot] = COLD if curve is None else curve
         self.ended_s[slot] = now_s
         if self.running[slot] == 0:  # what turns beside this one use is not left behind
             self.left_s[slot] = self.busy_s[slot]
@@ -154,7 +142,7 @@ class IdleSessions:
         """Replace a session's curve, counted from `since_s`: a client's hint. No-op if it is unknown."""
         slot = self._slots.get(session)
         if slot is not None:
-            self.curves[slot], self._has_excess[slot] = curve, False
+            self.curves[slot] = curve
             self.ended_s[slot] = since_s
 
     def hint(
@@ -195,16 +183,6 @@ class IdleSessions:
         """Return P(resumes within `horizon_s`) of each slot."""
         curves = self.curves.take(slots, axis=0)  # a fifth faster than indexing
         return resume_probability(curves, now_s - self.ended_s[slots], horizon_s)
-
-    def indices(self, slots: Slots, idle_s: Floats) -> Floats:
-        """Return the Gittins index, 1/s, of each slot after `idle_s`: see below."""
-        fresh = slots[~self._has_excess[slots]]
-        if len(fresh):
-            fresh = np.unique(fresh)[:_FRESH_MAX]
-            self._excess[fresh] = excesses(self.curves[fresh])
-            self._has_excess[fresh] = True
-        excess = self._excess.take(slots, axis=0) * self._has_excess[slots, None]
-        return indices(self.curves.take(slots, axis=0), excess, idle_s)
 
     def expected(self, now_s: float, horizon_s: float) -> tuple[float, float]:
         """Return the sums over idle sessions of P(resumes within `horizon_s`): of 1, and of their tokens."""
@@ -251,7 +229,7 @@ class IdleSessions:
             if slot == len(self.ended_s):
                 self._grow()
         self._slots[session] = slot
-        self.curves[slot], self._has_excess[slot] = COLD, False
+        self.curves[slot] = COLD
         self.ended_s[slot] = 0.0
         self.turn_s[slot] = self.busy_s[slot] = self.left_s[slot] = -np.inf
         self.running[slot] = self.tokens[slot] = 0
@@ -449,58 +427,3 @@ def claim_of(hint: Hint) -> tuple[HintKind | None, float]:
 def tenant_of(session: SessionKey) -> SessionKey:
     """Return whose session it is; in a trace all are one tenant's."""
     return session[:TAG_BYTES] if isinstance(session, bytes) else b""
-
-
-# The index by which sessions that return soonest per second of room are kept: Gittins (1979).
-#
-# Of a session that was idle for so long it is the best, over all times to wait, of the probability that
-# it returns by then over the expected time spent waiting: a rate, 1/s. Where hazards fall it is the hazard;
-# where they rise it looks beyond, as far as that pays.
-
-_LEAST: Final = 1e-12
-"""Of what a bin adds: less is none."""
-_NOTICED: Final = 1e-6
-"""An index above the hazard by a smaller share is the hazard: rounding must not order sessions."""
-_IS_LATER: Final = np.tri(BINS, BINS, 0, dtype=bool).T
-"""`[begin, bin]`: whether the bin is the one that begins there, or later."""
-
-
-def excesses(curves: Curves) -> Curves:
-    """Return f32 `[n, BINS]`: by how much the index at each bin's beginning is above the bin's hazard.
-
-    `curves`: `[n, EDGES]`. 0 where hazards fall.
-    """
-    log_s = curves.astype(np.float64)
-    steps = np.maximum(log_s[:, :-1] - log_s[:, 1:], 0.0)
-    hazards = steps / WIDTHS_S
-    # Within a bin: P(returns in it), and the expected time waited in it, of who is idle at its beginning.
-    lost = -np.expm1(-steps)
-    waited = np.where(steps > _LEAST, lost / np.maximum(hazards, _LEAST / LAST_S), WIDTHS_S)
-    reached = np.where(_IS_LATER, np.exp(log_s[:, None, :-1] - log_s[:, :-1, None]), 0.0)
-    back, spent = np.cumsum(reached * lost[:, None], axis=2), np.cumsum(reached * waited[:, None], axis=2)
-    best = np.where(_IS_LATER, back / np.maximum(spent, _LEAST), 0.0).max(axis=2)
-    excess: Curves = np.where(best > hazards * (1.0 + _NOTICED), best - hazards, 0.0).astype(np.float32)
-    return excess
-
-
-def indices(curves: Curves, excess: Curves, idle_s: Floats) -> Floats:
-    """Return the index, `[n]`, 1/s, of sessions idle for `idle_s`; `excess`: of their `curves`.
-
-    Linear between a bin's beginning and its end, where it is the next bin's, or the bin's own hazard.
-    """
-    at_s = np.minimum(np.maximum(idle_s, 0.0), LAST_S)
-    place = bins_of(at_s)
-    rows = np.arange(len(curves))
-    following = np.minimum(place + 1, BINS - 1)
-    hazard, after = _hazards(curves, rows, place), _hazards(curves, rows, following)
-    begin = excess[rows, place].astype(np.float64)
-    end = np.maximum(after + excess[rows, following] - hazard, 0.0)
-    share = (at_s - EDGES_S[place]) / WIDTHS_S[place]
-    index: Floats = (hazard + begin + (end - begin) * share) * (LAST_S / np.maximum(idle_s, LAST_S))
-    return index
-
-
-def _hazards(curves: Curves, rows: Slots, place: Slots) -> Floats:
-    lost = curves[rows, place].astype(np.float64) - curves[rows, place + 1]
-    hazards: Floats = np.maximum(lost, 0.0) / WIDTHS_S[place]
-    return hazards

@@ -7,6 +7,7 @@ caller's (`eviction_queue.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -124,43 +125,45 @@ class TailOptimized:
         return np.maximum(used_s, best)
 
 
-GITTINS_S = 400.0
-"""With this horizon the Gittins index counts for half; with a longer one for less: where room is short, it
-matters who comes back first, where it is not, whether."""
-_GITTINS_MIN = 0.02
-"""A smaller share of it is none: then nothing is worked out."""
+HORIZON_SHARES = (1.0, 1.0 / 8.0, 1.0 / 64.0)
+"""Of the tier's horizon: a return counts once for each that it is within, so the sooner the more. Where room
+is short most hits are of who is back in seconds, and its room is soon free for another; and no time at which
+a return stops counting is right for all sessions."""
 
 
 class LikelyReturn:
     """Ranks by `P(resumes within the horizon | idle) x seconds saved / bytes`, from any curves.
 
-    That probability is a mean of two: what the curve says, and what it were if the session came back at the
-    rate of its Gittins index, by which who is back soon counts for more. Beyond the range of the forecasts,
-    and where they say the same, the least recently used goes first.
+    That probability is a mean of those within each of `shares` of the horizon. Beyond the range of the
+    forecasts, and where they say the same, the least recently used goes first.
     """
 
     superseded_share = LEFT_SHARE
     looks_at_depth = False
     clean_first = False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, shares: Sequence[float] = HORIZON_SHARES) -> None:
         self.name = name
+        self._shares = shares
 
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         since_s = np.where(of.slots == NO_SESSION, of.used_s, sessions.ended_s[of.slots])
         idle_s = now_s - since_s
-        likely = resume_probability(sessions.curves.take(of.slots, axis=0), idle_s, horizon_s)
-        share = GITTINS_S / (GITTINS_S + horizon_s)
-        if share >= _GITTINS_MIN:
-            soon = -np.expm1(-sessions.indices(of.slots, idle_s) * horizon_s)
-            likely = likely + share * (soon - likely)
+        curves = sessions.curves.take(of.slots, axis=0)
+        likely = self._mean_of(lambda within_s: resume_probability(curves, idle_s, within_s), horizon_s)
         recent = 1.0 / (1.0 + np.log1p(np.maximum(now_s - of.used_s, 0.0)))
         worth: Floats = (likely + LEAST) * of.saved_s * (1.0 + RECENT_SHARE * recent)
         return worth
 
     def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
-        worth: Floats = np.maximum(best, -np.expm1(-rates * horizon_s))
+        likely = self._mean_of(lambda within_s: -np.expm1(-rates * within_s), horizon_s)
+        worth: Floats = np.maximum(best, likely)
         return worth
+
+    def _mean_of(self, likely: Callable[[float], Floats], horizon_s: float) -> Floats:
+        """Return the mean of what is likely within each of the shares."""
+        mean: Floats = np.mean([likely(share * horizon_s) for share in self._shares], axis=0)
+        return mean
 
 
 class TimeOracle:
