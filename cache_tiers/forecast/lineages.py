@@ -68,12 +68,13 @@ _ALONE: Final = Standing()
 class _Lineage:
     """`returns`: how often it was extended. `begun`: lineages begun in its session since its last turn ended.
 
-    `is_aside`: it began beside others. `has_followed`: see `Lineages.followed`.
+    `is_aside`: it began beside others. `has_followed`: see `Lineages.followed`. `roots`: 8 bytes each, a
+    third of the room that numbers take.
     """
 
     whole: SessionKey
     began_s: float
-    roots: tuple[int, ...]
+    roots: bytes
     how: int
     alike: int
     started_s: float
@@ -96,7 +97,7 @@ class Lineages:
         self._lineages_max = settings.lineages_max
         self._sessions_max = settings.sessions_max
         self._of: OrderedDict[SessionKey, _Lineage] = OrderedDict()  # longest untouched first
-        self._whole: dict[SessionKey, dict[SessionKey, None]] = {}  # session -> its lineages
+        self._whole: dict[SessionKey, tuple[SessionKey, ...]] = {}  # session -> its lineages, a few
         self.ratios = ReturnRatios(settings.roots_max, settings.followed_max)
         self.left = np.zeros(2)
         """Branches that lay behind forks when their lineage went on, and how much of them it went back to."""
@@ -198,9 +199,10 @@ class Lineages:
             return
         for what in (_FIRST, _AFTER):
             self.ratios.dropped((lineage, what))
-        session = self._whole[of.whole]
-        del session[lineage]
-        if not session:
+        session = tuple(other for other in self._whole[of.whole] if other != lineage)
+        if session:
+            self._whole[of.whole] = session
+        else:
             del self._whole[of.whole]
 
     def restore(self, cells: Cells, counts: Floats, left: Floats) -> None:
@@ -209,7 +211,8 @@ class Lineages:
         self.left = left
 
     def _begin(self, lineage: SessionKey, at_s: float, opening: Opening) -> tuple[_Lineage, list[SessionKey]]:
-        others = [self._of[other] for other in self._whole.get(opening.whole, ())]
+        session = self._whole.get(opening.whole, ())
+        others = [self._of[other] for other in session]
         how = _FIRST
         if others:
             last_s = max(other.ended_s for other in others)
@@ -218,9 +221,10 @@ class Lineages:
                 how = _BESIDE
         for other in others:
             other.begun += 1
-        alike = max((_alike(opening.roots, other.roots) for other in others), default=0)
-        of = self._of[lineage] = _Lineage(opening.whole, at_s, opening.roots, how, alike, at_s)
-        self._whole.setdefault(opening.whole, {})[lineage] = None
+        roots = np.array(opening.roots, dtype=np.uint64).tobytes()
+        alike = max((_alike(roots, other.roots) for other in others), default=0)
+        of = self._of[lineage] = _Lineage(opening.whole, at_s, roots, how, alike, at_s)
+        self._whole[opening.whole] = (*session, lineage)
         dropped = []
         if len(self._whole[opening.whole]) > self._lineages_max:
             dropped.append(self._least(opening.whole, lineage, at_s))
@@ -244,7 +248,10 @@ class Lineages:
         size = min(int(bounded(input_tokens, TOKENS_MAX)).bit_length() // 2, _SIZES - 1)
         coarse = of.how * _SIZES + size
         fine = _CLASSES + coarse * _ALIKE + of.alike
-        roots = [(root ^ (0 if depth >= _DEEP else size + 1)) | _ROOTS for depth, root in enumerate(of.roots)]
+        roots = [
+            (root ^ (0 if depth >= _DEEP else size + 1)) | _ROOTS
+            for depth, root in enumerate(np.frombuffer(of.roots, dtype=np.uint64).tolist())
+        ]
         return (coarse, fine, *roots)
 
     def _ratio(self, cells: tuple[int, ...]) -> float:
@@ -265,14 +272,12 @@ class Lineages:
         self.ratios.check_integrity()
 
 
-def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _alike(one: bytes, other: bytes) -> int:
     """Return how many roots two prompts share; each root commits to those before it."""
     shared = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            break
-        shared += 1
-    return shared
+    while (end := shared + _ROOT_BYTES) <= min(len(one), len(other)) and one[shared:end] == other[shared:end]:
+        shared = end
+    return shared // _ROOT_BYTES
 
 
 PRIOR: Final = 1.0
