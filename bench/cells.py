@@ -177,15 +177,15 @@ def row_of(place: Place) -> dict[str, object]:
     return {
         "trace": place.trace,
         "per_h": f"{place.sessions_per_h:g}" if place.sessions_per_h else "",
-        "cache_tokens": place.cache_tokens,
+        "tokens": place.cache_tokens,
         "seeds": len(gaps),
         **{policy: f"{place.hits[policy].mean():.4f}" for policy in POLICIES},
         "gap_plain": f"{place.gaps('plain').mean():.3f}",
         "gap": f"{gaps.mean():.3f}",
         "gap_from": f"{gaps.min():.3f}",
         "gap_to": f"{gaps.max():.3f}",
-        "least_over_lru": f"{place.least('lru'):+.4f}",
-        "least_over_plain": f"{place.least('plain'):+.4f}",
+        "over_lru": f"{place.least('lru'):+.4f}",
+        "over_plain": f"{place.least('plain'):+.4f}",
     }
 
 
