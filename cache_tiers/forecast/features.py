@@ -68,7 +68,7 @@ CLIP: Final = np.float32(4.0)
 
 _TIME_MAX_S: Final = 1e11
 _EWMA: Final = 0.3
-_TOOL_CHARS: Final = 64
+_TAG_DIGITS: Final = 8
 
 
 def bounded(value: float, top: float) -> float:
@@ -226,8 +226,7 @@ class SessionHistory:
         if (profile := PROFILES.get(turn.profile)) is not None:
             row[_AT_PROFILES + profile] = 1.0
         if turn.tool:
-            digest = crc32(turn.tool[:_TOOL_CHARS].encode("utf-8", "replace"))
-            row[_AT_TOOLS + digest % TOOL_BUCKETS] = 1.0
+            row[_AT_TOOLS + _first_tag(turn.tool) % TOOL_BUCKETS] = 1.0
         return np.array(row, dtype=np.float32)
 
     def _add_gap(self, gap_s: float) -> None:
@@ -241,6 +240,14 @@ class SessionHistory:
         else:
             self._after_stop += log_gap
             self._stops += 1
+
+
+def _first_tag(tools: str) -> int:
+    """Return the first of `tool_tags`; of what are none, a number as well."""
+    try:
+        return int(tools[:_TAG_DIGITS], 16)
+    except ValueError:
+        return crc32(tools[:_TAG_DIGITS].encode("utf-8", "replace"))
 
 
 def hinted_record(record: bytes) -> bytes:
