@@ -272,8 +272,8 @@ TOOLS = (
     ToolKind("Agent", 0.02, 120.0, 0.9),
 )
 """Generated: shares, spreads and most medians are guesses. They are set so that all calls together have the
-quantiles published with TraceLab (uw-syfi/TraceLab, CC BY 4.0: half within .3 s, nine of ten within 13.6 s,
-1.34 calls a step that has any), file and search tools tens to hundreds of ms, shells seconds, agents minutes."""
+quantiles published with TraceLab (uw-syfi/TraceLab, CC BY 4.0): half within .3 s, nine of ten within 13.6 s,
+1.34 calls a step that has any; file tools take tens to hundreds of ms, shells seconds, agents minutes."""
 _CALLS = (0.78, 0.13, 0.06, 0.03)
 """Shares of steps with 1, 2, ... calls in parallel."""
 _PACE_SIGMA = 0.4

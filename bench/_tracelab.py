@@ -1,4 +1,4 @@
-"""Reads traces of TraceLab (uw-syfi/TraceLab, data CC BY 4.0): model calls of coding agents, their tools by name.
+"""Reads traces of TraceLab (uw-syfi/TraceLab, data CC BY 4.0): model calls of coding agents, tools by name.
 
 JSON, a model call a line, as its README, `artifacts/utils/DB_SCHEMA.md` and example sessions describe them:
 `session_id`, `input_tokens_total`, `output_tokens`, `timing_events` (`event_type`, `timestamp`), `tools`

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from samovar.cache_tiers.blocks import TAG_BYTES
 from samovar.cache_tiers.forecast.turns import (
     BINS,
+    CALLS_MAX,
     EDGES,
     EDGES_S,
     LAST_S,
@@ -88,7 +89,7 @@ class _Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """`without`, `told`: forecasts, f32 `[EDGES]`, without its tools' factor and with it, be that used or not."""
+    """`without`, `told`: forecasts, f32 `[EDGES]`, without its tools' factor and with it, used or not."""
 
     tenant: int
     cell: int
@@ -162,7 +163,10 @@ class ToolTimes:
         return self._quantile((tenant, cell), share)
 
     def state(self) -> tuple[Cells, Floats, Floats]:
-        """Return what was learned, longest unused first: `[n, 2]` tenants and tools, `[n, 3, BINS]`, `[n, 3]`."""
+        """Return what was learned, longest unused first: `[n, 2]`, `[n, 3, BINS]`, `[n, 3]`, see `_Cell`.
+
+        The first are numbers of tenants and of their tools.
+        """
         cells = list(self._cells.values())
         keys = np.array(list(self._cells), dtype=np.uint64).reshape(-1, 2)
         counts = np.array([cell.counts for cell in cells], dtype=np.float64).reshape(-1, 3, BINS)
@@ -182,12 +186,11 @@ class ToolTimes:
     def _place(self, session: SessionKey, tools: str) -> tuple[int, int, list[int]]:
         """Return the tenant's number, that of its tools, and of the one of several that takes longest."""
         tenant = _number(tenant_of(session))
-        tags = sorted(tools.split())
-        if len(tags) == 1:
-            return tenant, _number(tags[0].encode("utf-8", "replace")), []
-        single = {_number(tag.encode("utf-8", "replace")) for tag in tags}
-        times = {one: self._quantile((tenant, one), 0.5) or 0.0 for one in single}
-        return tenant, _number(" ".join(tags).encode("utf-8", "replace")), [max(times, key=times.__getitem__)]
+        tags = sorted(tools.encode("utf-8", "replace").split()[:CALLS_MAX])
+        if len(tags) < 2:
+            return tenant, _number(b" ".join(tags)), []
+        times = {one: self._quantile((tenant, one), 0.5) or 0.0 for one in map(_number, tags)}
+        return tenant, _number(b" ".join(tags)), [max(times, key=times.__getitem__)]
 
     def _quantile(self, key: tuple[int, int], share: float) -> float | None:
         cell = self._cells.get(key)
@@ -255,7 +258,7 @@ class ToolTimes:
         assert filed == self._cells.keys() - {(_ALL, _ALL)}, "a tool is filed under another tenant"
         assert all(len(own) <= self._tenant_tools_max for own in self._of_tenant.values()), "too many of one"
         for cell in self._cells.values():
-            assert np.isfinite(cell.counts).all() and (cell.counts >= 0.0).all(), "a count makes no sense"
+            assert ((cell.counts >= 0.0) & (cell.counts < _COUNT_MAX)).all(), "a count makes no sense"
 
 
 def tenant_of(session: SessionKey) -> bytes:

@@ -37,7 +37,7 @@ Role = Literal["user", "tool", "other"]
 HintEvent = Literal["typing", "tool_started", "tool_finished", "hidden", "closed"]
 
 
-TOOLS_MAX: Final = 8
+CALLS_MAX: Final = 8
 """Calls of one answer that are told apart."""
 _TOOL_CHARS: Final = 64
 
@@ -47,7 +47,7 @@ def tool_tags(names: Iterable[str]) -> str:
 
     All that forecasts and the tiers learn of a tool's name.
     """
-    tags = (crc32(name[:_TOOL_CHARS].encode("utf-8", "replace")) for name in islice(names, TOOLS_MAX))
+    tags = (crc32(name[:_TOOL_CHARS].encode("utf-8", "replace")) for name in islice(names, CALLS_MAX))
     return " ".join(f"{tag:08x}" for tag in tags)
 
 
