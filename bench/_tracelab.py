@@ -1,6 +1,6 @@
 """Reads traces of TraceLab (uw-syfi/TraceLab, data CC BY 4.0): model calls of coding agents, tools by name.
 
-JSON, a model call a line, as its README, `artifacts/utils/DB_SCHEMA.md` and example sessions describe them:
+JSON, a model call a line, as that project's own pages and example sessions describe them:
 `session_id`, `input_tokens_total`, `output_tokens`, `timing_events` (`event_type`, `timestamp`), `tools`
 (`tool_name`), `trace_key`. A call begins with its latest `user_message` or `tool_result` and ends with its
 last `reasoning`, `text` or `tool_call`. Block ids are not recorded. Sessions follow one another in a file:

@@ -201,7 +201,7 @@ def measure_hints(
     paths: Sequence[Path], tellings: Mapping[str, Telling], wanted: Sequence[int] | None, seeds: Sequence[int]
 ) -> int:
     """Shares of the gap with what clients tell, by seed. Exit code 1 below a bar of issue 39."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     ways = ["lru", "oracle", "learned", *tellings]
     for path, seed in ((path, seed) for path in paths for seed in seeds):
         subject = load(path, ["learned"], seed)
@@ -209,9 +209,9 @@ def measure_hints(
         told = replace(subject, hints=hints)
         for row in measure_all(told, ways, wanted or HINTED_BLOCKS[subject.label], 1):
             rows.append({"seed": seed, **asdict(row)})
-    for row in rows:
-        alike = {r["policy"]: r["hit_rate"] for r in rows if _cell(r) == _cell(row)}
-        row["gap"] = (row["hit_rate"] - alike["lru"]) / max(alike["oracle"] - alike["lru"], 1e-9)
+    for one in rows:
+        alike = {other["policy"]: other["hit_rate"] for other in rows if _cell(other) == _cell(one)}
+        one["gap"] = (one["hit_rate"] - alike["lru"]) / max(alike["oracle"] - alike["lru"], 1e-9)
     report.show("share of the LRU-to-oracle gap", [row for row in rows if row["policy"] not in ways[:2]])
     below = []
     for name, least in HINT_BARS.items():

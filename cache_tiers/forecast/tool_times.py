@@ -36,7 +36,7 @@ from samovar.cache_tiers.forecast.turns import (
 )
 
 TOOLS_MAX: Final = 2048
-"""Tools, and sets of tools, of all tenants: about 700 bytes each. The one longest unused is forgotten."""
+"""Tools, and sets of tools, of all tenants: about 1 kB each. The one longest unused is forgotten."""
 TENANT_TOOLS_MAX: Final = 256
 """Of one tenant: whoever invents names forgets his own."""
 WAITING_MAX: Final = 10_000

@@ -108,8 +108,8 @@ def test_a_tool_whose_times_say_nothing_is_not_used() -> None:
     for _ in range(400):
         place = int(np.searchsorted(-gone, -rng.random())) - 1
         told = house.call(BASH, float(np.interp(place + 0.5, np.arange(BINS + 1), EDGES_S)))
-        used += int(not (told == MIXED).all() and abs(soon(told) - soon(MIXED)) > 0.15)
-    assert used < 20
+        used += not (told == MIXED).all()
+    assert used < 60
 
 
 def test_a_tool_that_changes_is_learned_anew() -> None:
