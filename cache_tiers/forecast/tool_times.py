@@ -38,7 +38,7 @@ from samovar.cache_tiers.forecast.turns import (
 TOOLS_MAX: Final = 2048
 """Tools, and sets of tools, of all tenants: about 1 kB each. The one longest unused is forgotten."""
 TENANT_TOOLS_MAX: Final = 256
-"""Of one tenant: whoever invents names forgets his own."""
+"""Of one tenant: one that invents names forgets its own."""
 WAITING_MAX: Final = 10_000
 """Sessions that are waited for; the oldest is counted as far as it has got."""
 WAITS_S: Final = 3600.0
