@@ -356,7 +356,8 @@ class KindForecasts(Generic[K]):
     def __init__(self, settings: PredictorSettings, make: Callable[[], K]) -> None:
         self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=FORGETS, pools=POOLS)
         self.lineages = Lineages(settings)
-        self.tools = ToolTimes()
+        self.tools: ToolTimes | None = None
+        """How long tools take; None: no turn has called one."""
         self._sessions_max = settings.sessions_max
         self._make = make
         self._sessions: OrderedDict[SessionKey, K] = OrderedDict()  # longest idle first
@@ -409,7 +410,7 @@ class KindForecasts(Generic[K]):
         self._sessions.pop(session, None)
         self.counts.dropped(session)
         self.lineages.forget(session)
-        if session in self.tools.open:
+        if self.tools is not None and session in self.tools.open:
             self.tools.dropped(session, self._clock.now_s)
 
     def check_integrity(self) -> None:
@@ -417,13 +418,20 @@ class KindForecasts(Generic[K]):
         assert len(self._sessions) <= self._sessions_max, "too many sessions are remembered"
         self.counts.check_integrity()
         self.lineages.check_integrity()
-        self.tools.check_integrity()
+        if self.tools is not None:
+            self.tools.check_integrity()
 
     def _began(self, session: SessionKey, opening: Opening | None, now_s: float) -> None:
         """Record that a turn begins; None: nothing is known of its prompt."""
         if opening is not None:
             for other in self.lineages.arrived(session, now_s, opening):
                 self.forget(other)
+
+    def _with_tools(self, turn: Turn, curve: Curves, now_s: float) -> Curves:
+        """Return the curve of a turn that has called tools, with what is known of their times."""
+        if self.tools is None:
+            self.tools = ToolTimes()
+        return self.tools.ended(turn.session, turn.tool, curve, now_s)
 
     def _used(self, session: SessionKey) -> K:
         """Return the session's record as the latest one; above `sessions_max` the oldest is forgotten."""
@@ -454,7 +462,7 @@ class TypeKm(KindForecasts[_Counted]):
         """Record that the session's next turn begins."""
         now_s = self._clock.at(at_s)
         self.counts.came_back(session, now_s)
-        if session in self.tools.open:
+        if self.tools is not None and session in self.tools.open:
             self.tools.came_back(session, now_s)
         self._began(session, opening, now_s)
 
@@ -472,6 +480,6 @@ class TypeKm(KindForecasts[_Counted]):
         self.lineages.expects(turn.session, standing, curve, now_s)
         curve = times(curve, standing.ratio)
         if turn.tool and not self.counts.is_cold(kind):
-            curve = self.tools.ended(turn.session, turn.tool, curve, now_s)
+            curve = self._with_tools(turn, curve, now_s)
         known.told, known.since_s = curve.tobytes(), now_s
         return curve

@@ -326,6 +326,7 @@ _NEW_ARRAYS: Final = TURNS_ARRAYS | {"added"}
 _CELL_ARRAYS: Final = frozenset({"ratio_cells", "ratio_counts"})
 _TOOL_ARRAYS: Final = ("tool_keys", "tool_counts", "tool_judged")
 """As `ToolTimes.state` has them; missing in states from before tools were told apart."""
+_NO_TOOLS: Final[State] = dict(zip(_TOOL_ARRAYS, ToolTimes().state(), strict=True))
 LINEAGE_ARRAYS: Final = _CELL_ARRAYS | {"left"}
 """Missing in states from before lineages."""
 
@@ -567,7 +568,7 @@ class Predictor(KindForecasts[_Session]):
             known.turn = traffic.turns.add(features, kind, curves, now_s)
         curve = times(COLD, standing.ratio) if expert == Expert.RECENCY else curves[expert]
         if turn.tool and expert != Expert.RECENCY:
-            curve = self.tools.ended(turn.session, turn.tool, curve, now_s)
+            curve = self._with_tools(turn, curve, now_s)
         known.told, known.since_s = curve.tobytes(), now_s
         return curve
 
@@ -618,9 +619,9 @@ class Predictor(KindForecasts[_Session]):
             first = profile * PROFILE_KINDS
             choices[first : first + PROFILE_KINDS] = [of.chosen(first + at) for at in range(PROFILE_KINDS)]
         turns = turns or [ReplayTurns(1).state(0, 0.0)]
-        tools = zip(_TOOL_ARRAYS, self.tools.state(), strict=True)
+        tools = None if self.tools is None else self.tools.state()
         return {
-            **dict(tools),
+            **(_NO_TOOLS if tools is None else dict(zip(_TOOL_ARRAYS, tools, strict=True))),
             **{name: np.concatenate([state[name] for state in turns]) for name in sorted(TURNS_ARRAYS)},
             "added": added,
             "weights": weights,
@@ -650,6 +651,7 @@ class Predictor(KindForecasts[_Session]):
             state["left"].astype(np.float64),
         )
         keys, counts, judged = (state[name] for name in _TOOL_ARRAYS)
+        self.tools = ToolTimes()
         self.tools.restore(keys.astype(np.uint64), counts.astype(np.float64), judged.astype(np.float64))
         self._traffics.clear()
         for profile in np.flatnonzero(state["steps"].astype(np.int64) + _added(state)).tolist():
@@ -680,7 +682,7 @@ class Predictor(KindForecasts[_Session]):
 
     def _came_back(self, session: SessionKey, known: _Session, at_s: float) -> None:
         self.counts.came_back(session, at_s)
-        if session in self.tools.open:
+        if self.tools is not None and session in self.tools.open:
             self.tools.came_back(session, at_s)
         if known.turn is not None and known.traffic is not None:
             known.traffic.turns.resolve(known.turn, Outcome.RETURNED, at_s)
@@ -792,7 +794,7 @@ def with_tools(state: State) -> State:
     """Return a state from before tools were told apart as one of today: none is known; others as they are."""
     if state.keys() & set(_TOOL_ARRAYS):
         return state
-    return state | dict(zip(_TOOL_ARRAYS, ToolTimes().state(), strict=True))
+    return state | _NO_TOOLS
 
 
 def with_profiles(state: State) -> State:

@@ -241,6 +241,8 @@ def taught() -> Predictor:
 def test_it_goes_with_the_predictors_file() -> None:
     predictor, again = taught(), Predictor(PredictorSettings())
     again.restore(decode(encode(predictor)))
+    assert predictor.tools is not None
+    assert again.tools is not None
     assert again.tools.quantile("s", TESTS, 0.5) == predictor.tools.quantile("s", TESTS, 0.5) is not None
     older = {name: array for name, array in predictor.state().items() if not name.startswith("tool_")}
     again.restore(older)
@@ -269,15 +271,16 @@ def test_a_damaged_file_is_refused_by_name() -> None:
         predictor = Predictor(PredictorSettings())
         with pytest.raises(ValueError, match=words):
             predictor.restore(state | change)
-        assert len(predictor.tools) == 0
+        assert predictor.tools is None
 
 
 def test_sessions_without_tools_and_cold_forecasts_are_as_they_were() -> None:
     predictor = Predictor(PredictorSettings())
     turn = Turn("s", 0.0, 1.0, 100, 10, stop="tool_calls", tool=READ)
     assert (predictor.ended(turn) == COLD).all()
-    assert not predictor.tools.open, "recency is not judged"
+    assert predictor.tools is None, "recency is not judged"
     known = taught()
+    assert known.tools is not None
     before = len(known.tools.open)
     known.ended(replace(turn, tool="", started_s=1e5, ended_s=1e5))
     assert len(known.tools.open) == before
