@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from samovar.cache_tiers.forecast import Forecast, SessionKey
+from samovar.cache_tiers.forecast import Forecast, Hint, SessionKey
 from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy
 from samovar.cluster.plan.simulator.tier import SimTier
 from samovar.cluster.plan.traces.replay import Growth, ended_s, events
@@ -70,13 +71,15 @@ def hits_with(
     count_from_s: float = 0.0,
     pins: bool = True,
     profiles: ProfilesSettings | None = None,
+    hints: Sequence[Hint] = (),
 ) -> Hits:
     """Replay `turns`, ordered by start, through a cache of `blocks_max` blocks.
 
     `curves`: a predictor's forecast at the end of each turn. `next_s`: of each turn, for the oracle. `pins`:
     running requests keep their blocks. Without it turns take no time and pin nothing, which no engine can do
     and which makes small caches look better than they are. `profiles`: how long it keeps what, as a node's
-    tiers do; None: a GPU's pool, where profiles do not count.
+    tiers do; None: a GPU's pool, where profiles do not count. `hints`: by their time, each sent while its
+    session is idle.
     """
     sessions = IdleSessions(PredictorSettings().sessions_max)
     profile_of: dict[SessionKey, ProfileSettings] = {}
@@ -85,8 +88,13 @@ def hits_with(
     tier = SimTier(blocks_max, block_tokens, policy, settings, sessions, pins=pins, placed=placed)
     growth = Growth()
     found = _Count(count_from_s)
+    waiting = deque(hints)
     for event in events(turns, takes_time=pins):
         turn, number = event.turn, event.number
+        while waiting and waiting[0].at_s < event.at_s:
+            hint = waiting.popleft()
+            sessions.hint(hint.session, hint.event, hint.expected_return_s, hint.at_s)
+            tier.changed(hint.session)
         if event.is_end:
             sessions.ended(
                 turn.key,

@@ -3,7 +3,8 @@
 The shapes follow statistics of published traces: how many turns a session has, when it returns, how its
 prompt grows. `fooling` is made to waste prefetches: half of the time the tool calls of a kind return after a
 minute, half of the time none ever does, and nothing tells which it is. `rhythm`: people who come back at
-their hour of each working day, for weeks, beside those who come once.
+their hour of each working day, for weeks, beside those who come once. `tools`: agents whose tools have names,
+and times that are generated, too: see `TOOLS`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench._trace_patterns import Patterns, mixed
 from samovar.cache_tiers.forecast import Role, Stop
 from samovar.cluster.plan.traces.trace import ReadTally, Trace, TraceTurn
 
-Shape = Literal["chat", "agentic", "fooling", "rhythm"]
+Shape = Literal["chat", "agentic", "fooling", "rhythm", "tools"]
 
 FOOL_PERIOD_S = 1800.0
 FOOL_RETURN_S = 60.0
@@ -53,7 +54,10 @@ class GeneratorOptions:
 
 @dataclass(slots=True)
 class _SyntheticSession:
-    """A session between two turns. `planned`: its total number of turns; 0: decided after each."""
+    """A session between two turns. `planned`: its total number of turns; 0: decided after each.
+
+    `pace`: of its machine: how many times as long tools take there.
+    """
 
     started_s: float
     input_tokens: int
@@ -65,13 +69,14 @@ class _SyntheticSession:
     kept_tokens: int = 0
     role: Role = "user"
     blocks: tuple[int, ...] = ()
+    pace: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     """A turn's outcome. `idle_s`: until the next turn; None: never.
 
-    `new_tokens`: that the next turn adds. `kept_share`: of the chain.
+    `new_tokens`: that the next turn adds. `kept_share`: of the chain. `tools`: names of those that it calls.
     """
 
     output_tokens: int
@@ -80,6 +85,7 @@ class _Outcome:
     idle_s: float | None
     new_tokens: int
     kept_share: float = 1.0
+    tools: str = "tool-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +173,7 @@ class _Generator:
             service_s=outcome.service_s,
             stop=outcome.stop,
             role=session.role,
-            tool="tool-1" if outcome.stop == "tool_calls" else "",
+            tool=outcome.tools if outcome.stop == "tool_calls" else "",
             profile=self._kind.profile,
             lineage=session.lineage,
         )
@@ -244,6 +250,61 @@ def _agentic_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ToolKind:
+    """A tool: `share` of all calls, and how long one takes, log-normal: `median_s`, `sigma`."""
+
+    name: str
+    share: float
+    median_s: float
+    sigma: float
+
+
+TOOLS = (
+    ToolKind("Read", 0.26, 0.08, 0.8),
+    ToolKind("Edit", 0.14, 0.12, 0.8),
+    ToolKind("Grep", 0.12, 0.2, 0.8),
+    ToolKind("Write", 0.03, 0.12, 0.8),
+    ToolKind("Bash", 0.33, 1.0, 1.6),
+    ToolKind("tests", 0.05, 45.0, 1.0),
+    ToolKind("WebFetch", 0.02, 4.0, 0.8),
+    ToolKind("WebSearch", 0.03, 14.0, 0.5),
+    ToolKind("Agent", 0.02, 120.0, 0.9),
+)
+"""Generated: shares, spreads and most medians are guesses. They are set so that all calls together have the
+quantiles published with TraceLab (uw-syfi/TraceLab, CC BY 4.0): half within .3 s, nine of ten within 13.6 s,
+1.34 calls a step that has any; file tools take tens to hundreds of ms, shells seconds, agents minutes."""
+_CALLS = (0.78, 0.13, 0.06, 0.03)
+"""Shares of steps with 1, 2, ... calls in parallel."""
+_PACE_SIGMA = 0.4
+_CLIENT_S, _CLIENT_SIGMA = 0.8, 0.5
+"""What a client takes beside its tools."""
+
+
+def _tools_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
+    """Draw a turn of an agent whose next turn comes when the last of its tools is done."""
+    if not session.turn:
+        session.pace = _lognormal(rng, 1.0, _PACE_SIGMA)
+    output = int(_lognormal(rng, 240, 0.85)) + 1
+    is_over = session.turn + 1 >= session.planned
+    is_tool = rng.random() < (0.3 if is_over else 0.92)
+    called: list[ToolKind] = []
+    idle_s = _lognormal(rng, 84, 2.1)
+    if is_tool:
+        (calls,) = rng.choices(range(1, len(_CALLS) + 1), _CALLS)
+        called = rng.choices(TOOLS, [tool.share for tool in TOOLS], k=calls)
+        took_s = max(session.pace * _lognormal(rng, tool.median_s, tool.sigma) for tool in called)
+        idle_s = took_s + _lognormal(rng, _CLIENT_S, _CLIENT_SIGMA)
+    return _Outcome(
+        output_tokens=output,
+        service_s=3.0 + 0.02 * output,
+        stop="tool_calls" if is_tool else "stop",
+        idle_s=None if is_over else min(idle_s, _DAY_S),
+        new_tokens=int(_lognormal(rng, 600, 1.3)) + 1,
+        tools=" ".join(tool.name for tool in called),
+    )
+
+
 def _fooling_first(rng: random.Random) -> tuple[int, int]:
     return int(_lognormal(rng, 8000, 0.5)), 0
 
@@ -300,6 +361,7 @@ def _lognormal(rng: random.Random, median: float, sigma: float) -> float:
 _KINDS: dict[Shape, _Workload] = {
     "chat": _Workload(2.0, 600, "chat", _chat_first, _chat_after),
     "agentic": _Workload(0.02, 17_000, "agent", _agentic_first, _agentic_after),
+    "tools": _Workload(0.02, 17_000, "agent", _agentic_first, _tools_after),
     "fooling": _Workload(0.5, 600, "agent", _fooling_first, _fooling_after),
     "rhythm": _Workload(0.002, 600, "chat", _rhythm_first, _rhythm_after, _rhythm_pace),
 }

@@ -8,6 +8,8 @@ Writes `bench/out/policy.json`. Belady is a reference that no server can reach: 
 block, may leave blocks out and pins nothing.
 
 With `--patterns`: what conversations lose by what their clients send beside them (`policy-patterns.json`).
+With `--hints`: what hints as clients would send them add (`_policy_hints.py`), as a share of the gap between
+LRU and the oracle (`policy-hints.json`).
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from bench import _policy_patterns as patterns
 from bench import _report as report
+from bench._policy_hints import HINTS, TELLINGS, Telling, hints_of, parse_telling
 from bench._single_tier import belady_hits, hits_with
 from bench._trace_generator import GeneratorOptions, Shape, generate
 from samovar.cache_tiers.forecast.features import PROFILES
 from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.predictor import Predictor
-from samovar.cache_tiers.forecast.turns import Forecast
+from samovar.cache_tiers.forecast.turns import Forecast, Hint
 from samovar.cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace
 from samovar.cluster.plan.traces.replay import forecasts, next_starts_s
@@ -51,6 +55,8 @@ RHYTHM: Shape = "rhythm"
 RHYTHM_TURNS = 8000
 RHYTHM_SHARES = (0.06, 0.12, 0.25, 0.5)
 """Sizes, of all its blocks."""
+HINTED_BLOCKS: Mapping[str, Sequence[int]] = {"chat": (5000,), "agentic": (2000,)}
+HINT_BARS = {"as-clients-do": 0.41, "and-durations": 0.50}
 MONTH_S = 30 * 86_400.0
 MARGIN = 0.002
 """So much may be lost against LRU, and to noise."""
@@ -68,6 +74,7 @@ class Subject:
     count_from_s: float
     sizes: Sequence[int]
     profiles: ProfilesSettings = field(default_factory=ProfilesSettings)
+    hints: Mapping[str, Sequence[Hint]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ def kept_for(subject: Subject, ttl_s: float) -> Subject:
 
 def policy_settings(name: str) -> PolicySettings:
     """As configured by default, but for the name."""
-    return PolicySettings.model_validate({} if name == "oracle" else {"name": name})
+    return PolicySettings.model_validate({"name": name} if name in POLICIES and name != "oracle" else {})
 
 
 def measure(name: str, blocks: int) -> Row:
@@ -140,10 +147,11 @@ def measure(name: str, blocks: int) -> Row:
             blocks,
             policy,
             settings,
-            curves=subject.curves.get(name),
+            curves=subject.curves.get("learned" if name in subject.hints else name),
             next_s=subject.next_s,
             count_from_s=subject.count_from_s,
             profiles=subject.profiles,
+            hints=subject.hints.get(name, ()),
         )
     return Row(subject.label, name, blocks * subject.block_tokens, round(hits.rate, 5))
 
@@ -189,6 +197,37 @@ def broken_bars(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{where} < LRU {lru:.3f} + 0.02"
 
 
+def measure_hints(
+    paths: Sequence[Path], tellings: Mapping[str, Telling], wanted: Sequence[int] | None, seeds: Sequence[int]
+) -> int:
+    """Shares of the gap with what clients tell, by seed. Exit code 1 below a bar of issue 39."""
+    rows: list[dict[str, Any]] = []
+    ways = ["lru", "oracle", "learned", *tellings]
+    for path, seed in ((path, seed) for path in paths for seed in seeds):
+        subject = load(path, ["learned"], seed)
+        hints = {name: hints_of(subject.turns, telling, seed) for name, telling in tellings.items()}
+        told = replace(subject, hints=hints)
+        for row in measure_all(told, ways, wanted or HINTED_BLOCKS[subject.label], 1):
+            rows.append({"seed": seed, **asdict(row)})
+    for one in rows:
+        alike = {other["policy"]: other["hit_rate"] for other in rows if _cell(other) == _cell(one)}
+        one["gap"] = (one["hit_rate"] - alike["lru"]) / max(alike["oracle"] - alike["lru"], 1e-9)
+    report.show("share of the LRU-to-oracle gap", [row for row in rows if row["policy"] not in ways[:2]])
+    below = []
+    for name, least in HINT_BARS.items():
+        gaps = [row["gap"] for row in rows if row["trace"] == "agentic" and row["policy"] == name]
+        if gaps and sum(gaps) / len(gaps) < least:
+            below.append(f"{name}: {sum(gaps) / len(gaps):.3f} of the gap < {least}")
+    for bar in below:
+        print(f"below the bar: {bar}")
+    print(f"written: {report.write('policy-hints', rows, module='policy', below_the_bar=below)}")
+    return 1 if below else 0
+
+
+def _cell(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["seed"], row["trace"], row["cache_tokens"]
+
+
 def measure_patterns(
     paths: Sequence[Path], names: Sequence[str], sizes: Sequence[int] | None, seeds: Sequence[int], jobs: int
 ) -> int:
@@ -227,8 +266,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="instead: what conversations lose by requests beside them. NAME[=SHARE][+NAME...],..., or all: "
         + ", ".join((*patterns.PATTERNS, patterns.COMPACTION)),
     )
+    parser.add_argument(
+        "--hints",
+        help="instead: what clients' hints add. NAME=NUMBER,... of "
+        + ", ".join(HINTS)
+        + "; or all: as the bars",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=1, help="with --patterns: so many, from --seed on")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="with --patterns, --hints: so many, from --seed on"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(argv)
     policies = args.policies.split(",")
@@ -246,6 +293,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             range(args.seed, args.seed + args.seeds),
         )
         return measure_patterns(files, names, wanted, seeds, args.jobs)
+    if args.hints:
+        try:
+            tellings = TELLINGS if args.hints == "all" else {args.hints: parse_telling(args.hints)}
+        except ValueError as error:
+            parser.error(str(error))
+        wanted = [int(size) for size in args.blocks.split(",")] if args.blocks else None
+        files = [path for path in paths if str(path) != RHYTHM]
+        return measure_hints(files, tellings, wanted, range(args.seed, args.seed + args.seeds))
     rows: list[Row] = []
     for path in paths:
         subject = load(path, policies, args.seed)

@@ -73,7 +73,8 @@ class Lookup:
 class TurnEnded:
     """Reports that a turn ended, `ago_s` before this was sent; answered by the session's survival curve.
 
-    `service_s`: since its request's arrival at the replica, queueing included. Tokens: see `turns.Turn`.
+    `service_s`: since its request's arrival at the replica, queueing included. Tokens and `tool`: see
+    `turns.Turn`.
     `marks`: of the session's chain now, from which the next lookup derives how much of it was kept.
     `returns_s`: the next turn follows after so long, its client says; `is_final`: none does.
     """

@@ -127,13 +127,12 @@ class ReplyTo:
 
 @dataclass(frozen=True, slots=True)
 class TurnContext:
-    """What forecasts know of a turn besides its tokens: role of its last message, tool, use case.
+    """What forecasts know of a turn besides its tokens: role of its last message, use case.
 
     `returns_s`: when its client has said that the next one follows its end; `is_final`: that none does.
     """
 
     role: Role = "user"
-    tool: str = ""
     profile: str = "chat"
     returns_s: float | None = None
     is_final: bool = False

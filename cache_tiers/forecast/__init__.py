@@ -4,6 +4,7 @@ from samovar.cache_tiers.forecast.kaplan_meier import TypeKm
 from samovar.cache_tiers.forecast.learner import NO_FILE, Forecaster, PredictorFile, TurnLearner, forecast
 from samovar.cache_tiers.forecast.lineages import LEFT_SHARE, LineageChains
 from samovar.cache_tiers.forecast.predictor import CALIBRATION_S, Predictor
+from samovar.cache_tiers.forecast.tool_times import tenant_of
 from samovar.cache_tiers.forecast.turns import (
     ANYWHERE,
     COLD,
@@ -27,6 +28,7 @@ from samovar.cache_tiers.forecast.turns import (
     log_survival,
     logistic,
     resume_probability,
+    tool_tags,
 )
 
 __all__ = [
@@ -62,4 +64,6 @@ __all__ = [
     "log_survival",
     "logistic",
     "resume_probability",
+    "tenant_of",
+    "tool_tags",
 ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import struct
 from typing import Final, get_args
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +25,8 @@ Vector = npt.NDArray[np.float32]
 STOPS: Final[dict[str, int]] = {name: index for index, name in enumerate(get_args(Stop))}
 PROFILES: Final[dict[str, int]] = {name: index for index, name in enumerate(get_args(ProfileName))}
 TOOL_BUCKETS: Final = 16
+"""Always 0: `tool_times.py` alone learns from which tools are called, as its factors would be wrong for a
+network that slowly learns the same. Saved networks have inputs for them."""
 _ROLES: Final[dict[str, int]] = {"user": 0, "tool": 1}
 
 NUMBERS: Final = 18
@@ -33,8 +34,7 @@ NUMBERS: Final = 18
 _AT_STOPS: Final = NUMBERS
 _AT_ROLES: Final = _AT_STOPS + len(STOPS)
 _AT_PROFILES: Final = _AT_ROLES + len(_ROLES)
-_AT_TOOLS: Final = _AT_PROFILES + len(PROFILES)
-_AT_LINEAGE: Final = _AT_TOOLS + TOOL_BUCKETS
+_AT_LINEAGE: Final = _AT_PROFILES + len(PROFILES) + TOOL_BUCKETS
 LINEAGE_FEATURES: Final = 4
 FEATURES: Final = _AT_LINEAGE + LINEAGE_FEATURES
 AT_RATIO: Final = FEATURES - 1
@@ -68,7 +68,6 @@ CLIP: Final = np.float32(4.0)
 
 _TIME_MAX_S: Final = 1e11
 _EWMA: Final = 0.3
-_TOOL_CHARS: Final = 64
 
 
 def bounded(value: float, top: float) -> float:
@@ -225,9 +224,6 @@ class SessionHistory:
             row[_AT_ROLES + role] = 1.0
         if (profile := PROFILES.get(turn.profile)) is not None:
             row[_AT_PROFILES + profile] = 1.0
-        if turn.tool:
-            digest = crc32(turn.tool[:_TOOL_CHARS].encode("utf-8", "replace"))
-            row[_AT_TOOLS + digest % TOOL_BUCKETS] = 1.0
         return np.array(row, dtype=np.float32)
 
     def _add_gap(self, gap_s: float) -> None:

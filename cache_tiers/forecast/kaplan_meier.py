@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from samovar.cache_tiers.forecast.features import PROFILES, STOPS, TOKENS_MAX, SaneClock, bounded, is_again
 from samovar.cache_tiers.forecast.lineages import Lineages
+from samovar.cache_tiers.forecast.tool_times import ToolTimes
 from samovar.cache_tiers.forecast.turns import (
     BINS,
     COLD,
@@ -363,6 +364,8 @@ class KindForecasts(Generic[K]):
     def __init__(self, settings: PredictorSettings, make: Callable[[], K]) -> None:
         self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=FORGETS, pools=POOLS)
         self.lineages = Lineages(settings)
+        self.tools: ToolTimes | None = None
+        """How long tools take; None: no turn has called one."""
         self._sessions_max = settings.sessions_max
         self._make = make
         self._sessions: OrderedDict[SessionKey, K] = OrderedDict()  # longest idle first
@@ -415,18 +418,28 @@ class KindForecasts(Generic[K]):
         self._sessions.pop(session, None)
         self.counts.dropped(session)
         self.lineages.forget(session)
+        if self.tools is not None and session in self.tools.open:
+            self.tools.dropped(session, self._clock.now_s)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         assert len(self._sessions) <= self._sessions_max, "too many sessions are remembered"
         self.counts.check_integrity()
         self.lineages.check_integrity()
+        if self.tools is not None:
+            self.tools.check_integrity()
 
     def _began(self, session: SessionKey, opening: Opening | None, now_s: float) -> None:
         """Record that a turn begins; None: nothing is known of its prompt."""
         if opening is not None:
             for other in self.lineages.arrived(session, now_s, opening):
                 self.forget(other)
+
+    def _with_tools(self, turn: Turn, curve: Curves, now_s: float) -> Curves:
+        """Return the curve of a turn that has called tools, with what is known of their times."""
+        if self.tools is None:
+            self.tools = ToolTimes()
+        return self.tools.ended(turn.session, turn.tool, curve, now_s)
 
     def _used(self, session: SessionKey) -> K:
         """Return the session's record as the latest one; above `sessions_max` the oldest is forgotten."""
@@ -457,6 +470,8 @@ class TypeKm(KindForecasts[_Counted]):
         """Record that the session's next turn begins."""
         now_s = self._clock.at(at_s)
         self.counts.came_back(session, now_s)
+        if self.tools is not None and session in self.tools.open:
+            self.tools.came_back(session, now_s)
         self._began(session, opening, now_s)
 
     def ended(self, turn: Turn) -> Curves:
@@ -472,5 +487,7 @@ class TypeKm(KindForecasts[_Counted]):
         curve = COLD if self.counts.is_cold(kind) else curve_of(self.counts.hazards(kind))
         self.lineages.expects(turn.session, standing, curve, now_s)
         curve = times(curve, standing.ratio)
+        if turn.tool and not self.counts.is_cold(kind):
+            curve = self._with_tools(turn, curve, now_s)
         known.told, known.since_s = curve.tobytes(), now_s
         return curve

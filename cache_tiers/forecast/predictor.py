@@ -44,6 +44,7 @@ from samovar.cache_tiers.forecast.kaplan_meier import (
     kind_of,
     kinds_with_aside,
 )
+from samovar.cache_tiers.forecast.tool_times import ToolTimes, check_tools
 from samovar.cache_tiers.forecast.turns import (
     BINS,
     COLD,
@@ -323,6 +324,9 @@ _NEW_ARRAYS: Final = TURNS_ARRAYS | {"added"}
 """Missing in a state of the first version that is still read."""
 
 _CELL_ARRAYS: Final = frozenset({"ratio_cells", "ratio_counts"})
+_TOOL_ARRAYS: Final = ("tool_keys", "tool_counts", "tool_judged")
+"""As `ToolTimes.state` has them; missing in states from before tools were told apart."""
+_NO_TOOLS: Final[State] = dict(zip(_TOOL_ARRAYS, ToolTimes().state(), strict=True))
 LINEAGE_ARRAYS: Final = _CELL_ARRAYS | {"left"}
 """Missing in states from before lineages."""
 
@@ -563,6 +567,8 @@ class Predictor(KindForecasts[_Session]):
         if not standing.is_aside or self._rng.random() < likely / _ASIDE_SURE:
             known.turn = traffic.turns.add(features, kind, curves, now_s)
         curve = times(COLD, standing.ratio) if expert == Expert.RECENCY else curves[expert]
+        if turn.tool and expert != Expert.RECENCY:
+            curve = self._with_tools(turn, curve, now_s)
         known.told, known.since_s = curve.tobytes(), now_s
         return curve
 
@@ -613,7 +619,9 @@ class Predictor(KindForecasts[_Session]):
             first = profile * PROFILE_KINDS
             choices[first : first + PROFILE_KINDS] = [of.chosen(first + at) for at in range(PROFILE_KINDS)]
         turns = turns or [ReplayTurns(1).state(0, 0.0)]
+        tools = None if self.tools is None else self.tools.state()
         return {
+            **(_NO_TOOLS if tools is None else dict(zip(_TOOL_ARRAYS, tools, strict=True))),
             **{name: np.concatenate([state[name] for state in turns]) for name in sorted(TURNS_ARRAYS)},
             "added": added,
             "weights": weights,
@@ -633,7 +641,7 @@ class Predictor(KindForecasts[_Session]):
         Without its turns (an older version's, or `saved_turns` is small) it forecasts as before, but
         does not learn until `learning_turns_min` are in.
         """
-        state = with_profiles(with_lineages(state))
+        state = with_tools(with_profiles(with_lineages(state)))
         check_state(state, self.state())
         self.counts.counts = state["counts"].astype(np.float64)
         self.counts.returns = tuple(map(int, state["returns"]))
@@ -642,6 +650,9 @@ class Predictor(KindForecasts[_Session]):
             state["ratio_counts"].astype(np.float64),
             state["left"].astype(np.float64),
         )
+        keys, counts, judged = (state[name] for name in _TOOL_ARRAYS)
+        self.tools = ToolTimes()
+        self.tools.restore(keys.astype(np.uint64), counts.astype(np.float64), judged.astype(np.float64))
         self._traffics.clear()
         for profile in np.flatnonzero(state["steps"].astype(np.int64) + _added(state)).tolist():
             self._restore(profile, state)
@@ -671,6 +682,8 @@ class Predictor(KindForecasts[_Session]):
 
     def _came_back(self, session: SessionKey, known: _Session, at_s: float) -> None:
         self.counts.came_back(session, at_s)
+        if self.tools is not None and session in self.tools.open:
+            self.tools.came_back(session, at_s)
         if known.turn is not None and known.traffic is not None:
             known.traffic.turns.resolve(known.turn, Outcome.RETURNED, at_s)
             known.turn = None
@@ -698,7 +711,7 @@ def check_state(state: State, like: State) -> None:
     """
     if state.keys() not in (like.keys(), like.keys() - _NEW_ARRAYS):
         raise ValueError(f"other arrays: {', '.join(sorted(state))}")
-    for name in sorted(state.keys() - TURNS_ARRAYS - _CELL_ARRAYS):
+    for name in sorted(state.keys() - TURNS_ARRAYS - _CELL_ARRAYS - set(_TOOL_ARRAYS)):
         array, wanted = state[name], like[name]
         if array.shape != wanted.shape or array.dtype != wanted.dtype:
             raise ValueError(f"{name}: {array.dtype} {array.shape}, not {wanted.dtype} {wanted.shape}")
@@ -713,6 +726,7 @@ def check_state(state: State, like: State) -> None:
     if state["left"][1] > state["left"][0]:
         raise ValueError("left: more branches were regained than left")
     _check_cells(state["ratio_cells"], state["ratio_counts"])
+    check_tools(*(state[name] for name in _TOOL_ARRAYS))
     if "added" in state:
         added = state["added"].astype(np.int64)
         if (added.max(axis=1) > added[:, 0]).any():
@@ -774,6 +788,13 @@ def with_lineages(state: State) -> State:
     new["ratio_counts"] = np.zeros((0, 3))
     new["left"] = np.zeros(2)
     return new
+
+
+def with_tools(state: State) -> State:
+    """Return a state from before tools were told apart as one of today: none is known; others as they are."""
+    if state.keys() & set(_TOOL_ARRAYS):
+        return state
+    return state | _NO_TOOLS
 
 
 def with_profiles(state: State) -> State:

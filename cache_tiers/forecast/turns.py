@@ -13,9 +13,11 @@ within a bin (discrete-time survival analysis: Tutz and Schmid, 2016), and beyon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, Literal
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,20 @@ Role = Literal["user", "tool", "other"]
 """Role of the prompt's last message."""
 
 HintEvent = Literal["typing", "tool_started", "tool_finished", "hidden", "closed"]
+
+
+CALLS_MAX: Final = 8
+"""Calls of one answer that are told apart."""
+_TOOL_CHARS: Final = 64
+
+
+def tool_tags(names: Iterable[str]) -> str:
+    """Return tags of the tools that an answer calls, of 8 hex digits each, in their order.
+
+    All that forecasts and the tiers learn of a tool's name.
+    """
+    tags = (crc32(name[:_TOOL_CHARS].encode("utf-8", "replace")) for name in islice(names, CALLS_MAX))
+    return " ".join(f"{tag:08x}" for tag in tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +72,8 @@ class Turn:
     """One finished turn.
 
     `kept_tokens`: how much of the session's chain this prompt begins with unchanged; 0 at a first turn,
-    and less than the chain after an edit. `tool`: the tool that was called, if its name is known.
-    `profile`: the use case.
+    and less than the chain after an edit. `tool`: the tools that were called, as `tool_tags` has them; empty:
+    none, or nothing is known of them. `profile`: the use case.
     """
 
     session: SessionKey

@@ -15,7 +15,6 @@ from typing import Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from samovar.cache_tiers.blocks import TAG_BYTES
 from samovar.cache_tiers.forecast import (
     ANYWHERE,
     COLD,
@@ -33,6 +32,7 @@ from samovar.cache_tiers.forecast import (
     hinted,
     logistic,
     resume_probability,
+    tenant_of,
 )
 
 Slots = npt.NDArray[np.intp]
@@ -422,8 +422,3 @@ def claim_of(hint: Hint) -> tuple[HintKind | None, float]:
     if hint.event in ("typing", "tool_finished"):
         return hint.event, RETURN_S[hint.event]
     return None, 0.0
-
-
-def tenant_of(session: SessionKey) -> SessionKey:
-    """Return whose session it is; in a trace all are one tenant's."""
-    return session[:TAG_BYTES] if isinstance(session, bytes) else b""

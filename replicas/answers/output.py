@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from samovar.cache_tiers.forecast import tool_tags
 from samovar.replicas.grammar import GrammarRefused, GrammarState
 from samovar.replicas.messages import (
     FinishReason,
@@ -26,7 +27,7 @@ from samovar.replicas.messages import (
     SamplingParams,
     TokenLogprob,
 )
-from samovar.replicas.reply import called_tool
+from samovar.replicas.reply import called_tools
 
 logger = logging.getLogger(__name__)
 
@@ -113,15 +114,15 @@ class OpenAnswers:
     texts: dict[int, TextOut] = field(default_factory=dict)  # by choice
     words: dict[int, list[str]] = field(default_factory=dict)  # by choice, to read tool calls from
 
-    def called_tool(self, choice: int) -> str | None:
-        """Return the name of the first tool that a choice calls; None if it calls none."""
+    def called_tools(self, choice: int) -> str:
+        """Return tags of the tools that a choice calls (`tool_tags`); empty if it calls none."""
         if self.request.reading is None:
-            return None
+            return ""
         try:
-            return called_tool(self.request.reading, "".join(self.words.get(choice, ())))
+            return tool_tags(called_tools(self.request.reading, "".join(self.words.get(choice, ()))))
         except Exception:  # only the forecast is the poorer for it
             logger.exception("request %s: its answer cannot be read for tool calls", self.request.request_id)
-            return None
+            return ""
 
 
 class TokenOutput(NamedTuple):

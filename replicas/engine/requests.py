@@ -331,13 +331,13 @@ class OpenRequests:
 
     def _turn_over(self, opened: OpenRequest, sequence: Sequence, stop: Stop) -> None:
         if self._offload is not None:
-            tool = opened.called_tool(sequence.index) if stop == "stop" else None
+            tools = opened.called_tools(sequence.index) if stop == "stop" else ""
             self._offload.reporter.over(
                 opened.request,
                 sequence,
-                stop if tool is None else "tool_calls",
+                "tool_calls" if tools else stop,
                 self.clock() - opened.since_s,
-                tool=tool or "",
+                tool=tools,
             )
 
 

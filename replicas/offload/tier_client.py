@@ -261,7 +261,7 @@ class TurnReporter:
     ) -> None:
         """Record that a turn ended `service_s` real seconds after arrival; `sequence`: its last choice.
 
-        `tool`: the tool that it called.
+        `tool`: tags of the tools that it called.
         """
         now_s, owner = self._clock(), sequence.owner
         self._pool.sessions.ended(
@@ -286,7 +286,7 @@ class TurnReporter:
             block_tokens=self._block_tokens,
             stop=stop,
             role=request.turn.role,
-            tool=tool or request.turn.tool,
+            tool=tool,
             profile=request.turn.profile,
             returns_s=request.turn.returns_s,
             is_final=request.turn.is_final,

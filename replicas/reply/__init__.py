@@ -14,7 +14,7 @@ from samovar.replicas.reply.reader import (
     Reply,
     ReplyReader,
     ReplyReading,
-    called_tool,
+    called_tools,
     read_reply,
 )
 
@@ -28,7 +28,7 @@ __all__ = [
     "ReplyFormat",
     "ReplyReader",
     "ReplyReading",
-    "called_tool",
+    "called_tools",
     "declared_format",
     "finite",
     "format_named",

@@ -275,10 +275,10 @@ def read_reply(reading: ReplyReading, text: str) -> Reply:
     return reader.reply
 
 
-def called_tool(reading: ReplyReading, text: str) -> str | None:
-    """Return the name of the first tool that an answer calls; None if it calls none, or none to its end."""
+def called_tools(reading: ReplyReading, text: str) -> list[str]:
+    """Return the names of the tools that an answer calls; none if it calls none, or none to its end."""
     reply = read_reply(reading, text)
-    return reply.calls[0].name if reply.ends_in_calls else None
+    return [call.name for call in reply.calls] if reply.ends_in_calls else []
 
 
 def _declared_calls(raw: str, reading: ReplyReading) -> list[tuple[str, str]]:

@@ -86,8 +86,8 @@ class TurnReports:
     def over(self, job: Job, service_s: float) -> None:
         """Note that a turn is over."""
         request, last = job.request, job.choices[-1]
-        tool = job.called_tool(last.index) if job.stop == "stop" else None
-        since_s = self.returns.ended(job.owner, request, len(last.tokens), calls_tool=tool is not None)
+        tools = job.called_tools(last.index) if job.stop == "stop" else ""
+        since_s = self.returns.ended(job.owner, request, len(last.tokens), calls_tool=bool(tools))
         if self._reports is None or request.placement is None:
             return
         over = TurnEnded(
@@ -98,9 +98,9 @@ class TurnReports:
             last.output_tokens,
             ChainMarks(),
             self._block_tokens,
-            stop=job.stop if tool is None else "tool_calls",
+            stop="tool_calls" if tools else job.stop,
             role=request.turn.role,
-            tool=tool or request.turn.tool,
+            tool=tools,
             profile=request.turn.profile,
             returns_s=request.turn.returns_s,
             is_final=request.turn.is_final,

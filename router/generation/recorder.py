@@ -164,7 +164,7 @@ class IngressRecorder:
         joined = b"".join(in_prompt)
         kept = 0 if before is None else kept_blocks(before, joined)
         stop: Stop = choice.finish_reason or "gone"
-        tool = turn.context.tool
+        tool = ""
         if stop == "stop" and (calls := choice.reply.calls):
             stop, tool = "tool_calls", calls[0].name
         self._recorder.turn(

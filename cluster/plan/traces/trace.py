@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from samovar.cache_tiers.forecast import Role, Stop, Turn
+from samovar.cache_tiers.forecast import Role, Stop, Turn, tool_tags
 
-TraceKind = Literal["mooncake", "mooncake-turns", "weka", "qwen-bailian", "burstgpt", "samovar", "generated"]
+TraceKind = Literal[
+    "mooncake", "mooncake-turns", "weka", "qwen-bailian", "burstgpt", "samovar", "tracelab", "generated"
+]
 
 NO_STOP = "why answers ended is not told: all are taken for ends of a turn (stop), all prompts for a user's"
 SERVICE_S_PER_OUTPUT = 0.03
@@ -34,6 +36,7 @@ class TraceTurn:
     `Turn`, of its own lineage. `service_s`: arrival to last token; None: unknown. `lineage`: 0, 1, ... within
     its session, a chain of prompts that extend one another; 0 is the conversation itself, as it began.
     `is_side`: sent beside the conversation (title, sub-agent, discarded attempt), and no turn of its own.
+    `tool`: names of the tools that its answer calls, with spaces between; empty: none, or unknown.
     `by_session`: its `key` is the whole session's, as before there were lineages.
     """
 
@@ -81,7 +84,7 @@ class TraceTurn:
             kept_tokens=self.kept_tokens,
             stop=self.stop,
             role=self.role,
-            tool=self.tool,
+            tool=tool_tags(self.tool.split()),
             profile=self.profile,
         )
 

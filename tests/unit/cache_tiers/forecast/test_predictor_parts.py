@@ -215,7 +215,6 @@ def test_features_tell_what_they_should() -> None:
         {"stop": "tool_calls"},
         {"stop": "gone"},
         {"role": "tool"},
-        {"tool": "search"},
         {"profile": "code"},
         {"input_tokens": 5000},
         {"output_tokens": 3},

@@ -15,7 +15,7 @@ from samovar.replicas.reply import (
     Reply,
     ReplyReader,
     ReplyReading,
-    called_tool,
+    called_tools,
     declared_format,
     format_named,
     read_reply,
@@ -143,7 +143,7 @@ def reading(name: str, **fields: Any) -> ReplyReading:
 def test_each_format_is_read(name: str, text: str, reply: Reply) -> None:
     assert read_reply(reading(name), text) == reply
     names = [call.name for call in reply.calls if reply.calls[-1].is_whole]
-    assert called_tool(reading(name), text) == (names[0] if names else None)
+    assert called_tools(reading(name), text) == names
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from samovar.cache_tiers.forecast import tool_tags
 from samovar.cache_tiers.messages import TurnEnded
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.replicas.messages import GenerateRequest, Resume, SamplingParams
@@ -110,4 +111,4 @@ async def test_a_loop_of_ten_calls_computes_only_what_is_new(
             {"role": "tool", "tool_call_id": call_id, "content": f"result {turn}"},
         ]
     builder.close()
-    assert [(end.stop, end.tool) for end in ends] == [("tool_calls", "get")] * TURNS
+    assert [(end.stop, end.tool) for end in ends] == [("tool_calls", tool_tags(["get"]))] * TURNS

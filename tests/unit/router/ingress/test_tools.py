@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from samovar.replicas.messages import Admitted, GenerateRequest, TokenLogprob
-from samovar.replicas.reply import called_tool
+from samovar.replicas.reply import called_tools
 from samovar.router.routing.replica_client import ReplicaLost
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
 from tests.support.router.fake_replica import Script, say
@@ -292,7 +292,7 @@ async def test_others_learn_that_a_turn_ended_with_a_call() -> None:
     assert states() == ["tool"]
     request = house.replicas.calls[-1]
     assert request.reading is not None
-    assert called_tool(request.reading, ONE) == "get", "what the replica tells the predictor"
+    assert called_tools(request.reading, ONE) == ["get"], "what the replica tells the predictor, as tags"
     house.replicas.script = lambda request: spoken("done")
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samovar.cache_tiers.forecast import tool_tags
 from samovar.cluster.plan.traces import files as trace_file
 from samovar.cluster.plan.traces.files import TraceError
 from samovar.cluster.plan.traces.readers import TraceOptions, detect, open_trace
@@ -299,7 +300,12 @@ def test_a_turn_ends_when_the_trace_says_or_as_is_assumed() -> None:
     turn = TraceTurn(1, 10.0, 20_000, 100, (), 16, 5, None, "length", "tool", "grep", "agent")
     as_seen = turn.turn()
     assert as_seen.ended_s == pytest.approx(10.0 + assumed_service_s(20_000, 100)) == pytest.approx(14.0)
-    assert (as_seen.stop, as_seen.role, as_seen.tool, as_seen.kept_tokens) == ("length", "tool", "grep", 5)
+    assert (as_seen.stop, as_seen.role, as_seen.tool, as_seen.kept_tokens) == (
+        "length",
+        "tool",
+        tool_tags(["grep"]),
+        5,
+    )
     assert turn.turn(99.0).ended_s == 99.0
 
 
