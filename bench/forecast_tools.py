@@ -36,7 +36,7 @@ from samovar.cluster.plan.traces.trace import TraceTurn
 from samovar.configs.sections import PolicySettings, PredictorSettings
 
 SD_MAX = 0.94
-"""Issue 39's bar, of 1.20 where no name is known."""
+"""Asked for, of 1.20 where no name is known."""
 SHORTEST_S = 0.1
 HORIZONS_S = (5.0, 60.0)
 
