@@ -11,21 +11,11 @@ import pytest
 from bench._trace_generator import GeneratorOptions, generate
 from bench.forecast_tools import named, score
 from samovar.cache_tiers.blocks import TAG_BYTES
-from samovar.cache_tiers.forecast import (
-    BINS,
-    COLD,
-    EDGES_S,
-    Curves,
-    Predictor,
-    SessionKey,
-    Turn,
-    TypeKm,
-    tool_tags,
-)
+from samovar.cache_tiers.forecast import COLD, EDGES_S, Curves, Predictor, SessionKey, Turn, TypeKm, tool_tags
 from samovar.cache_tiers.forecast.learner import decode, encode
 from samovar.cache_tiers.forecast.predictor import State
 from samovar.cache_tiers.forecast.tool_times import JUDGED_MIN, WAITING_MAX, WAITS_S, ToolTimes, check_tools
-from samovar.cache_tiers.forecast.turns import curve_of, resume_within
+from samovar.cache_tiers.forecast.turns import BINS, curve_of, resume_within
 from samovar.cluster.plan.traces.replay import forecasts
 from samovar.configs.sections import PredictorSettings
 
