@@ -7,7 +7,7 @@ caller's (`eviction_queue.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -150,20 +150,21 @@ class LikelyReturn:
         since_s = np.where(of.slots == NO_SESSION, of.used_s, sessions.ended_s[of.slots])
         idle_s = now_s - since_s
         curves = sessions.curves.take(of.slots, axis=0)
-        likely = self._mean_of(lambda within_s: resume_probability(curves, idle_s, within_s), horizon_s)
+        likely = np.zeros(len(of))
+        for share in self._shares:
+            likely += resume_probability(curves, idle_s, share * horizon_s)
+        likely /= len(self._shares)
         recent = 1.0 / (1.0 + np.log1p(np.maximum(now_s - of.used_s, 0.0)))
         worth: Floats = (likely + LEAST) * of.saved_s * (1.0 + RECENT_SHARE * recent)
         return worth
 
     def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
-        likely = self._mean_of(lambda within_s: -np.expm1(-rates * within_s), horizon_s)
+        likely = np.zeros(len(rates))
+        for share in self._shares:
+            likely -= np.expm1(-rates * (share * horizon_s))
+        likely /= len(self._shares)
         worth: Floats = np.maximum(best, likely)
         return worth
-
-    def _mean_of(self, likely: Callable[[float], Floats], horizon_s: float) -> Floats:
-        """Return the mean of what is likely within each of the shares."""
-        mean: Floats = np.mean([likely(share * horizon_s) for share in self._shares], axis=0)
-        return mean
 
 
 class TimeOracle:

@@ -146,17 +146,15 @@ def _usable(
     end = resident_tokens
     for piece in pieces:
         price = prices.get(piece.tier)
-        if price is None or not price.is_up or not _is_sane(price):
+        if price is None or not price.is_up:
+            return
+        # No sum with this price may become infinite or NaN.
+        if not (math.isfinite(price.latency_s) and price.latency_s >= 0 and price.bytes_per_s >= 1):
             return
         if piece.first_token != end or piece.tokens < 1 or piece.nbytes < 0 or piece.end > prompt_tokens:
             return
         end = piece.end
         yield piece
-
-
-def _is_sane(price: TierPrice) -> bool:
-    """Return whether no sum with this price can become infinite or NaN."""
-    return math.isfinite(price.latency_s) and price.latency_s >= 0 and price.bytes_per_s >= 1
 
 
 class _Loads:
