@@ -345,7 +345,10 @@ def test_many_groups_are_ranked_in_turn_and_go_in_the_same_order() -> None:
         now_s += 1.0
     assert max(asked) == RANKED_AT_ONCE
     assert sum(asked) == count
-    assert set(ranked.values()) == {1}, "some are ranked again before others were"
+    for _ in range(3):
+        world.queue.refresh(now_s, HORIZON_S)
+        now_s += 1.0
+    assert set(ranked.values()) == {2}, "some are ranked again before others were"
     assert len(ranked) == count
     world.queue.check_integrity()
     taken = [world.queue.take(now_s, HORIZON_S) for _ in range(count)]
