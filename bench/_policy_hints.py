@@ -39,7 +39,7 @@ TELLINGS = {
     "and-durations": Telling(tool_s=2.0, closed_s=60.0, duration_error=1.0),
     "durations-off-by-1.5": Telling(share=1.0, duration_error=1.5),
 }
-"""What issue 39 asks for."""
+"""What `bench.policy --hints all` tells; the first two have bars."""
 
 
 def parse_telling(text: str) -> Telling:

@@ -233,6 +233,19 @@ def _agentic_first(rng: random.Random) -> tuple[int, int]:
     return int(_lognormal(rng, 20_000, 1.0)), 1 + int(_lognormal(rng, 45, 1.05))
 
 
+def _agents_turn(
+    rng: random.Random, output: int, idle_s: float, *, is_tool: bool, is_over: bool, tools: str = "tool-1"
+) -> _Outcome:
+    return _Outcome(
+        output_tokens=output,
+        service_s=3.0 + 0.02 * output,
+        stop="tool_calls" if is_tool else "stop",
+        idle_s=None if is_over else min(idle_s, _DAY_S),
+        new_tokens=int(_lognormal(rng, 600, 1.3)) + 1,
+        tools=tools,
+    )
+
+
 def _agentic_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
     """Draw a turn of an agent: tools answer in seconds, people in minutes or hours, and some never."""
     output = int(_lognormal(rng, 240, 0.85)) + 1
@@ -241,13 +254,7 @@ def _agentic_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
     if is_over and rng.random() < 0.7:
         is_tool = False  # most sessions end with an answer
     idle_s = _lognormal(rng, 8.5, 1.7) if is_tool else _lognormal(rng, 220, 2.3)
-    return _Outcome(
-        output_tokens=output,
-        service_s=3.0 + 0.02 * output,
-        stop="tool_calls" if is_tool else "stop",
-        idle_s=None if is_over else min(idle_s, _DAY_S),
-        new_tokens=int(_lognormal(rng, 600, 1.3)) + 1,
-    )
+    return _agents_turn(rng, output, idle_s, is_tool=is_tool, is_over=is_over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,14 +302,8 @@ def _tools_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
         called = rng.choices(TOOLS, [tool.share for tool in TOOLS], k=calls)
         took_s = max(session.pace * _lognormal(rng, tool.median_s, tool.sigma) for tool in called)
         idle_s = took_s + _lognormal(rng, _CLIENT_S, _CLIENT_SIGMA)
-    return _Outcome(
-        output_tokens=output,
-        service_s=3.0 + 0.02 * output,
-        stop="tool_calls" if is_tool else "stop",
-        idle_s=None if is_over else min(idle_s, _DAY_S),
-        new_tokens=int(_lognormal(rng, 600, 1.3)) + 1,
-        tools=" ".join(tool.name for tool in called),
-    )
+    names = " ".join(tool.name for tool in called)
+    return _agents_turn(rng, output, idle_s, is_tool=is_tool, is_over=is_over, tools=names)
 
 
 def _fooling_first(rng: random.Random) -> tuple[int, int]:

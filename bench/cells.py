@@ -70,7 +70,6 @@ def turns_of(trace: str, seed: int, sessions_per_h: float) -> list[TraceTurn]:
 
 def moved(like: Traffic, turns: Sequence[TraceTurn]) -> Traffic:
     """Return the same sessions with other starts, each turn with the forecast that it has in `like`."""
-    told: dict[int, Iterator[Forecast]] = {}
     by_session: dict[int, list[Forecast]] = defaultdict(list)
     for turn, curve in zip(like.turns, like.curves, strict=True):
         by_session[turn.key].append(curve)
@@ -190,7 +189,7 @@ def row_of(place: Place) -> dict[str, object]:
 
 
 def broken_bars(places: Sequence[Place]) -> Iterator[str]:
-    """What issue 39 expects and the cells do not show, in words."""
+    """What is expected and the cells do not show, in words."""
     for place in places:
         where = f"{place.trace}, {place.sessions_per_h:g} sessions/h, {place.cache_tokens} tokens"
         for beside in ("lru", "plain"):

@@ -23,6 +23,8 @@ import psutil
 from tqdm import tqdm
 
 from bench import _report as report
+from bench._router_tally import percentile
+from bench.front_scale import fill
 from samovar.cache_tiers.blocks import Placement
 from samovar.cache_tiers.media import NvmeTier
 from samovar.cache_tiers.media.memory import HeapTier
@@ -95,19 +97,11 @@ def work(node: Bench) -> None:
         pass
 
 
-def at_share(values: Sequence[float], share: float) -> float | None:
-    """Return the quantile `share`; None where the scan was over before anything was asked."""
-    return sorted(values)[int(share * (len(values) - 1))] if values else None
-
-
 def of_table(rows: int) -> dict[str, Any]:
     """Measure one table of `rows` sessions: a page of `GET /v1/sessions`, and what a new ingress is sent."""
     before = psutil.Process().memory_info().rss
     sessions = SessionTable(rows, RouterSettings().lineages_max)
-    for number in tqdm(range(rows), desc=f"{rows} rows", leave=False, disable=None):
-        home, node = f"replica-{number % 1000:04d}-abcdefgh", f"{number % 125:056x}"
-        session = (number << 64).to_bytes(16, "big")
-        sessions.turn(TENANT, session, home=home, node=node, tokens=1000, now_unix_s=1e9 + number)
+    fill(sessions, rows)
     held = psutil.Process().memory_info().rss - before
     pages: list[float] = []
     last: SessionView | None = None
@@ -115,7 +109,7 @@ def of_table(rows: int) -> dict[str, Any]:
         began_s = time.thread_time()
         page = sessions.page(None, PAGE, last)
         pages.append(1000 * (time.thread_time() - began_s))
-        last = page[-1]
+        last = page[-1] if page else None  # from the first again
     began_s, seq, sent = time.thread_time(), 0, 0
     while sent < rows:
         changed, _, seq = sessions.changes(seq, ROWS_MAX)
@@ -123,8 +117,8 @@ def of_table(rows: int) -> dict[str, Any]:
     return {
         "rows": rows,
         "bytes a row": held // rows,
-        "page of 50 ms, p50": at_share(pages, 0.5),
-        "page of 50 ms, p99": at_share(pages, 0.99),
+        "page of 50 ms, p50": percentile(pages, 0.5),
+        "page of 50 ms, p99": percentile(pages, 0.99),
         "all changes s": time.thread_time() - began_s,
     }
 
@@ -171,8 +165,8 @@ def measured(sessions: int, folder: Path) -> dict[str, Any]:
         "start: answers after s": answers_s,
         "start: all known after s": known_s,
         "start: CPU us an extent": 1e6 * known_cpu_s / extents,
-        "lookup beside the scan ms, p50": at_share(lookups, 0.5),
-        "lookup beside the scan ms, p99": at_share(lookups, 0.99),
+        "lookup beside the scan ms, p50": percentile(lookups, 0.5),
+        "lookup beside the scan ms, p99": percentile(lookups, 0.99),
     }
     again.node.close()
     return row

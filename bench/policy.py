@@ -200,7 +200,7 @@ def broken_bars(rows: Sequence[Row]) -> Iterator[str]:
 def measure_hints(
     paths: Sequence[Path], tellings: Mapping[str, Telling], wanted: Sequence[int] | None, seeds: Sequence[int]
 ) -> int:
-    """Shares of the gap with what clients tell, by seed. Exit code 1 below a bar of issue 39."""
+    """Shares of the gap with what clients tell, by seed. Exit code 1 below a bar."""
     rows: list[dict[str, Any]] = []
     ways = ["lru", "oracle", "learned", *tellings]
     for path, seed in ((path, seed) for path in paths for seed in seeds):

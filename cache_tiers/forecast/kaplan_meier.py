@@ -86,15 +86,11 @@ class _TypeCounts:
             self.sum_ended_s[place] = 0.0  # also clears the rounding error
 
     def crossed(self, place: int, ended_s: float) -> None:
-        """Move a session that has survived this bin to the next: in one call, several times a turn."""
-        idle, sums = self.idle, self.sum_ended_s
-        idle[place] -= 1
-        sums[place] = sums[place] - ended_s if idle[place] else 0.0
+        """Move a session that has survived this bin to the next."""
+        self.leave(place, ended_s)
         self.survived[place] += 1.0
-        following = place + 1
-        if following < BINS:
-            idle[following] += 1
-            sums[following] += ended_s
+        if place + 1 < BINS:
+            self.enter(place + 1, ended_s)
 
     def returned(self, place: int, landed: int, is_event: bool) -> None:
         for survived in range(place, landed):
@@ -418,7 +414,7 @@ class KindForecasts(Generic[K]):
         self._sessions.pop(session, None)
         self.counts.dropped(session)
         self.lineages.forget(session)
-        if self.tools is not None and session in self.tools.open:
+        if self.tools is not None:
             self.tools.dropped(session, self._clock.now_s)
 
     def check_integrity(self) -> None:
@@ -470,7 +466,7 @@ class TypeKm(KindForecasts[_Counted]):
         """Record that the session's next turn begins."""
         now_s = self._clock.at(at_s)
         self.counts.came_back(session, now_s)
-        if self.tools is not None and session in self.tools.open:
+        if self.tools is not None:
             self.tools.came_back(session, now_s)
         self._began(session, opening, now_s)
 

@@ -682,7 +682,7 @@ class Predictor(KindForecasts[_Session]):
 
     def _came_back(self, session: SessionKey, known: _Session, at_s: float) -> None:
         self.counts.came_back(session, at_s)
-        if self.tools is not None and session in self.tools.open:
+        if self.tools is not None:
             self.tools.came_back(session, at_s)
         if known.turn is not None and known.traffic is not None:
             known.traffic.turns.resolve(known.turn, Outcome.RETURNED, at_s)

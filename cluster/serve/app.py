@@ -133,9 +133,9 @@ EXIT_START_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 STATES_S = 5.0
+"""How long the tiers may take to say whether they work."""
 DELETE_S = 60.0
 """As long as Serve itself waits for a deployment that is deleted."""
-"""How long the tiers may take to say whether they work."""
 
 
 @dataclass(frozen=True, slots=True)
