@@ -16,6 +16,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    JsonValue,
     SecretStr,
     StringConstraints,
     ValidationError,
@@ -189,7 +190,7 @@ class VllmSettings(Section):
         description="the Python of an environment that has vLLM, and Ray in the version that is here; empty "
         "= the one that `samovar engines add vllm` has made",
     )
-    options: dict[str, bool | int | float | str] = Field(
+    options: dict[str, JsonValue] = Field(
         {},
         description="further arguments of vLLM's engine by their names there, such as quantization; not "
         "those that other settings stand for",

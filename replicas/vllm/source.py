@@ -157,10 +157,19 @@ def engine_arguments(
     `context_tokens`: the model's, or fewer; it is less where the pool holds less, if the settings do not ask
     for so many. `pool_bytes`: None: vLLM takes its share of a GPU. `connector`: its
     `kv_connector_extra_config`; empty: no tiers. What `engine.vllm.options` says comes last.
+    Raises `ModelRefused` for what vLLM would start with and die of.
     """
     engine = settings.engine
-    options = {name.replace("-", "_"): _parsed(value) for name, value in engine.vllm.options.items()}
-    processes = engine.tensor_parallel * int(options.get("pipeline_parallel_size", 1))
+    options: dict[str, Any] = {name.replace("-", "_"): value for name, value in engine.vllm.options.items()}
+    stages = int(options.get("pipeline_parallel_size", 1))
+    if on_cpu and stages > 1 and options.get("enforce_eager"):
+        # Its CPU worker makes the tensors that a stage receives while it compiles; without them it dies.
+        raise ModelRefused(
+            f"engine.vllm.options: vLLM runs {stages} stages of a pipeline on CPUs only as it compiles them",
+            'leave enforce_eager out; with "compilation_config": {"mode": 2, "backend": "eager"} it needs '
+            "no compiler",
+        )
+    processes = engine.tensor_parallel * stages
     given: dict[str, Any] = {
         "model": str(model_dir),
         "served_model_name": [settings.model.served_name or model_dir.name],
@@ -213,11 +222,6 @@ def _rank_of(adapter: Path) -> int:
 def _up(rank: int) -> int:
     """Return the next rank that vLLM has kernels for."""
     return next((fit for fit in LORA_RANKS if fit >= rank), rank)
-
-
-def _parsed(value: bool | int | float | str) -> Any:
-    """Return a structure that is written as JSON."""
-    return parse_json(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
 
 
 def process_environment(threads: int | None) -> dict[str, str]:

@@ -63,11 +63,28 @@ def test_with_tiers_there_is_the_connector_and_a_failed_load_is_computed() -> No
     assert given["kv_load_failure_policy"] == "recompute"
 
 
-def test_options_come_last_and_structures_are_json() -> None:
-    options = {"quantization": "fp8", "hf-overrides": '{"a": 1}', "enforce-eager": True}
+@pytest.mark.parametrize(("options", "is_served"), [({"enforce-eager": True}, False), ({}, True)])
+def test_stages_on_cpus_are_refused_where_vllm_would_die_of_them(
+    options: dict[str, Any], is_served: bool
+) -> None:
+    staged = {"vllm": {"options": {"pipeline_parallel_size": 2, **options}}}
+    if is_served:
+        assert arguments(staged, on_cpu=True)["pipeline_parallel_size"] == 2
+        return
+    with pytest.raises(ModelRefused, match="2 stages of a pipeline"):
+        arguments(staged, on_cpu=True)
+    assert arguments(staged)["enforce_eager"], "a GPU's worker has the tensors in any case"
+
+
+def test_options_come_last_and_may_be_structures() -> None:
+    options = {"quantization": "fp8", "hf-overrides": {"a": [1]}, "enforce-eager": True}
     given = arguments({"vllm": {"options": options}})
     assert not [name for name in given if "-" in name], "as its class takes them"
-    assert (given["quantization"], given["hf_overrides"], given["enforce_eager"]) == ("fp8", {"a": 1}, True)
+    assert (given["quantization"], given["hf_overrides"], given["enforce_eager"]) == (
+        "fp8",
+        {"a": [1]},
+        True,
+    )
 
 
 def test_adapters_have_room_for_the_largest_rank(tmp_path: Path) -> None:
