@@ -108,7 +108,8 @@ class SamovarLab(Guests):
 
     def __init__(self, lab: Lab, **cluster: object) -> None:
         self.lab = lab
-        self.store = lab.boot("store", nvme_bytes=2048 * MIB)
+        # All that both workers write behind, in whichever dtype: it holds what nobody evicts.
+        self.store = lab.boot("store", nvme_bytes=for_served_dtype(2048 * MIB, "lean"))
         self._start_s3()
         self._tree = settings_tree(self.store.ip, **cluster)
         self.settings = self._settings()
