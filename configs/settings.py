@@ -41,6 +41,7 @@ from samovar.configs.sections import (
     SplitSettings,
     TierSettings,
 )
+from samovar.configs.tls import TlsFiles
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
@@ -87,6 +88,17 @@ class ServerSettings(PageSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback needs API keys")
     port: int = Field(8000, ge=1, le=65535, description="TCP port of the HTTP endpoint")
+    tls_certificate: Path | None = Field(
+        None,
+        description="PEM file of a certificate and its chain, on every node: HTTPS instead of HTTP; a file "
+        "that changes is taken up",
+    )
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's private key")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="PEM file of authorities (and lists of revoked certificates): clients need a "
+        "certificate of theirs, but for the probes /health and /-/healthz",
+    )
     allowed_hosts: tuple[HostName, ...] = Field(
         (),
         max_length=64,
@@ -113,6 +125,30 @@ class ServerSettings(PageSettings):
         description="file to record the traffic to, for `samovar plan`: lengths, times, numbers, no text",
     )
     record_bytes_max: int = Field(GIB, ge=4096, le=TIB, description="the recording ends at this size")
+
+    @model_validator(mode="after")
+    def _certificate_has_a_key(self) -> ServerSettings:
+        given = {"tls_certificate": self.tls_certificate, "tls_key": self.tls_key}
+        missing = [name for name, path in given.items() if path is None]
+        if missing and (len(missing) == 1 or self.tls_client_ca is not None):
+            raise ValueError(
+                f"server.{missing[0]} is empty: HTTPS needs server.tls_certificate and server.tls_key, and "
+                "server.tls_client_ca both of them"
+            )
+        return self
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """What HTTPS is served with; None: HTTP is."""
+        if self.tls_certificate is None or self.tls_key is None:
+            return None
+        client_ca = self.tls_client_ca and self.tls_client_ca.expanduser()
+        return TlsFiles(self.tls_certificate.expanduser(), self.tls_key.expanduser(), client_ca)
+
+    def url_at(self, host: str) -> str:
+        """Return the URL of the endpoint at a machine's name or address."""
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:

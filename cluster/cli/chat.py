@@ -35,6 +35,7 @@ from samovar.cluster.cli.conversation import (
     error_message,
     printable,
 )
+from samovar.cluster.cli.running import trust_of
 from samovar.cluster.serve.secrets import write_private
 from samovar.configs.json_text import parse_json
 from samovar.configs.model_reference import DEFAULT_NAME
@@ -477,6 +478,7 @@ class ChatClient:
             max_retries=0,
             http_client=openai.DefaultHttpxClient(
                 trust_env=self.trusts_env,
+                verify=trust_of(self.url),
                 follow_redirects=False,
                 event_hooks={"request": [_keep_sent_headers]},
             ),

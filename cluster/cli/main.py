@@ -400,7 +400,7 @@ def serve(
             with_s3_demo=with_s3_demo,
             reload=reload,
             stages=stages,
-            on_ready=servers.announce,
+            on_ready=functools.partial(servers.announce, tls=loaded.settings.server.tls),
         )
     except ModelRefused as error:
         refuse(f"the model cannot be served: {error}")

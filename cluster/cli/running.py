@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 from samovar.configs.atomic_file import atomic_write
 from samovar.configs.json_text import parse_json
+from samovar.configs.tls import CertificateRefused, TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +33,16 @@ _HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}(/.*)?")
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that was ready at `ready_unix_s`. `pid_started_s` tells it from a later process of its pid."""
+    """A server that was ready at `ready_unix_s`. `pid_started_s` tells it from a later process of its pid.
+
+    `tls`: what it serves HTTPS with.
+    """
 
     url: str
     pid: int
     pid_started_s: float
     ready_unix_s: float
+    tls: TlsFiles | None = None
 
 
 class RunningServers:
@@ -54,13 +60,15 @@ class RunningServers:
             state = state.expanduser()
         return cls(state / "samovar" / "servers")
 
-    def announce(self, url: str) -> None:
-        """Write down that this process serves at `url`."""
+    def announce(self, url: str, tls: TlsFiles | None = None) -> None:
+        """Write down that this process serves at `url`, with the certificate of `tls`."""
         import psutil
 
         process = psutil.Process()
         path = self.folder / f"{process.pid}.json"
         note = {"url": url, "pid": process.pid, "pid_started_s": process.create_time()}
+        if tls is not None:
+            note["tls"] = [str(file) for file in (tls.certificate, tls.key, tls.client_ca) if file]
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             atomic_write(path, json.dumps(note).encode(), durable=False)
@@ -98,11 +106,14 @@ def _read(path: Path) -> RunningServer | None:
         note: Any = parse_json(path.read_bytes())
         url, pid, started_s = str(note["url"]), int(note["pid"]), float(note["pid_started_s"])
         ready_unix_s = path.stat().st_mtime
+        tls = TlsFiles(*map(Path, note["tls"])) if "tls" in note else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if pid <= 0 or len(url) > URL_CHARS_MAX or not url.startswith("http://") or not url.isprintable():
+    if pid <= 0 or len(url) > URL_CHARS_MAX or not url.isprintable():
         return None
-    return RunningServer(url, pid, started_s, ready_unix_s)
+    if not url.startswith("http://" if tls is None else "https://"):
+        return None
+    return RunningServer(url, pid, started_s, ready_unix_s, tls)
 
 
 def _is_alive(server: RunningServer) -> bool:
@@ -132,3 +143,18 @@ def server_url(given: str | None, env: Mapping[str, str] = os.environ) -> str:
         return full_url(given)
     living = RunningServers.of_user(env).living()
     return living[0].url if living else DEFAULT_URL
+
+
+def trust_of(url: str, env: Mapping[str, str] = os.environ) -> ssl.SSLContext | bool:
+    """Return what a client of `url` verifies by, as httpx takes it.
+
+    A server of this user on this machine by its very certificate, which may be of another name than the
+    address here; others by the system's authorities, or those of SSL_CERT_FILE and SSL_CERT_DIR.
+    """
+    if not url.startswith("https://"):
+        return True
+    for server in RunningServers.of_user(env).living():
+        if server.tls is not None and f"{url}/".startswith(f"{server.url}/"):
+            with suppress(CertificateRefused):  # files of before, or that this process may not read
+                return server.tls.pin()
+    return ssl.create_default_context()

@@ -11,6 +11,7 @@ import yaml
 
 from samovar import HOME
 from samovar.cluster.dashboards.panels import ALERTS, ROWS, Alert, DashboardRow, Panel, PanelQuery
+from samovar.configs.tls import TlsFiles
 from samovar.router.metrics import DeclaredMetric, Metrics
 
 FOLDER = Path(__file__).parent
@@ -156,13 +157,22 @@ def rules(alerts: Iterable[Alert] = ALERTS) -> dict[str, Any]:
 
 
 def scrape(
-    target: str = TARGET, *, key_file: str | None = None, ray_targets: str = RAY_TARGETS
+    target: str = TARGET,
+    *,
+    key_file: str | None = None,
+    ray_targets: str = RAY_TARGETS,
+    tls: TlsFiles | None = None,
 ) -> dict[str, Any]:
     """Return Prometheus' configuration: Samovar at `target` (HOST:PORT), Ray's nodes, and the alerts.
 
-    `key_file`: of `auth.admin_key`, which /metrics asks for where there are API keys.
+    `key_file`: of `auth.admin_key`, which /metrics asks for where there are API keys. `tls`: of Samovar's
+    HTTPS on this machine, which is asked by an address, so under a name that its certificate need not have.
     """
     ours: dict[str, Any] = {"job_name": JOB, "metrics_path": "/metrics"}
+    if tls is not None:
+        trusted = {"ca_file": str(tls.certificate), "insecure_skip_verify": True}
+        own = {"cert_file": str(tls.certificate), "key_file": str(tls.key)} if tls.client_ca else {}
+        ours |= {"scheme": "https", "tls_config": trusted | own}
     if key_file is not None:
         ours["authorization"] = {"type": "Bearer", "credentials_file": key_file}
     ours["static_configs"] = [{"targets": [target]}]

@@ -65,7 +65,9 @@ def write_files(settings: Settings, folder: Path) -> None:
     if key is not None:
         write_private(key_file, key.get_secret_value())
     config = scrape(
-        f"{LOOPBACK}:{settings.server.port}", key_file=None if key is None else str(key_file.absolute())
+        f"{LOOPBACK}:{settings.server.port}",
+        key_file=None if key is None else str(key_file.absolute()),
+        tls=settings.server.tls,
     )
     source = {
         "name": "Prometheus",

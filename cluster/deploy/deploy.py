@@ -29,13 +29,13 @@ from samovar.cluster.serve.graph import (
     model_app_name,
     serve_logs,
 )
-from samovar.cluster.serve.preflight import check_extras
+from samovar.cluster.serve.preflight import check_certificate, check_extras
 from samovar.cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
 from samovar.cluster.serve.rollout import (
     EVERY_INTERFACE,
     Patience,
     exchange,
-    http_url,
+    http_options,
     not_running,
     unhealthy_here,
 )
@@ -130,6 +130,7 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     """Deploy, block until it serves, and return the URL. Raises `StartFailed`, `ModelRefused`."""
     refuse_unfit(settings)
     check_extras(settings)
+    check_certificate(settings.server)
     dashboard = settings.cluster.dashboard
     require_token()
     with httpx.Client(trust_env=False) as stranger:
@@ -161,7 +162,7 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     )
     now = api.deployed().applications
     exchange(now, {**of_others(now), **wanted}, ServeRest(api, settings), patience.wait)
-    patience.wait(lambda: unhealthy_here(settings.server.host, settings.server.port))
+    patience.wait(lambda: unhealthy_here(settings.server))
     deployed = api.deployed()
     nodes = deployed.addresses | api.nodes()  # the dashboard's node list lags behind
     console.print(nodes_table(nodes, deployed))
@@ -173,7 +174,7 @@ def url_of(settings: Settings, nodes: Mapping[str, str], deployed: Deployed) -> 
     server = settings.server
     ingresses = [nodes[node] for node in deployed.replicas.get(INGRESS_DEPLOYMENT, ()) if node in nodes]
     host = ingresses[0] if ingresses and server.host in EVERY_INTERFACE else server.host
-    return http_url(host, server.port)
+    return server.url_at(host)
 
 
 def refuse_unfit(settings: Settings) -> None:
@@ -241,10 +242,9 @@ def of_others(apps: Mapping[str, Application]) -> dict[str, Application]:
 
 def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[str, Any]:
     """Return Serve's whole configuration."""
-    server = settings.server
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": server.host, "port": server.port},
+        "http_options": http_options(settings.server),
         "logging_config": serve_logs(settings).model_dump(mode="json", exclude_unset=True),
         "applications": list(apps.values()),
     }

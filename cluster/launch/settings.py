@@ -41,6 +41,12 @@ def node_settings(settings: Settings, outputs: CloudOutputs | None, pod_gpus: in
             "them out, or serve several by `samovar serve` with cluster.ray_address=auto on its head"
         )
     launch, tiers, server = settings.launch, settings.tiers, settings.server
+    if server.tls is not None and (outputs is not None or pod_gpus is not None):
+        who = "AWS's load balancer" if pod_gpus is None else "Kubernetes (KubeRay's probes)"
+        raise RenderFailed(
+            f"server.tls_certificate: {who} asks the nodes over HTTP, and can serve HTTPS itself. Leave "
+            "server.tls_certificate, tls_key and tls_client_ca out here"
+        )
     nvme, s3 = tiers.nvme, tiers.s3
     if nvme.dir is None:
         nvme = _with(nvme, dir=Path(launch.kv_dir) / "blocks")

@@ -228,7 +228,7 @@ class Launch:
         """Return the URL for users."""
         if self.outputs is not None:
             return self.outputs.endpoint_url
-        return f"http://{self.settings.launch.rack.head}:{self.settings.server.port}"
+        return self.settings.server.url_at(str(self.settings.launch.rack.head))
 
 
 def up(launch: Launch, *, restart: bool = False) -> str:

@@ -62,7 +62,7 @@ from samovar.cluster.serve.rollout import (
     exchange,
     flush_line,
     flush_tiers,
-    http_url,
+    http_options,
     refuse_what_needs_a_restart,
     s3_demo_of,
     unhealthy_here,
@@ -235,13 +235,13 @@ class Service:
 
     @property
     def url(self) -> str:
-        return http_url(self.settings.server.host, self.settings.server.port)
+        return self.settings.server.url_at(self.settings.server.host)
 
     @property
     def url_here(self) -> str:
         """The URL for clients on this machine."""
         server = self.settings.server
-        return http_url(EVERY_INTERFACE.get(server.host, server.host), server.port)
+        return server.url_at(EVERY_INTERFACE.get(server.host, server.host))
 
     def start(self) -> None:
         """Start Ray and the applications, and block until requests are served.
@@ -296,7 +296,7 @@ class Service:
         self.stages.begin("ingress")
         self.infos = self._wait_for_replicas()
         server = self.settings.server
-        self._wait(lambda: unhealthy_here(server.host, server.port))  # the ready line is a promise
+        self._wait(lambda: unhealthy_here(server))  # the ready line is a promise
 
     def tiers_here(self) -> tuple[TierStats, ...]:
         """Return this node's tiers; empty without tiers, or if they do not answer."""
@@ -330,7 +330,7 @@ class Service:
         settings = self.settings
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
-            http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
+            http_options=HTTPOptions(**http_options(settings.server)),
             logging_config=serve_logs(settings),
         )
         # Both at once: the ingress is up by the time the first replica has loaded its model.

@@ -26,7 +26,8 @@ from samovar.cluster.serve.environment import (
 from samovar.cluster.serve.secrets import SecretRefused, kept_secret
 from samovar.configs.extras import ExtraMissing, require, require_telemetry, require_tiers
 from samovar.configs.sections import GIB
-from samovar.configs.settings import Settings
+from samovar.configs.settings import ServerSettings, Settings
+from samovar.configs.tls import CertificateRefused
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import (
     find_early,
@@ -67,6 +68,7 @@ def first_look(
             raise named(refused, name) from refused
         unused += [f"models.{name}: {one}" if name else one for one in unused_settings(own)]
     with_object_store(settings, shm_free_bytes())
+    check_certificate(settings.server)
     check_port(settings.server.host, settings.server.port)
     return unused + disk_warnings(settings)
 
@@ -225,6 +227,19 @@ def check_port(host: str, port: int) -> None:
                 f"cannot listen on {host}:{port} ({error.strerror}). Stop the program that listens there, "
                 "or choose another port with --port N"
             ) from error
+
+
+def check_certificate(server: ServerSettings) -> None:
+    """Raise `StartFailed` if no connection could be made with the certificate; Serve would only log that."""
+    if server.tls is None:
+        return
+    try:
+        server.tls.check()
+    except CertificateRefused as error:
+        raise StartFailed(
+            f"server.tls_certificate: {error}. Name PEM files that this user may read: a certificate that is "
+            "valid now with its chain below it, and its key without a passphrase in server.tls_key"
+        ) from error
 
 
 def free_memory(settings: Settings, weights_bytes: int) -> FreeMemory:

@@ -25,7 +25,8 @@ from samovar.cache_tiers.actors import rpc, tier_actors
 from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.graph import FRONT_APP
 from samovar.configs.cluster import ClusterSettings
-from samovar.configs.settings import Settings
+from samovar.configs.settings import ServerSettings, Settings
+from samovar.configs.tls import CertificateRefused
 
 logger = logging.getLogger(__name__)
 
@@ -158,18 +159,25 @@ class LocalServe:
         return not_running(names, status, {name: app.message for name, app in apps.items()})
 
 
-def http_url(host: str, port: int) -> str:
-    """Return the URL of a host's name or address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def http_options(server: ServerSettings) -> dict[str, Any]:
+    """Return what Serve's proxies listen with; the guard in them renews the certificate (`proxy_guard`)."""
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
+    if (files := server.tls) is not None:
+        options |= {"ssl_certfile": str(files.certificate), "ssl_keyfile": str(files.key)}
+        if files.client_ca is not None:
+            options["ssl_ca_certs"] = str(files.client_ca)
+    return options
 
 
-def unhealthy_here(host: str, port: int) -> str | None:
-    """Return why this node's proxy, which listens on `host`, does not serve requests; None if it does."""
-    url = http_url(EVERY_INTERFACE.get(host, host), port)
+def unhealthy_here(server: ServerSettings) -> str | None:
+    """Return why this node's proxy does not serve requests; None if it does."""
+    url, files = server.url_at(EVERY_INTERFACE.get(server.host, server.host)), server.tls
     try:
         # trust_env: a proxy for external addresses cannot reach this machine.
-        answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False)
-    except httpx.TransportError as error:
+        answer = httpx.get(
+            f"{url}/health", timeout=5.0, trust_env=False, verify=True if files is None else files.pin()
+        )
+    except (httpx.TransportError, CertificateRefused) as error:
         return f"{url}/health does not answer ({error})"
     return None if answer.status_code == httpx.codes.OK else f"{url}/health answered {answer.text[:200]}"
 

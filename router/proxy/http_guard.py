@@ -3,12 +3,14 @@
 Request line and headers are bounded in bytes and in time, a client that reads nothing is disconnected, and
 protocol errors get OpenAI's shape. A connection that is closed with an unread body is closed gently, so
 that the client sees the reason. An offer to speak another protocol (`Upgrade: h2c`) is not taken, and leaves
-the request's body alone; a client of HTTP/1.0 gets no chunks. Based on uvicorn's httptools protocol.
+the request's body alone; a client of HTTP/1.0 gets no chunks. Where clients need certificates, who has none
+is answered whether it serves, and no more. Based on uvicorn's httptools protocol.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -16,7 +18,8 @@ import httptools
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from samovar.router.openai import ApiError, BadHttp, HeadersTooLarge, RequestTimeout
+from samovar.router.auth import OPEN_PATH
+from samovar.router.openai import ApiError, BadHttp, Forbidden, HeadersTooLarge, RequestTimeout
 
 WRITE_BUFFER_BYTES, TAKEN_BYTES = 1 << 16, 1 << 14
 LINGER_S = 2.0  # how long further input of a refused client is read and dropped
@@ -35,6 +38,14 @@ class _Refused(Exception):
     """Aborts the parser; the connection's `_refusal` has the reason."""
 
 
+CONTROL_OPEN = "/-/healthz"
+OPEN_URLS = frozenset({OPEN_PATH.encode(), CONTROL_OPEN.encode()})
+"""What a client without a certificate may ask: a load balancer has none."""
+STRANGER = (
+    "This endpoint needs a certificate of yours, by an authority of server.tls_client_ca. Send it with the "
+    "connection (curl: --cert and --key)."
+)
+HSTS = (b"strict-transport-security", b"max-age=31536000")
 UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 
 
@@ -83,8 +94,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Serve makes uvicorn's configuration; hide which server answers.
-        self.config.encoded_headers = _without_server(self.config.encoded_headers)
-        self.server_state.default_headers = _without_server(self.server_state.default_headers)
+        self.config.encoded_headers = _headers_of(self.config.encoded_headers, self.config.is_ssl)
+        self.server_state.default_headers = _headers_of(self.server_state.default_headers, self.config.is_ssl)
         self.parser = cast(Any, _DecliningParser(self))
         self.has_declined = False  # an offer in the request whose headers have just ended
         self._in_headers = True  # from before a request's first byte until its headers end
@@ -95,12 +106,16 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
         self._outlet: _GentleTransport | None = None
+        self._is_stranger = False  # without the certificate that clients need
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._outlet = _GentleTransport(cast(asyncio.Transport, transport), self)
         # The writer goes on as soon as a client takes a little: it must not look like one that takes none.
         self._outlet.set_write_buffer_limits(WRITE_BUFFER_BYTES, WRITE_BUFFER_BYTES - TAKEN_BYTES)
         super().connection_made(cast(asyncio.Transport, self._outlet))
+        tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+        # With `CERT_OPTIONAL`, one that was shown and is wrong has ended the handshake.
+        self._is_stranger = tls is not None and bool(tls.context.verify_mode) and not tls.getpeercert()
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -129,6 +144,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         spoken = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if spoken > self.limits.header_bytes_max:
             self._refusal = HeadersTooLarge(self.limits.header_bytes_max)
+            raise _Refused
+        if self._is_stranger and self.url.partition(b"?")[0] not in OPEN_URLS:
+            self._refusal = Forbidden(STRANGER)
             raise _Refused
         is_offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         self.has_declined = is_offer and not self._should_upgrade()
@@ -262,11 +280,12 @@ class _GentleTransport:
     def close(self) -> None:
         if self.is_closing():
             return
-        if not self._protocol.has_unread_input or not self._real.can_write_eof():
+        if not self._protocol.has_unread_input:
             self._real.close()
             return
         self._timer = self._protocol.loop.call_later(LINGER_S, self._real.abort)
-        self._real.write_eof()
+        if self._real.can_write_eof():  # TLS cannot: `connection: close` has told the client to close
+            self._real.write_eof()
         self._real.resume_reading()
 
     def lost(self) -> None:
@@ -292,8 +311,9 @@ def _send_unchunked(cycle: RequestResponseCycle) -> None:
     cycle.send = unchunked  # type: ignore[method-assign, assignment]
 
 
-def _without_server(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in headers if name != b"server"]
+def _headers_of(headers: list[tuple[bytes, bytes]], is_tls: bool) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in headers if name not in (b"server", HSTS[0])]
+    return [*kept, HSTS] if is_tls else kept
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[GuardedHttpProtocol]:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn.config
@@ -26,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from samovar.configs.optional_sections import IngressSettings, TelemetrySettings
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.configs.telemetry import NO_SPAN, Span, Tracer, open_tracer
+from samovar.configs.tls import RenewedContext, TlsFiles
 from samovar.router.auth import OPEN_PATH
 from samovar.router.openai import (
     ApiError,
@@ -50,7 +53,7 @@ from samovar.router.proxy.environment import (
     inlet_from_environment,
     links_environment,
 )
-from samovar.router.proxy.http_guard import ConnectionLimits, guarded_protocol
+from samovar.router.proxy.http_guard import CONTROL_OPEN, ConnectionLimits, guarded_protocol
 from samovar.router.proxy.known_ingresses import KNOWN, KnownIngresses
 
 logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
@@ -70,7 +73,6 @@ TELEMETRY_PREFIX = f"{PREFIX}TELEMETRY_"
 TELEMETRY_FIELDS = ("otlp_endpoint", "sample_ratio", "queue_max", "export_interval_s")
 
 CONTROL_PREFIX = "/-/"
-CONTROL_OPEN = "/-/healthz"
 STOPPING_S = 60.0  # how long an app that is gone counts as stopping; then a new one is awaited
 HEALTH_WAIT_S = 2.0  # Serve holds requests while no ingress is up; /health must not wait for that
 # Headers with which a client could disable Serve's timeouts and its disconnect detection, steer its routing,
@@ -127,11 +129,22 @@ def install() -> list[Middleware]:
     connection = ConnectionLimits(limits.header_bytes_max, limits.header_read_s, limits.write_idle_s)
     # uvicorn accepts a class where it expects the name of one; Serve leaves `http` at "auto".
     uvicorn.config.HTTP_PROTOCOLS["auto"] = guarded_protocol(connection)  # type: ignore[assignment]
+    # It knows one certificate for ever, and Serve's options have no way to ask clients for theirs.
+    uvicorn.config.create_ssl_context = _renewed_context  # type: ignore[assignment]
     inlet = inlet_from_environment(os.environ)
     carrier = None if inlet is None else RequestCarrier(inlet)
     tracer = tracer_from_environment(os.environ)
     bodies = RetryBuffer(int(os.environ.get(REPEAT_BYTES, IngressSettings().repeat_bytes_max)))
     return [Middleware(ProxyGuard, limits=limits, carrier=carrier, tracer=tracer, bodies=bodies)]
+
+
+def _renewed_context(
+    certfile: str, keyfile: str, *args: Any, ca_certs: str | None = None, **kwargs: Any
+) -> ssl.SSLContext:
+    """Return what uvicorn's own returns for these files, of TLS 1.2 at least and renewed as they change."""
+    return RenewedContext(
+        TlsFiles(Path(certfile), Path(keyfile), Path(ca_certs) if ca_certs else None)
+    ).context
 
 
 class AppPresence:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 MODEL = "SmolLM2-135M-Instruct"
 START_S = 600.0
 REPLICA = re.compile(r"ServeReplica:samovar-model-\w+:Replica")
-READY = re.compile(r"^Samovar is ready: (http://\S+)$", re.MULTILINE)
+READY = re.compile(r"^Samovar is ready: (https?://\S+)$", re.MULTILINE)
 
 
 def free_port() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -85,18 +85,22 @@ class FakeServe:
 
 @asynccontextmanager
 async def guarded(
-    monkeypatch: pytest.MonkeyPatch, app: ASGIApp | None = None, **limits: Any
+    monkeypatch: pytest.MonkeyPatch,
+    app: ASGIApp | None = None,
+    tls: Mapping[str, str] | None = None,
+    **limits: Any,
 ) -> AsyncIterator[tuple[str, int, FakeServe]]:
-    """The guard as Serve installs it, over `FakeServe`."""
+    """The guard as Serve installs it, over `FakeServe`. `tls`: as Serve gives it to uvicorn."""
     settings = Settings(limits=LimitsSettings(**{**LIMITS, **limits}))
     for name, value in proxy_environment(settings).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
     serve = FakeServe()
     guard: Any = app or serve
+    monkeypatch.setattr(uvicorn.config, "create_ssl_context", uvicorn.config.create_ssl_context)
     for middleware in proxy_guard.install():
         guard = middleware.cls(guard, *middleware.args, **middleware.kwargs)
-    async with serving(guard, lifespan="off") as url:
+    async with serving(guard, lifespan="off", **(tls or {})) as url:
         host, _, port = url.removeprefix("http://").partition(":")
         yield host, int(port), serve
 
