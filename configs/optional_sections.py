@@ -131,9 +131,7 @@ class MonitoringSettings(Section):
     prometheus_port: int = Field(9090, ge=1024, le=65535, description="port of Prometheus, on loopback")
     grafana_port: int = Field(3000, ge=1024, le=65535, description="port of Grafana, on loopback")
     retention_days: int = Field(15, ge=1, le=3650, description="how long Prometheus keeps samples")
-    retention_bytes_max: int = Field(
-        10 * GIB, ge=512 * MIB, le=TIB, description="disk that the samples take; the oldest go first"
-    )
+    retention_bytes_max: ClassVar[int] = 10 * GIB  # disk that the samples take; the oldest go first
 
 
 class TelemetrySettings(Section):
@@ -177,7 +175,7 @@ class LoopSettings(Section):
     turns_s: float = Field(86_400.0, gt=0, le=3.2e7, description="how long a turn is kept")
     candidates_max: ClassVar[int] = 1000  # candidates of a tenant; if none is decided on, no more are made
     candidates_bytes_max: ClassVar[int] = 16 * MIB
-    candidates_s: float = Field(2_592_000.0, gt=0, le=3.2e8, description="how long a candidate is kept")
+    candidates_s: ClassVar[float] = 2_592_000.0  # how long a candidate is kept
     candidates_per_session: ClassVar[int] = 20  # candidates of one conversation
     log_max: ClassVar[int] = 10_000  # feedback kept of a tenant; the oldest leaves
     log_bytes_max: ClassVar[int] = 16 * MIB
@@ -438,9 +436,7 @@ class CompactionSettings(Section):
     budget_tokens: int = Field(256, ge=16, le=1_000_000, description="their tokens, by default")
     budget_tokens_max: int = Field(2048, ge=16, le=1_000_000, description="... at most, if a request asks")
     query_chars_max: ClassVar[int] = 4000
-    summary_tokens_max: int = Field(
-        384, ge=16, le=100_000, description="tokens of a summary, at most an eighth of the window"
-    )
+    summary_tokens_max: ClassVar[int] = 384  # tokens of a summary, at most an eighth of the window
     summaries_per_session: ClassVar[int] = 4
     summaries_max: ClassVar[int] = 100_000
     sessions_max: ClassVar[int] = 4096  # sessions whose cuts an ingress remembers; lost ones are remade

@@ -93,7 +93,9 @@ class ServerSettings(PageSettings):
         description="PEM file of a certificate and its chain, on every node: HTTPS instead of HTTP; a file "
         "that changes is taken up",
     )
-    tls_key: Path | None = Field(None, description="PEM file of the certificate's private key")
+    tls_key: Path | None = Field(
+        None, description="PEM file of the certificate's private key; empty = it is in the certificate's file"
+    )
     tls_client_ca: Path | None = Field(
         None,
         description="PEM file of authorities (and lists of revoked certificates): clients need a "
@@ -126,24 +128,14 @@ class ServerSettings(PageSettings):
     )
     record_bytes_max: int = Field(GIB, ge=4096, le=TIB, description="the recording ends at this size")
 
-    @model_validator(mode="after")
-    def _certificate_has_a_key(self) -> ServerSettings:
-        given = {"tls_certificate": self.tls_certificate, "tls_key": self.tls_key}
-        missing = [name for name, path in given.items() if path is None]
-        if missing and (len(missing) == 1 or self.tls_client_ca is not None):
-            raise ValueError(
-                f"server.{missing[0]} is empty: HTTPS needs server.tls_certificate and server.tls_key, and "
-                "server.tls_client_ca both of them"
-            )
-        return self
-
     @property
     def tls(self) -> TlsFiles | None:
         """What HTTPS is served with; None: HTTP is."""
-        if self.tls_certificate is None or self.tls_key is None:
+        if self.tls_certificate is None:
             return None
-        client_ca = self.tls_client_ca and self.tls_client_ca.expanduser()
-        return TlsFiles(self.tls_certificate.expanduser(), self.tls_key.expanduser(), client_ca)
+        certificate, client_ca = self.tls_certificate.expanduser(), self.tls_client_ca
+        key = certificate if self.tls_key is None else self.tls_key.expanduser()
+        return TlsFiles(certificate, key, client_ca and client_ca.expanduser())
 
     def url_at(self, host: str) -> str:
         """Return the URL of the endpoint at a machine's name or address."""

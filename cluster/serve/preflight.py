@@ -232,6 +232,10 @@ def check_port(host: str, port: int) -> None:
 def check_certificate(server: ServerSettings) -> None:
     """Raise `StartFailed` if no connection could be made with the certificate; Serve would only log that."""
     if server.tls is None:
+        if server.tls_key or server.tls_client_ca:  # who gives these counts on HTTPS
+            raise StartFailed(
+                "server.tls_certificate is empty, and server.tls_key or tls_client_ca are given"
+            )
         return
     try:
         server.tls.check()

@@ -7,8 +7,9 @@ import ssl
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
+from samovar.cluster.errors import StartFailed
+from samovar.cluster.serve.preflight import check_certificate
 from samovar.configs.settings import ServerSettings
 from samovar.configs.tls import CertificateRefused, RenewedContext, TlsFiles
 from tests.support.router.certificates import Authority
@@ -141,17 +142,18 @@ def test_a_revoked_client_is_refused_from_the_next_handshake_on(tea: Authority, 
     shake(renewed.context, trusting(tea, good))
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"tls_certificate": "/a"}, "server.tls_key"),
-        ({"tls_key": "/a"}, "server.tls_certificate"),
-        ({"tls_client_ca": "/a"}, "server.tls_certificate"),
-    ],
-)
-def test_half_of_a_pair_is_refused_by_name(given: dict[str, str], named: str) -> None:
-    with pytest.raises(ValidationError, match=f"{named} is empty"):
-        ServerSettings.model_validate(given)
+def test_a_key_may_be_in_the_certificate_s_file(tea: Authority) -> None:
+    files = tea.issue("server")
+    files.certificate.write_bytes(files.certificate.read_bytes() + files.key.read_bytes())
+    server = ServerSettings(tls_certificate=files.certificate)
+    assert server.tls is not None
+    server.tls.check()
+
+
+@pytest.mark.parametrize("given", ["tls_key", "tls_client_ca"])
+def test_who_counts_on_https_is_not_served_without(given: str) -> None:
+    with pytest.raises(StartFailed, match="tls_certificate is empty"):
+        check_certificate(ServerSettings.model_validate({given: "/a"}))
 
 
 def test_urls_say_how_they_are_served() -> None:

@@ -34,7 +34,7 @@ from samovar.cluster.serve.rollout import (
     unhealthy_here,
 )
 from samovar.configs.loader import ConfigError, Problem
-from samovar.configs.settings import Settings
+from samovar.configs.settings import ServerSettings, Settings
 from samovar.replicas.messages import ModelRefused
 from tests.support.inside import deployment_of
 
@@ -266,8 +266,10 @@ def test_an_application_is_running_when_nothing_of_it_is_old(
 
 
 def test_health_is_asked_of_this_machine_wherever_the_proxy_listens() -> None:
-    assert str(unhealthy_here("0.0.0.0", 1)).startswith("http://127.0.0.1:1/health does not answer")
-    assert str(unhealthy_here("::", 1)).startswith("http://[::1]:1/health does not answer")
+    for host, url in (("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1")):
+        assert str(unhealthy_here(ServerSettings(host=host, port=1))).startswith(
+            f"{url}/health does not answer"
+        )
 
 
 def test_waiting_says_each_change_once_and_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
