@@ -145,8 +145,9 @@ async def test_pings_while_tokens_come_that_are_held_back() -> None:
     """A client waits for bytes, whatever the engine says meanwhile."""
     held = '<tool_call>{"arguments": {"k": "' + "x" * 40
     said = spoken(held)
+    # A machine that stalls between two tokens pings in any case: so much longer is the silence than a gap.
     steps: Script = [one for step in said for one in (0.01, step)]
-    house = House(lambda request: steps, settings=make_settings(sse_keepalive_s=0.05))
+    house = House(lambda request: steps, settings=make_settings(sse_keepalive_s=0.4))
     tools = [{"type": "function", "function": {"name": "get"}}]
     async with house.server() as url, httpx.AsyncClient() as client:
         response = await client.post(url + CHAT, json=chat(stream=True, tools=tools))
