@@ -178,8 +178,11 @@ class _Run:
             return peer
 
 
-COMPANIONS = frozenset({"TierActor", "ProxyActor"})
-"""Actor classes that exist only for a node's replicas: the tiers, and Serve's proxy, which Serve ends."""
+COMPANIONS = frozenset({"TierActor", "ProxyActor", "ServeReplica:samovar:Ingress"})
+"""Actor classes that exist only for a node's replicas: the tiers, an ingress, and Serve's proxy.
+
+Once the tiers leave, so does the ingress (`OneIngressPerNode`), and with it Serve's proxy.
+"""
 HEAD_RESOURCE = "node:__internal_head__"
 DEAD = "DEAD"
 

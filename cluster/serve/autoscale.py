@@ -25,6 +25,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
+from samovar.cache_tiers.node import inhabited
 from samovar.configs.cluster import AutoscalingSettings
 from samovar.configs.optional_sections import INGRESSES_MAX
 from samovar.replicas.serving.served_engine import FIELDS, PREFIX, ReplicaLoad
@@ -265,13 +266,22 @@ def autoscaling_config(settings: AutoscalingSettings, replicas: int) -> Autoscal
 LOOK_S = 2.0
 
 
-def nodes_alive() -> int:
-    """Return the number of nodes that are alive and not leaving."""
+LINGER_LOOKS = 15
+"""A node whose replica starts again keeps its ingress meanwhile."""
+
+
+def nodes_alive() -> dict[str, bool]:
+    """Return the nodes that are alive and not leaving, and whether something lives there that is to stay."""
     import ray
     from ray._private.state import state as gcs_state
 
     leaving = set(gcs_state.get_draining_nodes())
-    return sum(bool(node["Alive"]) and node["NodeID"] not in leaving for node in ray.nodes())
+    homes = inhabited(gcs_state.actor_table(None, None, "ALIVE").values())
+    return {
+        node["NodeID"]: node["NodeID"] in homes
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in leaving
+    }
 
 
 def one_per_node(nodes: int, now: int) -> int:
@@ -282,14 +292,16 @@ def one_per_node(nodes: int, now: int) -> int:
 class OneIngressPerNode:
     """The autoscaling policy that Ray Serve calls in its controller, ten times a second. Never raises.
 
-    Nodes are counted in a thread: GCS may hang, and the controller must not. The thread ends when there was
-    no call since its last look: Serve makes another policy at each deployment.
+    A node has an ingress while it has replicas, and the head always: Ray removes no node where an actor runs,
+    so one for an ingress alone would be paid for indefinitely. Of several, Serve stops the one whose node has
+    the fewest replicas. Nodes are counted in a thread: GCS may hang, and the controller must not. The thread
+    ends when there was no call since its last look: Serve makes another policy at each deployment.
     """
 
-    def __init__(self, count: Callable[[], int] = nodes_alive, look_s: float = LOOK_S) -> None:
-        self._count = count
+    def __init__(self, nodes: Callable[[], Mapping[str, bool]] = nodes_alive, look_s: float = LOOK_S) -> None:
+        self._nodes = nodes
         self._look_s = look_s
-        self._nodes = 0
+        self._looks_left: dict[str, int] = {}  # for which a node counts as one with replicas
         self._is_called = False
         self._pause = threading.Event()
         self._thread: threading.Thread | None = None
@@ -300,12 +312,16 @@ class OneIngressPerNode:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="count-nodes", daemon=True)
             self._thread.start()
-        return one_per_node(self._nodes, context.target_num_replicas), {}
+        return one_per_node(len(self._looks_left), context.target_num_replicas), {}
 
     def look(self) -> None:
         """Count the nodes once."""
         try:
-            self._nodes = self._count()
+            left = {
+                node: LINGER_LOOKS if is_home else self._looks_left.get(node, 0) - 1
+                for node, is_home in self._nodes().items()
+            }
+            self._looks_left = {node: looks for node, looks in left.items() if looks > 0}
         except Exception:  # GCS unavailable: what was seen last stays
             logger.exception("the nodes of the cluster could not be counted")
 

@@ -9,11 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentID
 
+from samovar.cache_tiers.node.drain import COMPANIONS
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.cache_tiers.sessions import Quotas, Use
-from samovar.cluster.serve.autoscale import OneIngressPerNode, one_ingress_per_node, one_per_node
-from samovar.cluster.serve.graph import build_front_app
+from samovar.cluster.serve.autoscale import (
+    LINGER_LOOKS,
+    OneIngressPerNode,
+    one_ingress_per_node,
+    one_per_node,
+)
+from samovar.cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, build_front_app
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.replicas.messages import GenerateRequest, Route, SamplingParams
 from samovar.replicas.serving.ingress_loads import IngressLoad, IngressLoads, others_load
@@ -72,7 +79,7 @@ def test_they_follow_the_nodes_and_no_news_is_no_change() -> None:
     assert one_per_node(0, 5) == 5
     assert one_per_node(7, 5) == 7
     assert one_per_node(1000, 5) == 64
-    counts = iter([3])
+    counts = iter([dict.fromkeys("abc", True)])
     policy = OneIngressPerNode(lambda: next(counts), look_s=3600)
     policy.look()
     policy._thread = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]  # this test looks itself
@@ -82,8 +89,35 @@ def test_they_follow_the_nodes_and_no_news_is_no_change() -> None:
     assert policy(now)[0] == 3  # type: ignore[arg-type]
 
 
+def test_a_node_without_replicas_needs_none_and_one_whose_replica_starts_again_keeps_it() -> None:
+    """Ray removes no node where an actor runs: an ingress would keep each that was ever used."""
+    seen = {"head": True, "one": True}
+    policy = OneIngressPerNode(lambda: seen, look_s=3600)
+    policy._thread = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]  # this test looks itself
+
+    def wanted() -> int:
+        policy.look()
+        return policy(SimpleNamespace(target_num_replicas=1))[0]  # type: ignore[arg-type]
+
+    assert wanted() == 2
+    seen["spare"] = False
+    assert wanted() == 2, "nothing runs there yet"
+    seen["one"] = False
+    assert [wanted() for _ in range(LINGER_LOOKS - 1)] == [2] * (LINGER_LOOKS - 1)
+    assert wanted() == 1
+    seen["one"] = True
+    assert wanted() == 2
+    del seen["one"]
+    assert wanted() == 1, "a node that is gone does not linger"
+
+
+def test_an_ingress_is_nobody_who_stays() -> None:
+    title = DeploymentID(INGRESS_DEPLOYMENT, FRONT_APP).to_replica_actor_class_name()
+    assert title in COMPANIONS
+
+
 def test_the_counting_thread_ends_with_the_calls() -> None:
-    policy = OneIngressPerNode(lambda: 5, look_s=0.001)
+    policy = OneIngressPerNode(lambda: dict.fromkeys("abcde", True), look_s=0.001)
     now = SimpleNamespace(target_num_replicas=1)
     until("it has counted", lambda: policy(now)[0] == 5)  # type: ignore[arg-type]
     thread = thread_of(policy)
