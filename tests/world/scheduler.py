@@ -224,5 +224,8 @@ class Scheduler:
         self._make_ready(self.main)
 
     def stack_of(self, task: Task) -> str:
+        """The calls of the product that a task stands in."""
         frame = sys._current_frames().get(task.ident)
-        return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
+        calls = traceback.extract_stack(frame) if frame is not None else []
+        product = [one for one in calls if "/tests/" not in one.filename and "samovar" in one.filename]
+        return "\n".join(f"    {one.name} {one.filename.split('samovar/')[-1]}:{one.lineno}" for one in product)
