@@ -82,7 +82,8 @@ class Clients:
         while self._here.now_s < until_s:
             self._here.sleep(self._rng.expovariate(1.0))
             kind = self._rng.choices(kinds, [40, 15, 8, 6, 3, 4, 6, 1])[0]
-            conversation = self._rng.choice(list(self.now.values()))
+            talked = [one for one in self.now.values() if one.turns or not kind.startswith("erase")]
+            conversation = self._rng.choice(talked or list(self.now.values()))
             machine = self._rng.choice(self._machines)
             try:
                 self._do(kind, conversation, machine)
@@ -112,6 +113,7 @@ class Clients:
         if conversation.is_closed or not turns:
             return 0
         conversation.looking += 1
+        self._door.keep(conversation.tenant + conversation.session + conversation.number.to_bytes(4, "big"))
         try:
             found = self._look(conversation, conversation.chain(turns), machine)
         finally:
@@ -130,8 +132,7 @@ class Clients:
 
     def _look(self, conversation: Conversation, chain: bytes, machine: Machine) -> LookupResult:
         others = [one.name for one in self._machines if one is not machine]
-        peers = tuple(self._rng.sample(others, min(len(others), 2)))
-        lookup = Lookup(conversation.namespace, chain, conversation.tenant, conversation.session, peers)
+        lookup = self._lookup(conversation, chain, *self._rng.sample(others, min(len(others), 2)))
         found = self._ask(machine, "lookup", lambda node: node.lookup(lookup), LOOKUP_S_MAX)
         for span in found.spans:
             self._seen[f"found in {span.tier}"] += 1
@@ -140,6 +141,9 @@ class Clients:
         if not found.spans:
             self._seen["found nowhere"] += 1
         return found
+
+    def _lookup(self, conversation: Conversation, chain: bytes, *peers: str) -> Lookup:
+        return Lookup(conversation.namespace, chain, conversation.tenant, conversation.session, peers)
 
     def _load(self, conversation: Conversation, span: BlockRange, machine: Machine) -> int:
         """Fetch and verify as a replica does; what it takes is compared with the truth."""
@@ -287,30 +291,42 @@ class Clients:
         names = None if session is None else (session.hex(),)
         what = Erasure("sessions", tenant.hex(), names, at_s=self._here.now_s)
         for _ in range(self._rng.choice((1, 3, 8))):
-            outcome = self._wish(what)
+            outcome, message = self._wish(what)
             self._seen[f"erasure: {outcome}"] += 1
             self._here.tell(f"erasure of {[one.name for one in closed]}: {outcome}")
             if outcome == "goes on":
                 for one in closed:
                     one.goes_on = True
+                    self._others_are_clear(one, message)
             if outcome == "done":
                 for one in closed:
                     one.erased_s = self._here.now_s
                 return
             self._here.sleep(self._rng.choice((0.2, 3.0)))
 
-    def _wish(self, what: Erasure) -> str:
+    def _others_are_clear(self, conversation: Conversation, message: str) -> None:
+        """One place that fails stops no other: what the answer does not name is clear."""
+        for machine in self._machines:
+            node = machine.node
+            if node is None or not machine.is_up or machine.name in message or not conversation.turns:
+                continue
+            lookup = self._lookup(conversation, conversation.chain(conversation.turns))
+            if self._ask(machine, "lookup", lambda node: node.lookup_here(lookup), LOOKUP_S_MAX).spans:
+                what = f"{conversation.name} is left at {machine.name}, and the answer was: {message}"
+                self._here.violate("one failure stopped others", what)
+
+    def _wish(self, what: Erasure) -> tuple[str, str]:
         bound_s = 45.0 * len(self._machines) + 30.0
         try:
             self._door.erase(what, bound_s)
         except ApiError as error:
-            return "goes on" if "goes on by itself" in error.message else "refused"
+            return ("goes on" if "goes on by itself" in error.message else "refused"), error.message
         except PeerError:
-            return "the door died"
+            return "the door died", ""
         except TimeoutError:
             self._here.violate("late", f"an erasure after {bound_s:.0f} s")
-            return "late"
-        return "done"
+            return "late", ""
+        return "done", ""
 
     def _begin(self, tenant: bytes, session: bytes) -> None:
         self._number += 1

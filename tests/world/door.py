@@ -90,6 +90,11 @@ class Door:
         self._loop: Loop | None = None
         self._here.spawn(self.process, "door", self._live)
 
+    def keep(self, name: bytes) -> None:
+        """The small stores get something of a conversation."""
+        for kept in self.kept.values():
+            kept.add(name)
+
     def crash(self) -> None:
         if self._loop is None:
             return  # not yet there
@@ -155,7 +160,7 @@ class Door:
             await asyncio.sleep(self._faults.uniform(0.0, 0.05))
             if self._faults.strikes("small store fails"):
                 self._outcomes[f"erasure: {name} fails"] += 1
-                raise ApiError("the disk is full", status=503, code="no_room")
+                raise ApiError(503, "the disk is full", code="no_room")
             gone = {one for one in self.kept[name] if _is_of(one, what)}
             self.kept[name] -= gone
             return Cleared({name: len(gone)})
@@ -186,6 +191,6 @@ class Door:
 
 
 def _is_of(kept: bytes, what: Erasure) -> bool:
-    """`kept`: tag of a tenant, then of a session."""
-    tenant, session = kept[:16], kept[16:]
+    """`kept`: tag of a tenant, then of a session, then which of its conversations."""
+    tenant, session = kept[:16], kept[16:32]
     return tenant.hex() == what.tenant and (what.tags is None or session in what.tags)

@@ -260,7 +260,7 @@ class Life:
                     places = [name for name, data in held.items() if sample in data]
                     if places:
                         self.here.violate("erased and there", f"{one.name} block {block} in {places}")
-            name = one.tenant + one.session
+            name = one.tenant + one.session + one.number.to_bytes(4, "big")
             if any(name in self.door.kept[store] for store in STORES):
                 self.here.violate("erased and there", f"{one.name} in a small store")
 
