@@ -90,7 +90,11 @@ class Bucket:
         page = keys[:PAGE_KEYS]
         self._after("ListObjectsV2")
         rows = [
-            {"Key": key, "Size": len(there[key].data), "LastModified": datetime.datetime.fromtimestamp(there[key].at_s, datetime.UTC)}
+            {
+                "Key": key,
+                "Size": len(there[key].data),
+                "LastModified": datetime.datetime.fromtimestamp(there[key].at_s, datetime.UTC),
+            }
             for key in page
         ]
         return {

