@@ -105,13 +105,23 @@ class Life:
                 self._settle()
             if not here.violations:
                 self._judge()
-            outcome = Outcome(
-                self.seed, self.plan, self.setting, list(here.violations), here.digest, here.steps, here.now_s,
-                self.seen + Counter({f"fault: {kind}": n for kind, n in self.faults.struck.items()}),
-                list(here.told),
-            )  # fmt: skip
+            outcome = self._outcome()
             self._end(users)
         return outcome
+
+    def _outcome(self) -> Outcome:
+        here, struck = self.here, self.faults.struck
+        return Outcome(
+            self.seed,
+            self.plan,
+            self.setting,
+            list(here.violations),
+            here.digest,
+            here.steps,
+            here.now_s,
+            self.seen + Counter({f"fault: {kind}": n for kind, n in struck.items()}),
+            list(here.told),
+        )
 
     # -- the life ---------------------------------------------------------------------------
 
