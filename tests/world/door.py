@@ -49,7 +49,9 @@ class Loop(asyncio.BaseEventLoop):
         for task in list(self._asleep):
             self._here.wake(task)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> Any:
         future = self.create_future()
 
         def settle(call: Callable[..., None], value: Any) -> None:
@@ -86,6 +88,7 @@ class Door:
     def start(self) -> None:
         self.process = self._here.process("door")
         self._calls: list[tuple[Erasure, Promise]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self.erasures: Erasures | None = None
         self._loop: Loop | None = None
         self._here.spawn(self.process, "door", self._live)
@@ -138,7 +141,6 @@ class Door:
 
     def _live(self) -> None:
         loop = Loop(self._here)
-        self._tasks: list[asyncio.Task[None]] = []
         self._file = UnfinishedFile(self._folder)
         erasures = Erasures(self._file, 1.0)
         places = erasures.places["sessions"]

@@ -256,8 +256,12 @@ def inhabited(here: Scheduler, seed: int) -> Iterator[None]:
     own_secrets = SimpleNamespace(
         token_hex=lambda nbytes: tokens.randbytes(nbytes).hex(), token_bytes=tokens.randbytes
     )
-    given = {"threading": (threading, THREADING), "time": (time, TIME), "secrets": (secrets, own_secrets)}
-    given["Future"] = (Future, Promise)
+    given: dict[str, tuple[object, object]] = {
+        "threading": (threading, THREADING),
+        "time": (time, TIME),
+        "secrets": (secrets, own_secrets),
+        "Future": (Future, Promise),
+    }
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith(PREFIXES)]
     undo: list[tuple[object, str, object]] = []
     for module in modules:
@@ -270,8 +274,8 @@ def inhabited(here: Scheduler, seed: int) -> Iterator[None]:
             defaults = getattr(begin, "__defaults__", None)
             if defaults and time.monotonic in defaults:  # bound when the class was made
                 undo.append((begin, "__defaults__", defaults))
-                ours = tuple(TIME.monotonic if one is time.monotonic else one for one in defaults)
-                begin.__defaults__ = ours  # type: ignore[misc, union-attr]
+                virtual = tuple(TIME.monotonic if one is time.monotonic else one for one in defaults)
+                begin.__defaults__ = virtual  # type: ignore[union-attr]
     _now.append(here)
     try:
         yield
