@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_SEED = 0
-SEEDS_A_PART = 7
+SEEDS = 5
+"""From 0 on: half a minute of one core. `make world-night` takes new ones."""
 
 
 def world(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -30,13 +30,12 @@ def world(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.guarantee("G1", "G2", "G4", "G5", "G8", "G9", "G10", "G11", "G12")
-@pytest.mark.parametrize("part", range(3))
-def test_no_seed_breaks_a_law(part: int) -> None:
-    done = world("--seed", FIRST_SEED + SEEDS_A_PART * part, "--seeds", SEEDS_A_PART, "--no-shrink")
+def test_no_seed_breaks_a_law() -> None:
+    done = world("--seeds", SEEDS, "--no-shrink")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_seed_is_the_same_life_in_two_processes() -> None:
-    digests = [re.findall(r"^digest (.+)$", world("--seed", 1, "--seeds", 2).stdout, re.M) for _ in range(2)]
+    digests = [re.findall(r"^digest (.+)$", world("--seeds", 2).stdout, re.M) for _ in range(2)]
     assert len(digests[0]) == 2
     assert digests[0] == digests[1]
