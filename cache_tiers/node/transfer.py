@@ -158,7 +158,7 @@ class TransferRunner:
 
         `is_last`: the source is dropped afterwards, so read it all back first. The transfer is over
         afterwards in any case, unless `is_last`: then the caller must drop the source and call `end`.
-        `within_s`: for all that touches a medium, where somebody waits for it. Raises what `obtain` raises,
+        `within_s`: for all that touches a medium, where a request waits for it. Raises what `obtain` raises,
         `TierError`, `BadRecord`.
         """
         state = self._state
@@ -205,15 +205,12 @@ class TransferRunner:
             self._state.catalog.transfers.advance(transfer, state)
         self._state.reach(state)
 
-    def _left_s(self, ends_s: float) -> float:
-        return max(0.0, min(self._write_s_max, ends_s - self._state.clock()))
-
     def _write(self, transfer: Transfer, record: Record, ends_s: float) -> None:
         """Write the record; if there is no room after all, make some and retry once."""
         guard = self._state.guards[transfer.tier]
         undo = partial(self._undo, transfer, ends_s)
         for is_retry in (False, True):
-            left_s = self._left_s(ends_s)
+            left_s = min(self._write_s_max, max(0.0, ends_s - self._state.clock()))
             try:
                 guard.put(transfer.address, record, left_s, when_late=undo)
                 return
@@ -238,11 +235,12 @@ class TransferRunner:
         if not TIERS.kind(transfer.tier).verify_writes:
             return
         guard = self._state.guards[transfer.tier]
+        left_s = min(self._write_s_max, max(0.0, ends_s - self._state.clock()))
         if whole or next(self._writes) % READ_BACK_EVERY == 0:
-            verified(guard.read(address, 0, nbytes, self._left_s(ends_s)), address, nbytes)
+            verified(guard.read(address, 0, nbytes, left_s), address, nbytes)
             return
         head_bytes = header_bytes(header.blocks, header.shape.layers)
-        found = decode_header(guard.read(address, 0, head_bytes, self._left_s(ends_s)), record_bytes=nbytes)
+        found = decode_header(guard.read(address, 0, head_bytes, left_s), record_bytes=nbytes)
         if found.address != address:
             raise BadRecord("key", "read back as another extent")
 
@@ -257,7 +255,7 @@ class TransferRunner:
         """Delete what may have been written; only then is its room free again. Without time it is pending."""
         state = self._state
         gone = partial(state.catalog.abandon, transfer)
-        left_s = None if math.isinf(ends_s) else self._left_s(ends_s)
+        left_s = None if math.isinf(ends_s) else max(0.0, ends_s - state.clock())
         state.delete(transfer.tier, transfer.address, gone, deadline_s=left_s)
         self.end(transfer)
 
