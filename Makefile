@@ -51,7 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -259,6 +259,15 @@ prove: $(STAMP) ## which tests keep which guarantee, and whether they pass (with
 
 mutants: $(STAMP) ## plant known bugs one by one: each must make a test fail (ARGS="NAME": only it)
 	$(PY) -m tests.mutants $(ARGS)
+
+world: $(STAMP) ## lives of simulated clusters, from seeds (ARGS="--seed 7 --minutes 10")
+	$(PY) -m tests.world $(ARGS)
+
+# One process a core; seeds of their own.
+world-night: $(STAMP) ## an hour of new seeds on two cores, with what they did not reach
+	@status=0; $(PY) -m tests.world --seed $$(date +%s)000000 --minutes 60 --keep-going --coverage $(ARGS) & \
+	$(PY) -m tests.world --seed $$(date +%s)500000 --minutes 60 --keep-going --coverage $(ARGS) || status=$$?; \
+	wait $$! || status=$$?; exit $$status
 
 bench: $(STAMP) ## measure the engine on this machine
 	$(PY) -m bench.engine $(ARGS)

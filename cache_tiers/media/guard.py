@@ -345,6 +345,11 @@ class GuardedTier:
         self.call(lambda: self.tier.quarantine(address), Deadline(deadline_s))
         self.count("quarantined")
 
+    def purge_quarantine(self, tenant: bytes, deadline_s: float) -> None:
+        """Delete as `Tier.purge_quarantine`; as there is mostly nothing, success is no evidence of health."""
+        purge = partial(self.tier.purge_quarantine, tenant)
+        self.call(purge, Deadline(deadline_s), counts_as_health=False)
+
     def probe(self, deadline_s: float) -> bool:
         """Try the tier if a trial is due and return whether it is well; closes the breaker, ends read-only.
 

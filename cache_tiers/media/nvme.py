@@ -306,7 +306,14 @@ class NvmeTier(Tier):
             paths = [path for path in (*self.ledger.bad, *self.ledger.litter) if path.startswith(start)]
         with tier_errors("purging"):
             for path in paths:
-                self._unlink(path)
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    self._calls.unlink(path)
+            for leaf in sorted({os.path.dirname(path) for path in paths}) if self._sync else ():
+                with suppress(FileNotFoundError):
+                    files.sync_dir(self._calls, leaf)
+        with self._state:  # known until it is gone for good: a try that failed before is repeated
+            for path in paths:
+                self.ledger.forget_path(path)
         return len(paths)
 
     def scan(self) -> Iterator[Scanned]:

@@ -67,6 +67,7 @@ class S3Ledger:
         self._unindexed_bytes = 0
         self._is_listed = False
         self._changed: set[Address] | None = None  # since the listing in progress began
+        self._bad_changed: set[Address] = set()  # as well, in quarantine
         self._pending: dict[Address, None] = {}
 
     @property
@@ -129,10 +130,13 @@ class S3Ledger:
         self._bad.pop(address, None)
         if nbytes is not None:
             self._bad[address] = nbytes
+        if self._changed is not None:
+            self._bad_changed.add(address)
 
     def begin_listing(self) -> None:
         """Begin a listing: what is counted from here on is newer than the listing."""
         self._changed = set()
+        self._bad_changed = set()
 
     def end_listing(
         self, listed: Mapping[Address, int], unindexed_bytes: int, bad: Mapping[Address, int]
@@ -144,7 +148,9 @@ class S3Ledger:
         self._sizes = {address: size for address, size in listed.items() if address not in changed} | known
         self._sizes_bytes = sum(self._sizes.values())
         self._unindexed_bytes = unindexed_bytes
-        self._bad = dict(bad)
+        bad_known = {address: size for address, size in self._bad.items() if address in self._bad_changed}
+        self._bad = {address: size for address, size in bad.items() if address not in self._bad_changed}
+        self._bad |= bad_known
         self._is_listed = True
 
     def check_integrity(self) -> None:

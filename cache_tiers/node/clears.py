@@ -45,7 +45,10 @@ class NodeClears:
         self._scans = scans
         self._forget = forget
         self._clear_s_max = settings.load_s_max  # for all that one clear deletes
+        self._unpurged_max = settings.tombstones_max
         self._under_way = 0
+        self._unpurged: dict[tuple[TierName, bytes], None] = {}
+        """Tiers and tenants whose bad records are still to be deleted; bounded as pending clears are."""
         self._retrying: threading.Thread | None = None
         self._stopped = threading.Event()
         scans.on_marks(self.heed)
@@ -76,7 +79,11 @@ class NodeClears:
         state.save_pending()
         unreachable |= self._mark(clears, ends_s)
         unreachable |= state.drop(evictions, budget_s=ends_s - state.clock())
-        unreachable |= self._purge_quarantines(clear.tenant)
+        unpurged = self._purge_quarantines(clear.tenant)
+        unreachable |= unpurged
+        with state.lock:  # written down: what is bad is found again after a restart
+            for name in unpurged - {name for name, _, _ in pending}:
+                pending += [(name, one, state.pending.add_clear(name, one)) for one in clears]
         unreachable |= self._purge(clears, unreachable, ends_s)
         if not self._settle(pending, unreachable | not_ours):
             unreachable |= {eviction.tier for eviction in evictions}
@@ -123,6 +130,7 @@ class NodeClears:
         """Retry pending clears of shared tiers in the background."""
         if self._retrying is not None and self._retrying.is_alive():
             return
+        self._purge_rest()
         shared = {name for name, _, _ in self._shared()}
         with self._state.lock:
             is_pending = any(self._state.pending.clears_of(name) for name in shared)
@@ -153,7 +161,8 @@ class NodeClears:
     def _drop_clears(self, name: TierName) -> None:
         """Drop the clears of a scanned tier without pending deletes. Requires the state's lock."""
         pending = self._state.pending
-        if self._under_way == 0 and pending.forgotten == 0 and not pending.of(name):
+        is_unpurged = any(tier == name for tier, _ in self._unpurged)
+        if self._under_way == 0 and pending.forgotten == 0 and not pending.of(name) and not is_unpurged:
             pending.scanned(name)
 
     def _mark(self, clears: Sequence[Clear], ends_s: float) -> set[TierName]:
@@ -208,18 +217,38 @@ class NodeClears:
         return [(name, guard, guard.tier) for name, guard in guards if guard.tier.is_shared]
 
     def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
-        """Delete a tenant's bad records, which hold its blocks too; return the tiers that failed."""
-        failed: set[TierName] = set()
-        for name, guard in self._state.guards.items():
-            if guard.tier.keeps_bad:
-                try:
-                    purge = partial(guard.tier.purge_quarantine, tenant)
-                    # Mostly there is nothing to do.
-                    guard.call(purge, Deadline(self._clear_s_max), counts_as_health=False)
-                except (TierError, BadRecord) as error:
-                    logger.warning("%s tier: bad records could not be deleted yet: %s", name, error)
-                    failed.add(name)
+        """Delete a tenant's bad records, which hold its blocks too; return the tiers that failed.
+
+        Those are gone on with: see `_purge_rest`.
+        """
+        keeping = [name for name, guard in self._state.guards.items() if guard.tier.keeps_bad]
+        failed = {name for name in keeping if not self._purge_bad(name, tenant)}
+        with self._state.lock:
+            for name in sorted(failed):
+                if len(self._unpurged) < self._unpurged_max:
+                    self._unpurged[name, tenant] = None
+                else:
+                    self._state.pending.forgotten += 1
         return failed
+
+    def _purge_bad(self, name: TierName, tenant: bytes) -> bool:
+        try:
+            self._state.guards[name].purge_quarantine(tenant, self._clear_s_max)
+        except (TierError, BadRecord) as error:
+            logger.warning("%s tier: bad records could not be deleted yet: %s", name, error)
+            return False
+        with self._state.lock:
+            self._unpurged.pop((name, tenant), None)
+        return True
+
+    def _purge_rest(self) -> None:
+        """Delete the bad records whose delete has failed, of each tier until one fails again."""
+        with self._state.lock:
+            left = list(self._unpurged)
+        failed = {name for name, _ in left if not self._state.guards[name].is_up}
+        for name, tenant in left:
+            if name not in failed and not self._purge_bad(name, tenant):
+                failed.add(name)
 
 
 def _lasting(evictions: Iterable[Eviction]) -> set[TierName]:

@@ -531,7 +531,7 @@ class PeerPulls:
                 continue
             with state.lock:
                 self._peers.pulled(node, way, record.nbytes, state.clock() - began_s)
-            return self._keep(record, header, SHARED_TIER if way == SHARED_TIER else PEER, clear_seq)
+            return self._keep(record, header, SHARED_TIER if way == SHARED_TIER else PEER, clear_seq, ends_s)
         return failure
 
     def _ways(self, node: str) -> Iterator[Way]:
@@ -640,9 +640,12 @@ class PeerPulls:
             raise _NotThisWay("gone" if isinstance(error, TierMiss) else reason, str(error)) from None
 
     def _keep(
-        self, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int
+        self, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int, ends_s: float
     ) -> Fetched | FetchFailed:
-        """Store it in the first tier with room and hand it out; a failure if it was cleared."""
+        """Store it in the first tier with room, if there is time, and hand it out.
+
+        A failure if it was cleared.
+        """
         kept: TierName | None = None
         for tier in TIERS.local:  # a fetch does not wait for a write that leaves the node
             if self._is_cleared(header):
@@ -656,7 +659,8 @@ class PeerPulls:
                     return FetchFailed("gone", "cleared meanwhile")
                 continue
             try:
-                if self._runner.run(transfer, lambda: (Record(data), header)) is None:
+                within_s = ends_s - self._state.clock()
+                if self._runner.run(transfer, lambda: (Record(data), header), within_s=within_s) is None:
                     return FetchFailed("gone", "cleared meanwhile")
             except (TierError, BadRecord) as error:
                 logger.info("blocks from another node could not be stored in %s: %s", tier, error)

@@ -172,6 +172,7 @@ class TierScans:
                     return
                 undeleted += not self._take_in(guard, scanned)
                 found += 1
+            self._purge_quarantine(guard)
         except (TierError, BadRecord) as error:
             if tier.why_not_ours():  # no fault of the medium
                 logger.debug("%s tier: %s", guard.name, error)
@@ -194,6 +195,13 @@ class TierScans:
                 self._state.pending.scanned(guard.name)
         guard.ready = True
         logger.info("%s tier: %d records found", guard.name, found)
+
+    def _purge_quarantine(self, guard: GuardedTier) -> None:
+        """Delete the bad records of tenants with a pending clear: what is bad is known now, too."""
+        with self._state.lock:
+            tenants = sorted({clear.tenant for clear, _ in self._state.pending.clears_of(guard.name)})
+        for tenant in tenants:
+            guard.tier.purge_quarantine(tenant)
 
     def _settle(self, tier: Tier) -> None:
         try:

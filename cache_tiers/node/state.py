@@ -405,11 +405,14 @@ class NodeState:
         guard.count(f"bad:{kind}")
         logger.warning("%s tier: bad record %s (%s)", tier, _prefix(address), kind)
         with self.lock:
-            eviction = self.catalog.lose(address, tier)
+            eviction, clears = self.catalog.lose(address, tier), self.catalog.clears.seq
         if eviction is None:  # already handled; what lies there now may be good
             return
         try:
             guard.quarantine(address, self._delete_s_max)
+            if self.catalog.clears.seq != clears and guard.tier.keeps_bad:
+                # A clear meanwhile did not know of the copy that is kept for inspection.
+                guard.purge_quarantine(address.tenant, self._delete_s_max)
         except (TierError, BadRecord):
             self.drop([eviction])
             return

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -151,34 +152,37 @@ class TransferRunner:
         obtain: Callable[[], tuple[Record, ExtentHeader]],
         *,
         is_last: bool = False,
+        within_s: float = math.inf,
     ) -> tuple[Record, ExtentHeader] | None:
         """Obtain the verified record, write it, commit it. None: fenced meanwhile, nothing is left.
 
         `is_last`: the source is dropped afterwards, so read it all back first. The transfer is over
-        afterwards in any case, unless `is_last`: then the caller must drop the source and call `end`. Raises
-        what `obtain` raises, `TierError`, `BadRecord`.
+        afterwards in any case, unless `is_last`: then the caller must drop the source and call `end`.
+        `within_s`: for all that touches a medium, where a request waits for it. Raises what `obtain` raises,
+        `TierError`, `BadRecord`.
         """
         state = self._state
-        state.drop(transfer.victims)
+        ends_s = state.clock() + within_s
+        state.drop(transfer.victims, budget_s=within_s)
         try:
             self._advance(transfer, "copying")
             record, header = obtain()
         except BaseException:
             self.abort(transfer)
             raise
-        self._write(transfer, record)
+        self._write(transfer, record, ends_s)
         try:
-            self._read_back(transfer, header, whole=is_last)
+            self._read_back(transfer, header, ends_s, whole=is_last)
         except (TierError, BadRecord) as error:
             if isinstance(error, BadRecord):
                 state.guards[transfer.tier].count(f"bad:{error.kind}")
-            self._undo(transfer)
+            self._undo(transfer, ends_s)
             raise
         self._advance(transfer, "verified")
         with state.lock:
             is_committed = state.catalog.commit(transfer)
         if not is_committed:
-            self._undo(transfer)
+            self._undo(transfer, ends_s)
             return None
         state.reach("committed")
         if not is_last:
@@ -201,12 +205,14 @@ class TransferRunner:
             self._state.catalog.transfers.advance(transfer, state)
         self._state.reach(state)
 
-    def _write(self, transfer: Transfer, record: Record) -> None:
+    def _write(self, transfer: Transfer, record: Record, ends_s: float) -> None:
         """Write the record; if there is no room after all, make some and retry once."""
         guard = self._state.guards[transfer.tier]
+        undo = partial(self._undo, transfer, ends_s)
         for is_retry in (False, True):
+            left_s = min(self._write_s_max, max(0.0, ends_s - self._state.clock()))
             try:
-                guard.put(transfer.address, record, self._write_s_max, when_late=lambda: self._undo(transfer))
+                guard.put(transfer.address, record, left_s, when_late=undo)
                 return
             except TierLate:
                 raise  # `_undo` runs when the write ends: until then its bytes are accounted
@@ -220,20 +226,21 @@ class TransferRunner:
                     self.abort(transfer)
                     raise
             except (TierError, BadRecord):
-                self._undo(transfer)
+                self._undo(transfer, ends_s)
                 raise
 
-    def _read_back(self, transfer: Transfer, header: ExtentHeader, *, whole: bool) -> None:
+    def _read_back(self, transfer: Transfer, header: ExtentHeader, ends_s: float, *, whole: bool) -> None:
         """Check that the tier has what it was given, if its kind has `verify_writes`."""
         address, nbytes = transfer.address, transfer.nbytes
         if not TIERS.kind(transfer.tier).verify_writes:
             return
         guard = self._state.guards[transfer.tier]
+        left_s = min(self._write_s_max, max(0.0, ends_s - self._state.clock()))
         if whole or next(self._writes) % READ_BACK_EVERY == 0:
-            verified(guard.read(address, 0, nbytes, self._write_s_max), address, nbytes)
+            verified(guard.read(address, 0, nbytes, left_s), address, nbytes)
             return
         head_bytes = header_bytes(header.blocks, header.shape.layers)
-        found = decode_header(guard.read(address, 0, head_bytes, self._write_s_max), record_bytes=nbytes)
+        found = decode_header(guard.read(address, 0, head_bytes, left_s), record_bytes=nbytes)
         if found.address != address:
             raise BadRecord("key", "read back as another extent")
 
@@ -244,10 +251,12 @@ class TransferRunner:
             victims = state.catalog.squeeze(transfer.tier, transfer.address.tenant, transfer.nbytes)
         return bool(victims) and not state.drop(victims)
 
-    def _undo(self, transfer: Transfer) -> None:
-        """Delete what may have been written; only then is its room free again."""
+    def _undo(self, transfer: Transfer, ends_s: float) -> None:
+        """Delete what may have been written; only then is its room free again. Without time it is pending."""
         state = self._state
-        state.delete(transfer.tier, transfer.address, lambda: state.catalog.abandon(transfer))
+        gone = partial(state.catalog.abandon, transfer)
+        left_s = None if math.isinf(ends_s) else max(0.0, ends_s - state.clock())
+        state.delete(transfer.tier, transfer.address, gone, deadline_s=left_s)
         self.end(transfer)
 
 

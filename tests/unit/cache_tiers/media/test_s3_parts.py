@@ -66,6 +66,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.there: dict[Address, int] = {}
         self.bad: dict[Address, int] = {}
         self.snapshot: dict[Address, int] | None = None
+        self.bad_snapshot: dict[Address, int] = {}
 
     numbers = st.integers(0, 5)
     sizes = st.integers(0, 400)
@@ -88,8 +89,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, size=st.none() | st.integers(0, 50))
     def quarantine(self, number: int, size: int | None) -> None:
-        if self.snapshot is not None:
-            return  # quarantines during a listing are counted from the next one on
         self.ledger.set_bad(address(number), size)
         self.bad.pop(address(number), None)
         if size is not None:
@@ -109,13 +108,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         self.ledger.begin_listing()
-        self.snapshot = dict(self.there)
+        self.snapshot, self.bad_snapshot = dict(self.there), dict(self.bad)
 
     @precondition(lambda self: self.snapshot is not None)
     @rule()
     def end(self) -> None:
         assert self.snapshot is not None
-        self.ledger.end_listing(self.snapshot, 0, self.bad)
+        self.ledger.end_listing(self.snapshot, 0, self.bad_snapshot)
         self.snapshot = None
         assert self.ledger.bytes_held == sum(self.there.values()) + sum(self.bad.values())
 

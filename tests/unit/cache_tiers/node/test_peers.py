@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks import ChainMarks
-from samovar.cache_tiers.blocks.extent import KEY_BYTES, Clear, Placement
+from samovar.cache_tiers.blocks.extent import KEY_BYTES, Address, Clear, Placement
+from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.catalog.gone import Clears
 from samovar.cache_tiers.forecast.features import SessionHistory
 from samovar.cache_tiers.media.memory import HeapTier
+from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.messages import (
     BlockRange,
     Fetched,
@@ -677,3 +679,26 @@ def test_a_node_that_joins_begins_with_what_a_peer_has_learned() -> None:
     assert second.node.resumption.learned() != b""
     world.faults["a", "learned"] = PeerLost("gone")
     assert second.node.peers.learned(["a"]) == b""
+
+
+class TimedTier(MemoryTier):
+    """Remembers how long it was given for each write."""
+
+    def __init__(self) -> None:
+        super().__init__("nvme", MIB)
+        self.seconds: list[float] = []
+
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        self.seconds.append(deadline.seconds)
+        super().put(address, record, deadline=deadline)
+
+
+def test_g9_a_fetch_waits_no_longer_for_the_disk_that_keeps_it_than_it_has_time() -> None:
+    """Found by the world: it waited as long as a store may take, with the record at hand."""
+    disk = TimedTier()
+    _world, a, b = two(tiers=[disk])
+    a.store(wanted := sample(1))
+    (span,) = b.look(wanted, "a").spans
+    assert same(b.fetch(wanted, span, deadline_s=3.0), wanted)
+    assert len(disk.seconds) == 1
+    assert disk.seconds[0] <= 3.0 < TierSettings().store_s_max

@@ -1,0 +1,363 @@
+"""One life of a small cluster, from a seed: built, lived through, healed, and judged."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samovar.cache_tiers.media import files, s3_client
+from samovar.cache_tiers.node import state as node_state
+from samovar.configs.sections import S3TierSettings, TierSettings
+from tests.support.constants import tuned
+from tests.support.inside import records_in, state_of
+from tests.world.bucket import Bucket
+from tests.world.clients import Clients
+from tests.world.door import STORES, Door
+from tests.world.faults import AT_ONCE, Fault, Faults, drawn
+from tests.world.machine import Machine, Shape
+from tests.world.network import Network
+from tests.world.scheduler import Process, Scheduler, Violation
+from tests.world.threads import inhabited
+
+LASTS_S = 60.0
+SETTLES_MAX = 60
+SETTLE_S = 20.0
+RECORD_BYTES = 4096
+SAMPLE_BYTES = 48
+
+
+@dataclass
+class Outcome:
+    """What came of a seed. `told`: the last events, for whoever looks into it."""
+
+    seed: int
+    plan: list[Fault]
+    setting: str
+    violations: list[Violation]
+    digest: str
+    steps: int
+    lasted_s: float
+    seen: Counter[str] = field(default_factory=Counter)
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> set[str]:
+        return {one.kind for one in self.violations}
+
+
+class Life:
+    """A seed's cluster. `plan`: its faults; None: those of the seed."""
+
+    def __init__(self, seed: int, root: Path, plan: Sequence[Fault] | None = None) -> None:
+        rng = random.Random(f"settings {seed}")
+        self.seed = seed
+        nodes, has_bucket = rng.choice((1, 2, 2, 3, 4)), rng.random() < 0.6
+        tenants, self._clients_count = rng.choice((2, 3)), rng.choice((2, 4, 8))
+        preempt_rate = rng.choice((0.0, 0.02, 0.2))
+        self.plan = drawn(seed, nodes, has_bucket, LASTS_S) if plan is None else list(plan)
+        self.here = Scheduler(seed, preempt_rate)
+        self.seen: Counter[str] = Counter()
+        self.faults = Faults(self.here, self.plan, seed)
+        self.bucket = Bucket(self.here, self.faults)
+        self.network = Network(self.here, self.faults)
+        shape = _shape(rng, has_bucket)
+        self.machines = [
+            Machine(self.here, self.faults, self.network, shape, number, root / str(number), self.seen)
+            for number in range(nodes)
+        ]
+        self.setting = (
+            f"{nodes} nodes, {tenants} tenants, {self._clients_count} clients, preempted {preempt_rate:g}, "
+            f"{shape.settings.policy.name}, {', '.join(f'{k} {v}' for k, v in shape.bytes_max.items())}"
+        )
+        self._rng = random.Random(f"chaos {seed}")
+        self._root = root
+        self._tenants = tenants
+
+    def run(self) -> Outcome:
+        here = self.here
+        with inhabited(here, self.seed), self._calls():
+            for machine in self.machines:
+                machine.start()
+            self.door = Door(here, self.faults, self.network, self._root / "door", self.seen)
+            self.clients = Clients(
+                here, self.faults, self.network, self.machines, self.door, self.seen, self.seed, self._tenants
+            )
+            users = here.process("clients")
+            tasks = [
+                here.spawn(users, f"client-{number}", lambda: self.clients.live(LASTS_S))
+                for number in range(self._clients_count)
+            ]
+            self._chaos()
+            while not all(task.is_done for task in tasks) and not here.violations:
+                here.sleep(1.0)
+                if here.now_s > LASTS_S + 2000.0:
+                    here.violate("for ever", "a client waits for an answer that does not come")
+            if not here.violations:
+                self._settle()
+            if not here.violations:
+                self._judge()
+            outcome = self._outcome()
+            self._end(users)
+        return outcome
+
+    def _outcome(self) -> Outcome:
+        here, struck = self.here, self.faults.struck
+        return Outcome(
+            self.seed,
+            self.plan,
+            self.setting,
+            list(here.violations),
+            here.digest,
+            here.steps,
+            here.now_s,
+            self.seen + Counter({f"fault: {kind}": n for kind, n in struck.items()}),
+            list(here.told),
+        )
+
+    # -- the life ---------------------------------------------------------------------------
+
+    def _chaos(self) -> None:
+        """Let happen what happens at a moment, and look in between."""
+        for fault in self.plan:
+            if fault.kind not in AT_ONCE:
+                continue
+            self._until(fault.at_s)
+            if self.here.violations:
+                return
+            self.seen[f"fault: {fault.kind}"] += 1
+            self.here.tell(f"{fault}")
+            self._strike(fault)
+        self._until(LASTS_S)
+
+    def _strike(self, fault: Fault) -> None:
+        machine = self.machines[fault.target]
+        if fault.kind == "door crash":
+            self.door.crash()
+        elif fault.kind == "clock jump":
+            machine.jump(self._rng.choice((-1e6, -5.0, 5.0, 1e6)))
+        elif fault.kind == "bit rot":
+            self.here.tell(f"rots: {machine.disk.rot(self._rng)}")
+        else:
+            self.here.spawn(self.here.world, "fall", lambda: self._fall(machine, fault))
+
+    def _fall(self, machine: Machine, fault: Fault) -> None:
+        if not machine.is_up:
+            return
+        if fault.kind == "graceful stop":
+            machine.stop([one.name for one in self.machines])
+        else:
+            machine.crash(power=fault.kind == "power cut")
+        self.here.sleep(self._rng.choice((0.1, 3.0, 20.0)) * self._rng.random())
+        machine.start()
+
+    def _until(self, at_s: float) -> None:
+        while self.here.now_s < at_s and not self.here.violations:
+            self.here.sleep(min(2.0, at_s - self.here.now_s))
+            self._look_into_memory()
+
+    def _look_into_memory(self) -> None:
+        """What a node has in main memory is verified: every byte of it is what was sealed."""
+        truth = {extent.header.address: extent for one in self.clients.all for extent in one.made.values()}
+        for machine in self.machines:
+            if not machine.is_up:
+                continue
+            for address, data in list(records_in(machine.tiers["cpu"]).items()):
+                extent = truth.get(address)
+                if extent is None or data.tobytes() != extent.record.tobytes():
+                    self.here.violate("unverified in memory", f"of {machine.name}")
+
+    # -- afterwards -------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """All is well again: everything that waits has to end."""
+        self.faults.is_over = True
+        problems: list[str] = []
+        for _ in range(SETTLES_MAX):
+            self.here.sleep(SETTLE_S)
+            problems = list(self._unsettled())
+            if not problems or self.here.violations:
+                return
+        self.here.violate("for ever", "; ".join(problems))
+
+    def _unsettled(self) -> Iterator[str]:
+        erasures = self.door.erasures
+        if erasures is None or erasures.unfinished:
+            left = [] if erasures is None else sorted(itertools.chain(*erasures.unfinished.values()))
+            yield f"the door has erasures left: {left}"
+        for machine in self.machines:
+            node = machine.node
+            if node is None or not machine.is_up:
+                yield f"{machine.name} is not up"
+                continue
+            state = state_of(node)
+            stats = node.stats()
+            if len(state.catalog.transfers):
+                yield f"{machine.name}: {len(state.catalog.transfers)} moves"
+            if len(state.pending):
+                yield f"{machine.name}: {state.pending.text() or len(state.pending)} pending"
+            for row in stats.tiers:
+                if not row.state.startswith("off") and row.state != "up":
+                    yield f"{machine.name}: {row.name} is {row.state}"
+                if row.name == "s3" and row.state == "up" and (row.listed_ago_s is None or self._is_old(row)):
+                    yield f"{machine.name}: the bucket is not listed"
+
+    def _is_old(self, row: Any) -> bool:
+        return bool(row.listed_ago_s > self.here.now_s - LASTS_S)
+
+    def _judge(self) -> None:
+        """All is quiet: are the books right, is what was erased gone, and is the rest served?"""
+        for machine in self.machines:
+            self._judge_books(machine)
+        self._judge_erased()
+        for one in list(self.clients.now.values()):
+            for machine in self.machines:
+                self.clients.turn(one, machine, adds=False)
+        self._look_into_memory()
+        one = next(iter(self.clients.now.values()))
+        machine = self.machines[0]
+        for _ in range(2):
+            self.clients.turn(one, machine)
+            self.here.sleep(SETTLE_S)
+        if not self.clients.turn(one, machine, adds=False):
+            self.here.violate("not found again", f"{one.name} at {machine.name}, where it was just stored")
+        for machine in self.machines:
+            assert machine.node is not None
+            machine.node.check_integrity()
+
+    def _judge_books(self, machine: Machine) -> None:
+        assert machine.node is not None
+        catalog = state_of(machine.node).catalog
+        cpu, nvme = machine.tiers["cpu"], machine.tiers["nvme"]
+        found = [path for path in Path(machine.disk.base, "kv", "v1").rglob("*") if path.is_file()]
+        there = sum(path.stat().st_size for path in found if path.suffix == ".kv")
+        files_bytes = sum(path.stat().st_blocks * 512 for path in found)
+        for what, said, held in (
+            ("main memory", catalog.usage("cpu").bytes_accounted, cpu.bytes_held()),
+            ("files", catalog.usage("nvme").bytes_accounted, there),
+            ("room on the disk", nvme.bytes_held(), files_bytes),
+        ):
+            if said != held:
+                self.here.violate("books", f"{machine.name}: {what}: {said} bytes said, {held} held")
+        if "s3" in machine.tiers:
+            held = sum(
+                len(stored.data)
+                for key, stored in self.bucket.objects.items()
+                if "/v1/" in key or "/bad/" in key
+            )
+            if machine.tiers["s3"].bytes_held() < held and len(self.machines) == 1:
+                said = machine.tiers["s3"].bytes_held()
+                self.here.violate("books", f"{machine.name}: the bucket: {said} bytes said, {held} held")
+
+    def _judge_erased(self) -> None:
+        gone = [one for one in self.clients.past if one.erased_s is not None or one.goes_on]
+        held = {f"{name}": data for name, data in self._all_bytes()}
+        for one in gone:
+            for machine in self.machines:
+                if one.turns:
+                    self.clients.ghost(one, machine)
+            for extent in one.made.values():
+                for block in range(extent.header.blocks):
+                    sample = extent.kv_of(block, 1)[:SAMPLE_BYTES]
+                    places = [name for name, data in held.items() if sample in data]
+                    if places:
+                        self.here.violate("erased and there", f"{one.name} block {block} in {places}")
+            name = one.tenant + one.session + one.number.to_bytes(4, "big")
+            if any(name in self.door.kept[store] for store in STORES):
+                self.here.violate("erased and there", f"{one.name} in a small store")
+
+    def _all_bytes(self) -> Iterator[tuple[str, bytes]]:
+        for machine in self.machines:
+            for path in sorted(Path(machine.disk.base).rglob("*")):
+                if path.is_file():
+                    yield (
+                        f"{machine.name}: {path.parent.name}/{path.name[:8]}{path.suffix}",
+                        path.read_bytes(),
+                    )
+        for key, stored in self.bucket.objects.items():
+            yield f"bucket: {key[:40]}", stored.data
+
+    # -- seams ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _calls(self) -> Iterator[None]:
+        """Give each node its own disk and bucket where the product reaches for the system's."""
+        seams: list[tuple[Any, str, Any]] = [
+            (node_state, "Syscalls", self._disk),
+            (files, "take_lock", lambda path: self._disk().take_lock(path)),
+            (s3_client, "_connect", lambda _settings: self.bucket),
+        ]
+        before = [getattr(of, name) for of, name, _ in seams]
+        for of, name, ours in seams:
+            setattr(of, name, ours)
+        try:
+            yield
+        finally:
+            for (of, name, _), theirs in zip(seams, before, strict=True):
+                setattr(of, name, theirs)
+
+    def _disk(self) -> Any:
+        process = self.here.current.process
+        return next(machine.disk for machine in self.machines if machine.process is process)
+
+    def _end(self, users: Process) -> None:
+        """Everybody goes, so that no thread stays behind."""
+        living = [process for process in self.here.processes if process is not self.here.world]
+        for process in living:
+            if not process.is_dead:
+                self.here.kill(process)
+        for machine in self.machines:
+            machine.disk.died()
+        while any(process.tasks for process in living):
+            self.here.sleep(0.001)
+
+
+def _shape(rng: random.Random, has_bucket: bool) -> Shape:
+    bytes_max = {
+        "cpu": rng.choice((4, 8, 30)) * RECORD_BYTES,
+        "nvme": rng.choice((6, 12, 60)) * 2 * RECORD_BYTES,
+    }
+    s3 = S3TierSettings(warm_connections=1)
+    if has_bucket:
+        bytes_max["s3"] = rng.choice((30, 300)) * RECORD_BYTES
+        s3 = S3TierSettings(
+            bucket="kv",
+            bytes_max=bytes_max["s3"],
+            connections=4,
+            warm_connections=1,
+            rescan_s=30.0,
+            read_s_max=4.0,
+        )
+    settings = TierSettings(
+        s3=s3,
+        load_s_max=5.0,
+        store_s_max=10.0,
+        io_threads=rng.choice((1, 2, 4)),
+        store_queue_max=rng.choice((2, 16)),
+        fetch_max=rng.choice((2, 16)),
+        tenant_share=rng.choice((None, 0.5)),
+    )
+    policy = settings.policy.model_copy(update={"name": rng.choice(("lru", "type-km", "ttl"))})
+    return Shape(
+        tuned(settings.model_copy(update={"policy": policy}), transfer_queue_max=rng.choice((4, 64))),
+        bytes_max,
+    )
+
+
+def live(seed: int, plan: Sequence[Fault] | None = None) -> Outcome:
+    """Live one seed's life; with `plan`, under these faults instead of its own."""
+    logging.disable(logging.CRITICAL)
+    memory = Path("/dev/shm")
+    root = Path(tempfile.mkdtemp(prefix="world-", dir=memory if memory.is_dir() else None))
+    try:
+        return Life(seed, root, plan).run()
+    finally:
+        shutil.rmtree(root)
