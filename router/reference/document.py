@@ -29,8 +29,8 @@ NOTHING: tuple[tuple[str, Any], ...] = (("default", None), ("additionalPropertie
 INTRODUCTION = """\
 LLM chat with a tiered KV cache, behind OpenAI's and Anthropic's APIs.
 
-**Keys.** With `auth.api_keys` every route but `GET /health` and the files of the live page needs a \
-key, as `Authorization: Bearer KEY` or \
+**Keys.** With `auth.api_keys` or `auth.keys_file` every route but `GET /health` and the files of the \
+live page needs a key, as `Authorization: Bearer KEY` or \
 `x-api-key: KEY`; without them none does, and only local hosts are answered. Operations marked \
 `x-needs: auth.admin_key` need the administrator's key where there are keys.
 
@@ -121,7 +121,7 @@ def build_document(
                 "MessagesFailed": _refusal(FAILED, "MessagesError"),
             },
             "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer", "description": "a key of `auth.api_keys`"},
+                "bearer": {"type": "http", "scheme": "bearer", "description": "an API key"},
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },

@@ -41,7 +41,6 @@ OPTIONAL = {
     "wordllama",
 }
 ONLY_WHERE_USED = {
-    "cluster/plan/plot.py",
     "replicas/forward/fused/kernels.py",
     "replicas/forward/paged_kernels.py",
     "replicas/kv/page_sums.py",
