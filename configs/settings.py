@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from samovar.configs.cluster import ClusterSettings, LaunchSettings
-from samovar.configs.optional_sections import OptionalSections, PageSettings
+from samovar.configs.optional_sections import OidcSettings, OptionalSections, PageSettings
 from samovar.configs.sections import (
     BODY_IDS,
     GIB,
@@ -456,6 +456,11 @@ class AuthSettings(Section):
         description="file of API keys, by their digests, that `samovar keys` writes and a running service "
         "follows; on several nodes it must be the same file on each; empty = only auth.api_keys",
     )
+    audit_file: Path | None = Field(
+        None,
+        description="file of who did what, when and from where, without any text: refusals, erasures, what "
+        "administrators do, changes of keys; one on each node; empty = none is kept",
+    )
     admin_key: ApiKey | None = Field(
         None,
         description="API key of /cache/clear, /reset_prefix_cache, /cache/stats and /metrics; tenants' "
@@ -466,16 +471,17 @@ class AuthSettings(Section):
         description="salts tenants' block keys and session ids; empty = generated once, then kept in the "
         "file `server-secret` in model.cache_dir",
     )
+    oidc: OidcSettings = OidcSettings()
 
     @property
     def has_keys(self) -> bool:
-        """Whether callers must say who they are, by a key of these settings or of the file."""
+        """Whether callers must say who they are, by a key of these settings or of the file, or a token."""
         return bool(self.api_keys) or self.is_followed
 
     @property
     def is_followed(self) -> bool:
         """Whether callers, and so tenants, may come and go while the service runs."""
-        return self.keys_file is not None
+        return self.keys_file is not None or self.oidc.issuer is not None
 
     @model_validator(mode="after")
     def _one_key_is_one_tenant(self) -> AuthSettings:

@@ -5,10 +5,14 @@ A running service follows the file: no command here talks to it. Imports neither
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
 import re
+import socket
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -72,7 +76,7 @@ def create(
         except ValidationError:
             refuse(f"{tenant[:64]!r} is no tenant: small letters, digits, - and _, 63 at most")
     lasts_s = None if lasts is None else seconds_of(lasts)
-    record, key = _done(config, ctx.args, lambda file: file.create(tenant, lasts_s))
+    record, key = _done(config, ctx.args, lambda file: file.create(tenant, lasts_s), "create")
     _print_made(record, key, as_json=as_json)
 
 
@@ -110,14 +114,14 @@ def rotate(
     Also takes --section.key VALUE.
     """
     keep_s = seconds_of(keep)
-    record, made = _done(config, ctx.args, lambda file: file.rotate(key, keep_s))
+    record, made = _done(config, ctx.args, lambda file: file.rotate(key, keep_s), "rotate")
     _print_made(record, made, as_json=as_json)
 
 
 @keys.command(cls=Command, context_settings=ANY_SETTING)
 def revoke(ctx: typer.Context, key: IdArgument, config: ConfigOption = None) -> None:
     """End a key: within seconds no ingress takes it any more. Also takes --section.key VALUE."""
-    record = _done(config, ctx.args, lambda file: file.revoke(key))
+    record = _done(config, ctx.args, lambda file: file.revoke(key), "revoke")
     typer.echo(f"{record.id} of {record.tenant or 'the administrator'} is revoked")
 
 
@@ -132,22 +136,42 @@ def seconds_of(text: str) -> int:
     return found
 
 
-def _done(config: str | None, args: list[str], work: Callable[[KeyFile], Done]) -> Done:
-    """Return what `work` does with the file that the settings name; ends the command if that fails."""
+def _done(config: str | None, args: list[str], work: Callable[[KeyFile], Done], change: str = "") -> Done:
+    """Return what `work` does with the file that the settings name; ends the command if that fails.
+
+    `change`: what it does to keys, for the audit log; empty: nothing.
+    """
     from samovar.router.identities import KeyFile, KeysRefused
 
-    path = load_or_exit(config, None, None, None, None, args).settings.auth.keys_file
+    auth = load_or_exit(config, None, None, None, None, args).settings.auth
+    path = auth.keys_file
     if path is None:
         refuse(
             "auth.keys_file is empty. Set it for the service and for this command, in its configuration "
             "(--config), or by SAMOVAR_AUTH__KEYS_FILE"
         )
     try:
-        return work(KeyFile(path))
+        done = work(KeyFile(path))
     except KeysRefused as error:
         refuse(str(error))
     except OSError as error:
         refuse(f"{path}: {error.strerror}")
+    if change and auth.audit_file is not None:
+        _note(auth.audit_file, change, done[0] if isinstance(done, tuple) else done)
+    return done
+
+
+def _note(path: Path, change: str, record: object) -> None:
+    """Write a change of a key into the audit log; what is changed stays so if that fails."""
+    from samovar.router.identities import AuditLog
+
+    user = {"user": getpass.getuser(), "uid": os.getuid()}
+    line = {"event": "keys", "who": user, "what": f"samovar keys {change}", "from": socket.gethostname()}
+    told = {name: getattr(record, name) for name in ("id", "tenant", "expires")}
+    try:
+        AuditLog(path).write({**line, "key": told})
+    except OSError as error:
+        typer.echo(f"samovar: it is done, but {path} cannot be written: {error.strerror}", err=True)
 
 
 def _print_made(record: KeyRecord, key: str, *, as_json: bool) -> None:

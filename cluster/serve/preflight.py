@@ -179,6 +179,8 @@ def check_extras(settings: Settings) -> None:
     try:
         require_tiers(settings.tiers)
         require_telemetry(settings.telemetry)
+        if settings.auth.oidc.issuer is not None:
+            require("joserfc", "auth.oidc.issuer")
         if settings.knowledge.enabled and settings.knowledge.embedder == "wordllama":
             require("wordllama", "knowledge.embedder=wordllama")
         if settings.knowledge.enabled and settings.knowledge.postgres.url is not None:

@@ -1,6 +1,22 @@
-"""Who may call, where that changes while the service runs: API keys in a file."""
+"""Who may call, where that changes while the service runs, and the record of who did what."""
 
+from samovar.router.identities.audit import AuditLog, AuditQueue, AuditTrail
 from samovar.router.identities.identities import LOOK_S, FollowedKeys, Identities
 from samovar.router.identities.key_file import KeyFile, KeyRecord, KeysRefused, NoSuchKey
+from samovar.router.identities.tokens import IssuerKeys, TokenKeys, TokenVerifier
 
-__all__ = ["LOOK_S", "FollowedKeys", "Identities", "KeyFile", "KeyRecord", "KeysRefused", "NoSuchKey"]
+__all__ = [
+    "LOOK_S",
+    "AuditLog",
+    "AuditQueue",
+    "AuditTrail",
+    "FollowedKeys",
+    "Identities",
+    "IssuerKeys",
+    "KeyFile",
+    "KeyRecord",
+    "KeysRefused",
+    "NoSuchKey",
+    "TokenKeys",
+    "TokenVerifier",
+]

@@ -1,6 +1,6 @@
-"""Who may call beside the owners of keys in the settings, while the service runs: the file of keys.
+"""Who may call beside the owners of keys in the settings: keys of a file, and tokens of an issuer.
 
-A background thread looks at the file, so that no request waits for a disk.
+Background threads look at the file and fetch the issuer's keys, so that no request waits for a disk.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from samovar.configs.settings import AuthSettings
 from samovar.router.auth import Caller
 from samovar.router.identities.key_file import USED_STEP_S, KeyFile, KeyRecord, KeysRefused
+from samovar.router.identities.tokens import IssuerKeys, TokenVerifier, is_token
 from samovar.router.openai import AuthenticationFailed, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -112,31 +113,48 @@ class Identities:
     def __init__(
         self, settings: AuthSettings, retry_after_s: float, clock: Callable[[], float] = time.time
     ) -> None:
-        assert settings.keys_file is not None
-        self.file = KeyFile(settings.keys_file, clock)
-        self._keys = FollowedKeys(self.file, retry_after_s, clock)
+        looks: list[Callable[[], None]] = []
+        self._keys: FollowedKeys | None = None
+        self.tokens: TokenVerifier | None = None
+        if settings.keys_file is not None:
+            self._keys = FollowedKeys(KeyFile(settings.keys_file, clock), retry_after_s, clock)
+            looks.append(self._keys.look)
+        if settings.oidc.issuer is not None:
+            issuer = IssuerKeys(settings.oidc.issuer)
+            self.tokens = TokenVerifier(settings.oidc, issuer, retry_after_s, clock)
+            looks.append(issuer.refresh_if_due)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="samovar-identities", daemon=True)
+        # A thread each: an issuer that does not answer must not keep a revoked key alive.
+        self._threads = [
+            threading.Thread(target=self._follow, args=(look,), name="samovar-identities", daemon=True)
+            for look in looks
+        ]
 
     @property
     def tenants(self) -> tuple[str, ...]:
         """The tenants that are known by name."""
-        return self._keys.tenants
+        of_keys = () if self._keys is None else self._keys.tenants
+        return of_keys if self.tokens is None else tuple(dict.fromkeys((*of_keys, *self.tokens.tenants)))
 
     def owner(self, secret: bytes) -> Caller | None:
         """See `auth.Owners`."""
-        return self._keys.owner(secret)
+        if self.tokens is not None and is_token(secret):
+            return self.tokens.owner(secret)
+        return None if self._keys is None else self._keys.owner(secret)
 
     def start(self) -> None:
-        """Follow the file from now on."""
-        self._thread.start()
+        """Follow what changes from now on."""
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(STOP_S)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(STOP_S)
 
-    def _follow(self) -> None:
+    def _follow(self, look: Callable[[], None]) -> None:
+        look()
         while not self._ended.wait(LOOK_S):
-            self._keys.look()
+            look()

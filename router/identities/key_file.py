@@ -6,7 +6,6 @@ whole under a lock beside it, so a reader needs no lock.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from samovar.configs.atomic_file import atomic_write
+from samovar.configs.atomic_file import atomic_write, lock_beside
 from samovar.configs.json_text import parse_json
 from samovar.configs.settings import TenantName
 
@@ -32,7 +31,6 @@ SHOWN_CHARS = 12
 """Characters of a key that lists show: 48 of its 256 random bits."""
 LOCK_S = 5.0
 """How long a change waits for another process's."""
-LOCK_PAUSE_S = 0.02
 KEPT_S = 90 * 86400
 """How long a key that is over stays in lists; then the next new one takes its line."""
 USED_STEP_S = 3600
@@ -190,13 +188,7 @@ class KeyFile:
         """Give the keys, and write them back if they were changed, while no other process writes."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.path.resolve()  # of a link what it leads to is replaced, not the link
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            ends_s = time.monotonic() + LOCK_S
-            while not _locked(lock):
-                if time.monotonic() >= ends_s:
-                    raise KeysRefused(f"another process has held {path}.lock for {LOCK_S:.0f} s")
-                time.sleep(LOCK_PAUSE_S)
+        with lock_beside(path, LOCK_S):
             try:
                 before: Sequence[KeyRecord] = self.read()
             except FileNotFoundError:
@@ -206,16 +198,6 @@ class KeyFile:
             if keys != list(before):
                 content = _Content(version=1, keys=keys).model_dump()
                 atomic_write(path, (json.dumps(content, indent=1) + "\n").encode())
-        finally:
-            os.close(lock)
-
-
-def _locked(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _place(keys: Sequence[KeyRecord], key_id: str) -> int:

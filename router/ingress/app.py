@@ -63,6 +63,7 @@ from samovar.router.ingress.middleware import (
     SESSIONS_ROUTE,
     AuthMiddleware,
     LocalHosts,
+    route_label,
 )
 from samovar.router.ingress.operations import OPENAPI_ROUTE, methods_of, openapi_document
 from samovar.router.ingress.operator_routes import CacheRoutes, SessionRoutes
@@ -309,6 +310,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         until_s = asyncio.get_running_loop().time() + settings.ingress.start_wait_s
         if service.identities is not None:
             service.identities.start()
+        if audit is not None:
+            audit.start()
         service.directory.start()  # first: a new directory knows of all ingresses when the replicas are up
         await service.readiness.start()
         await service.shares.settled(until_s)
@@ -336,6 +339,8 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
             await asyncio.to_thread(stage.close)
         if service.identities is not None:
             await asyncio.to_thread(service.identities.stop)
+        if audit is not None:
+            await asyncio.to_thread(audit.stop)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     settings, limits = service.settings, service.settings.limits
@@ -395,15 +400,26 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
     app.state.live = hub
     app.add_exception_handler(HTTPException, _http_exception)
     origins = settings.server.cors_origins
+    known = frozenset(route.path for route in routes)
     app.add_middleware(
         AuthMiddleware,
         authenticator=Authenticator(settings.auth, has_page=settings.server.page, others=service.identities),
         hosts=None if settings.auth.has_keys else LocalHosts(settings.server.allowed_hosts, origins),
         metrics=service.metrics,
-        routes=frozenset(route.path for route in routes),
+        routes=known,
         errors={MESSAGES_PATH: messages_error},
         tracer=service.tracer,
     )
+    if service.identities is not None and service.identities.tokens is not None:
+        from samovar.router.identities import TokenKeys
+
+        app.add_middleware(TokenKeys, keys=service.identities.tokens.keys)
+    audit = None
+    if settings.auth.audit_file is not None:
+        from samovar.router.identities import AuditLog, AuditQueue, AuditTrail  # who has it off needs none
+
+        audit = AuditQueue(AuditLog(settings.auth.audit_file))
+        app.add_middleware(AuditTrail, queue=audit, label=lambda path: route_label(path, known))
     if origins:  # outermost: refusals must be readable too
         app.add_middleware(CorsOrigins, origins=origins)
     return app

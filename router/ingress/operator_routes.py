@@ -28,6 +28,7 @@ from samovar.router.generation import IngressServices
 from samovar.router.ingress.places import of_sessions
 from samovar.router.observe.diagnosis import settings_told
 from samovar.router.openai import (
+    InvalidValue,
     MissingField,
     SessionNotFound,
     check_structure,
@@ -347,6 +348,11 @@ class CacheRoutes:
             body = ClearBody.model_validate_json(raw) if raw.strip() else ClearBody()
         except ValidationError as refused:
             raise error_of(refused) from None
+        if body.tenant is None and self._service.settings.auth.oidc.issuer is not None:
+            raise InvalidValue(
+                "tenant", "Name the tenant: an issuer's tokens name tenants that have no list here."
+            )
+        request.scope["state"]["of_tenant"] = body.tenant or "*"
         return await self._cleared(self._service.tenants if body.tenant is None else [body.tenant], None)
 
     async def stats(self, request: Request) -> Response:

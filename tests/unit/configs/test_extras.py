@@ -29,6 +29,7 @@ from tests.support.launch_examples import RACK_FLAGS
 OPTIONAL = {
     "boto3",
     "botocore",
+    "joserfc",
     "matplotlib",
     "nixl",
     "nixl_cu12",
