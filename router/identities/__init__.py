@@ -1,12 +1,11 @@
 """Who may call, where that changes while the service runs, and the record of who did what."""
 
 from samovar.router.identities.audit import AuditLog, AuditQueue, AuditTrail
-from samovar.router.identities.identities import LOOK_S, FollowedKeys, Identities
-from samovar.router.identities.key_file import KeyFile, KeyRecord, KeysRefused, NoSuchKey
+from samovar.router.identities.identities import FollowedKeys, Identities
+from samovar.router.identities.key_file import KeyFile, KeyRecord, KeysRefused
 from samovar.router.identities.tokens import IssuerKeys, TokenKeys, TokenVerifier
 
 __all__ = [
-    "LOOK_S",
     "AuditLog",
     "AuditQueue",
     "AuditTrail",
@@ -16,7 +15,6 @@ __all__ = [
     "KeyFile",
     "KeyRecord",
     "KeysRefused",
-    "NoSuchKey",
     "TokenKeys",
     "TokenVerifier",
 ]

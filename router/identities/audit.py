@@ -200,8 +200,6 @@ class AuditTrail:
             line["says_it_is_for"] = forwarded[:FORWARDED_CHARS]  # a proxy's word, or anybody's
         if "of_tenant" in state:
             line["of_tenant"] = state["of_tenant"]
-        if "key" in state:
-            line["key"] = state["key"]
         if event == "erased" and scope.get("path_params"):
             line["id_sha256"] = {name: digest(value) for name, value in scope["path_params"].items()}
         if event == "refused":

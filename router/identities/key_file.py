@@ -44,10 +44,6 @@ class KeysRefused(Exception):
     """The file must not be used, or a change is not possible; the message says why and what to do."""
 
 
-class NoSuchKey(KeysRefused):
-    """No key of the file has that id."""
-
-
 class KeyRecord(BaseModel):
     """A key as the file has it; times are Unix seconds. `tenant`: None: the administrator's.
 
@@ -137,7 +133,7 @@ class KeyFile:
     def rotate(self, key_id: str, keep_s: int) -> tuple[KeyRecord, str]:
         """Make another key for the same tenant that lasts as long; the old one ends `keep_s` from now.
 
-        Raises `OSError`, `KeysRefused`, `NoSuchKey`.
+        Raises `OSError`, `KeysRefused`.
         """
         now_s = int(self._clock())
         with self._changing() as keys:
@@ -151,7 +147,7 @@ class KeyFile:
             return self._added(keys, old.tenant, lasts_s)
 
     def revoke(self, key_id: str) -> KeyRecord:
-        """End a key now; one that is revoked stays as it is. Raises `OSError`, `KeysRefused`, `NoSuchKey`."""
+        """End a key now; one that is revoked stays as it is. Raises `OSError`, `KeysRefused`."""
         with self._changing() as keys:
             place = _place(keys, key_id)
             if keys[place].revoked is None:
@@ -203,7 +199,7 @@ class KeyFile:
 def _place(keys: Sequence[KeyRecord], key_id: str) -> int:
     found = next((place for place, key in enumerate(keys) if key.id == key_id), None)
     if found is None:
-        raise NoSuchKey(f"there is no key {key_id[:40]!r}. `samovar keys list` has their ids")
+        raise KeysRefused(f"there is no key {key_id[:40]!r}. `samovar keys list` has their ids")
     return found
 
 

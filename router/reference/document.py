@@ -29,9 +29,10 @@ NOTHING: tuple[tuple[str, Any], ...] = (("default", None), ("additionalPropertie
 INTRODUCTION = """\
 LLM chat with a tiered KV cache, behind OpenAI's and Anthropic's APIs.
 
-**Keys.** With `auth.api_keys` or `auth.keys_file` every route but `GET /health` and the files of the \
-live page needs a key, as `Authorization: Bearer KEY` or \
-`x-api-key: KEY`; without them none does, and only local hosts are answered. Operations marked \
+**Keys.** With `auth.api_keys`, `auth.keys_file` or `auth.oidc` every route but `GET /health` and the \
+files of the live page needs a key, as `Authorization: Bearer KEY` or \
+`x-api-key: KEY`, or a token of the issuer, as the first; without them none does, and only local \
+hosts are answered. Operations marked \
 `x-needs: auth.admin_key` need the administrator's key where there are keys.
 
 **Errors** have OpenAI's shape, below `/v1/messages` Anthropic's; `param` names the field at fault, `code` \

@@ -14,7 +14,7 @@ import pytest
 from samovar.configs.settings import AuthSettings
 from samovar.router import identities as wing
 from samovar.router.auth import Authenticator, Caller
-from samovar.router.identities import FollowedKeys, KeyFile, KeysRefused, NoSuchKey
+from samovar.router.identities import FollowedKeys, KeyFile, KeysRefused
 from samovar.router.openai import AuthenticationFailed, Unavailable
 from tests.support.clock import Clock
 
@@ -65,7 +65,7 @@ def test_keys_end_by_time_by_hand_and_by_another(file: KeyFile, clock: Clock) ->
     assert [key.state(clock()) for key in file.read()] == ["expired", "revoked", "valid"]
     with pytest.raises(KeysRefused, match="is revoked"):
         file.rotate(second.id, 1)
-    with pytest.raises(NoSuchKey, match="key_nothing"):
+    with pytest.raises(KeysRefused, match="key_nothing"):
         file.revoke("key_nothing")
 
 
