@@ -109,7 +109,7 @@ class KeyFile:
                 mode = stat.S_IMODE(found.st_mode)
                 raise KeysRefused(
                     f"others may write to {self.path} (owner {found.st_uid}, mode {mode:04o}), and so "
-                    "make keys. See that it has no foreign ones, chown it to this user and chmod 600 it"
+                    "make keys. See that it has no foreign ones, chmod 600 it, and use it as its owner"
                 )
             data = opened.read(FILE_BYTES_MAX + 1)
         if len(data) > FILE_BYTES_MAX:

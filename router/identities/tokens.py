@@ -47,6 +47,7 @@ ALGORITHMS = (
 then be enough to sign; nor `none`."""
 KEY_TYPES = {"RS": "RSA", "PS": "RSA", "ES": "EC", "Ed": "OKP"}
 """First letters of an algorithm -> the only type of key that it is verified with."""
+CURVES = ("P-256", "P-384", "P-521", "Ed25519")
 PUBLIC = ("kty", "kid", "use", "alg", "n", "e", "crv", "x", "y")
 """What is taken of a published key."""
 RSA_BITS_MIN = 2048
@@ -62,6 +63,7 @@ FETCH_S = 10.0
 DOCUMENT_BYTES_MAX = 1 << 20
 KEYS_MAX = 64
 TOKEN_CHARS_MAX = 16 << 10
+TIME_S_MAX = 1e12
 TENANTS_MAX = 4096
 """Tenants that are remembered by name; others are served as well, but not listed."""
 DISCOVERY = "/.well-known/openid-configuration"
@@ -119,21 +121,23 @@ class IssuerKeys:
         return self._keys.get(kid)
 
     def is_asked_for(self, kid: str) -> bool:
-        """Return whether a fetch may bring the key of that name: it is not known, and none was just made."""
-        return kid not in self._keys and self._clock() - self._tried_s >= UNKNOWN_S
+        """Return whether a fetch may bring the key of that name: one goes on, or none was just made."""
+        return kid not in self._keys and (self._fetching.locked() or self._may_fetch())
 
     def ask_for(self, kid: str) -> None:
         """Fetch all keys, if that may bring this one; those who ask at once wait for one fetch."""
         with self._fetching:
-            if self.is_asked_for(kid):
+            if kid not in self._keys and self._may_fetch():
                 self._refresh()
 
     def refresh_if_due(self) -> None:
         """Fetch all keys if they are old; after a failure as soon as for an unknown one. Never raises."""
         with self._fetching:
-            now_s = self._clock()
-            if now_s - self._known_s >= REFRESH_S and now_s - self._tried_s >= UNKNOWN_S:
+            if self._clock() - self._known_s >= REFRESH_S and self._may_fetch():
                 self._refresh()
+
+    def _may_fetch(self) -> bool:
+        return self._clock() - self._tried_s >= UNKNOWN_S
 
     def _refresh(self) -> None:
         self._tried_s = self._clock()
@@ -177,6 +181,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _key_of(one: Any) -> Key | None:
     """Return a published key, if it is one of those that we verify with; others are passed over."""
+    from cryptography.exceptions import UnsupportedAlgorithm
     from joserfc import jwk
     from joserfc.errors import JoseError
 
@@ -184,9 +189,11 @@ def _key_of(one: Any) -> Key | None:
         return None
     if one.get("kty") not in KEY_TYPES.values() or one.get("use", "sig") != "sig":
         return None
+    if one["kty"] != "RSA" and one.get("crv") not in CURVES:
+        return None
     try:
         key = jwk.import_key({name: one[name] for name in PUBLIC if name in one})
-    except (JoseError, ValueError, TypeError) as error:
+    except (JoseError, UnsupportedAlgorithm, ValueError, TypeError, KeyError) as error:
         logger.warning("a key of auth.oidc.issuer is not usable: %s", type(error).__name__)
         return None
     if isinstance(key, jwk.RSAKey) and key.public_key.key_size < RSA_BITS_MIN:
@@ -308,7 +315,7 @@ def _time(claims: Mapping[str, Any], name: str) -> float | None:
     found = claims.get(name)
     if found is None:
         return None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < TIME_S_MAX:
         raise AuthenticationFailed(f"The token's {name} is no time.")
     return float(found)
 
@@ -323,11 +330,14 @@ class TokenKeys:
     def __init__(self, app: ASGIApp, *, keys: IssuerKeys) -> None:
         self._app = app
         self._keys = keys
+        self._fetch: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kid = self._named(scope) if scope["type"] == "http" else None
         if kid is not None and self._keys.is_asked_for(kid):
-            await asyncio.to_thread(self._keys.ask_for, kid)
+            if self._fetch is None or self._fetch.done():
+                self._fetch = asyncio.ensure_future(asyncio.to_thread(self._keys.ask_for, kid))
+            await asyncio.shield(self._fetch)  # one thread for all who wait, whoever leaves
         await self._app(scope, receive, send)
 
     def _named(self, scope: Scope) -> str | None:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from joserfc.jwk import OctKey, RSAKey
+from joserfc.jwk import ECKey, OctKey, OKPKey, RSAKey
 from pydantic import ValidationError
 
 from samovar.configs.extras import ExtraMissing, missing
 from samovar.configs.optional_sections import OidcSettings, is_safe_url
 from samovar.configs.settings import Settings
 from samovar.router.auth import Caller
-from samovar.router.identities import IssuerKeys, TokenVerifier
+from samovar.router.identities import IssuerKeys, TokenKeys, TokenVerifier
 from samovar.router.identities.tokens import REFRESH_S, STALE_S, UNKNOWN_S
 from samovar.router.openai import AuthenticationFailed, Unavailable
 from tests.support.clock import Clock
 from tests.support.router.issuer import AUDIENCE, Issuer, part, running_issuer
-from tests.support.router.router_harness import House, bearer, chat, error_of
+from tests.support.router.router_harness import House, bearer, chat, error_of, until
 
 
 @pytest.fixture
@@ -73,6 +76,9 @@ def test_a_good_token_is_its_tenants(issuer: Issuer, clock: Clock, kind: str, al
         ({"exp": None}, "no time at which it ends"),
         ({"exp": "never"}, "exp is no time"),
         ({"exp": True}, "exp is no time"),
+        ({"exp": 10**400}, "exp is no time"),
+        ({"exp": math.inf}, "exp is no time"),
+        ({"exp": math.nan}, "exp is no time"),
         ({"nbf": int(time.time()) + 3600}, "not good yet"),
         ({"nbf": "now"}, "nbf is no time"),
         ({"iss": "https://other.example"}, "another issuer"),
@@ -150,10 +156,21 @@ def test_a_shared_secret_that_is_published_is_no_key(issuer: Issuer, clock: Cloc
         for one, kty in ((secret, True), (small, False), (crypt, False), (bare, False))
     ]
     issuer.more += [{"kty": "RSA", "kid": "broken", "n": "!", "e": "AQAB"}, {"kty": "ML-DSA", "kid": "new"}]
+    issuer.more += [{"kty": "EC", "kid": "brainpool", "crv": "BP-256", "x": "AA", "y": "AA"}]
+    issuer.more += [OKPKey.generate_key("X25519", {"kid": "exchange"}).as_dict(private=False)]
+    issuer.more += [{"kty": ["RSA"], "kid": "list"}, {"kty": "RSA", "kid": "bare"}, {"kid": 7}, "RSA", None]
     found = verifier(issuer, clock)
     assert found.owner(issuer.token().encode()) == Caller("kitchen"), "the others do no harm"
-    for kid in ("oct", "small", "crypt", "broken", "new"):
+    for kid in ("oct", "small", "crypt", "broken", "new", "brainpool", "exchange", "list", "bare"):
         assert "no key of its issuer" in why(found, issuer.token(kid=kid))
+
+
+def test_a_curve_is_for_one_algorithm(issuer: Issuer, clock: Clock) -> None:
+    issuer.keys = [ECKey.generate_key("P-384", {"kid": "curve"})]
+    found = verifier(issuer, clock)
+    assert found.owner(issuer.token(alg="ES384").encode()) == Caller("kitchen")
+    for alg in ("ES256", "EdDSA"):
+        why(found, issuer.unsigned({"alg": alg, "kid": "curve"}, b"x" * 64))
 
 
 def test_a_key_is_for_one_algorithm(issuer: Issuer, clock: Clock) -> None:
@@ -251,8 +268,8 @@ def test_an_issuer_that_does_not_answer_is_outlived_for_a_while(
     found = verifier(issuer, clock)
     token = issuer.token().encode()
     issuer.status = 500
-    for _ in range(int(STALE_S / 60)):
-        clock.now_s += 60
+    for _ in range(4):
+        clock.now_s += STALE_S / 4
         found.keys.refresh_if_due()
         assert found.owner(token) == Caller("kitchen")
     clock.now_s += 1
@@ -319,6 +336,39 @@ def test_an_issuer_needs_an_audience_and_its_package() -> None:
         OidcSettings(audience="samovar")
     assert 'samovar[oidc]"' in missing("joserfc", "auth.oidc.issuer")
     assert issubclass(ExtraMissing, Exception)
+
+
+async def test_all_who_come_while_keys_are_fetched_wait_for_that_fetch(issuer: Issuer) -> None:
+    """And in one thread: else a rotation refuses who comes second, or a flood takes all threads."""
+    release, asked = threading.Event(), list[str]()
+
+    def slow(url: str) -> bytes:
+        asked.append(url)
+        assert release.wait(30)
+        return issuer.answer(url.removeprefix(issuer.url))
+
+    keys, through = IssuerKeys(issuer.url, slow), list[bool]()
+    kid = str(issuer.keys[0].kid)
+
+    async def app(*_: Any) -> None:
+        through.append(keys.find(kid) is not None)
+
+    middleware = TokenKeys(app, keys=keys)
+    headers = [(b"authorization", b"Bearer " + issuer.token().encode())]
+    scope = {"type": "http", "headers": headers}
+    threads = threading.active_count()
+    waiting = [asyncio.ensure_future(middleware(scope, None, None)) for _ in range(50)]  # type: ignore[arg-type]
+    await until(lambda: bool(asked))
+    await asyncio.sleep(0)
+    assert threading.active_count() <= threads + 1
+    waiting.append(asyncio.ensure_future(middleware(scope, None, None)))  # type: ignore[arg-type]
+    waiting[0].cancel()  # it leaves, and takes nothing along
+    await asyncio.sleep(0)
+    assert through == []
+    release.set()
+    await asyncio.wait(waiting)
+    assert through == [True] * 50
+    assert len(asked) == 2, "discovery, and the keys"
 
 
 async def test_tokens_are_good_at_the_ingress_while_keys_rotate(
