@@ -100,12 +100,7 @@ class LiveSettings(Section):
     busy_period_s: float = Field(
         2.0, ge=0.1, le=60, description="the same once changes have gone on for long: on average"
     )
-    burst_s: float = Field(
-        20.0,
-        ge=0,
-        le=3600,
-        description="credit by which looks may come sooner than busy_period_s; it refills",
-    )
+    burst_s: ClassVar[float] = 20.0  # credit by which looks may come sooner than busy_period_s; it refills
     listeners_max: int = Field(32, ge=1, le=4096, description="open streams of one ingress")
     listeners_per_key_max: int = Field(8, ge=1, le=4096, description="open streams of one tenant")
     sessions_max: int = Field(
@@ -180,7 +175,7 @@ class LoopSettings(Section):
     turn_bytes_max: ClassVar[int] = 64 * KIB  # question and answer of a turn; longer ones are not kept
     turns_max: ClassVar[int] = 10_000  # turns kept of a tenant; the oldest leave
     turns_bytes_max: ClassVar[int] = 32 * MIB
-    turns_s: float = Field(86_400.0, gt=0, le=3.2e7, description="how long a turn is kept")
+    turns_s: ClassVar[float] = 86_400.0  # how long a turn is kept
     candidates_max: ClassVar[int] = 1000  # candidates of a tenant; if none is decided on, no more are made
     candidates_bytes_max: ClassVar[int] = 16 * MIB
     candidates_s: ClassVar[float] = 2_592_000.0  # how long a candidate is kept
