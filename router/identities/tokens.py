@@ -69,11 +69,11 @@ TENANTS_MAX = 4096
 DISCOVERY = "/.well-known/openid-configuration"
 
 Fetch = Callable[[str], bytes]
-"""Gets a document by its URL. Raises `FetchFailed`."""
+"""Gets a document by its URL. Raises `IssuerSilent`."""
 TENANT: TypeAdapter[str] = TypeAdapter(TenantName)
 
 
-class FetchFailed(Exception):
+class IssuerSilent(Exception):
     """The issuer's documents cannot be had; the message says why."""
 
 
@@ -83,20 +83,20 @@ def is_token(secret: bytes) -> bool:
 
 
 def fetched(url: str) -> bytes:
-    """Return the document at `url`. Raises `FetchFailed`."""
+    """Return the document at `url`. Raises `IssuerSilent`."""
     import httpx  # who has no issuer needs none
 
     ends_s, found = time.monotonic() + FETCH_S, bytearray()
     try:
         with httpx.stream("GET", url, timeout=FETCH_S, follow_redirects=False) as answer:
             if answer.status_code != httpx.codes.OK:
-                raise FetchFailed(f"{url} answered {answer.status_code}")
+                raise IssuerSilent(f"{url} answered {answer.status_code}")
             for piece in answer.iter_bytes():
                 found += piece
                 if len(found) > DOCUMENT_BYTES_MAX or time.monotonic() > ends_s:
-                    raise FetchFailed(f"{url} is too long, or too slow")
+                    raise IssuerSilent(f"{url} is too long, or too slow")
     except httpx.HTTPError as error:
-        raise FetchFailed(f"{url} cannot be had: {error or type(error).__name__}") from error
+        raise IssuerSilent(f"{url} cannot be had: {error or type(error).__name__}") from error
     return bytes(found)
 
 
@@ -115,9 +115,9 @@ class IssuerKeys:
         self._problem = ""
 
     def find(self, kid: str) -> Key | None:
-        """Return the key of that name; None: there is none. Raises `FetchFailed` if keys are not known."""
+        """Return the key of that name; None: there is none. Raises `IssuerSilent` if keys are not known."""
         if self._clock() - self._known_s > STALE_S:
-            raise FetchFailed("the issuer's keys are not known")
+            raise IssuerSilent("the issuer's keys are not known")
         return self._keys.get(kid)
 
     def is_asked_for(self, kid: str) -> bool:
@@ -144,7 +144,7 @@ class IssuerKeys:
         try:
             self._keys = self._published()
             self._known_s, self._problem = self._tried_s, ""
-        except FetchFailed as error:
+        except IssuerSilent as error:
             if str(error) != self._problem:
                 logger.error("the keys of auth.oidc.issuer are not refreshed: %s", error)
             self._problem = str(error)
@@ -152,19 +152,19 @@ class IssuerKeys:
     def _published(self) -> dict[str, Key]:
         told = _object(self._fetch(self._issuer.rstrip("/") + DISCOVERY))
         if told.get("issuer") != self._issuer:
-            raise FetchFailed(f"{self._issuer}{DISCOVERY} is of another issuer")
+            raise IssuerSilent(f"{self._issuer}{DISCOVERY} is of another issuer")
         url = told.get("jwks_uri")
         if not isinstance(url, str) or not is_safe_url(url):
-            raise FetchFailed(f"{self._issuer}{DISCOVERY} names no jwks_uri with https")
+            raise IssuerSilent(f"{self._issuer}{DISCOVERY} names no jwks_uri with https")
         listed = _object(self._fetch(url)).get("keys")
         if not isinstance(listed, list) or len(listed) > KEYS_MAX:
-            raise FetchFailed(f"{url} is no list of at most {KEYS_MAX} keys")
+            raise IssuerSilent(f"{url} is no list of at most {KEYS_MAX} keys")
         found: dict[str, Key] = {}
         for one in listed:
             key = _key_of(one)
             if key is not None:
                 if one["kid"] in found:
-                    raise FetchFailed(f"{url} has two keys of one name")
+                    raise IssuerSilent(f"{url} has two keys of one name")
                 found[one["kid"]] = key
         return found
 
@@ -173,9 +173,9 @@ def _object(data: bytes) -> dict[str, Any]:
     try:
         found = parse_json(data)
     except ValueError as error:
-        raise FetchFailed("the issuer's answer is no JSON") from error
+        raise IssuerSilent("the issuer's answer is no JSON") from error
     if not isinstance(found, dict):
-        raise FetchFailed("the issuer's answer is no JSON object")
+        raise IssuerSilent("the issuer's answer is no JSON object")
     return found
 
 
@@ -232,7 +232,7 @@ class TokenVerifier:
         header = header_of(token)
         try:
             key = self.keys.find(header["kid"])
-        except FetchFailed:
+        except IssuerSilent:
             message = "The keys of the tokens' issuer (auth.oidc.issuer) are not known."
             raise Unavailable(message, self._retry_after_s) from None
         if key is None:
