@@ -52,6 +52,7 @@ MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded81
 
 .DEFAULT_GOAL := help
 .PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-oidc test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -191,6 +192,10 @@ test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (n
 test-dashboards: $(STAMP) ## promtool and a real Prometheus load rules, config and queries (needs Debian's prometheus; a minute)
 	@test -d build/grafana-sdk || $(PY) -m pip install --quiet --no-deps --target build/grafana-sdk "grafana-foundation-sdk==1769699998!10.1.0"
 	SAMOVAR_INFRA=1 PYTHONPATH=$(CURDIR)/build/grafana-sdk $(PY) -m pytest tests/infra/test_dashboards.py $(ARGS)
+
+test-oidc: $(STAMP) ## tokens of a real issuer (npm's oidc-provider), its keys rotated (needs npm; a minute)
+	@test -d build/oidc/node_modules || npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/oidc "oidc-provider@9.13.3"
+	SAMOVAR_INFRA=1 TESTS_OIDC_PROVIDER=build/oidc/node_modules $(PY) -m pytest tests/infra/test_oidc_provider.py $(ARGS)
 
 # Pinned here and not in locks/: it lives in an environment of its own, and nothing of Samovar imports it.
 test-lm-eval: $(STAMP) ## lm-eval scores a service without tiers, cold, warm and after a restart: all the same

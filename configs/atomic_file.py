@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 DRAFT = ".tmp"
 """End of the name of a file that is being written, beside its final name; a kill may leave it."""
+
+
+LOCK_PAUSE_S = 0.02
 
 
 class FileCalls(Protocol):
@@ -55,6 +60,32 @@ def atomic_write(
         raise
     if durable:
         sync_dir(calls, str(path.parent))
+
+
+@contextmanager
+def lock_beside(path: Path, wait_s: float) -> Iterator[None]:
+    """Hold the lock of a file that is exchanged as a whole: `path.lock`, which stays.
+
+    Only for those who ask for it. Blocks for `wait_s` at most. Raises `OSError`, also if the time is over.
+    """
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        ends_s = time.monotonic() + wait_s
+        while not _locked(lock):
+            if time.monotonic() >= ends_s:
+                raise OSError(errno.ETIMEDOUT, f"another process has held {path}.lock for {wait_s:g} s")
+            time.sleep(LOCK_PAUSE_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def create_private(calls: FileCalls, path: str, flags: int = 0) -> int:

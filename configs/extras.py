@@ -21,6 +21,7 @@ EXTRAS = {
     "psycopg": "postgres",
     "pypdf": "documents",
     "uv": "engines",
+    "joserfc": "oidc",
     OTLP: "otel",
 }
 """Package -> the extra in pyproject.toml that brings it."""

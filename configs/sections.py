@@ -100,7 +100,7 @@ class PolicySettings(Section):
     # no profile's min_ttl_s keeps it.
     copied_probability_min: ClassVar[float] = 0.02
     ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
-    ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
+    ttl_tool_s: ClassVar[float] = 120.0  # policy ttl: the same after a tool call
     remembered_blocks_max: int = Field(
         200_000,
         ge=2,
@@ -438,7 +438,7 @@ class TierSettings(Section):
     hedge_slack_s: float = Field(0.05, ge=0, le=60, description="constant added to that time")
     breaker_failures: ClassVar[int] = 3  # failures in a row that open a breaker
     breaker_open_s: float = Field(2.0, gt=0, le=3600, description="how long a breaker stays open at first")
-    breaker_open_s_max: float = Field(60.0, gt=0, le=3600, description="longest time; it doubles each time")
+    breaker_open_s_max: ClassVar[float] = 60.0  # longest time; it doubles each time
     tombstones_max: int = Field(100_000, ge=1, description="cleared sessions and tenants that are tracked")
     settle_s: float = Field(
         5.0, ge=0, le=3600, description="how long a stopping replica may take to hand over its last turns"

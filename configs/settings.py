@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from samovar.configs.cluster import ClusterSettings, LaunchSettings
-from samovar.configs.optional_sections import OptionalSections, PageSettings
+from samovar.configs.optional_sections import OidcSettings, OptionalSections, PageSettings
 from samovar.configs.sections import (
     BODY_IDS,
     GIB,
@@ -451,6 +451,16 @@ class AuthSettings(Section):
         description="tenant -> API key, or a list of up to 4, to rotate keys without downtime; empty = no "
         "keys, on loopback only",
     )
+    keys_file: Path | None = Field(
+        None,
+        description="file of API keys, by their digests, that `samovar keys` writes and a running service "
+        "follows; on several nodes it must be the same file on each; empty = only auth.api_keys",
+    )
+    audit_file: Path | None = Field(
+        None,
+        description="file of who did what, when and from where, without any text: refusals, erasures, what "
+        "administrators do, changes of keys; one on each node; empty = none is kept",
+    )
     admin_key: ApiKey | None = Field(
         None,
         description="API key of /cache/clear, /reset_prefix_cache, /cache/stats and /metrics; tenants' "
@@ -461,6 +471,17 @@ class AuthSettings(Section):
         description="salts tenants' block keys and session ids; empty = generated once, then kept in the "
         "file `server-secret` in model.cache_dir",
     )
+    oidc: OidcSettings = OidcSettings()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether callers must say who they are, by a key of these settings or of the file, or a token."""
+        return bool(self.api_keys) or self.is_followed
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether callers, and so tenants, may come and go while the service runs."""
+        return self.keys_file is not None or self.oidc.issuer is not None
 
     @model_validator(mode="after")
     def _one_key_is_one_tenant(self) -> AuthSettings:
@@ -636,8 +657,8 @@ class Settings(OptionalSections):
 
     @property
     def has_tenants(self) -> bool:
-        """Whether there are several tenants, which share the resources."""
-        return len(self.auth.api_keys) > 1
+        """Whether there are several tenants, or may be, which share the resources."""
+        return len(self.auth.api_keys) > 1 or self.auth.is_followed
 
     def best_priority(self, tenant: str) -> int:
         """Return the smallest number that the priority of a tenant's requests may have."""
@@ -735,7 +756,7 @@ class Settings(OptionalSections):
 
     @model_validator(mode="after")
     def _open_endpoint_is_loopback(self) -> Settings:
-        if not self.server.is_loopback and not self.auth.api_keys:
+        if not self.server.is_loopback and not self.auth.has_keys:
             raise ValueError(
                 f"server.host={self.server.host} is not a loopback address and auth.api_keys is empty: "
                 "anyone on the network could use this endpoint. Set "
@@ -745,7 +766,7 @@ class Settings(OptionalSections):
 
     @model_validator(mode="after")
     def _any_page_needs_a_key(self) -> Settings:
-        if "*" in self.server.cors_origins and not self.auth.api_keys:
+        if "*" in self.server.cors_origins and not self.auth.has_keys:
             raise ValueError(
                 "server.cors_origins holds '*' and auth.api_keys is empty: any web page could use this "
                 "endpoint. Name the origins, or set auth.api_keys"

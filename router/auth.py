@@ -1,10 +1,10 @@
 """Authentication, tenant salts and per-tenant concurrency limits.
 
-Deny by default: once keys are configured, every path needs a key, whatever the method; except exactly
-`/health`, the files of the live page, which hold no data, and a browser's preflight, which cannot carry a key
-and gets nothing. Keys are read from the headers `Authorization` and `x-api-key` only, compared as SHA-256
-digests against all keys in constant time, and never appear in a log or an error. The administrator's key
-belongs to no tenant.
+Deny by default: once there are keys (`AuthSettings.has_keys`), every path needs a key, whatever the method;
+except exactly `/health`, the files of the live page, which hold no data, and a browser's preflight, which
+cannot carry a key and gets nothing. Keys are read from the headers `Authorization` and `x-api-key` only,
+compared as SHA-256 digests against all keys in constant time, and never appear in a log or an error. The
+administrator's key belongs to no tenant.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ import hmac
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from samovar.cache_tiers.sessions import Use
 from samovar.configs.settings import AuthSettings, LimitsSettings
-from samovar.router.openai import AuthenticationFailed, Forbidden, InvalidValue, TooManyRequests
+from samovar.router.openai import (
+    ApiError,
+    AuthenticationFailed,
+    Forbidden,
+    InvalidValue,
+    TooManyRequests,
+    Unavailable,
+)
 
 OPEN_PATH = "/health"
 GREETING_PATH = "/api/hello"
@@ -37,10 +44,25 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of a request: a tenant, the administrator (`tenant=None`), or both without keys."""
+    """The owner of a request: a tenant, the administrator (`tenant=None`), or both.
+
+    `credential`: what it was proved by, as a record of who did what may name it; empty: by a key of the
+    settings.
+    """
 
     tenant: str | None
     is_admin: bool = False
+    credential: str = field(default="", compare=False)
+
+
+class Owners(Protocol):
+    """Those who may call beside the owners of keys in the settings."""
+
+    def owner(self, secret: bytes) -> Caller | None:
+        """Return whose key that is; None: nobody's.
+
+        Raises `AuthenticationFailed` that says why it is not good, `Unavailable` if that cannot be known now.
+        """
 
 
 def is_open(scope: Scope) -> bool:
@@ -67,7 +89,7 @@ def tenant_of(scope: Scope) -> str:
     """
     caller: Caller = scope["state"]["caller"]
     if caller.tenant is None:
-        raise Forbidden("The administrator's key belongs to no tenant. Use a key of auth.api_keys here.")
+        raise Forbidden("The administrator's key belongs to no tenant. Use a tenant's key here.")
     return caller.tenant
 
 
@@ -85,11 +107,16 @@ class Authenticator:
     """Maps a request to its caller.
 
     Without tenant keys every caller is the tenant `local`, and also the administrator unless an admin key
-    is set. `has_page`: whether there is the live page, whose files need no key.
+    is set. `has_page`: whether there is the live page, whose files need no key. `others`: who else may call;
+    None: nobody.
     """
 
-    def __init__(self, settings: AuthSettings, *, has_page: bool = False) -> None:
+    def __init__(
+        self, settings: AuthSettings, *, has_page: bool = False, others: Owners | None = None
+    ) -> None:
         self._has_page = has_page
+        self._has_keys = settings.has_keys
+        self._others = others
         admin = settings.admin_key
         self._admin = None if admin is None else _digest(admin.get_secret_value().encode())
         self._tenant_of: list[tuple[bytes, str]] = [
@@ -101,29 +128,39 @@ class Authenticator:
     def caller(self, scope: Scope) -> Caller | None:
         """Return the caller of an HTTP request; None for an open path without a valid key.
 
-        Raises `AuthenticationFailed` if a key is needed and is missing or unknown.
+        Raises `AuthenticationFailed` if a key is needed and is missing or unknown, `Unavailable` if whose it
+        is cannot be known now.
         """
         headers = Headers(scope=scope)
-        if not self._tenant_of:
+        if not self._has_keys:
             return Caller(LOCAL_TENANT, self._admin is None or self._is_admin(headers))
         try:
-            return self._owner(_key_digests(headers))
-        except AuthenticationFailed:
+            return self._owner(_keys(headers))
+        except (AuthenticationFailed, Unavailable):
             if is_open(scope) or (self._has_page and is_page(scope)):
                 return None
             raise
 
-    def _owner(self, digests: Sequence[bytes]) -> Caller:
+    def _owner(self, keys: Sequence[bytes]) -> Caller:
         """Return whose keys these are; an unknown key does not spoil another header's good one."""
         found: set[Caller] = set()
-        for digest in digests:
+        refused: ApiError = AuthenticationFailed("The API key is not valid.")
+        for key in keys:
+            digest = _digest(key)
             for known, tenant in self._tenant_of:  # compare with all keys: constant time
                 if secrets.compare_digest(digest, known):
                     found.add(Caller(tenant))
             if self._admin is not None and secrets.compare_digest(digest, self._admin):
                 found.add(Caller(None, is_admin=True))
+            if self._others is not None:
+                try:
+                    owner = self._others.owner(key)
+                except (AuthenticationFailed, Unavailable) as error:
+                    refused = error
+                else:
+                    found |= set() if owner is None else {owner}
         if not found:
-            raise AuthenticationFailed("The API key is not valid.")
+            raise refused
         if len(found) > 1:
             raise AuthenticationFailed(
                 "The headers Authorization and x-api-key hold keys of different owners."
@@ -134,10 +171,10 @@ class Authenticator:
         """Check the admin key on an open endpoint, where clients may send any value as a key."""
         assert self._admin is not None
         try:
-            digests = _key_digests(headers)
+            keys = _keys(headers)
         except AuthenticationFailed:
             return False
-        return any(secrets.compare_digest(digest, self._admin) for digest in digests)
+        return any(secrets.compare_digest(_digest(key), self._admin) for key in keys)
 
 
 def server_secret(settings: AuthSettings) -> bytes:
@@ -163,8 +200,8 @@ def tenant_salt(secret: bytes, tenant: str, cache_salt: str | None) -> bytes:
     return hmac.digest(of_tenant, b"cache salt\0" + cache_salt.encode(), "sha256")
 
 
-def _key_digests(headers: Headers) -> list[bytes]:
-    """Return the digests of the API keys in the headers, at most one of each.
+def _keys(headers: Headers) -> list[bytes]:
+    """Return the API keys in the headers, at most one of each.
 
     Raises `AuthenticationFailed` if there is none. An `Authorization` of another scheme, which may be meant
     for a proxy, counts only where nothing else is sent.
@@ -184,7 +221,7 @@ def _key_digests(headers: Headers) -> list[bytes]:
         raise AuthenticationFailed(
             "No API key: send the header `Authorization: Bearer <key>` or `x-api-key: <key>`."
         )
-    return [_digest(key.encode("latin-1")) for key in keys]  # ASGI headers are latin-1: the bytes as sent
+    return [key.encode("latin-1") for key in keys]  # ASGI headers are latin-1: the bytes as sent
 
 
 def _digest(key: bytes) -> bytes:

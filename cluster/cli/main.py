@@ -24,6 +24,7 @@ from samovar import HOME
 from samovar.cluster.cli import diagnose
 from samovar.cluster.cli.config import show_config
 from samovar.cluster.cli.kb import kb
+from samovar.cluster.cli.keys import keys
 from samovar.cluster.cli.options import (
     ANY_SETTING,
     EXIT_FAILED,
@@ -593,6 +594,7 @@ def list_engines(ctx: typer.Context, config: ConfigOption = None) -> None:
 
 
 app.add_typer(kb)
+app.add_typer(keys)
 app.add_typer(engines)
 app.command(cls=Command)(plan)
 app.command("config", cls=Command, context_settings=ANY_SETTING, epilog=SPELLING)(show_config)

@@ -60,7 +60,7 @@ def write_files(settings: Settings, folder: Path) -> None:
     """Write what both read into `folder`, for the owner only. Raises `OSError`."""
     monitoring, key = settings.launch.monitoring, settings.auth.admin_key
     key_file = folder / KEY_FILE
-    if key is None and settings.auth.api_keys:
+    if key is None and settings.auth.has_keys:
         logger.warning("auth.admin_key is empty, and /metrics asks for it: Prometheus will see no metrics")
     if key is not None:
         write_private(key_file, key.get_secret_value())

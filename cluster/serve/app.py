@@ -40,6 +40,7 @@ from samovar.cluster.serve.graph import (
 )
 from samovar.cluster.serve.preflight import (
     check_gpus,
+    check_keys_file,
     check_memory,
     check_port,
     free_memory,
@@ -255,6 +256,7 @@ class Service:
     def _start(self) -> None:
         self.stages.begin("model", has_own_progress=True)  # a conversion's, the first time
         settings = with_server_secret(self.settings)
+        check_keys_file(settings)
         # Refuse what cannot be served before anything starts.
         models = described(settings, self.stages.begin)
         card, model_dir = models[""].card, models[""].path
@@ -608,7 +610,7 @@ def _say_ready(console: Console, service: Service) -> None:
     steps = next_steps(
         service.infos[0],
         service.url_here,
-        has_keys=bool(service.settings.auth.api_keys),
+        has_keys=service.settings.auth.has_keys,
         toy=DEFAULT_NAME,
     )
     console.print(f"\n{steps}\n", markup=False, highlight=False, soft_wrap=True)

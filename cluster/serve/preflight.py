@@ -129,6 +129,25 @@ def with_server_secret(settings: Settings) -> Settings:
     return settings.model_copy(update={"auth": auth})
 
 
+def check_keys_file(settings: Settings) -> None:
+    """Raise `StartFailed` if there is to be a file of API keys and none can be read: nobody could call."""
+    if settings.auth.keys_file is None:
+        return
+    from samovar.router.identities import KeyFile, KeysRefused  # who has no such file needs none of it
+
+    file = KeyFile(settings.auth.keys_file)
+    try:
+        file.read()
+    except FileNotFoundError as error:
+        raise StartFailed(
+            f"there is no {file.path} (auth.keys_file). Make a first key: samovar keys create <tenant>"
+        ) from error
+    except OSError as error:
+        raise StartFailed(f"cannot read {file.path} (auth.keys_file): {error.strerror}") from error
+    except KeysRefused as error:
+        raise StartFailed(str(error)) from error
+
+
 def with_object_store(
     settings: Settings, free_bytes: int | None, memory: FreeMemory | None = None
 ) -> tuple[Settings, str]:
@@ -160,6 +179,8 @@ def check_extras(settings: Settings) -> None:
     try:
         require_tiers(settings.tiers)
         require_telemetry(settings.telemetry)
+        if settings.auth.oidc.issuer is not None:
+            require("joserfc", "auth.oidc.issuer")
         if settings.knowledge.enabled and settings.knowledge.embedder == "wordllama":
             require("wordllama", "knowledge.embedder=wordllama")
         if settings.knowledge.enabled and settings.knowledge.postgres.url is not None:

@@ -186,7 +186,8 @@ def refuse_what_needs_a_restart(now: Settings, wanted: Settings) -> None:
     """Raise `StartFailed`, naming the section, if a section of `FIXED` has changed."""
     for name in FIXED:
         if name == "auth":
-            same = now.auth.api_keys == wanted.auth.api_keys and now.auth.admin_key == wanted.auth.admin_key
+            # The server's secret is drawn where none is given. Keys in auth.keys_file are followed anyway.
+            same = wanted.auth == now.auth.model_copy(update={"server_secret": wanted.auth.server_secret})
         else:
             same = getattr(now, name) == getattr(wanted, name)
         if not same:

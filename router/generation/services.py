@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from samovar.configs.settings import Settings
 from samovar.configs.telemetry import Tracer
 from samovar.replicas.messages import ReplicaInfo
-from samovar.router.auth import ConcurrencyLimit
+from samovar.router.auth import LOCAL_TENANT, ConcurrencyLimit
 from samovar.router.erasure import Erasures
 from samovar.router.generation.recorder import IngressRecorder
 from samovar.router.generation.stages import PromptStage
@@ -27,6 +27,9 @@ from samovar.router.metrics import Metrics
 from samovar.router.openai import ModelNotFound
 from samovar.router.prompt import PromptBuilder
 from samovar.router.routing import ReplicaClient, SessionDirectory
+
+if TYPE_CHECKING:
+    from samovar.router.identities import Identities
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class IngressServices:
     `shares`, `known`, `responses`: what is shared with the other `ingresses`; None: there is no other.
     `is_further`: the model is not the first of several, so that sessions are kept apart from the first's.
     `models`: of the front before several models, what each is served by, the first one's first.
+    `identities`: who may call beside the owners of keys in the settings; None: nobody.
     """
 
     settings: Settings
@@ -71,6 +75,15 @@ class IngressServices:
     adapters: Collection[str] = ()
     is_further: bool = False
     models: tuple[IngressServices, ...] = ()
+    identities: Identities | None = None
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """The tenants that are known by name now."""
+        listed = tuple(self.settings.auth.api_keys)
+        if self.identities is not None:
+            return tuple(dict.fromkeys((*listed, *self.identities.tenants)))
+        return listed or (LOCAL_TENANT,)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -63,6 +63,7 @@ from samovar.router.ingress.middleware import (
     SESSIONS_ROUTE,
     AuthMiddleware,
     LocalHosts,
+    route_label,
 )
 from samovar.router.ingress.operations import OPENAPI_ROUTE, methods_of, openapi_document
 from samovar.router.ingress.operator_routes import CacheRoutes, SessionRoutes
@@ -156,7 +157,7 @@ def build_service(
         known=lambda: load_tracker.BOOK.nodes,
     )
     directory = directory or SessionDirectory(None, load_tracker.BOOK, settings.router)
-    concurrency = ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys))
+    concurrency = ConcurrencyLimit(settings.limits, has_keys=settings.auth.has_keys)
     tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))
     shares = IngressShares(
         directory.ingress,
@@ -168,6 +169,11 @@ def build_service(
         unsettled_s=settings.ingress.silent_s + SYNCS * settings.router.sync_s,
     )
     directory.report = None if ingresses is None else shares
+    identities = None
+    if settings.auth.is_followed:
+        from samovar.router.identities import Identities  # who has keys in the settings only needs none
+
+        identities = Identities(settings.auth, settings.limits.retry_after_s)
     metrics, stages = Metrics(), list[PromptStage]()
     has_entries: dict[str, Any] = {}
     if settings.knowledge.enabled:
@@ -233,6 +239,7 @@ def build_service(
         stages=tuple(stages),
         adapters=settings.engine.vllm.adapters if settings.engine.kind == "vllm" else (),
         clears=Erasures(UnfinishedFile(unfinished_dir(settings, secret)), settings.limits.retry_after_s),
+        identities=identities,
     )
     add_places(service)
     return service
@@ -301,6 +308,10 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         until_s = asyncio.get_running_loop().time() + settings.ingress.start_wait_s
+        if service.identities is not None:
+            service.identities.start()
+        if audit is not None:
+            audit.start()
         service.directory.start()  # first: a new directory knows of all ingresses when the replicas are up
         await service.readiness.start()
         await service.shares.settled(until_s)
@@ -326,6 +337,10 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
             await asyncio.to_thread(service.tracer.close)
         for stage in service.stages:
             await asyncio.to_thread(stage.close)
+        if service.identities is not None:
+            await asyncio.to_thread(service.identities.stop)
+        if audit is not None:
+            await asyncio.to_thread(audit.stop)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     settings, limits = service.settings, service.settings.limits
@@ -385,15 +400,26 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
     app.state.live = hub
     app.add_exception_handler(HTTPException, _http_exception)
     origins = settings.server.cors_origins
+    known = frozenset(route.path for route in routes)
     app.add_middleware(
         AuthMiddleware,
-        authenticator=Authenticator(settings.auth, has_page=settings.server.page),
-        hosts=None if settings.auth.api_keys else LocalHosts(settings.server.allowed_hosts, origins),
+        authenticator=Authenticator(settings.auth, has_page=settings.server.page, others=service.identities),
+        hosts=None if settings.auth.has_keys else LocalHosts(settings.server.allowed_hosts, origins),
         metrics=service.metrics,
-        routes=frozenset(route.path for route in routes),
+        routes=known,
         errors={MESSAGES_PATH: messages_error},
         tracer=service.tracer,
     )
+    if service.identities is not None and service.identities.tokens is not None:
+        from samovar.router.identities import TokenKeys
+
+        app.add_middleware(TokenKeys, keys=service.identities.tokens.keys)
+    audit = None
+    if settings.auth.audit_file is not None:
+        from samovar.router.identities import AuditLog, AuditQueue, AuditTrail  # who has it off needs none
+
+        audit = AuditQueue(AuditLog(settings.auth.audit_file))
+        app.add_middleware(AuditTrail, queue=audit, label=lambda path: route_label(path, known))
     if origins:  # outermost: refusals must be readable too
         app.add_middleware(CorsOrigins, origins=origins)
     return app
@@ -458,7 +484,7 @@ class _SimpleRoutes:
         return JSONResponse({"status": readiness.state, **each}, status_code=503, headers=headers)
 
     async def metrics(self, request: Request) -> Response:
-        if self._service.settings.auth.api_keys:  # they reveal the token counts of all tenants
+        if self._service.settings.auth.has_keys:  # they reveal the token counts of all tenants
             require_admin(request.scope)
         client, directory = self._service.client, self._service.directory
         caller: Caller = request.scope["state"]["caller"]

@@ -145,7 +145,7 @@ class AuthMiddleware:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        route = _label(scope["path"], self._routes)
+        route = route_label(scope["path"], self._routes)
         span, started_s = self._span(scope), time.monotonic()
         reply = _TrackedSend(send, request_id, span.header)
         status = 499  # until a response starts
@@ -210,7 +210,7 @@ async def _answer_preflight(send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def _label(path: str, routes: frozenset[str]) -> str:
+def route_label(path: str, routes: frozenset[str]) -> str:
     """Return the route of `path` as a label; `other` for unknown paths."""
     if path.startswith(SESSIONS) and SESSIONS_ROUTE in routes:
         return HINT_ROUTE if path.endswith(HINT) and HINT_ROUTE in routes else SESSIONS_ROUTE

@@ -22,12 +22,13 @@ from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TIERS, root_tok
 from samovar.cache_tiers.forecast import HintEvent
 from samovar.cache_tiers.sessions import Move, SessionRow, SessionState, SessionView
 from samovar.configs.settings import TenantName
-from samovar.router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
+from samovar.router.auth import ADMIN, Caller, require_admin, tenant_of
 from samovar.router.erasure import Cleared
 from samovar.router.generation import IngressServices
 from samovar.router.ingress.places import of_sessions
 from samovar.router.observe.diagnosis import settings_told
 from samovar.router.openai import (
+    InvalidValue,
     MissingField,
     SessionNotFound,
     check_structure,
@@ -97,8 +98,6 @@ class SessionRoutes:
 
     def __init__(self, service: IngressServices) -> None:
         self._service = service
-        names = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
-        self._tenants = {tenant_tag(service.secret, name): name for name in names}
         self._places = service.settings.router.session_ids
 
     async def all(self, request: Request) -> Response:
@@ -108,7 +107,8 @@ class SessionRoutes:
         after = self._after(caller, request.query_params.get("after"))
         with self._service.reads.lease(caller.tenant or ADMIN):
             page = self._service.directory.table.page(self._tag(caller), limit + 1, after)
-        data = [self._card(view, caller) for view in page[:limit]]
+        names = self._names_for(caller)
+        data = [self._card(view, names) for view in page[:limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
 
     def _after(self, caller: Caller, name: str | None) -> SessionView | None:
@@ -116,7 +116,7 @@ class SessionRoutes:
         if name is None:
             return None
         named, tag = tag_of_name(name), self._tag(caller)
-        tenants = [tag] if tag is not None else list(self._tenants)
+        tenants = [tag] if tag is not None else list(self._names_for(caller) or ())
         table = self._service.directory.table
         views = (table.view(tenant, named) for tenant in tenants if named is not None)
         found = next((view for view in views if view is not None), None)
@@ -129,7 +129,8 @@ class SessionRoutes:
         caller: Caller = request.scope["state"]["caller"]
         view = self._view(request, caller)
         held, likely = await asyncio.gather(self._held(view), self._likely(view))
-        card = self._card(view, caller)
+        names = self._names_for(caller)
+        card = self._card(view, names)
         card["bytes"] = None if held is None else held[view.session]
         card["lineages"] = [
             {
@@ -142,9 +143,10 @@ class SessionRoutes:
             }
             for row in view.rows
         ]
-        if view.tenant in self._tenants:
+        tenant = caller.tenant if names is None else names.get(view.tenant)
+        if tenant is not None:
             for stage in self._service.stages:
-                card |= stage.card(self._tenants[view.tenant], view.session)
+                card |= stage.card(tenant, view.session)
         return JSONResponse(card)
 
     async def hint(self, request: Request) -> Response:
@@ -172,7 +174,8 @@ class SessionRoutes:
             how = None
         view = directory.table.view(view.tenant, view.session) or view
         moved = sum(number or 0 for number in moves)
-        return JSONResponse({**self._card(view, caller), "action": how or "none", "extents_moving": moved})
+        card = self._card(view, self._names_for(caller))
+        return JSONResponse({**card, "action": how or "none", "extents_moving": moved})
 
     async def _hint(self, row: SessionRow, body: HintBody, how: Move | None) -> int | None:
         """Apply a hint to one lineage; return the extents moving, None if the directory does not answer."""
@@ -234,22 +237,31 @@ class SessionRoutes:
         check_id("session_id", raw_id, self._service.settings.limits.id_chars_max)
         table = self._service.directory.table
         tag = self._tag(caller)
-        tenants = [tag] if tag is not None else list(self._tenants)
+        names = (self._names_for(caller) or {}) if tag is None else {tag: str(caller.tenant)}
         named = tag_of_name(raw_id)
         if named is not None:
-            return [table.view(tenant, named) for tenant in tenants]
+            return [table.view(tenant, named) for tenant in names]
         return [
             table.view(tenant, session)
-            for tenant in tenants
-            for session in tags_of_id(self._service.secret, self._tenants[tenant], raw_id, self._places)
+            for tenant, name in names.items()
+            for session in tags_of_id(self._service.secret, name, raw_id, self._places)
         ]
+
+    def _names_for(self, caller: Caller) -> dict[bytes, str] | None:
+        """Return the known tenants by their tags, for the administrator; None for a tenant."""
+        if caller.tenant is not None:
+            return None
+        return {tenant_tag(self._service.secret, name): name for name in self._service.tenants}
 
     def _tag(self, caller: Caller) -> bytes | None:
         """Return the tenant tag whose sessions the caller may see; None: all."""
         return None if caller.tenant is None else tenant_tag(self._service.secret, caller.tenant)
 
-    def _card(self, view: SessionView, caller: Caller) -> dict[str, Any]:
-        """Return what is known of the session: its main lineage's place and length, and the turns of all."""
+    def _card(self, view: SessionView, names: dict[bytes, str] | None) -> dict[str, Any]:
+        """Return what is known of the session: its main lineage's place and length, and the turns of all.
+
+        `names`: see `_names_for`; the session's tenant is told if they are given.
+        """
         card: dict[str, Any] = {
             "id": session_name(view.session),
             "object": "session",
@@ -258,8 +270,8 @@ class SessionRoutes:
             "created": int(min(row.created_unix_s for row in view.rows)),
             "last_used": int(view.used_unix_s),
         }
-        if caller.tenant is None:
-            card["tenant"] = self._tenants.get(view.tenant)
+        if names is not None:
+            card["tenant"] = names.get(view.tenant)
         return card
 
 
@@ -300,8 +312,6 @@ class CacheRoutes:
 
     def __init__(self, service: IngressServices) -> None:
         self._service = service
-        # A tenant removed from the configuration has no replies here; its blocks are cleared by name.
-        self._tenants = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
 
     async def session(self, request: Request) -> Response:
         """Handle DELETE /v1/sessions/{id}: clear the caller's sessions of that id, from any field."""
@@ -326,7 +336,10 @@ class CacheRoutes:
             return await self._cleared([tenant], None)
 
     async def any(self, request: Request) -> Response:
-        """Handle POST /cache/clear, /reset_prefix_cache: clear one tenant, or every tenant configured."""
+        """Handle POST /cache/clear, /reset_prefix_cache: clear one tenant, or every tenant with a key.
+
+        One that has none any more has no replies here; its blocks are cleared by name.
+        """
         require_admin(request.scope)
         limits = self._service.settings.limits
         raw = await read_body(request.receive, request.headers, limits)
@@ -335,7 +348,12 @@ class CacheRoutes:
             body = ClearBody.model_validate_json(raw) if raw.strip() else ClearBody()
         except ValidationError as refused:
             raise error_of(refused) from None
-        return await self._cleared(self._tenants if body.tenant is None else [body.tenant], None)
+        if body.tenant is None and self._service.settings.auth.oidc.issuer is not None:
+            raise InvalidValue(
+                "tenant", "Name the tenant: an issuer's tokens name tenants that have no list here."
+            )
+        request.scope["state"]["of_tenant"] = body.tenant or "*"
+        return await self._cleared(self._service.tenants if body.tenant is None else [body.tenant], None)
 
     async def stats(self, request: Request) -> Response:
         """Handle GET /cache/stats: the counters of the replicas and nodes that answer now.
@@ -359,7 +377,7 @@ class CacheRoutes:
         service = self._service
         owners = [
             tenant
-            for tenant in self._tenants
+            for tenant in service.tenants
             if service.directory.table.lineages(tenant_tag(service.secret, tenant), session)
         ]
         if not owners:
@@ -370,9 +388,9 @@ class CacheRoutes:
         done = await self._service.clears.erase(*(of_sessions(tenant, sessions) for tenant in tenants))
         counts = sum(done, Cleared())
         cleared = {name: counts[name] for name in ("replies", "pages", "extents", "bytes")}
-        replicas = min(one["replicas"] for one in done)
+        replicas = min((one["replicas"] for one in done), default=0)  # no tenant has a key yet
         told: dict[str, Any] = {"object": "cache.cleared", "cleared": cleared, "replicas": replicas}
-        if left := max(one["overwriting"] for one in done):
+        if left := max((one["overwriting"] for one in done), default=0):
             told["pages"] = f"unreachable until overwritten, in {left} of {replicas} replicas"
         return JSONResponse(told)
 

@@ -29,9 +29,10 @@ NOTHING: tuple[tuple[str, Any], ...] = (("default", None), ("additionalPropertie
 INTRODUCTION = """\
 LLM chat with a tiered KV cache, behind OpenAI's and Anthropic's APIs.
 
-**Keys.** With `auth.api_keys` every route but `GET /health` and the files of the live page needs a \
-key, as `Authorization: Bearer KEY` or \
-`x-api-key: KEY`; without them none does, and only local hosts are answered. Operations marked \
+**Keys.** With `auth.api_keys`, `auth.keys_file` or `auth.oidc` every route but `GET /health` and the \
+files of the live page needs a key, as `Authorization: Bearer KEY` or \
+`x-api-key: KEY`, or a token of the issuer, as the first; without them none does, and only local \
+hosts are answered. Operations marked \
 `x-needs: auth.admin_key` need the administrator's key where there are keys.
 
 **Errors** have OpenAI's shape, below `/v1/messages` Anthropic's; `param` names the field at fault, `code` \
@@ -121,7 +122,7 @@ def build_document(
                 "MessagesFailed": _refusal(FAILED, "MessagesError"),
             },
             "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer", "description": "a key of `auth.api_keys`"},
+                "bearer": {"type": "http", "scheme": "bearer", "description": "an API key"},
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },

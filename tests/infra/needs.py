@@ -19,8 +19,8 @@ import pytest
 
 needs_infra = pytest.mark.skipif(
     os.environ.get("SAMOVAR_INFRA") != "1",
-    reason="infrastructure tests run by `make test-terraform`, `test-ray-up`, `test-multinode` and "
-    "`test-dashboards` (they set SAMOVAR_INFRA=1)",
+    reason="infrastructure tests run by `make test-terraform`, `test-ray-up`, `test-multinode`, "
+    "`test-oidc` and `test-dashboards` (they set SAMOVAR_INFRA=1)",
 )
 
 
@@ -57,6 +57,7 @@ NEEDS: dict[str, Need] = {
         "terraform", how="terraform 1.11 or newer: developer.hashicorp.com/terraform/install"
     ),
     "npm": _program("npm", apt="npm"),
+    "node": _program("node", apt="nodejs"),
     "ip": _program("ip", apt="iproute2", sbin=True),
     "unshare": _program("unshare", apt="util-linux"),
     "setpriv": _program("setpriv", apt="util-linux"),

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from samovar.cache_tiers.blocks import tenant_tag
 from samovar.cache_tiers.messages import NodeGlance
 from samovar.replicas.messages import ReplicaGlance
-from samovar.router.auth import LOCAL_TENANT, Caller
+from samovar.router.auth import Caller
 from samovar.router.generation import EndedTurn, IngressServices, summed
 from samovar.router.observe.diagnosis import (
     BY_NAME,
@@ -47,8 +47,6 @@ class LiveHub:
     def __init__(self, service: IngressServices) -> None:
         self._service = service
         self._settings = service.settings.live
-        names = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
-        self._tags = {name: tenant_tag(service.secret, name) for name in names}
         self._feeds = Feeds(self._settings, service.settings.limits.retry_after_s)
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
@@ -158,7 +156,7 @@ class LiveHub:
             nodes=nodes,
             homes=service.directory.nodes,
             routing=service.directory.outcomes,
-            names={tag: name for name, tag in self._tags.items()},
+            names={tenant_tag(service.secret, name): name for name in service.tenants},
             advice=self._advised(replicas, nodes) if with_stats else {},
         )
         changed = [
@@ -195,7 +193,7 @@ class LiveHub:
 
     def _shown(self, feed: Feed) -> Shown:
         audience, service = feed.audience, self._service
-        tenant = None if audience.sees_all else self._tags[str(audience.tenant)]
+        tenant = None if audience.sees_all else tenant_tag(service.secret, str(audience.tenant))
         count = self._settings.sessions_max
         views = service.directory.table.recent(tenant, count + 1)
         usage = service.usage

@@ -29,6 +29,7 @@ from tests.support.launch_examples import RACK_FLAGS
 OPTIONAL = {
     "boto3",
     "botocore",
+    "joserfc",
     "matplotlib",
     "nixl",
     "nixl_cu12",
@@ -41,7 +42,6 @@ OPTIONAL = {
     "wordllama",
 }
 ONLY_WHERE_USED = {
-    "cluster/plan/plot.py",
     "replicas/forward/fused/kernels.py",
     "replicas/forward/paged_kernels.py",
     "replicas/kv/page_sums.py",

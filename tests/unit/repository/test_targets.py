@@ -15,6 +15,7 @@ TARGETS = (
     "test-dashboards",
     "test-kernels",
     "test-multinode",
+    "test-oidc",
     "test-other-cpu",
     "test-page",
     "test-pure",

@@ -1,0 +1,20 @@
+"""Who may call, where that changes while the service runs, and the record of who did what."""
+
+from samovar.router.identities.audit import AuditLog, AuditQueue, AuditTrail
+from samovar.router.identities.identities import FollowedKeys, Identities
+from samovar.router.identities.key_file import KeyFile, KeyRecord, KeysRefused
+from samovar.router.identities.tokens import IssuerKeys, TokenKeys, TokenVerifier
+
+__all__ = [
+    "AuditLog",
+    "AuditQueue",
+    "AuditTrail",
+    "FollowedKeys",
+    "Identities",
+    "IssuerKeys",
+    "KeyFile",
+    "KeyRecord",
+    "KeysRefused",
+    "TokenKeys",
+    "TokenVerifier",
+]

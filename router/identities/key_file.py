@@ -1,0 +1,208 @@
+"""API keys in a file, as digests: who has which, since when and until when.
+
+`samovar keys` and the administrator's routes write it, all ingresses follow it. The file is replaced as a
+whole under a lock beside it, so a reader needs no lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from samovar.configs.atomic_file import atomic_write, lock_beside
+from samovar.configs.json_text import parse_json
+from samovar.configs.settings import TenantName
+
+KEYS_MAX = 10_000
+FILE_BYTES_MAX = 8 << 20
+KEY_BEGIN = "smv-"
+KEY_BYTES = 32
+SHOWN_CHARS = 12
+"""Characters of a key that lists show: 48 of its 256 random bits."""
+LOCK_S = 5.0
+"""How long a change waits for another process's."""
+KEPT_S = 90 * 86400
+"""How long a key that is over stays in lists; then the next new one takes its line."""
+USED_STEP_S = 3600
+"""Steps in which the last use is kept: a write an hour and key, not one a request."""
+TOO_OPEN = stat.S_IWGRP | stat.S_IWOTH
+
+Seconds = Annotated[int, Field(ge=0, le=1 << 40)]
+
+
+class KeysRefused(Exception):
+    """The file must not be used, or a change is not possible; the message says why and what to do."""
+
+
+class KeyRecord(BaseModel):
+    """A key as the file has it; times are Unix seconds. `tenant`: None: the administrator's.
+
+    `sha256`: of the whole key. A plain digest is enough, where a password needs a slow and salted one: a key
+    is 256 random bits that we drew, so there is no list of likely ones to try, and each request can pay for
+    it. `shown`: the key's first characters.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    id: Annotated[str, StringConstraints(pattern=r"^key_[0-9a-f]{12}$")]
+    tenant: TenantName | None
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    shown: Annotated[str, StringConstraints(max_length=SHOWN_CHARS)]
+    created: Seconds
+    expires: Seconds | None = None
+    used: Seconds | None = None
+    revoked: Seconds | None = None
+
+    def state(self, now_s: float) -> Literal["valid", "expired", "revoked"]:
+        """Return whether the key is good at this time."""
+        if self.revoked is not None:
+            return "revoked"
+        return "expired" if self.expires is not None and now_s >= self.expires else "valid"
+
+    def told(self, now_s: float) -> dict[str, object]:
+        """Return what may be told of the key: all but its digest."""
+        return self.model_dump(exclude={"sha256"}) | {"state": self.state(now_s)}
+
+
+class _Content(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    version: Literal[1]
+    keys: Annotated[list[KeyRecord], Field(max_length=KEYS_MAX)]
+
+
+class KeyFile:
+    """The file at `path`. Thread-safe, and safe beside other processes. `clock`: Unix time."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = path.expanduser()
+        self._clock = clock
+
+    def mark(self) -> tuple[int, int, int]:
+        """Return what changes with each write: it costs no reading. Raises `OSError`."""
+        found = self.path.stat()
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def read(self) -> tuple[KeyRecord, ...]:
+        """Return all keys. Raises `OSError`, `KeysRefused`.
+
+        Root may own it, and others may read it, as where Kubernetes mounts a Secret; but nobody else may be
+        able to write keys into it.
+        """
+        # O_NONBLOCK: opening a pipe would block for ever.
+        file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(file, "rb") as opened:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise KeysRefused(f"{self.path} is not a file. Give another auth.keys_file")
+            if found.st_uid not in (0, os.geteuid()) or found.st_mode & TOO_OPEN:
+                mode = stat.S_IMODE(found.st_mode)
+                raise KeysRefused(
+                    f"others may write to {self.path} (owner {found.st_uid}, mode {mode:04o}), and so "
+                    "make keys. See that it has no foreign ones, chmod 600 it, and use it as its owner"
+                )
+            data = opened.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            raise KeysRefused(f"{self.path} is larger than {FILE_BYTES_MAX} bytes: it is no file of keys")
+        try:
+            return tuple(_Content.model_validate(parse_json(data)).keys)
+        except ValidationError as error:
+            at = ".".join(map(str, error.errors(include_url=False, include_input=False)[0]["loc"]))
+            raise KeysRefused(f"{self.path} is no file of `samovar keys`: see {at}") from None
+        except ValueError:
+            raise KeysRefused(f"{self.path} is no JSON. Restore it, or move it away") from None
+
+    def create(self, tenant: str | None, lasts_s: int | None = None) -> tuple[KeyRecord, str]:
+        """Make a key; return its record, and the key itself, which is nowhere else from then on.
+
+        `tenant`: None: the administrator. Raises `OSError`, `KeysRefused`.
+        """
+        with self._changing() as keys:
+            return self._added(keys, tenant, lasts_s)
+
+    def rotate(self, key_id: str, keep_s: int) -> tuple[KeyRecord, str]:
+        """Make another key for the same tenant that lasts as long; the old one ends `keep_s` from now.
+
+        Raises `OSError`, `KeysRefused`.
+        """
+        now_s = int(self._clock())
+        with self._changing() as keys:
+            place = _place(keys, key_id)
+            old = keys[place]
+            if old.state(now_s) != "valid":
+                raise KeysRefused(f"{key_id} is {old.state(now_s)}. Make a new key: samovar keys create")
+            lasts_s = None if old.expires is None else old.expires - old.created
+            ends = now_s + keep_s if old.expires is None else min(old.expires, now_s + keep_s)
+            keys[place] = old.model_copy(update={"expires": ends})
+            return self._added(keys, old.tenant, lasts_s)
+
+    def revoke(self, key_id: str) -> KeyRecord:
+        """End a key now; one that is revoked stays as it is. Raises `OSError`, `KeysRefused`."""
+        with self._changing() as keys:
+            place = _place(keys, key_id)
+            if keys[place].revoked is None:
+                keys[place] = keys[place].model_copy(update={"revoked": int(self._clock())})
+            return keys[place]
+
+    def note_used(self, used: Mapping[str, float]) -> None:
+        """Write down when keys were last used, by their ids. Raises `OSError`, `KeysRefused`."""
+        with self._changing() as keys:
+            for place, key in enumerate(keys):
+                last = int(used.get(key.id, 0)) // USED_STEP_S * USED_STEP_S
+                if last > (key.used or 0):
+                    keys[place] = key.model_copy(update={"used": last})
+
+    def _added(self, keys: list[KeyRecord], tenant: str | None, lasts_s: int | None) -> tuple[KeyRecord, str]:
+        now_s = int(self._clock())
+        keys[:] = [key for key in keys if now_s - _over(key, now_s) < KEPT_S]
+        if len(keys) >= KEYS_MAX:
+            raise KeysRefused(f"{self.path} has {KEYS_MAX} keys, and no more may be in a file")
+        key = KEY_BEGIN + secrets.token_urlsafe(KEY_BYTES)
+        record = KeyRecord(
+            id=f"key_{secrets.token_hex(6)}",
+            tenant=tenant,
+            sha256=hashlib.sha256(key.encode()).hexdigest(),
+            shown=key[:SHOWN_CHARS],
+            created=now_s,
+            expires=None if lasts_s is None else now_s + lasts_s,
+        )
+        keys.append(record)
+        return record, key
+
+    @contextmanager
+    def _changing(self) -> Iterator[list[KeyRecord]]:
+        """Give the keys, and write them back if they were changed, while no other process writes."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self.path.resolve()  # of a link what it leads to is replaced, not the link
+        with lock_beside(path, LOCK_S):
+            try:
+                before: Sequence[KeyRecord] = self.read()
+            except FileNotFoundError:
+                before = ()
+            keys = list(before)
+            yield keys
+            if keys != list(before):
+                content = _Content(version=1, keys=keys).model_dump()
+                atomic_write(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def _place(keys: Sequence[KeyRecord], key_id: str) -> int:
+    found = next((place for place, key in enumerate(keys) if key.id == key_id), None)
+    if found is None:
+        raise KeysRefused(f"there is no key {key_id[:40]!r}. `samovar keys list` has their ids")
+    return found
+
+
+def _over(key: KeyRecord, now_s: int) -> int:
+    """Return since when a key is over; now, if it is not."""
+    return min(now_s if key.revoked is None else key.revoked, now_s if key.expires is None else key.expires)
