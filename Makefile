@@ -202,7 +202,7 @@ CHART_SCHEMAS := $(addprefix @kubernetes-models/,keda@2.0.0 gateway-api@2.0.0 pr
 test-chart: $(STAMP) build/chart/.installed ## the Helm chart by the real helm, every preset, against the schemas of its readers (needs PyPI and npm; a minute)
 	SAMOVAR_INFRA=1 PYTHONPATH=$(CURDIR)/build/chart/python $(PY) -m pytest tests/infra/test_chart.py tests/unit/cluster/manifests/test_chart.py $(ARGS)
 
-chart-example: $(STAMP) build/chart/.installed ## write the rendered example of docs/kubernetes.md anew
+chart-example: $(STAMP) build/chart/.installed ## render the example of docs/kubernetes.md again
 	$(PY) -m tests.support.charts
 
 build/chart/.installed: | $(STAMP)

@@ -1,6 +1,6 @@
 """The Helm chart, a RayService to render it with for each preset, and the example of docs/kubernetes.md.
 
-`python -m tests.support.charts` writes that example anew, by the helm of `make test-chart`.
+`python -m tests.support.charts` renders that example again, by the helm of `make test-chart`.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def as_the_chart_has_it(tree: Object, values: Object) -> Object:
 
 
 def test_the_example_in_the_docs_is_what_the_generator_says_now() -> None:
-    """`make build/chart/.installed && python -m tests.support.charts` writes it anew."""
+    """`make build/chart/.installed && python -m tests.support.charts` renders it again."""
     (tree,) = objects(ray_service("aws"))
     found = the("RayService", objects(RENDERED.read_text()))
     assert found == as_the_chart_has_it(tree, yaml.safe_load(VALUES.read_text()))
