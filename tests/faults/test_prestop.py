@@ -39,7 +39,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Node,
         yield cluster, nodes[0], nodes[1]
 
 
-def test_a_pod_waits_for_its_replica_and_its_blocks(world: Any) -> None:
+def test_f27_a_pod_waits_for_its_replica_and_its_blocks(world: Any) -> None:
     _, head, worker = world
     assert still_here("ab" * 28) == "", "a node that nobody lives on"
     wanted = worker.store(1)
