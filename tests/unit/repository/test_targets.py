@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[3]
 TARGETS = (
     "test",
     "test-bench",
+    "test-chart",
     "test-dashboards",
     "test-kernels",
     "test-multinode",

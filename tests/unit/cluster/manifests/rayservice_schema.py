@@ -49,6 +49,13 @@ CONTAINER_SECURITY = one(
     capabilities=one(drop=many(TEXT), add=many(TEXT)),
     readOnlyRootFilesystem=TRUTH,
 )
+PROBE = one(
+    "httpGet",
+    httpGet=one("port", path=TEXT, port={"anyOf": [PORT, PORT_NAME]}),
+    periodSeconds=WHOLE,
+    timeoutSeconds=WHOLE,
+    failureThreshold=WHOLE,
+)
 CONTAINER = one(
     "name",
     "image",
@@ -59,6 +66,9 @@ CONTAINER = one(
     ports=many(one("containerPort", name=PORT_NAME, containerPort=PORT, protocol=TEXT)),
     env=many(one("name", name=TEXT, value=TEXT)),
     resources=RESOURCES,
+    livenessProbe=PROBE,
+    readinessProbe=PROBE,
+    lifecycle=one(preStop=one(exec=one("command", command=many(TEXT, 1)))),
     securityContext=CONTAINER_SECURITY,
     volumeMounts=many(one("name", "mountPath", name=LABEL, mountPath=TEXT, readOnly=TRUTH, subPath=TEXT)),
 )
@@ -88,50 +98,58 @@ POD = one(
         ),
     ),
 )
-CLUSTER = one(
-    "headGroupSpec",
-    rayVersion=TEXT,
-    authOptions=one(mode={"enum": ["disabled", "token"]}, secretName=TEXT),
-    enableInTreeAutoscaling=TRUTH,
-    autoscalerOptions=one(
-        version={"enum": ["v1", "v2"]},
-        idleTimeoutSeconds=WHOLE,
-        upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
-        resources=RESOURCES,
-        securityContext=CONTAINER_SECURITY,
-    ),
-    gcsFaultToleranceOptions=one(redisAddress=TEXT, externalStorageNamespace=TEXT),
-    headGroupSpec=one("rayStartParams", "template", rayStartParams=TEXTS, template=POD),
-    workerGroupSpecs=many(
-        one(
-            "groupName",
-            "minReplicas",
-            "maxReplicas",
-            "rayStartParams",
-            "template",
-            groupName=TEXT,
-            replicas=WHOLE,
-            minReplicas=WHOLE,
-            maxReplicas=WHOLE,
+
+
+def ray_service_with(pod: Schema) -> Schema:
+    """The schema of a RayService whose pods have this one; its Service has that of Kubernetes."""
+    cluster = one(
+        "headGroupSpec",
+        rayVersion=TEXT,
+        authOptions=one(mode={"enum": ["disabled", "token"]}, secretName=TEXT),
+        enableInTreeAutoscaling=TRUTH,
+        autoscalerOptions=one(
+            version={"enum": ["v1", "v2"]},
             idleTimeoutSeconds=WHOLE,
-            rayStartParams=TEXTS,
-            template=POD,
-        )
-    ),
-)
-RAY_SERVICE = one(
-    "apiVersion",
-    "kind",
-    "metadata",
-    "spec",
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayService"},
-    metadata=one("name", name=LABEL, labels=TEXTS, annotations=TEXTS),
-    spec=one(
-        serveConfigV2=TEXT,
-        upgradeStrategy=one(type={"enum": ["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]}),
-        rayClusterConfig=CLUSTER,
-        excludeHeadPodFromServeSvc=TRUTH,
-        rayClusterDeletionDelaySeconds=WHOLE,
-    ),
-)
+            upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
+            resources=RESOURCES,
+            securityContext=CONTAINER_SECURITY,
+        ),
+        gcsFaultToleranceOptions=one(redisAddress=TEXT, externalStorageNamespace=TEXT),
+        headGroupSpec=one("rayStartParams", "template", rayStartParams=TEXTS, template=pod),
+        workerGroupSpecs=many(
+            one(
+                "groupName",
+                "minReplicas",
+                "maxReplicas",
+                "rayStartParams",
+                "template",
+                groupName=TEXT,
+                replicas=WHOLE,
+                minReplicas=WHOLE,
+                maxReplicas=WHOLE,
+                idleTimeoutSeconds=WHOLE,
+                rayStartParams=TEXTS,
+                template=pod,
+            )
+        ),
+    )
+    return one(
+        "apiVersion",
+        "kind",
+        "metadata",
+        "spec",
+        apiVersion={"const": "ray.io/v1"},
+        kind={"const": "RayService"},
+        metadata=one("name", name=LABEL, namespace=LABEL, labels=TEXTS, annotations=TEXTS),
+        spec=one(
+            serveConfigV2=TEXT,
+            serveService={"type": "object"},
+            upgradeStrategy=one(type={"enum": ["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]}),
+            rayClusterConfig=cluster,
+            excludeHeadPodFromServeSvc=TRUTH,
+            rayClusterDeletionDelaySeconds=WHOLE,
+        ),
+    )
+
+
+RAY_SERVICE = ray_service_with(POD)
