@@ -17,7 +17,7 @@ SAFE_URL = re.compile(r"https://.+|http://(127(\.\d{1,3}){3}|localhost|\[::1\])(
 
 
 def is_safe_url(url: str) -> bool:
-    """Return whether nobody on the way can change what is fetched: https, or this machine's loopback."""
+    """Return whether what is fetched cannot be changed on its way: https, or this machine's loopback."""
     return SAFE_URL.fullmatch(url) is not None
 
 
@@ -362,8 +362,9 @@ class OidcSettings(Section):
         "its keys are found by its discovery document; empty = no tokens; needs "
         '`pip install "samovar[oidc]"`',
     )
-    audience: str | None = Field(
-        None, min_length=1, max_length=512, description="whom tokens must be for (aud): this service"
+    # Never empty: a token for another service of the same issuer must not be good here.
+    audience: str = Field(
+        "samovar", min_length=1, max_length=512, description="whom tokens must be for (aud): this service"
     )
     tenant_claim: str = Field(
         "tenant", min_length=1, max_length=256, description="claim whose text is the caller's tenant"
@@ -381,11 +382,6 @@ class OidcSettings(Section):
             raise ValueError(
                 f"auth.oidc.issuer={self.issuer} is neither https nor on this machine's loopback: who is on "
                 "the way could give it other keys. Give its https address"
-            )
-        if (self.issuer is None) != (self.audience is None):
-            raise ValueError(
-                "auth.oidc.issuer and auth.oidc.audience go together: a token for another service of the "
-                "same issuer must not be good here. Set both, or neither"
             )
         return self
 

@@ -59,7 +59,7 @@ class Owners(Protocol):
     """Those who may call beside the owners of keys in the settings."""
 
     def owner(self, secret: bytes) -> Caller | None:
-        """Return whose key that is; None: nobody's.
+        """Return whose key that is; None: it is no caller's.
 
         Raises `AuthenticationFailed` that says why it is not good, `Unavailable` if that cannot be known now.
         """
@@ -108,7 +108,7 @@ class Authenticator:
 
     Without tenant keys every caller is the tenant `local`, and also the administrator unless an admin key
     is set. `has_page`: whether there is the live page, whose files need no key. `others`: who else may call;
-    None: nobody.
+    None: no others.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ import secrets
 import stat
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,6 +200,16 @@ def read_range(
 
 class TierBusy(TierError):
     """Another process has locked the medium; it may end."""
+
+
+def unlink_all(calls: Syscalls, paths: Sequence[str], *, is_durable: bool) -> None:
+    """Delete files, some of which may be gone. `is_durable`: also after a power cut. Raises `OSError`."""
+    for path in paths:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            calls.unlink(path)
+    for leaf in sorted({os.path.dirname(path) for path in paths}) if is_durable else ():
+        with suppress(FileNotFoundError):
+            sync_dir(calls, leaf)
 
 
 def take_lock(path: str) -> int:

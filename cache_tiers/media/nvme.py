@@ -123,6 +123,10 @@ class NvmeLedger:
         self.litter[path] = nbytes
         self.held += nbytes
 
+    def bad_below(self, folder: str) -> list[str]:
+        """Return the bad records and the litter in a folder, which ends with a slash."""
+        return [path for path in (*self.bad, *self.litter) if path.startswith(folder)]
+
     def forget_path(self, path: str) -> int:
         """Stop counting a bad record or litter that is gone; return the bytes it took."""
         nbytes = self.bad.pop(path, 0) + self.litter.pop(path, 0)
@@ -301,16 +305,10 @@ class NvmeTier(Tier):
 
     def purge_quarantine(self, tenant: bytes) -> int:
         """Delete a tenant's bad records, which hold its blocks too; return how many. Raises `TierError`."""
-        start = os.path.join(self._root, tenant.hex(), "")
         with self._state:
-            paths = [path for path in (*self.ledger.bad, *self.ledger.litter) if path.startswith(start)]
+            paths = self.ledger.bad_below(os.path.join(self._root, tenant.hex(), ""))
         with tier_errors("purging"):
-            for path in paths:
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    self._calls.unlink(path)
-            for leaf in sorted({os.path.dirname(path) for path in paths}) if self._sync else ():
-                with suppress(FileNotFoundError):
-                    files.sync_dir(self._calls, leaf)
+            files.unlink_all(self._calls, paths, is_durable=self._sync)
         with self._state:  # known until it is gone for good: a try that failed before is repeated
             for path in paths:
                 self.ledger.forget_path(path)

@@ -130,7 +130,7 @@ def with_server_secret(settings: Settings) -> Settings:
 
 
 def check_keys_file(settings: Settings) -> None:
-    """Raise `StartFailed` if there is to be a file of API keys and none can be read: nobody could call."""
+    """Raise `StartFailed` if there is to be a file of API keys and none can be read: no client could call."""
     if settings.auth.keys_file is None:
         return
     from samovar.router.identities import KeyFile, KeysRefused  # who has no such file needs none of it

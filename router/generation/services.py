@@ -46,7 +46,7 @@ class IngressServices:
     `shares`, `known`, `responses`: what is shared with the other `ingresses`; None: there is no other.
     `is_further`: the model is not the first of several, so that sessions are kept apart from the first's.
     `models`: of the front before several models, what each is served by, the first one's first.
-    `identities`: who may call beside the owners of keys in the settings; None: nobody.
+    `identities`: who may call beside the owners of keys in the settings; None: no others.
     """
 
     settings: Settings

@@ -197,7 +197,7 @@ class AuditTrail:
         }
         headers = Headers(scope=scope)
         if forwarded := headers.get("x-forwarded-for"):
-            line["says_it_is_for"] = forwarded[:FORWARDED_CHARS]  # a proxy's word, or anybody's
+            line["says_it_is_for"] = forwarded[:FORWARDED_CHARS]  # a proxy's word, or any client's
         if "of_tenant" in state:
             line["of_tenant"] = state["of_tenant"]
         if event == "erased" and scope.get("path_params"):
@@ -223,7 +223,7 @@ def event_of(caller: Caller | None, method: str, route: str, status: int) -> str
 
 
 def told_of(caller: Caller | None) -> dict[str, Any]:
-    """Return what a line says of a caller; empty: nobody that is known."""
+    """Return what a line says of a caller; empty: the caller is not known."""
     if caller is None:
         return {}
     who: dict[str, Any] = {"tenant": caller.tenant, "is_admin": caller.is_admin}

@@ -58,7 +58,7 @@ class FollowedKeys:
         if keys is None:
             raise Unavailable("The file of API keys (auth.keys_file) cannot be read.", self._retry_after_s)
         digest = hashlib.sha256(secret).digest()
-        # A table finds it: how long that takes tells of the digest, of which nobody can make a wanted one.
+        # A table finds it: how long that takes depends on the digest, and a wanted digest cannot be made.
         key = keys.get(digest)
         if key is None or not hmac.compare_digest(bytes.fromhex(key.sha256), digest):
             return None

@@ -70,7 +70,7 @@ class KeyRecord(BaseModel):
         return "expired" if self.expires is not None and now_s >= self.expires else "valid"
 
     def told(self, now_s: float) -> dict[str, object]:
-        """Return what may be told of the key: all but its digest."""
+        """Return what a list shows of the key: all but its digest."""
         return self.model_dump(exclude={"sha256"}) | {"state": self.state(now_s)}
 
 
@@ -96,8 +96,8 @@ class KeyFile:
     def read(self) -> tuple[KeyRecord, ...]:
         """Return all keys. Raises `OSError`, `KeysRefused`.
 
-        Root may own it, and others may read it, as where Kubernetes mounts a Secret; but nobody else may be
-        able to write keys into it.
+        Root may own it, and others may read it, as where Kubernetes mounts a Secret; but no other user may
+        be able to write keys into it.
         """
         # O_NONBLOCK: opening a pipe would block for ever.
         file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -56,7 +56,7 @@ LEEWAY_S = 10.0
 REFRESH_S = 300.0
 """How often the keys are fetched: so long a token is good whose key the issuer has taken back."""
 UNKNOWN_S = 10.0
-"""Least time between two fetches for tokens whose keys are not known: anybody can send such tokens."""
+"""Least time between two fetches for tokens whose keys are not known: every client can send such tokens."""
 STALE_S = 3600.0
 """How long keys are good while the issuer does not answer."""
 FETCH_S = 10.0
@@ -325,7 +325,7 @@ def _has(claim: Any, value: str) -> bool:
 
 
 class TokenKeys:
-    """ASGI middleware, outside of what asks for keys: fetches the key that a token names and nobody knows."""
+    """ASGI middleware, outside of what asks for keys: fetches the key of a token that is not known yet."""
 
     def __init__(self, app: ASGIApp, *, keys: IssuerKeys) -> None:
         self._app = app
@@ -337,7 +337,7 @@ class TokenKeys:
         if kid is not None and self._keys.is_asked_for(kid):
             if self._fetch is None or self._fetch.done():
                 self._fetch = asyncio.ensure_future(asyncio.to_thread(self._keys.ask_for, kid))
-            await asyncio.shield(self._fetch)  # one thread for all who wait, whoever leaves
+            await asyncio.shield(self._fetch)  # one thread for all who wait, also when some leave
         await self._app(scope, receive, send)
 
     def _named(self, scope: Scope) -> str | None:

@@ -187,7 +187,8 @@ def test_g12_what_a_failed_write_may_have_left_is_pending_after_a_clear(tmp_path
     assert wanted.header.extent_id.hex() in pending.read_text(), "a restart could find it again"
     files.update(FaultSettings())
     node.clock.now_s += 3600
-    node.node.tick()
+    for _ in range(2):  # a trial finds the tier well; what its quarantine may hold goes on with the next
+        node.node.tick()
     node.node.check_integrity()
     assert pending.read_text() == ""
     assert state_of(node.node).catalog.usage("nvme").bytes_accounted == 0

@@ -108,6 +108,8 @@ SPECIAL: dict[str, object] = {
     "engine.vllm.options": {"quantization": "fp8"},
     "engine.vllm.adapters": {"tuned": Path("/x")},
     "models": {"small": {"model": {"path": "/x"}}},
+    "auth.oidc.issuer": "https://login.example",
+    "auth.oidc.admin_if": {"groups": "samovar-admins"},
 }
 
 
