@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TypeVar
 
@@ -144,13 +144,10 @@ class S3Ledger:
         """Replace the accounts by the listing, except for what changed since it began."""
         changed = self._changed or set()
         self._changed = None
-        known = {address: size for address, size in self._sizes.items() if address in changed}
-        self._sizes = {address: size for address, size in listed.items() if address not in changed} | known
+        self._sizes = _newer(self._sizes, listed, changed)
         self._sizes_bytes = sum(self._sizes.values())
         self._unindexed_bytes = unindexed_bytes
-        bad_known = {address: size for address, size in self._bad.items() if address in self._bad_changed}
-        self._bad = {address: size for address, size in bad.items() if address not in self._bad_changed}
-        self._bad |= bad_known
+        self._bad = _newer(self._bad, bad, self._bad_changed)
         self._is_listed = True
 
     def check_integrity(self) -> None:
@@ -162,6 +159,14 @@ class S3Ledger:
     @property
     def _bytes(self) -> int:
         return self._sizes_bytes + self._unindexed_bytes + sum(self._bad.values())
+
+
+def _newer(
+    known: Mapping[Address, int], listed: Mapping[Address, int], changed: Set[Address]
+) -> dict[Address, int]:
+    """Return the listed sizes, but what is known of those that changed since the listing began."""
+    kept = {address: size for address, size in known.items() if address in changed}
+    return {address: size for address, size in listed.items() if address not in changed} | kept
 
 
 QUARANTINE_MAX = 64

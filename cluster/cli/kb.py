@@ -58,20 +58,10 @@ class _Server:
     """The server that a command asks. Its answers are JSON; refusals end the command."""
 
     def __init__(self, url: str | None, api_key: str | None) -> None:
-        import httpx
-
-        from samovar.cluster.cli.running import server_url, trust_of
+        from samovar.cluster.cli.running import client_of, server_url
 
         self._base = server_url(url).rstrip("/").removesuffix("/v1")
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # trust_env: a proxy for external addresses cannot reach this machine.
-        self._client = httpx.Client(
-            base_url=self._base,
-            headers=headers,
-            timeout=TIMEOUT_S,
-            trust_env=False,
-            verify=trust_of(self._base),
-        )
+        self._client = client_of(self._base, api_key, TIMEOUT_S)
 
     def ask(self, method: str, path: str, body: Any = None, **params: Any) -> dict[str, Any]:
         """Return the answer of a route."""

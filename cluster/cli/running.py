@@ -15,11 +15,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samovar.configs.atomic_file import atomic_write
 from samovar.configs.json_text import parse_json
 from samovar.configs.tls import CertificateRefused, TlsFiles
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger(__name__)
 
@@ -158,3 +161,20 @@ def trust_of(url: str, env: Mapping[str, str] = os.environ) -> ssl.SSLContext | 
             with suppress(CertificateRefused):  # files of before, or that this process may not read
                 return server.tls.pin()
     return ssl.create_default_context()
+
+
+def client_of(
+    base: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None = None
+) -> httpx.Client:
+    """Return an HTTP client of the server at `base`, with the key if there is one."""
+    import httpx  # `samovar serve` needs none
+
+    # trust_env: a proxy for external addresses cannot reach this machine.
+    return httpx.Client(
+        base_url=base,
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        timeout=timeout_s,
+        trust_env=False,
+        transport=transport,
+        verify=trust_of(base),
+    )

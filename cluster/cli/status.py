@@ -24,7 +24,7 @@ from rich.text import Text
 
 from samovar.cache_tiers.blocks import TIERS
 from samovar.cluster.cli.options import print_table
-from samovar.cluster.cli.running import trust_of
+from samovar.cluster.cli.running import client_of
 from samovar.cluster.serve.startup_table import TIER_WORDS, WELL, state_in_words
 
 TIMEOUT_S = 10.0
@@ -88,16 +88,7 @@ def open_client(url: str, api_key: str | None, transport: httpx.BaseTransport | 
     parts = urlsplit(base)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise StatusFailed(f"--url {url} is not a URL. Write it like http://127.0.0.1:8000")
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    # trust_env: a proxy for external addresses cannot reach this machine.
-    return httpx.Client(
-        base_url=base,
-        headers=headers,
-        timeout=TIMEOUT_S,
-        trust_env=False,
-        transport=transport,
-        verify=trust_of(base),
-    )
+    return client_of(base, api_key, TIMEOUT_S, transport)
 
 
 def get_json(client: httpx.Client, path: str) -> dict[str, Any]:
