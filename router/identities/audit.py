@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ class AuditQueue:
     def stop(self) -> None:
         """Write what waits, for a few seconds at most, and end."""
         if self._thread.ident is not None:
-            self._lines.put(None)
+            with suppress(queue.Full):  # a disk that takes nothing must not hold up the stop
+                self._lines.put(None, timeout=STOP_S)
             self._thread.join(STOP_S)
 
     def put(self, line: Line) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from samovar.cluster.cli.main import app
 from samovar.configs.settings import Settings
 from samovar.router.auth import Caller
-from samovar.router.identities import AuditLog, AuditQueue, KeyFile
+from samovar.router.identities import AuditLog, AuditQueue, KeyFile, audit
 from samovar.router.identities.audit import REFUSALS_AT_ONCE, RefusalPace, event_of
 from tests.support.router.router_harness import ADMIN_KEY, KEY, House, bearer, chat, until
 
@@ -176,6 +176,25 @@ def test_a_disk_that_is_full_is_said_once_and_holds_nobody_up(
     assert [one["first"] for one in lines(path)] == [1], "no half a line is left"
     assert len(caplog.messages) == 1
     assert "auth.audit_file" in caplog.messages[0]
+
+
+def test_a_disk_that_takes_nothing_does_not_hold_up_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    class Stuck(AuditLog):
+        def write(self, line: Any) -> None:
+            assert released.wait(60)
+
+    monkeypatch.setattr(audit, "STOP_S", 0.01)
+    waiting = AuditQueue(Stuck(tmp_path / "audit"))
+    waiting.start()
+    for number in range(2 * audit.QUEUE_MAX):  # more than may wait
+        waiting.put({"number": number})
+    waiting.stop()
+    assert not released.is_set(), "it ended before the disk did"
+    released.set()
 
 
 def test_commands_that_change_keys_are_in_it(tmp_path: Path) -> None:
