@@ -37,7 +37,7 @@ LARGE = {
 }
 """Classes that are larger still: lines, public methods. This list only shrinks."""
 FOLDER_FILES_MAX = 12
-ONE_IMPORTER_MAX = 72
+ONE_IMPORTER_MAX = 71
 """Files that one other imports. This only falls: a small one about its importer's noun goes into it."""
 PARAMETERS_MAX = 8
 WIDE = {"SimTier": 9}
