@@ -42,6 +42,7 @@ OPTIONAL = {
     "wordllama",
 }
 ONLY_WHERE_USED = {
+    "cluster/plan/plot.py",
     "replicas/forward/fused/kernels.py",
     "replicas/forward/paged_kernels.py",
     "replicas/kv/page_sums.py",
