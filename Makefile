@@ -51,7 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: wheel-vllm vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-oidc test-dashboards test-chart chart-example test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm release vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-oidc test-dashboards test-chart chart-example test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -174,6 +174,11 @@ test-vllm-gpu: $(STAMP) ## on a machine with a GPU: copies between pages and rec
 
 test-wheel: $(STAMP) ## the wheel in a bare environment, outside of the checkout: serve, second turn cached (a minute)
 	TESTS_SLOW=1 $(PY) -m pytest tests/unit/repository/test_wheel.py tests/e2e/test_wheel.py $(ARGS)
+
+# The program that lists parts and licences has an environment of its own: nothing of Samovar imports it.
+release: $(STAMP) ## the checklist of a release: wheels built twice, parts, licences, sums, into dist/ (needs PyPI; a minute; ARGS=--draft: before it)
+	@test -x build/release/bin/cyclonedx-py || { $(PYTHON) -m venv build/release && build/release/bin/python -m pip install --quiet "cyclonedx-bom==7.5.0"; }
+	$(PY) -m tests.release --cyclonedx build/release/bin/cyclonedx-py $(ARGS)
 
 test-clients: $(STAMP) ## openai, litellm, langchain and eight more, unmodified, against the service (needs PyPI and npm; minutes)
 	$(PY) -m tests.clients $(ARGS)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -33,7 +30,7 @@ from samovar.replicas.kv import KvGeometry, KvPool, PageIo
 from samovar.replicas.model import ModelSpec
 from samovar.replicas.ranks.accord import Accord, SharedCapture
 from samovar.replicas.ranks.channel import RankLost
-from samovar.replicas.ranks.meeting import Listener
+from samovar.replicas.ranks.meeting import Listener, MeetingFolder
 from samovar.replicas.ranks.orders import Order, words_of
 from samovar.replicas.ranks.page_io import SharedPageIo
 from samovar.replicas.ranks.peers import Peers
@@ -71,7 +68,8 @@ class RankGroup:
         self._failed: str | None = None
         self._is_on_trial = False
         self._processes: list[RankProcess] = []
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="samovar-ranks-"))
+        self._folder = MeetingFolder()
+        folder = self._folder.path
         try:
             listener = Listener(folder / SOCKET)
             for rank in range(1, start.ranks):
@@ -194,7 +192,7 @@ class RankGroup:
     def _stop_processes(self) -> None:
         for process in self._processes:
             process.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _failure(self) -> str | None:
         return next((why for process in self._processes if (why := process.failure()) is not None), None)

@@ -1,14 +1,18 @@
 """How the ranks of a replica meet: a socket in a private folder, through which rank 0 passes shared memory.
 
-The memory has no name: nothing is left of a replica that was killed.
+The memory has no name: of a replica that was killed only the folder may be left, which the next replica of
+this machine removes: Ray kills the ranks of a killed replica, often before they have done so.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import shutil
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,6 +86,44 @@ class RankChannels:
         """Wake both threads, which then end."""
         self.steps.close()
         self.moves.close()
+
+
+FOLDERS = "samovar-ranks-"
+
+
+class MeetingFolder:
+    """A private folder that its process holds by a lock as long as it lives. Removes those of the dead."""
+
+    def __init__(self) -> None:
+        _sweep()
+        made = tempfile.mkdtemp(prefix="samovar-making-")
+        self._held = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+        # It gets the name by which it is swept once it is held.
+        self.path = Path(made).rename(made.replace("samovar-making-", FOLDERS))
+
+    def remove(self) -> None:
+        """Remove it with all that is in it. May be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+
+
+def _sweep() -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
+        try:
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # its replica lives
+            continue
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(held)
 
 
 class Listener:

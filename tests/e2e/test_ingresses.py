@@ -38,7 +38,7 @@ FLAGS = (
     *("--engine.threads", "1"),
     *("--limits.concurrent-per-key", str(LIMIT)),
     *("--limits.retry-after-s", "0"),
-    *("--ingress.wait-s", "10"),  # by default a late answer of the directory costs a hit: so does a loaded machine
+    *("--ingress.wait-s", "10"),  # by default an answer that a loaded machine makes late costs a hit
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -25,11 +26,16 @@ def copy_of_checkout(target: Path) -> Path:
     return target
 
 
-def build_wheel(checkout: Path, target: Path) -> Path:
-    """The wheel of a checkout, as `pip wheel --no-deps .` makes it."""
+def build_wheel(checkout: Path, target: Path, unix_s: int = 1_700_000_000) -> Path:
+    """The wheel of a checkout, as `pip wheel --no-deps .` makes it. `unix_s`: the time of all files in it."""
     target.mkdir(exist_ok=True)
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(target)], cwd=checkout, capture_output=True, text=True, check=False
+        [sys.executable, "-c", BUILD, str(target)],
+        cwd=checkout,
+        env={**os.environ, "SOURCE_DATE_EPOCH": str(unix_s)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return target / done.stdout.splitlines()[-1]
