@@ -107,7 +107,7 @@ def conversation(service: TwoNodes, session: str) -> tuple[list[dict[str, str]],
         listed = service.http.get(f"/v1/sessions/{session}").json()
         return bool(listed["bytes"] and listed["bytes"]["cpu"])
 
-    until("the turn is stored", stored)
+    until("the turn is stored", stored, 120)
     return messages, home
 
 
