@@ -94,9 +94,11 @@ class ClusterWatch:
             logger.warning("this node will be removed: saving its blocks for at most %.1f s", deadline_s)
             self._node.drain_over()  # if it was leaving anyway
             self._node.drain(deadline_s, takers(self._node_id, alive.keys(), draining))
-        elif was_draining and not self._notice.is_draining:
+        elif self._notice.is_draining:
+            self._node.drain(0.0, ())  # what replicas have stored since
+        elif was_draining:
             self._node.drain_over()
-        elif not self._notice.is_draining and self._leave.is_due(time.monotonic()):
+        elif self._leave.is_due(time.monotonic()):
             self._look_around(alive, draining)
 
     def _look_around(self, alive: Mapping[str, Mapping[str, Any]], draining: Mapping[str, int]) -> None:

@@ -43,28 +43,33 @@ class NodeDrain:
     def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
         """Save what is held only here, for at most `deadline_s` seconds; return extents by outcome.
 
-        Blocks. What is stored meanwhile is saved as well. A call during a drain does nothing.
+        Blocks. What is stored meanwhile is saved as well. A call after that, while the node is still draining,
+        saves what came since, until the first call's deadline: replicas answer, and store, up to their end.
+        One beside another does nothing.
         """
         with self._lock:
-            if self.is_draining:
-                return dict(self.counts)
-            self.is_draining = True
-            ends_s = self._state.clock() + deadline_s
-            run = _Run(self._state, self._stores, self._calls, self._node_id, peers, ends_s)
-            self._run = run
-        done: set[Address] = set()
-        while todo := [address for address in self._hottest() if address not in done]:
-            done.update(todo)
-            run.todo.extend(todo)
-            run.carry_out(min(self._threads, len(todo)))
-            if run.is_over:
-                break
-        with self._lock:
-            self.counts.update(run.counts)
-            self.counts["left"] += len(run.todo)
-            counts = dict(self.counts)
-        logger.info("drained: %s", counts)
-        return counts
+            if not self.is_draining or self._run is None:
+                self.is_draining = True
+                ends_s = self._state.clock() + deadline_s
+                self._run = _Run(self._state, self._stores, self._calls, self._node_id, peers, ends_s)
+            run = self._run
+        if run.is_over or not run.turn.acquire(blocking=False):
+            return dict(self.counts)
+        try:
+            while todo := [address for address in self._hottest() if address not in run.begun]:
+                run.begun.update(todo)
+                run.todo.extend(todo)
+                run.carry_out(min(self._threads, len(todo)))
+                if run.is_over:
+                    break
+            with self._lock:
+                counts = run.taken_counts()
+                self.counts.update(counts)
+        finally:
+            run.turn.release()
+        if any(counts.values()):
+            logger.info("drained: %s", dict(self.counts))
+        return dict(self.counts)
 
     def over(self) -> None:
         """End a drain in progress because the node stays; it may be drained again."""
@@ -81,7 +86,7 @@ class NodeDrain:
 
 
 class _Run:
-    """One drain. `todo`: extents not begun yet."""
+    """One drain. `todo`: extents not begun yet; `begun`: all that it has seen. `turn`: who carries it out."""
 
     def __init__(
         self,
@@ -102,13 +107,23 @@ class _Run:
         self._turn = itertools.count()
         self._peer_of: dict[bytes, str] = {}  # session -> peer that takes its blocks
         self.stopped = threading.Event()
+        self.turn = threading.Lock()
         self.todo: deque[Address] = deque()
-        self.counts: Counter[str] = Counter()
+        self.begun: set[Address] = set()
+        self._counts: Counter[str] = Counter()
 
     @property
     def is_over(self) -> bool:
         """Return whether the time is up or the drain was cancelled."""
         return self.stopped.is_set() or self._state.clock() >= self._ends_s
+
+    def taken_counts(self) -> Counter[str]:
+        """Return extents by outcome since the last call, with those that are left."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+            counts["left"] += len(self.todo)
+            self.todo.clear()
+        return counts
 
     def carry_out(self, threads: int) -> None:
         """Work until `todo` is empty or the time is up; a hanging thread is left behind."""
@@ -129,7 +144,7 @@ class _Run:
                 address = self.todo.popleft()
             outcome = self._save(address)
             with self._lock:
-                self.counts[outcome] += 1
+                self._counts[outcome] += 1
 
     def _save(self, address: Address) -> str:
         state = self._state

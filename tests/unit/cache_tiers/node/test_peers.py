@@ -460,6 +460,22 @@ def test_a_drained_node_gives_its_blocks_to_the_others() -> None:
         one.node.check_integrity()
 
 
+def test_f27_what_is_stored_after_a_drain_follows_until_its_deadline() -> None:
+    """A replica hands over the end of a turn when the rest of the node is saved already."""
+    world, a, b = two()
+    early, late, too_late = (sample(number, session=bytes([number]) * 16) for number in range(3))
+    a.store(early)
+    assert a.node.drain(20.0, ("b",)) == {"peer": 1, "left": 0}
+    a.store(late)
+    assert not b.holds(late)
+    assert a.node.drain(0.0, ()) == {"peer": 2, "left": 0}
+    assert b.holds(late)
+    a.clock.now_s += 21.0
+    a.store(too_late)
+    assert a.node.drain(0.0, ()) == {"peer": 2, "left": 0}
+    assert not b.holds(too_late)
+
+
 def test_a_drain_goes_to_s3_where_there_is_one_and_the_placement_allows() -> None:
     world = World()
     bucket = MemoryTier("s3", 4 * MIB)
