@@ -43,9 +43,9 @@ class NodeDrain:
     def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
         """Save what is held only here, for at most `deadline_s` seconds; return extents by outcome.
 
-        Blocks. What is stored meanwhile is saved as well. A call after that, while the node is still draining,
-        saves what came since, until the first call's deadline: replicas answer, and store, up to their end.
-        One beside another does nothing.
+        Blocks. What is stored meanwhile is saved as well. A call after that, while the node drains, saves
+        what came since, until the first call's deadline: replicas answer, and store, up to their end. One
+        beside another does nothing.
         """
         with self._lock:
             if not self.is_draining or self._run is None:

@@ -462,7 +462,7 @@ def test_a_drained_node_gives_its_blocks_to_the_others() -> None:
 
 def test_f27_what_is_stored_after_a_drain_follows_until_its_deadline() -> None:
     """A replica hands over the end of a turn when the rest of the node is saved already."""
-    world, a, b = two()
+    _, a, b = two()
     early, late, too_late = (sample(number, session=bytes([number]) * 16) for number in range(3))
     a.store(early)
     assert a.node.drain(20.0, ("b",)) == {"peer": 1, "left": 0}
