@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import lru_cache
+from math import log1p
 from typing import Final, get_args
 
 import numpy as np
@@ -48,9 +50,7 @@ ALONE: Final[LineageNumbers] = (0.0, 0.0, 0.0, 0.0)
 TOKENS_MAX: Final = 10**8
 SECONDS_MAX: Final = 10.0**7
 _RANGES: Final = np.array([-1.5, -0.6, 0.0, 0.6, 1.5], dtype=np.float32)
-_SLOPES: Final = np.tile(1.0 / np.diff(_RANGES), NUMBERS).astype(np.float32)
-_STARTS: Final = np.tile(-_RANGES[:-1] / np.diff(_RANGES), NUMBERS).astype(np.float32)
-RANGED: Final = len(_SLOPES)
+RANGED: Final = NUMBERS * (len(_RANGES) - 1)
 """For each number, how far it is through each range: so that the network need not be linear in it (piecewise
 linear encoding: Gorishniy et al., 2022)."""
 INPUTS: Final = FEATURES + RANGED
@@ -62,9 +62,18 @@ _COLUMNS: Final = np.concatenate(
         np.arange(_AT_LINEAGE, FEATURES),
     )
 )
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 CLIP: Final = np.float32(4.0)
 """A standardised feature is never further from 0, so that a session's input cannot upset the model."""
+# Of each input: what it is multiplied with and begins at, once standardised, and its bounds.
+_SLOPES, _STARTS, _LEAST, _MOST = (
+    np.concatenate((np.full(_AT_LINEAGE, plain), ranged, np.full(LINEAGE_FEATURES, plain))).astype(np.float32)
+    for plain, ranged in (
+        (1.0, np.tile(1.0 / np.diff(_RANGES), NUMBERS)),
+        (0.0, np.tile(-_RANGES[:-1] / np.diff(_RANGES), NUMBERS)),
+        (-CLIP, np.zeros(RANGED)),
+        (CLIP, np.ones(RANGED)),
+    )
+)
 
 _TIME_MAX_S: Final = 1e11
 _EWMA: Final = 0.3
@@ -102,9 +111,12 @@ def is_again(input_tokens: float, kept_tokens: float, before: float) -> bool:
 
 
 _RECORD: Final = struct.Struct("<2d2I5f4IB")
+_ROW: Final = struct.Struct(f"={FEATURES}f")
 RECORD_BYTES: Final = _RECORD.size
 NEW: Final = bytes(RECORD_BYTES)
 """The record of a session without turns."""
+_AT_TURNS: Final = 9
+# Flags of a record: a hint since its last turn, which ended with calls of tools.
 _HINTED: Final = 1
 _WITH_TOOLS: Final = 2
 
@@ -116,62 +128,15 @@ class SessionHistory:
     `struct.error` if `record` is none.
     """
 
-    __slots__ = (
-        "_after_stop",
-        "_after_tools",
-        "_began_s",
-        "_ended_s",
-        "_ended_with_tools",
-        "_ewma",
-        "_first_input",
-        "_last",
-        "_max",
-        "_prompt",
-        "_since_human",
-        "_stops",
-        "_tools",
-        "is_hinted",
-        "turns",
-    )
+    __slots__ = ("_record", "turns")
 
     def __init__(self, record: bytes = NEW) -> None:
-        (
-            self._began_s,
-            self._ended_s,
-            self._first_input,
-            self._prompt,
-            self._last,  # of log gaps
-            self._ewma,
-            self._max,
-            self._after_stop,  # sums of the log gaps that followed one kind of answer
-            self._after_tools,
-            self.turns,
-            self._stops,
-            self._tools,
-            self._since_human,
-            flags,
-        ) = _RECORD.unpack(record)
-        self.is_hinted = bool(flags & _HINTED)  # since its last turn
-        self._ended_with_tools = bool(flags & _WITH_TOOLS)
+        self._record = record
+        self.turns: int = _RECORD.unpack(record)[_AT_TURNS]
 
     def record(self) -> bytes:
         """Return the session's record."""
-        return _RECORD.pack(
-            self._began_s,
-            self._ended_s,
-            self._first_input,
-            self._prompt,
-            self._last,
-            self._ewma,
-            self._max,
-            self._after_stop,
-            self._after_tools,
-            self.turns,
-            self._stops,
-            self._tools,
-            self._since_human,
-            self.is_hinted * _HINTED + self._ended_with_tools * _WITH_TOOLS,
-        )
+        return self._record
 
     def features(
         self, turn: Turn, started_s: float, ended_s: float, lineage: LineageNumbers = ALONE
@@ -180,63 +145,78 @@ class SessionHistory:
 
         `started_s`, `ended_s`: the turn's times, made sane by a `SaneClock`.
         """
+        (
+            began_s,
+            last_ended_s,
+            first_input,
+            prompt,
+            last,  # of log gaps
+            ewma,
+            longest,
+            after_stop,  # sums of the log gaps that followed one kind of answer
+            after_tools,
+            turns,
+            stops,
+            tools,
+            since_human,
+            flags,
+        ) = _RECORD.unpack(self._record)
         inputs = int(bounded(turn.input_tokens, TOKENS_MAX))
         outputs = bounded(turn.output_tokens, TOKENS_MAX)
         kept = bounded(turn.kept_tokens, inputs)
-        is_edit = inputs < self._prompt or 2 * kept < self._prompt
-        if self.turns == 0:
-            self._began_s, self._first_input = started_s, inputs
-        if not self.turns or not is_again(inputs, kept, self._prompt):
-            if self.turns:
-                self._add_gap(started_s - self._ended_s)
-            self.turns += 1
-            self._since_human = 0 if turn.role == "user" else self._since_human + 1
-        self._ended_s = ended_s
-        self._ended_with_tools = turn.stop == "tool_calls"
-        self._prompt = inputs
-        log = math.log1p
-        row = [
-            log(inputs),
-            log(outputs),
-            log(inputs - kept),
-            float(is_edit),
-            log(self._first_input),
-            log(self.turns),
-            self._last,
-            self._ewma,
-            self._max,
-            self._after_stop / max(self._stops, 1),
-            log(self._stops),
-            self._after_tools / max(self._tools, 1),
-            log(self._tools),
-            log(self._since_human),
-            log(bounded(ended_s - self._began_s, SECONDS_MAX)),
-            log(bounded(ended_s - started_s, SECONDS_MAX)),
-            float(self.is_hinted),
-            float(self.turns == 1),
-            *_NO_KINDS,
-        ]
-        row[_AT_LINEAGE:] = lineage
-        self.is_hinted = False
-        if (stop := STOPS.get(turn.stop)) is not None:
-            row[_AT_STOPS + stop] = 1.0
-        if (role := _ROLES.get(turn.role)) is not None:
-            row[_AT_ROLES + role] = 1.0
-        if (profile := PROFILES.get(turn.profile)) is not None:
-            row[_AT_PROFILES + profile] = 1.0
-        return np.array(row, dtype=np.float32)
-
-    def _add_gap(self, gap_s: float) -> None:
-        log_gap = math.log1p(bounded(gap_s, SECONDS_MAX))
-        self._ewma = log_gap if self.turns == 1 else self._ewma + _EWMA * (log_gap - self._ewma)
-        self._last = log_gap
-        self._max = max(self._max, log_gap)
-        if self._ended_with_tools:
-            self._after_tools += log_gap
-            self._tools += 1
-        else:
-            self._after_stop += log_gap
-            self._stops += 1
+        if turns == 0:
+            began_s, first_input = started_s, inputs
+        if not turns or not is_again(inputs, kept, prompt):
+            if turns:
+                last = log1p(bounded(started_s - last_ended_s, SECONDS_MAX))
+                ewma = last if turns == 1 else ewma + _EWMA * (last - ewma)
+                longest = max(longest, last)
+                if flags & _WITH_TOOLS:
+                    after_tools, tools = after_tools + last, tools + 1
+                else:
+                    after_stop, stops = after_stop + last, stops + 1
+            turns += 1
+            since_human = 0 if turn.role == "user" else since_human + 1
+        row = _ROW.pack(
+            log1p(inputs),
+            log1p(outputs),
+            log1p(inputs - kept),
+            inputs < prompt or 2 * kept < prompt,
+            log1p(first_input),
+            log1p(turns),
+            last,
+            ewma,
+            longest,
+            after_stop / (stops or 1),
+            log1p(stops),
+            after_tools / (tools or 1),
+            log1p(tools),
+            log1p(since_human),
+            log1p(bounded(ended_s - began_s, SECONDS_MAX)),
+            log1p(bounded(ended_s - started_s, SECONDS_MAX)),
+            flags & _HINTED,
+            turns == 1,
+            *_flags(turn.stop, turn.role, turn.profile),
+            *lineage,
+        )
+        self.turns = turns
+        self._record = _RECORD.pack(
+            began_s,
+            ended_s,
+            first_input,
+            inputs,
+            last,
+            ewma,
+            longest,
+            after_stop,
+            after_tools,
+            turns,
+            stops,
+            tools,
+            since_human,
+            _WITH_TOOLS if turn.stop == "tool_calls" else 0,
+        )
+        return np.frombuffer(row, dtype=np.float32)
 
 
 def hinted_record(record: bytes) -> bytes:
@@ -265,7 +245,20 @@ def moved_record(record: bytes, by_s: float) -> bytes | None:
 
 
 _TURNS_MAX: Final = 10**7
-_NO_KINDS: Final = (0.0,) * (FEATURES - NUMBERS)
+
+
+@lru_cache(maxsize=256)
+def _flags(stop: str, role: str, profile: str) -> tuple[float, ...]:
+    """Return the features between the numbers and those of lineages."""
+    flags = [0.0] * (_AT_LINEAGE - _AT_STOPS)
+    for at, names, name in (
+        (_AT_STOPS, STOPS, stop),
+        (_AT_ROLES, _ROLES, role),
+        (_AT_PROFILES, PROFILES, profile),
+    ):
+        if (number := names.get(name)) is not None:
+            flags[at - _AT_STOPS + number] = 1.0
+    return tuple(flags)
 
 
 class Standardiser:
@@ -274,8 +267,8 @@ class Standardiser:
     def __init__(self, window: int) -> None:
         self._window = window
         self.sums: Floats = np.zeros((3, FEATURES))  # count, values, squares
-        self._mean: Vector = np.zeros(FEATURES, dtype=np.float32)
-        self._scale: Vector = np.ones(FEATURES, dtype=np.float32)
+        self._mean: Vector = np.zeros(INPUTS, dtype=np.float32)
+        self._scale: Vector = np.ones(INPUTS, dtype=np.float32)
 
     def add(self, rows: Vector) -> None:
         """Add rows `[n, FEATURES]`."""
@@ -292,20 +285,16 @@ class Standardiser:
         count, values, squares = self.sums
         mean = values / np.maximum(count, 1.0)
         spread = np.sqrt(np.maximum(squares / np.maximum(count, 1.0) - mean * mean, 0.0))
-        self._mean = mean.astype(np.float32)
+        self._mean = mean.astype(np.float32).take(_COLUMNS)
         # The floor: a nearly constant feature says nothing until it changes, and then not all at once.
-        self._scale = (1.0 / np.maximum(spread, 0.05)).astype(np.float32)
+        self._scale = (1.0 / np.maximum(spread, 0.05)).astype(np.float32).take(_COLUMNS)
 
     def apply(self, rows: Vector) -> Vector:
         """Return standardised `[..., INPUTS]` of `[..., FEATURES]`, each within `CLIP` of 0."""
-        standard = rows - self._mean
-        standard *= self._scale
-        np.maximum(standard, -CLIP, out=standard)
-        np.minimum(standard, CLIP, out=standard)
-        inputs: Vector = standard.take(_COLUMNS, axis=-1)
-        ranged = inputs[..., _AT_LINEAGE : _AT_LINEAGE + RANGED]
-        ranged *= _SLOPES
-        ranged += _STARTS
-        np.maximum(ranged, _ZERO, out=ranged)
-        np.minimum(ranged, _ONE, out=ranged)
-        return inputs
+        inputs: Vector = rows.take(_COLUMNS, axis=-1)
+        inputs -= self._mean
+        inputs *= self._scale
+        inputs *= _SLOPES
+        inputs += _STARTS
+        np.maximum(inputs, _LEAST, out=inputs)
+        return np.minimum(inputs, _MOST, out=inputs)

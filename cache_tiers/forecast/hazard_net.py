@@ -27,8 +27,10 @@ HIDDEN: Final = 32
 KNOTS_S: Final = (2.0, 8.0, 30.0, 120.0, 600.0, 3600.0, 86400.0)
 _KNOTS: Final = len(KNOTS_S)
 _OUT: Final = HIDDEN + _KNOTS  # the hidden layer and the skip are one product
-_LOGIT_MAX: Final = np.float32(14.0)
-_ZERO: Final = np.float32(0.0)
+_ZEROS: Final = np.zeros(HIDDEN, dtype=np.float32)
+_LOGIT_MAX: Final = np.full(BINS, 14.0, dtype=np.float32)
+_LOGIT_MIN: Final = -_LOGIT_MAX
+_ONE: Final = np.float32(1.0)
 _GRADIENT_MAX: Final = 5.0
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 _DECAY: Final = 0.1  # of the weights, times the learning rate (Loshchilov and Hutter, 2019)
@@ -64,6 +66,10 @@ class HazardModel:
         early = self.features - self._late
         first[:early, :HIDDEN] = self._rng.normal(0.0, math.sqrt(2.0 / early), (early, HIDDEN))
         self.average = self.weights.copy()
+        self._used = self.average, *self._parts(self.average)
+        gradient = np.empty(self._count, dtype=np.float32)
+        self._gradient = gradient, *self._parts(gradient)
+        self._scratch = np.empty(self._count, dtype=np.float32)
 
     def _parts(self, flat: Weights) -> tuple[Weights, Weights, Weights]:
         """Return views: `[features, HIDDEN + knots]`, `[HIDDEN + knots]`, `[HIDDEN, knots]`."""
@@ -76,17 +82,22 @@ class HazardModel:
 
     def curve(self, row: Weights, offset: Weights) -> Curves:
         """Return the survival curve `[EDGES]` for standardised features `[features]`, log odds `[BINS]`."""
-        first, bias, second = self._parts(self.average)
-        sums = row @ first
+        # Once per turn, of few numbers: calls are what it costs, so the quicker one of each is taken.
+        if self._used[0] is not self.average:
+            self._used = self.average, *self._parts(self.average)
+        _, first, bias, second = self._used
+        sums = row.dot(first)
         sums += bias
-        knots = np.maximum(sums[:HIDDEN], _ZERO) @ second
+        knots = np.maximum(sums[:HIDDEN], _ZEROS).dot(second)
         knots += sums[HIDDEN:]
-        logits = knots @ _BASIS
+        logits = knots.dot(_BASIS)
         logits *= self.reach
         logits += offset
-        curve = np.zeros(EDGES, dtype=np.float32)
         # A bin is survived with 1 - sigmoid(logit); minus the log of that is log(1 + exp(logit)).
-        np.cumsum(np.log1p(np.exp(_limited(logits))), out=curve[1:])
+        np.exp(_limited(logits), out=logits)
+        np.log1p(logits, out=logits)
+        curve = np.zeros(EDGES, dtype=np.float32)
+        np.add.accumulate(logits, out=curve[1:])
         return np.negative(curve, out=curve)
 
     def learn(self, rows: Weights, offsets: Weights, came_back: Floats, survived: Floats) -> None:
@@ -95,24 +106,31 @@ class HazardModel:
         `came_back`, `survived`: `[n, BINS]`, each in [0, 1].
         """
         first, bias, second = self._parts(self.weights)
-        sums = rows @ first + bias
-        hidden = np.maximum(sums[:, :HIDDEN], 0.0)
-        hazards = _sigmoid((hidden @ second + sums[:, HIDDEN:]) @ _BASIS * self.reach + offsets)
-        at_logits = ((came_back + survived) * hazards - came_back).astype(np.float32)
+        sums = rows.dot(first)
+        sums += bias
+        hidden = np.maximum(sums[:, :HIDDEN], _ZEROS)
+        knots = hidden.dot(second)
+        knots += sums[:, HIDDEN:]
+        logits = knots.dot(_BASIS)
+        logits *= self.reach
+        logits += offsets
+        excess = came_back + survived
+        excess *= _sigmoid(logits)
+        excess -= came_back
+        at_logits = excess.astype(np.float32)
         at_logits *= self.reach / np.float32(len(rows))
-        at_knots = at_logits @ _BASIS.T
-        gradient = np.empty(self._count, dtype=np.float32)
-        to_first, to_bias, to_second = self._parts(gradient)
+        at_knots = at_logits.dot(_BASIS.T)
+        gradient, to_first, to_bias, to_second = self._gradient
         at_sums = np.empty_like(sums)
         at_sums[:, HIDDEN:] = at_knots
-        np.multiply(at_knots @ second.T, hidden > 0.0, out=at_sums[:, :HIDDEN])
+        np.multiply(at_knots.dot(second.T), hidden > _ZEROS, out=at_sums[:, :HIDDEN])
         np.matmul(rows.T, at_sums, out=to_first)
-        np.sum(at_sums, axis=0, out=to_bias)
+        np.add.reduce(at_sums, axis=0, out=to_bias)
         np.matmul(hidden.T, at_knots, out=to_second)
         self._adam(gradient)
 
     def _adam(self, gradient: Weights) -> None:
-        norm = math.sqrt(float(gradient @ gradient))
+        norm = math.sqrt(float(gradient.dot(gradient)))
         if not math.isfinite(norm):
             self.resets += 1
             self._start()
@@ -121,22 +139,25 @@ class HazardModel:
             gradient *= _GRADIENT_MAX / norm
         self.steps += 1
         first, second = self.moments
+        step = self._scratch
         first *= _BETA1
-        first += (1.0 - _BETA1) * gradient
+        first += np.multiply(gradient, 1.0 - _BETA1, out=step)
         second *= _BETA2
         gradient *= gradient
         gradient *= 1.0 - _BETA2
         second += gradient
         rate = self._learning_rate * (1.0 + _EARLY_STEPS / (_EARLY_STEPS + self.steps))
         rate *= math.sqrt(1.0 - _BETA2**self.steps) / (1.0 - _BETA1**self.steps)
-        step: Weights = np.sqrt(second)
+        np.sqrt(second, out=step)
         step += _EPSILON
         np.divide(first, step, out=step)
         step *= rate
         prior = min(max(_PRIOR_STEPS / self.steps, 1.0), _PRIOR_MAX)
         self.weights *= max(1.0 - _DECAY * prior * self._learning_rate, 0.0)
         self.weights -= step
-        self.average += (self.weights - self.average) * max(1.0 / _AVERAGED_STEPS, 3.0 / (self.steps + 3.0))
+        np.subtract(self.weights, self.average, out=step)
+        step *= max(1.0 / _AVERAGED_STEPS, 3.0 / (self.steps + 3.0))
+        self.average += step
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
@@ -175,11 +196,14 @@ _BASIS: Final = _basis()
 
 
 def _sigmoid(logits: Weights) -> Weights:
-    chances: Weights = np.reciprocal(np.exp(-_limited(logits)) + np.float32(1.0), dtype=np.float32)
-    return chances
+    """Return the chances of log odds `[n, BINS]`, in their place."""
+    np.negative(_limited(logits), out=logits)
+    np.exp(logits, out=logits)
+    logits += _ONE
+    return np.reciprocal(logits, out=logits)
 
 
 def _limited(logits: Weights) -> Weights:
-    """Clamp to +-`_LOGIT_MAX`, in place."""
-    np.maximum(logits, -_LOGIT_MAX, out=logits)
+    """Clamp to +-14, in place."""
+    np.maximum(logits, _LOGIT_MIN, out=logits)
     return np.minimum(logits, _LOGIT_MAX, out=logits)

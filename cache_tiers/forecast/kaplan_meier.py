@@ -9,7 +9,6 @@ Clock values come in with the turns; if they jump, only the counts suffer.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from samovar.cache_tiers.forecast.features import PROFILES, STOPS, TOKENS_MAX, SaneClock, bounded, is_again
-from samovar.cache_tiers.forecast.lineages import Lineages
+from samovar.cache_tiers.forecast.lineages import Lineages, oldest_of
 from samovar.cache_tiers.forecast.tool_times import ToolTimes
 from samovar.cache_tiers.forecast.turns import (
     BINS,
@@ -60,7 +59,7 @@ _CROSSINGS_MAX: Final = 256
 """Bins closed per call at most, so that a clock jump blocks no caller."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _TypeCounts:
     """Lists of `BINS` numbers, not arrays: they are changed one at a time, several per turn.
 
@@ -73,6 +72,10 @@ class _TypeCounts:
     idle: list[int] = field(default_factory=lambda: [0] * BINS)  # sessions in this bin now
     sum_ended_s: list[float] = field(default_factory=lambda: [0.0] * BINS)  # sum of their `ended_s`
     returns: int = 0  # ever, of pools
+    places: tuple[_Place, ...] = ()  # that its sessions share: one each would be half of what they take
+
+    def __post_init__(self) -> None:
+        self.places = tuple((self, place) for place in range(BINS))
 
     def enter(self, place: int, ended_s: float) -> None:
         self.idle[place] += 1
@@ -87,10 +90,13 @@ class _TypeCounts:
 
     def crossed(self, place: int, ended_s: float) -> None:
         """Move a session that has survived this bin to the next."""
-        self.leave(place, ended_s)
+        idle, sum_ended_s, following = self.idle, self.sum_ended_s, place + 1
+        idle[place] = left = idle[place] - 1  # as `leave` and `enter`: sessions cross ten bins a turn
+        sum_ended_s[place] = sum_ended_s[place] - ended_s if left else 0.0
         self.survived[place] += 1.0
-        if place + 1 < BINS:
-            self.enter(place + 1, ended_s)
+        if following < BINS:
+            idle[following] += 1
+            sum_ended_s[following] += ended_s
 
     def returned(self, place: int, landed: int, is_event: bool) -> None:
         for survived in range(place, landed):
@@ -118,6 +124,10 @@ class _TypeCounts:
         self.survived[place] *= 0.5
 
 
+_Place = tuple[_TypeCounts, int]
+"""A kind, and the bin of idle time that a session is in."""
+
+
 class KaplanMeier:
     """Counts for `kinds` kinds of sessions; a kind is a number from 0 on.
 
@@ -136,12 +146,8 @@ class KaplanMeier:
         self._members: dict[int, list[_TypeCounts]] = {}
         for kind, pool in zip(self._kinds, self._pool_of, strict=True):
             self._members.setdefault(id(self._pools[pool]), []).append(kind)
-        self._bins: list[dict[SessionKey, tuple[_TypeCounts, float]]] = [
-            {} for _ in range(BINS)
-        ]  # with `ended_s`
-        self._place: dict[SessionKey, int] = {}  # the bin; longest without news first
-        self.place = self._place.get
-        """Returns the bin that a session is in; None: it is not followed."""
+        self._bins: list[dict[SessionKey, float]] = [{} for _ in range(BINS)]  # sessions' `ended_s`
+        self._place: dict[SessionKey, _Place] = {}  # longest without news first
         self._now_s = 0.0
 
     def __len__(self) -> int:
@@ -157,6 +163,10 @@ class KaplanMeier:
         for pool, count in zip(self._pools, returns, strict=True):
             pool.returns = count
 
+    def follows(self, session: SessionKey) -> bool:
+        """Return whether a session is followed."""
+        return session in self._place
+
     def is_cold(self, kind: int) -> bool:
         """Return whether too few sessions of the kind's pool have resumed to say more than `COLD`."""
         return self._pools[self._pool_of[kind]].returns < RETURNS_MIN
@@ -165,8 +175,13 @@ class KaplanMeier:
         """Follow a session as idle from `now_s` on, replacing what was known of it."""
         self.dropped(session)
         if len(self._place) >= self._sessions_max:
-            self.dropped(next(iter(self._place)))
-        self._enter(session, 0, self._kinds[kind], now_s)
+            for oldest in oldest_of(self._place):
+                self.dropped(oldest)
+        own = self._kinds[kind]
+        self._place[session] = own.places[0]
+        self._bins[0][session] = now_s
+        own.enter(0, now_s)
+        _pool(own).enter(0, now_s)
         self._now_s = now_s
 
     def came_back(self, session: SessionKey, now_s: float) -> None:
@@ -253,36 +268,32 @@ class KaplanMeier:
             waiting = self._bins[place]
             if not waiting:
                 continue
+            ends_s, following = _ENDS_S[place], place + 1
             while waiting and left:
-                session, (kind, ended_s) = next(iter(waiting.items()))
-                if now_s - ended_s < _ENDS_S[place]:
+                session, ended_s = next(iter(waiting.items()))
+                if now_s - ended_s < ends_s:
                     break
                 left -= 1
-                followed = waiting.pop(session)
+                del waiting[session]
+                kind = self._place[session][0]
                 pool = _pool(kind)
-                following = place + 1
                 kind.crossed(place, ended_s)
                 pool.crossed(place, ended_s)
                 if pool.came_back[place] + pool.survived[place] >= 2.0 * self._window:
                     self._fade(pool, place)
                 if following < BINS:
-                    self._bins[following][session] = followed
-                    self._place[session] = following
+                    self._bins[following][session] = ended_s
+                    self._place[session] = kind.places[following]
                 else:
                     del self._place[session]
 
-    def _enter(self, session: SessionKey, place: int, kind: _TypeCounts, ended_s: float) -> None:
-        self._bins[place][session] = kind, ended_s
-        self._place[session] = place
-        kind.enter(place, ended_s)
-        _pool(kind).enter(place, ended_s)
-
     def _leave(self, session: SessionKey) -> tuple[int, _TypeCounts, float] | None:
         """Stop following; return the bin it was in, its kind, and when it became idle."""
-        place = self._place.pop(session, None)
-        if place is None:
+        found = self._place.pop(session, None)
+        if found is None:
             return None
-        kind, ended_s = self._bins[place].pop(session)
+        kind, place = found
+        ended_s = self._bins[place].pop(session)
         kind.leave(place, ended_s)
         _pool(kind).leave(place, ended_s)
         return place, kind, ended_s
@@ -291,7 +302,7 @@ class KaplanMeier:
         """Raise `AssertionError` naming what is wrong."""
         assert len(self._place) <= self._sessions_max, "too many sessions are followed"
         assert sum(map(len, self._bins)) == len(self._place), "a session is in two bins or none"
-        assert all(session in self._bins[place] for session, place in self._place.items()), "a wrong bin"
+        assert all(session in self._bins[place] for session, (_, place) in self._place.items()), "a wrong bin"
         idle = [sum(counts) for counts in zip(*(pool.idle for pool in self._pools), strict=True)]
         assert [len(waiting) for waiting in self._bins] == idle, "an idle session is not counted"
         assert np.isfinite(self.counts).all(), "a count is not finite"
@@ -364,7 +375,7 @@ class KindForecasts(Generic[K]):
         """How long tools take; None: no turn has called one."""
         self._sessions_max = settings.sessions_max
         self._make = make
-        self._sessions: OrderedDict[SessionKey, K] = OrderedDict()  # longest idle first
+        self._sessions: dict[SessionKey, K] = {}  # longest idle first
         self._clock = SaneClock()
 
     def __len__(self) -> int:
@@ -442,9 +453,11 @@ class KindForecasts(Generic[K]):
         known = self._sessions.get(session)
         if known is None:
             if len(self._sessions) >= self._sessions_max:
-                self.forget(next(iter(self._sessions)))
+                for oldest in oldest_of(self._sessions):
+                    self.forget(oldest)
             known = self._sessions[session] = self._make()
-        self._sessions.move_to_end(session)
+        else:
+            self._sessions[session] = self._sessions.pop(session)
         return known
 
 

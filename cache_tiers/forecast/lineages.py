@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -96,8 +97,9 @@ class Lineages:
     def __init__(self, settings: PredictorSettings) -> None:
         self._lineages_max = settings.lineages_max
         self._sessions_max = settings.sessions_max
-        self._of: OrderedDict[SessionKey, _Lineage] = OrderedDict()  # longest untouched first
-        self._whole: dict[SessionKey, tuple[SessionKey, ...]] = {}  # session -> its lineages, a few
+        self._of: dict[SessionKey, _Lineage] = {}  # longest untouched first
+        self._alone: dict[SessionKey, SessionKey] = {}  # session -> its only lineage, as most have
+        self._several: dict[SessionKey, tuple[SessionKey, ...]] = {}  # session -> its lineages, a few
         self.ratios = ReturnRatios(settings.roots_max, settings.followed_max)
         self.left = np.zeros(2)
         """Branches that lay behind forks when their lineage went on, and how much of them it went back to."""
@@ -119,7 +121,7 @@ class Lineages:
         if of is None:
             of, dropped = self._begin(lineage, at_s, opening)
         else:
-            self._of.move_to_end(lineage)
+            self._of[lineage] = self._of.pop(lineage)
             self.ratios.came_back((lineage, _FIRST), at_s)
             self.ratios.came_back((lineage, _AFTER), at_s)
             if not of.is_running(at_s):  # else it is the same prompt again, or another attempt
@@ -143,10 +145,10 @@ class Lineages:
         of.ended_s = now_s
         of.is_tool = turn.stop == "tool_calls"
         begun, of.begun = of.begun, 0
-        session = self._whole[of.whole]
-        is_aside = not of.returns and len(session) > 1
+        session = self._several.get(of.whole, ())
+        is_aside = not of.returns and bool(session)
         of.is_aside |= is_aside
-        if not of.is_aside and len(session) == 1 and not begun:
+        if not of.is_aside and not session and not begun:
             return _ALONE
         running = sum(self._of[other].is_running(now_s) for other in session if other != turn.session)
         cells: tuple[int, ...] = ()
@@ -172,7 +174,7 @@ class Lineages:
             return []
         of.has_followed = True
         found = []
-        for other in self._whole[of.whole]:
+        for other in self._lineages(of.whole):
             before = self._of[other]
             is_one_shot = before.is_aside and not before.returns
             if is_one_shot or before.running or not -math.inf < before.ended_s <= of.began_s:
@@ -199,11 +201,7 @@ class Lineages:
             return
         for what in (_FIRST, _AFTER):
             self.ratios.dropped((lineage, what))
-        session = tuple(other for other in self._whole[of.whole] if other != lineage)
-        if session:
-            self._whole[of.whole] = session
-        else:
-            del self._whole[of.whole]
+        self._file(of.whole, tuple(other for other in self._lineages(of.whole) if other != lineage))
 
     def restore(self, cells: Cells, counts: Floats, left: Floats) -> None:
         """Continue with what was learned: `ratios.cells`, `ratios.counts`, `left`."""
@@ -211,7 +209,7 @@ class Lineages:
         self.left = left
 
     def _begin(self, lineage: SessionKey, at_s: float, opening: Opening) -> tuple[_Lineage, list[SessionKey]]:
-        session = self._whole.get(opening.whole, ())
+        session = self._lineages(opening.whole)
         others = [self._of[other] for other in session]
         how = _FIRST
         if others:
@@ -224,24 +222,39 @@ class Lineages:
         roots = np.array(opening.roots, dtype=np.uint64).tobytes()
         alike = max((_alike(roots, other.roots) for other in others), default=0)
         of = self._of[lineage] = _Lineage(opening.whole, at_s, roots, how, alike, at_s)
-        self._whole[opening.whole] = (*session, lineage)
+        self._file(opening.whole, (*session, lineage))
         dropped = []
-        if len(self._whole[opening.whole]) > self._lineages_max:
-            dropped.append(self._least(opening.whole, lineage, at_s))
+        if len(session) >= self._lineages_max:
+            dropped.append(self._least(session, at_s))
         elif len(self._of) > self._sessions_max:
-            dropped.append(next(iter(self._of)))
+            dropped += oldest_of(self._of)
         for gone in dropped:
             self.forget(gone)
         return of, dropped
 
-    def _least(self, whole: SessionKey, latest: SessionKey, now_s: float) -> SessionKey:
+    def _lineages(self, whole: SessionKey) -> tuple[SessionKey, ...]:
+        """Return a session's lineages, in the order in which they began."""
+        if whole in self._alone:
+            return (self._alone[whole],)
+        return self._several.get(whole, ())
+
+    def _file(self, whole: SessionKey, lineages: tuple[SessionKey, ...]) -> None:
+        """Set a session's lineages."""
+        self._alone.pop(whole, None)
+        self._several.pop(whole, None)
+        if len(lineages) == 1:
+            self._alone[whole] = lineages[0]
+        elif lineages:
+            self._several[whole] = lineages
+
+    def _least(self, session: Sequence[SessionKey], now_s: float) -> SessionKey:
         """Return the lineage that is missed least: idle, never extended, longest unused."""
 
         def worth(lineage: SessionKey) -> tuple[bool, bool, float]:
             of = self._of[lineage]
             return of.is_running(now_s), of.returns > 0 or not of.is_aside, of.started_s
 
-        return min((other for other in self._whole[whole] if other != latest), key=worth, default=latest)
+        return min(session, key=worth)
 
     def _cells(self, of: _Lineage, input_tokens: int) -> tuple[int, ...]:
         """Return classes, then roots from the shallowest on; a shallow root is one with each size."""
@@ -264,12 +277,25 @@ class Lineages:
         """Raise `AssertionError` naming what is wrong."""
         assert len(self._of) <= self._sessions_max, "too many lineages are remembered"
         told = {(of.whole, lineage) for lineage, of in self._of.items()}
-        filed = {(whole, lineage) for whole, lineages in self._whole.items() for lineage in lineages}
+        filed = set(self._alone.items())
+        filed |= {(whole, lineage) for whole, lineages in self._several.items() for lineage in lineages}
         assert told == filed, "a lineage is filed under another session than its own"
-        assert all(0 < len(of) <= self._lineages_max for of in self._whole.values()), "too many of a session"
+        assert all(1 < len(of) <= self._lineages_max for of in self._several.values()), (
+            "too many of a session"
+        )
+        assert not self._alone.keys() & self._several.keys(), "a session is filed twice"
         assert all(of.running >= 0 for of in self._of.values()), "more turns have ended than begun"
         assert 0.0 <= self.left[1] <= self.left[0] < math.inf, "more branches were regained than left"
         self.ratios.check_integrity()
+
+
+def oldest_of(table: Mapping[SessionKey, object]) -> list[SessionKey]:
+    """Return what a full table gives up first: its oldest, of a large one a few more at once.
+
+    A dict passes all that was deleted before its first entry: one at a time that would take longer, in a
+    table of 100,000, than all else that a turn costs. An ordered one takes twice the room.
+    """
+    return list(islice(table, 1 + len(table) // 1024))
 
 
 def _alike(one: bytes, other: bytes) -> int:

@@ -58,6 +58,7 @@ from samovar.cache_tiers.forecast.turns import (
     Opening,
     SessionKey,
     Turn,
+    bins_of,
     curve_of,
     log_survival,
     resume_within,
@@ -93,6 +94,13 @@ class Outcome(IntEnum):
     IDLE = 0
     RETURNED = 1
     LOST = 2
+
+
+# As the arrays below have them: numbers of an enum are slow to compare with.
+_IDLE, _RETURNED = np.int8(Outcome.IDLE), np.int8(Outcome.RETURNED)
+_BEGINS_S: Final[Floats] = EDGES_S[:-1].copy()
+_PASSED: Final[Floats] = np.tri(BINS, k=-1)
+"""`[BINS, BINS]`: 1 for each bin that one who is in a later one has passed."""
 
 
 class ReplayTurns:
@@ -178,11 +186,11 @@ class ReplayTurns:
 
     def features(self, rows: Rows) -> Vector:
         """Return features `[n, FEATURES]`."""
-        return self._features[rows]
+        return self._features.take(rows, axis=0)
 
     def kinds(self, rows: Rows) -> npt.NDArray[np.intp]:
         """Return kinds `[n]`."""
-        return self._kinds[rows]
+        return self._kinds.take(rows)
 
     def targets(self, rows: Rows, now_s: float) -> tuple[Floats, Floats]:
         """Return `came_back`, `survived`, each `[n, BINS]` in [0, 1].
@@ -191,10 +199,15 @@ class ReplayTurns:
         resumed in as an event.
         """
         idle_s, is_back = self._idle(rows, now_s)
-        through = (idle_s[:, None] - EDGES_S[:-1]) / WIDTHS_S
-        survived = np.minimum(np.maximum(through, 0.0), 1.0)
-        came_back = ((through >= 0.0) & (through < 1.0) & is_back[:, None]).astype(np.float64)
-        survived *= 1.0 - came_back
+        bins = bins_of(idle_s)
+        survived = _PASSED.take(bins, axis=0)
+        places = np.arange(0, survived.size, BINS)
+        places += bins
+        survived.put(places, (idle_s - _BEGINS_S.take(bins)) / WIDTHS_S.take(bins))
+        came_back = np.zeros(survived.shape)
+        events = places[is_back & (idle_s < LAST_S)]
+        came_back.put(events, 1.0)
+        survived.put(events, 0.0)
         return came_back, survived
 
     def losses(self, rows: Rows, now_s: float) -> Floats:
@@ -243,9 +256,10 @@ class ReplayTurns:
         )
 
     def _idle(self, rows: Rows, now_s: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        outcome = self._outcome[rows]
-        idle_s = np.where(outcome == Outcome.IDLE, now_s - self._ended_s[rows], self._idle_s[rows])
-        return np.minimum(np.maximum(idle_s, 0.0), LAST_S), outcome == Outcome.RETURNED
+        outcome = self._outcome.take(rows)
+        idle_s = np.where(outcome == _IDLE, now_s - self._ended_s.take(rows), self._idle_s.take(rows))
+        np.maximum(idle_s, 0.0, out=idle_s)
+        return np.minimum(idle_s, LAST_S, out=idle_s), outcome == _RETURNED
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
@@ -422,7 +436,8 @@ class ProfileModel:
             rows = self.turns.sample(self._rng, self._settings.batch_turns, self._settings.replay_turns)
             came_back, survived = self.turns.targets(rows, now_s)
             features = self.turns.features(rows)
-            offsets = self._offsets[self.turns.kinds(rows) - self._first_kind] + features[:, AT_RATIO:]
+            offsets = self._offsets.take(self.turns.kinds(rows) - self._first_kind, axis=0)
+            offsets += features[:, AT_RATIO:]
             self.model.learn(self.standard.apply(features), offsets, came_back, survived)
 
     def restored(self, added: int, settled: int, judged: int) -> None:
@@ -538,7 +553,7 @@ class Predictor(KindForecasts[_Session]):
         known = self._sessions.get(session)
         traffic = self._latest
         if known is not None:
-            self._sessions.move_to_end(session)
+            self._sessions[session] = self._sessions.pop(session)
             traffic = known.traffic or traffic
             self._came_back(session, known, now_s)
         self._began(session, opening, now_s)
@@ -550,7 +565,7 @@ class Predictor(KindForecasts[_Session]):
         now_s = self._clock.at(turn.ended_s)
         started_s = self._clock.sane(turn.started_s)
         known = self._used(turn.session)
-        if known.turn is not None or self.counts.place(turn.session) is not None:
+        if known.turn is not None or self.counts.follows(turn.session):
             self._came_back(turn.session, known, started_s)  # not reported, or turns overlap
         standing = self.lineages.ended(turn, now_s)
         history = SessionHistory(known.history)
@@ -560,8 +575,11 @@ class Predictor(KindForecasts[_Session]):
         self.counts.began_idle(turn.session, kind, now_s)
         known.traffic = traffic = self._latest = self.traffic(kind // PROFILE_KINDS)
         expert = Expert.RECENCY if self.counts.is_cold(kind) else traffic.chosen(kind)
-        counted, _ = traffic.counted(kind)
-        self.lineages.expects(turn.session, standing, COLD if expert == Expert.RECENCY else counted, now_s)
+        if standing.is_aside:
+            counted, _ = traffic.counted(kind)
+            self.lineages.expects(
+                turn.session, standing, COLD if expert == Expert.RECENCY else counted, now_s
+            )
         curves = traffic.curves(features, kind, standing.ratio)
         likely = standing.is_aside and resume_within(curves[Expert.COUNTS], 0.0, LAST_S)
         if not standing.is_aside or self._rng.random() < likely / _ASIDE_SURE:
@@ -588,7 +606,7 @@ class Predictor(KindForecasts[_Session]):
     def history(self, session: SessionKey, now_s: float) -> bytes:
         """Return what is known of a session's turns, its times counted from `now_s`; empty: nothing.
 
-        May be called from any thread: it reads what is replaced as a whole.
+        May be called from any thread: it reads what is replaced as a whole, or for a moment not there.
         """
         known = self._sessions.get(session)
         return (moved_record(known.history, -now_s) or b"") if known is not None else b""

@@ -150,6 +150,11 @@ def bin_of(idle_s: float) -> int:
     return int(_BIN_OF_SECOND[int(min(max(idle_s, 0.0), LAST_S))])
 
 
+def bins_of(idle_s: Floats) -> npt.NDArray[np.int8]:
+    """Return the bins of times within [0, `LAST_S`]."""
+    return _BIN_OF_SECOND.take(idle_s.astype(np.intp))
+
+
 def curve_of(hazards: npt.ArrayLike) -> Curves:
     """Return the curves of `hazards`, `[..., BINS]`: P(resumes in this bin | idle up to its beginning)."""
     kept = np.log1p(-np.clip(np.asarray(hazards, dtype=np.float64), 0.0, 1.0 - 1e-7))
