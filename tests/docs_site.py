@@ -74,7 +74,7 @@ NAV: dict[str, dict[str, str]] = {
         "Measured": "benchmarks/README.md",
         "Beside the peers": "benchmarks/peers.md",
         "On a GPU": "benchmarks/gpu.md",
-        **{f"On 2026-11-{day}": f"benchmarks/2026-11-{day}.md" for day in (27, 26, 24, 23, 22, 21)},
+        **{f"On 2026-11-{day}": f"benchmarks/2026-11-{day}.md" for day in (28, 27, 26, 24, 23, 22, 21)},
     },
     "Inside": {
         "Architecture": "ARCHITECTURE.md",

@@ -173,8 +173,9 @@ class KaplanMeier:
 
     def began_idle(self, session: SessionKey, kind: int, now_s: float) -> None:
         """Follow a session as idle from `now_s` on, replacing what was known of it."""
-        self.dropped(session)
-        if len(self._place) >= self._sessions_max:
+        if session in self._place:
+            self.dropped(session)
+        elif len(self._place) >= self._sessions_max:
             for oldest in oldest_of(self._place):
                 self.dropped(oldest)
         own = self._kinds[kind]

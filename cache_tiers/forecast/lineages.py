@@ -408,6 +408,8 @@ class ReturnRatios:
 
     def advance(self, now_s: float) -> None:
         """Count the sessions that are idle, as far as they have got."""
+        if not any(self._ages):  # as where sessions have one lineage
+            return
         left = _MOVES_MAX
         for age, waiting in enumerate(self._ages):
             while waiting and left and (waiting[0].is_over or now_s - waiting[0].at_s >= AGES_S[age]):

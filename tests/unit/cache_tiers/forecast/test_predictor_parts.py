@@ -21,6 +21,7 @@ from samovar.cache_tiers.forecast.features import (
 )
 from samovar.cache_tiers.forecast.hazard_net import HazardModel, log_odds
 from samovar.cache_tiers.forecast.kaplan_meier import KINDS, SHRINKAGE, TAIL_RETURNS_MIN, KaplanMeier, kind_of
+from samovar.cache_tiers.forecast.lineages import oldest_of
 from samovar.cache_tiers.forecast.predictor import Outcome, ReplayTurns
 from samovar.cache_tiers.forecast.turns import BINS, COLD, EDGES, EDGES_S, LAST_S, Turn, bin_of, curve_of
 
@@ -312,6 +313,16 @@ def test_losses_prefer_the_curve_that_was_right_about_those_who_stay_away_too() 
             turns.resolve(number, outcome, 9.0)
         losses = turns.losses(turns.latest(1), 100.0)[:2, 0]
         assert losses.argmin() == wanted
+
+
+def test_a_full_table_gives_up_its_oldest_and_a_large_one_a_few_at_once() -> None:
+    assert oldest_of(dict.fromkeys("abc")) == ["a"]
+    assert oldest_of(dict.fromkeys(range(3000))) == [0, 1, 2]
+    counts = KaplanMeier(1, sessions_max=3000, window=100)
+    for number in range(3001):
+        counts.began_idle(number, 0, float(number))
+    counts.check_integrity()
+    assert [number for number in (0, 2, 3, 3000) if counts.follows(number)] == [3, 3000]
 
 
 def test_a_turn_that_has_left_the_ring_is_nobody() -> None:
