@@ -1,10 +1,11 @@
 """`make bench-checksums`: what sealing and checking records cost, and how long they hold the interpreter.
 
 GB/s of the checksums of an extent of 64 MiB in memory, of the present version (compiled on one thread and on
-more, and by numpy) and of version 2 (xxh3: a layer at a time when it is sealed, a block at a time when it is
-checked), for blocks of several models, at best: what else runs on the machine takes memory, too. Beside each,
-this thread computes in Python, as an engine does: `held_pct` is the share of its time in which it slept, as
-it does only for the interpreter. Its waits for a core are left out (Linux's `schedstat` tells them apart).
+more, and by numpy), of encryption at rest, and of version 2 (xxh3: a layer at a time when it is sealed, a
+block at a time when it is checked), for blocks of several models, at best: what else runs on the machine
+takes memory, too. Beside each, this thread computes in Python, as an engine does: `held_pct` is the share of
+its time in which it slept, as it does only for the interpreter. Its waits for a core are left out (Linux's
+`schedstat` tells them apart).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from xxhash import xxh3_64_intdigest
 from bench import _report as report
 from samovar.cache_tiers.blocks.compiled_sums import CompiledSums, sums_library
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes
-from samovar.cache_tiers.blocks.record import plain_sums
+from samovar.cache_tiers.blocks.record import header_bytes, plain_sums
+from samovar.cache_tiers.encryption.tier import Geometry, Opened, SessionKey, encrypt
 from samovar.configs.settings import Settings
 
 MIB = 1024 * 1024
@@ -61,6 +63,19 @@ def ways(shape: BlockShape, payload: Bytes, keys: list[bytes]) -> dict[str, tupl
         for threads in sorted({1, 2, os.cpu_count() or 1})
     }
     found["numpy"] = (1, partial(plain_sums, payload, seeds, shape, sums))
+    key = SessionKey(bytes(8), os.urandom(32))
+    geometry = Geometry(header_bytes(len(keys), shape.layers), shape.block_bytes, len(keys))
+    plain = np.concatenate((np.zeros(geometry.plain_head, np.uint8), payload))
+    sealed = encrypt(plain, geometry, key)
+    block = np.empty(shape.block_bytes, np.uint8)
+
+    def decrypt() -> None:
+        opened = Opened(sealed[: geometry.head], key)
+        for number in range(geometry.blocks):
+            opened.open(number, sealed[geometry.at(number) :][: geometry.stride], block)
+
+    found["AES-256-GCM, encrypted"] = (1, partial(encrypt, plain, geometry, key))
+    found["AES-256-GCM, decrypted"] = (1, decrypt)
     found["version 2, sealed"] = (1, partial(xxh3, shape.layer_bytes))
     found["version 2, checked"] = (1, partial(xxh3, shape.block_bytes))
     return found

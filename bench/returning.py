@@ -142,8 +142,16 @@ class Client:
 class Bench:
     """`folder`: where disk and S3 tiers live over all the services of the run."""
 
-    def __init__(self, folder: Path, histories: list[int], repeats: int, kv_dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        histories: list[int],
+        repeats: int,
+        kv_dtype: str = "auto",
+        key_file: Path | None = None,
+    ) -> None:
         self.folder = folder
+        self.key_file = key_file
         self.kv_dtype = kv_dtype
         self.histories = histories
         self.repeats = repeats
@@ -173,6 +181,8 @@ class Bench:
             *("--tiers.cpu.bytes-max", str(3072 * MIB if cpu else 0)),
             *("--tiers.nvme.bytes-max", str(4096 * MIB if nvme else 0)),
         ]
+        if self.key_file is not None:
+            flags += ["--tiers.encryption-key-file", str(self.key_file)]
         if bucket:
             flags += ["--tiers.s3.bucket", str(tiers.bucket), "--tiers.s3.endpoint", str(tiers.endpoint)]
         return tuple(flags)
@@ -285,13 +295,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--histories", type=int, nargs="+", default=list(HISTORIES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-dtype", choices=BYTES_PER_TOKEN, default="auto")
+    parser.add_argument("--encrypted", action="store_true", help="records in nvme and S3 are encrypted")
     args = parser.parse_args(argv)
     report.OUT_DIR.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="samovar-return-") as made:
         folder = Path(made)
         demo = S3Demo(folder / "s3").start()
         try:
-            bench = Bench(folder, args.histories, args.repeats, args.kv_dtype)
+            key_file = folder / "outer-key" if args.encrypted else None
+            if key_file is not None:
+                key_file.touch(0o600)
+                key_file.write_text(os.urandom(32).hex())
+            bench = Bench(folder, args.histories, args.repeats, args.kv_dtype, key_file)
             bench.run(demo.settings(Settings()))
         finally:
             demo.stop()
@@ -299,7 +314,7 @@ def main(argv: list[str]) -> int:
     rows = [row.json() for row in bench.rows.values()]
     wrong = bench.check_answers()
     show(bench.rows, args.histories)
-    told = {"wrong_tokens": wrong, "kv_dtype": args.kv_dtype}
+    told = {"wrong_tokens": wrong, "kv_dtype": args.kv_dtype, "is_encrypted": args.encrypted}
     print(f"written: {report.write('return', rows, module='returning', **told)}")
     print(f"{wrong} turns whose first token depended on where the blocks came from")
     return 1 if wrong else 0

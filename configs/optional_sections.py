@@ -469,8 +469,8 @@ class CompactionSettings(Section):
     piece_chars: ClassVar[int] = 480
     pieces_max: ClassVar[int] = 4096
     pieces_per_turn: ClassVar[int] = 4
-    budget_tokens: int = Field(256, ge=16, le=1_000_000, description="their tokens, by default")
-    budget_tokens_max: int = Field(2048, ge=16, le=1_000_000, description="... at most, if a request asks")
+    budget_tokens: int = Field(256, ge=16, le=2048, description="their tokens, by default")
+    budget_tokens_max: ClassVar[int] = 2048  # ... at most, if a request asks
     query_chars_max: ClassVar[int] = 4000
     summary_tokens_max: ClassVar[int] = 384  # tokens of a summary, at most an eighth of the window
     summaries_per_session: ClassVar[int] = 4
@@ -514,11 +514,6 @@ class CompactionSettings(Section):
             raise ValueError(
                 f"compaction.target_fill={self.target_fill} is not below compaction.start_fill="
                 f"{self.start_fill}. Lower the first or raise the second"
-            )
-        if self.budget_tokens > self.budget_tokens_max:
-            raise ValueError(
-                f"compaction.budget_tokens={self.budget_tokens} is more than compaction.budget_tokens_max="
-                f"{self.budget_tokens_max}. Lower the first or raise the second"
             )
         return self
 

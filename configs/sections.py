@@ -384,6 +384,11 @@ class TierSettings(Section):
     nvme: NvmeTierSettings = NvmeTierSettings()
     s3: S3TierSettings = S3TierSettings()
     more: FurtherTierSettings = FurtherTierSettings()
+    encryption_key_file: Path | None = Field(
+        None,
+        description="file of the key that records in nvme and S3 are encrypted with, 64 hexadecimal digits; "
+        "empty = they are not encrypted",
+    )
     profiles: ProfilesSettings = ProfilesSettings()
     peer: PeerSettings = PeerSettings()
     node: NodeSettings = NodeSettings()

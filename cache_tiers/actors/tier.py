@@ -178,7 +178,15 @@ class TierActor:
         self._tracer = open_tracer(telemetry, "tiers")
         actor_id = ray.get_runtime_context().get_actor_id()
         incarnation = f"{actor_id[:8]}-{uuid.uuid4().hex}"
-        built = build_tiers(settings, nvme_dir, make_cpu=memory.ObjectStoreTier, wall_clock=time.time)
+        keys = None
+        if settings.encryption_key_file is not None:
+            from samovar.cache_tiers.actors.keys import cluster_keys
+
+            backoff_s_max = settings.node.restart_backoff_s_max
+            keys = cluster_keys(settings.encryption_key_file, nvme_dir, backoff_s_max)
+        built = build_tiers(
+            settings, nvme_dir, make_cpu=memory.ObjectStoreTier, wall_clock=time.time, keys=keys
+        )
         if built.pending_path is not None:
             starts, self._bad_files = count_start(nvme_dir / STARTS_FILE, actor_id)
         else:

@@ -26,12 +26,14 @@ from samovar.cache_tiers.blocks.extent import (
 )
 from samovar.cache_tiers.blocks.record import (
     BLOCK_TOKENS_MAX,
+    ENCRYPTED_MAGIC,
     HEADER_ALIGN,
     KINDS,
     PREFIX_BYTES,
     READABLE,
     VERSION,
     BadRecord,
+    ForeignRecord,
     Record,
     SumsSetup,
     TierError,
@@ -66,6 +68,7 @@ from samovar.cache_tiers.blocks.tiers import (
 __all__ = [
     "BLOCK_TOKENS_MAX",
     "CPU",
+    "ENCRYPTED_MAGIC",
     "HEADER_ALIGN",
     "KEY_BYTES",
     "KINDS",
@@ -90,6 +93,7 @@ __all__ = [
     "ChainMarks",
     "Clear",
     "ExtentHeader",
+    "ForeignRecord",
     "LoadSource",
     "Placement",
     "Record",

@@ -67,6 +67,10 @@ class BadRecord(Exception):
         self.kind = kind
 
 
+class ForeignRecord(BadRecord):
+    """Bytes of a good record for who has another setting: encrypted where we are not, or the other way."""
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A sealed extent in flight. `data`: u8 `[record bytes]`, never written to again.
@@ -94,6 +98,7 @@ BLOCK_TOKENS_MAX = 65536
 U32_MAX = 2**32 - 1
 
 MAGIC = b"\x89SMVRKV\n"  # the high bit and the newline reveal a transfer that treated it as text
+ENCRYPTED_MAGIC = b"\x89SMVREN\n"  # of a record in an envelope: `encryption/tier.py`
 VERSION = 3
 READABLE = (1, 2, 3)
 LAYER_SUMS_SINCE = 3
@@ -322,6 +327,8 @@ def _encode(header: ExtentHeader, view: memoryview) -> None:
 def _counts(view: memoryview) -> tuple[int, int, BlockShape, int]:
     """Return header bytes, blocks, shape, first_block: within bounds, not yet covered by a checksum."""
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)]:
+        if view[: len(MAGIC)] == ENCRYPTED_MAGIC:
+            raise ForeignRecord("magic", "encrypted, and tiers.encryption_key_file is not set")
         raise BadRecord("magic", "not a record of this format")
     if len(view) < PREFIX_BYTES:
         raise BadRecord("truncated", f"{len(view)} bytes, not even the beginning of a header")

@@ -4,15 +4,16 @@
 """
 
 from samovar.cache_tiers.media.faults import FaultyTier
-from samovar.cache_tiers.media.files import Syscalls, lock_owner
+from samovar.cache_tiers.media.files import Syscalls, aligned_empty, lock_owner
 from samovar.cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
 from samovar.cache_tiers.media.measure import RESERVED_NAMESPACE, measure_tier, random_record
 from samovar.cache_tiers.media.memory import MemoryFile, Room, SharedRecord, SharedTier, shared
 from samovar.cache_tiers.media.nvme import NvmeTier, measure_direct_io
-from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier, open_medium
+from samovar.cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier, open_medium
 
 __all__ = [
     "RESERVED_NAMESPACE",
+    "BadFound",
     "Breaker",
     "Deadline",
     "FaultyTier",
@@ -27,6 +28,7 @@ __all__ = [
     "Tier",
     "TierDown",
     "TierLate",
+    "aligned_empty",
     "lock_owner",
     "measure_direct_io",
     "measure_tier",

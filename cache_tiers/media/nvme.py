@@ -36,12 +36,11 @@ from samovar.cache_tiers.blocks import (
     BadRecord,
     Bytes,
     ExtentHeader,
+    ForeignRecord,
     Record,
     TierError,
     TierFull,
     TierMiss,
-    decode_header,
-    read_header_bytes,
 )
 from samovar.cache_tiers.media import files
 from samovar.cache_tiers.media.files import (
@@ -53,7 +52,7 @@ from samovar.cache_tiers.media.files import (
     tier_errors,
 )
 from samovar.cache_tiers.media.files import measure_direct_io as measure_direct_io
-from samovar.cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
+from samovar.cache_tiers.media.tier import BadFound, Deadline, RecordFormat, Scanned, Tier
 from samovar.configs.atomic_file import DRAFT
 
 logger = logging.getLogger(__name__)
@@ -470,7 +469,7 @@ class NvmeTier(Tier):
         """Return what a scanned file holds, and count it; None if bad (then quarantined) or gone."""
         try:
             with tier_errors("scanning"):
-                header, found = self._files.examine(path)
+                header, found = self._files.examine(path, self.format)
         except BadRecord as error:
             problem, kind = str(error), error.kind
         except TierError as error:
@@ -747,17 +746,24 @@ class RecordFiles:
         finally:
             self._calls.close(fd)
 
-    def examine(self, path: str) -> tuple[ExtentHeader, os.stat_result]:
-        """Return a file's header, which must be whole and at its path. Raises `BadRecord`, `OSError`."""
+    def examine(self, path: str, format: RecordFormat) -> tuple[ExtentHeader, os.stat_result]:
+        """Return a file's header, which must be whole and at its path. Raises `BadRecord`, `OSError`.
+
+        A file of another setting is deleted, and said not to be there.
+        """
         deadline = Deadline(float("inf"))
         fd = files.open_old(self._calls, path, align=1)
         try:
             found = self._calls.fstat(fd)
-            length = read_header_bytes(self._beginning(fd, found, PREFIX_BYTES, deadline))
-            data = self._beginning(fd, found, length, deadline)
+            length = format.read_header_bytes(self._beginning(fd, found, PREFIX_BYTES, deadline))
+            header = format.decode_header(
+                self._beginning(fd, found, length, deadline), record_bytes=found.st_size
+            )
+        except ForeignRecord as error:
+            self._calls.unlink(path)
+            raise FileNotFoundError(errno.ENOENT, str(error)) from error
         finally:
             self._calls.close(fd)
-        header = decode_header(data, record_bytes=found.st_size)
         place = self.path(header.address)
         if place != path:
             same_id = os.path.basename(place) == os.path.basename(path)

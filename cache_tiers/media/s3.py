@@ -28,14 +28,13 @@ from samovar.cache_tiers.blocks import (
     BadRecord,
     Bytes,
     Clear,
+    ForeignRecord,
     Record,
     TenantRows,
     TierError,
     TierFull,
     TierMiss,
     TierName,
-    decode_header,
-    read_header_bytes,
     session_of,
 )
 from samovar.cache_tiers.media.guard import CallExecutor
@@ -302,8 +301,7 @@ class S3Tier(Tier):
     def _headers(self, newest: deque[tuple[Address, float]]) -> Iterator[Scanned]:
         window: deque[tuple[Address, Callable[[], Scanned]]] = deque()
         failures = 0
-        # Half of the connections, so that reads and writes can continue meanwhile.
-        width = max(1, self._settings.connections // 2)
+        width = max(1, self._settings.connections // 2)  # so that reads and writes can continue meanwhile
         while newest or window:
             while newest and len(window) < width:
                 address, modified_unix_s = newest.popleft()
@@ -314,6 +312,8 @@ class S3Tier(Tier):
             except TierMiss:
                 self._is_gone(address)
                 continue
+            except ForeignRecord:
+                continue  # it is left alone: other nodes may have our setting not yet, or no longer
             except BadRecord as bad:
                 self._found_bad(address, bad)
                 continue
@@ -362,8 +362,7 @@ class S3Tier(Tier):
         was_new = self._objects.put(key, data, deadline, only_new=True)
         if self._is_there(key, data, deadline):
             return
-        if not was_new:
-            # The same blocks sealed by another node, or garbage: the directory will know this record.
+        if not was_new:  # sealed by another node, or garbage: the directory will know this record
             self._objects.put(key, data, deadline, only_new=False)
             if self._is_there(key, data, deadline):
                 return
@@ -512,10 +511,10 @@ class S3Tier(Tier):
         """Return the scanned header. Raises `BadRecord` unless the object is the record its key names."""
         key = self._keys.record(address)
         data, total = self._objects.get(key, 0, HEADER_ALIGN, deadline)
-        length = read_header_bytes(data)
+        length = self.format.read_header_bytes(data)
         if length > HEADER_ALIGN:
             data, total = self._objects.get(key, 0, length, deadline)
-        header = decode_header(data, record_bytes=total)
+        header = self.format.decode_header(data, record_bytes=total)
         if header.address != address:
             is_same_place = (header.tenant, header.namespace) == (address.tenant, address.namespace)
             raise BadRecord("key" if is_same_place else "namespace", "of another extent than its key says")

@@ -14,9 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Literal
+from typing import Literal, Protocol
 
-from samovar.cache_tiers.blocks import Address, Bytes, Clear, ExtentHeader, Record, TierError, TierName
+from samovar.cache_tiers.blocks import (
+    Address,
+    Bytes,
+    Clear,
+    ExtentHeader,
+    Record,
+    TierError,
+    TierName,
+    record,
+)
 from samovar.configs.sections import FurtherTierSettings
 
 
@@ -81,17 +90,24 @@ class BadFound:
         return BadFound(Counter(self.kinds), self.quarantined)
 
 
+class RecordFormat(Protocol):
+    """What a scan reads of a record: see the functions of `blocks/record.py`, which are one."""
+
+    def read_header_bytes(self, prefix: Bytes, /) -> int: ...
+    def decode_header(self, data: Bytes, /, *, record_bytes: int | None = None) -> ExtentHeader: ...
+
+
 class Tier(ABC):
     """One store of records. Thread-safe; every method may block.
 
-    Only `TierError` and `BadRecord` come out of a tier; an error leaves the tier unchanged, or the extent
-    gone. A call that cannot end by its `deadline` raises `TierError` (as well as the medium allows; callers
-    do not rely on that alone: `guard.py`).
+    Only `TierError` and `BadRecord` come out; an error leaves the tier unchanged, or the extent gone. A call
+    that cannot end by its `deadline` raises `TierError`, as well as the medium allows (see `guard.py`).
     """
 
     name: TierName
     is_shared = False  # other nodes put records there, too: it has marks of clears, and is rescanned
     keeps_bad = False  # quarantined records are kept for inspection
+    format: RecordFormat = record  # how `scan` reads what records say of themselves
     takes_room = False  # `read` takes `room`, u8 of whole pages, and returns what is at its front then
 
     @abstractmethod

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from samovar.cache_tiers.blocks import CPU, NVME, S3, TIERS, TierError
 from samovar.cache_tiers.media import FaultyTier, NvmeTier, Tier, measure_direct_io, open_medium
@@ -21,6 +22,9 @@ from samovar.cache_tiers.node.state import put_aside
 from samovar.cache_tiers.transport import LazyLink, NixlLink
 from samovar.configs.json_text import parse_json
 from samovar.configs.sections import FaultSettings, FaultsSettings, PeerSettings, TierSettings
+
+if TYPE_CHECKING:
+    from samovar.cache_tiers.encryption import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +40,12 @@ def build_tiers(
     *,
     make_cpu: Callable[[int], Tier],
     wall_clock: Callable[[], float],
+    keys: Keys | None = None,
 ) -> NodeMedia:
     """Build the configured tiers with their injected faults; a tier that cannot be opened is off.
 
     `nvme_dir`: where files go (`settings.nvme.dir`, or `kv` in the model cache). `make_cpu(bytes_max)`.
+    `keys`: that records of tiers which outlive this process are encrypted with; None: they are not.
     Takes the directory's lock; while another service holds it, the `nvme` tier is off, and waits for it.
     """
     TIERS.take_up(settings.more)
@@ -83,7 +89,23 @@ def build_tiers(
             built.off[settings.more.name] = str(error)
         else:
             _add(built, more, settings.more.bytes_max, FaultSettings())
+    if keys is not None:
+        _encrypt(built, keys)
     return built
+
+
+def _encrypt(built: NodeMedia, keys: Keys) -> None:
+    """Encrypt what outlives this process; a medium that is not ours is off rather than in the clear."""
+    from samovar.cache_tiers.encryption import EncryptedTier
+
+    built.keys = keys
+    for name, tier in list(built.tiers.items()):
+        if name in (NVME.name, S3.name):
+            built.tiers[name] = EncryptedTier(tier, keys)
+        elif TIERS.kind(name).survives_process:
+            tier.close()
+            del built.tiers[name]
+            built.off[name] = "its records would not be encrypted (tiers.encryption_key_file)"
 
 
 def build_link(settings: PeerSettings, agent: str) -> LazyLink:

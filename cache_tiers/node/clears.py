@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from samovar.cache_tiers.blocks import TIERS, BadRecord, Clear, TierError, TierName
 from samovar.cache_tiers.catalog import Eviction
@@ -19,6 +20,9 @@ from samovar.cache_tiers.messages import Cleared
 from samovar.cache_tiers.node.scan import TierScans
 from samovar.cache_tiers.node.state import NodeState
 from samovar.configs.sections import TierSettings
+
+if TYPE_CHECKING:
+    from samovar.cache_tiers.encryption import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +36,10 @@ _Pending = tuple[TierName, Clear, int | None]
 
 
 class NodeClears:
-    """Applies clears to all tiers. `forget` is called for every clear soon after, without the lock."""
+    """Applies clears to all tiers. `forget` is called for every clear soon after, without the lock.
+
+    `keys`: of encrypted records; None: there are none.
+    """
 
     def __init__(
         self,
@@ -40,8 +47,10 @@ class NodeClears:
         scans: TierScans,
         settings: TierSettings,
         forget: Callable[[Clear], None],
+        keys: Keys | None,
     ) -> None:
         self._state = state
+        self._keys = keys
         self._scans = scans
         self._forget = forget
         self._clear_s_max = settings.load_s_max  # for all that one clear deletes
@@ -54,12 +63,13 @@ class NodeClears:
         scans.on_marks(self.heed)
 
     def clear(self, clear: Clear) -> Cleared:
-        """Clear at once in the catalog, then record it as pending, then delete.
+        """Destroy keys, where there are any; clear in the catalog, then record it as pending, then delete.
 
         `unreachable`: tiers that still have part of it to delete.
         """
         state, clears = self._state, clear.each()
         ends_s = state.clock() + self._clear_s_max
+        locked = self._destroy_keys(clears)
         pending: list[_Pending] = []
         with state.lock:
             self._under_way += 1
@@ -68,7 +78,7 @@ class NodeClears:
             # Another process's directory is nothing that this node could clear; should it become ours, its
             # scan heeds the clear.
             not_ours = state.not_ours()
-            unreachable = self._scans.unknown - shared - not_ours
+            unreachable = (self._scans.unknown - shared - not_ours) | locked
             for name in _lasting(evictions) | self._scans.unknown | shared:
                 numbers = [(name, one, state.pending.add_clear(name, one)) for one in clears]
                 if any(number is None for _, _, number in numbers):
@@ -164,6 +174,20 @@ class NodeClears:
         is_unpurged = any(tier == name for tier, _ in self._unpurged)
         if self._under_way == 0 and pending.forgotten == 0 and not pending.of(name) and not is_unpurged:
             pending.scanned(name)
+
+    def _destroy_keys(self, clears: Sequence[Clear]) -> set[TierName]:
+        """Destroy the keys of encrypted records; return the tiers whose records may still be opened.
+
+        Where the keys are kept it is gone on with.
+        """
+        if self._keys is None:
+            return set()
+        try:
+            self._keys.destroy(clears)
+        except TierError as error:
+            logger.error("what was cleared can still be read: %s", error)
+            return {name for name in self._state.guards if TIERS.kind(name).survives_process}
+        return set()
 
     def _mark(self, clears: Sequence[Clear], ends_s: float) -> set[TierName]:
         """Mark the clears in shared tiers; return those that failed."""

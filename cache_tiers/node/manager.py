@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from samovar.cache_tiers.blocks import (
     KEY_BYTES,
@@ -72,6 +73,9 @@ from samovar.cache_tiers.pricing import TierMeter, TierPrice
 from samovar.cache_tiers.transport import LazyLink, PeerCalls
 from samovar.configs.sections import TierSettings
 
+if TYPE_CHECKING:
+    from samovar.cache_tiers.encryption import Keys
+
 logger = logging.getLogger(__name__)
 
 
@@ -81,6 +85,7 @@ class NodeMedia:
 
     `pending_path`: file of the pending clears and deletes; None: no directory is ours, nothing is kept.
     `late_pending_path`: that file, if its directory is waited for (`Tier.why_not_ours`); it is read then.
+    `keys`: of records, where they are encrypted.
     """
 
     tiers: dict[TierName, Tier] = field(default_factory=dict)
@@ -88,6 +93,7 @@ class NodeMedia:
     off: dict[TierName, str] = field(default_factory=dict)
     pending_path: Path | None = None
     late_pending_path: Path | None = None
+    keys: Keys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +406,7 @@ class TierNode:
             make=make_predictor,
             peers=self.peers,
         )
-        self._clears = NodeClears(state, self._scans, settings, self.resumption.clear)
+        self._clears = NodeClears(state, self._scans, settings, self.resumption.clear, media.keys)
         self.sessions = NodeSessions(state, self._stores)
         self._drain = NodeDrain(state, self._stores, ports.peer_calls, identity.node_id, settings.io_threads)
 

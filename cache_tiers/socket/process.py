@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -40,7 +41,11 @@ from samovar.cache_tiers.node import (
 )
 from samovar.cache_tiers.node_metrics import node_metrics
 from samovar.cache_tiers.socket.server import SocketLimits, TierSocket, call_brought
+from samovar.configs.sections import TierSettings
 from samovar.configs.settings import Settings
+
+if TYPE_CHECKING:
+    from samovar.cache_tiers.encryption import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +63,9 @@ class TierProcess:
     def __init__(self, settings: Settings, path: Path, *, port: int | None = None) -> None:
         tiers, nvme_dir = settings.tiers, settings.nvme_dir
         incarnation = uuid.uuid4().hex
-        media = build_tiers(tiers, nvme_dir, make_cpu=SharedTier, wall_clock=time.time)
+        media = build_tiers(
+            tiers, nvme_dir, make_cpu=SharedTier, wall_clock=time.time, keys=_own_keys(tiers, nvme_dir)
+        )
         starts, self._bad_files = 1, 0
         if media.pending_path is not None:
             starts, self._bad_files = count_start(nvme_dir / STARTS_FILE, "tiers")
@@ -115,6 +122,19 @@ class TierProcess:
                 self.node.tick()
             except Exception:  # logged; retry at the next tick
                 logger.exception("a tick failed")
+
+
+def _own_keys(tiers: TierSettings, nvme_dir: Path) -> Keys | None:
+    """Return the keys of this machine's records; None: they are not encrypted."""
+    if tiers.encryption_key_file is None:
+        return None
+    try:
+        from samovar.cache_tiers.encryption import KEYS_FILE, OuterKeys, SessionKeyFile
+    except ImportError as error:  # an environment that is not Samovar's own
+        raise OSError(f"tiers.encryption_key_file needs the package cryptography: {error}") from error
+
+    outer = OuterKeys(tiers.encryption_key_file.expanduser())
+    return SessionKeyFile(nvme_dir / KEYS_FILE, outer, wall_clock=time.time)
 
 
 def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callable[[str], None]) -> int:

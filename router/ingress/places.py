@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from samovar.cache_tiers.blocks import Clear, tenant_tag
+from samovar.cache_tiers.blocks import Clear, TierError, tenant_tag
 from samovar.cache_tiers.sessions import SessionsCleared
 from samovar.configs.settings import Settings
 from samovar.router.erasure import Cleared, Erasure, Erasures, Left
 from samovar.router.generation import IngressServices, PromptStage
 from samovar.router.openai import ApiError
 from samovar.router.routing import DirectoryLost
+
+if TYPE_CHECKING:
+    from samovar.cache_tiers.encryption import Keys
 
 REPLIES = "replies"
 
@@ -36,6 +41,14 @@ def unfinished_dir(settings: Settings, secret: bytes) -> Path:
 def add_places(service: IngressServices) -> None:
     """Tell the service's `Erasures` of each place that the service has."""
     own, places = _Places(service), service.clears.places
+    tiers = service.settings.tiers
+    if tiers.enabled and tiers.encryption_key_file is not None and service.directory.link is not None:
+        from samovar.cache_tiers.actors import cluster_keys
+
+        # First: from then on nothing of it can be read, wherever it lies.
+        backoff_s_max = tiers.node.restart_backoff_s_max
+        keys = cluster_keys(tiers.encryption_key_file, service.settings.nvme_dir, backoff_s_max)
+        places["sessions"] |= {"keys": partial(own.keys, keys)}
     places["sessions"] |= {REPLIES: own.replies}
     for stage in _own_stages(service):  # behind: they ask the counter of the prompts whether it is too late
         places["sessions"] |= {stage.keeps: partial(_forget, stage)}
@@ -81,6 +94,15 @@ class _Places:
 
     def __init__(self, service: IngressServices) -> None:
         self._service = service
+
+    async def keys(self, keys: Keys, what: Erasure) -> Cleared:
+        """Destroy the keys of encrypted records."""
+        tenant = self._tag(what)
+        clears = [Clear(tenant, tag) for tag in ((None,) if what.tags is None else what.tags)]
+        try:
+            return Cleared(keys=await asyncio.to_thread(keys.destroy, clears))
+        except TierError as error:
+            raise Left(f"keys are not all destroyed ({error})") from error
 
     async def replies(self, what: Erasure) -> Cleared:
         """Forget stored responses and replies here. A tenant that is no longer configured has none."""

@@ -17,6 +17,7 @@ from samovar.cache_tiers.blocks.extent import ROOT, BlockShape, Bytes, ExtentHea
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.catalog.transfers import no_fault
+from samovar.cache_tiers.encryption.tier import Keys
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.media.tier import Tier
@@ -206,6 +207,7 @@ def bench(
     budgets: Mapping[TierName, int] | None = None,
     predictor_path: Path | None = None,
     scan_s_max: float = math.inf,
+    keys: Keys | None = None,
     **more: Any,
 ) -> Bench:
     clock = clock or Clock()
@@ -223,6 +225,7 @@ def bench(
             dict(budgets or dict.fromkeys(by_name, bytes_max)),
             pending_path=pending_path,
             late_pending_path=late_pending_path,
+            keys=keys,
         ),
         NodeIdentity("node", incarnation),
         NodePorts(clock, lambda: 2000.0, records_of(outbox, called), reach),

@@ -76,6 +76,7 @@ ENTRIES = {
     "tiers without Ray": ["cache_tiers.command.main"],
     "vLLM's scheduler and worker": ["cache_tiers.vllm.connector", "cache_tiers.vllm.offloading.tier"],
     "session actor": ["cache_tiers.sessions.actor"],
+    "key actor": ["cache_tiers.actors.keys"],
     "the `samovar` command": ["cluster.cli.main"],
 }
 """Where each process of the page begins."""
