@@ -339,8 +339,8 @@ class SessionKeyFile:
             own, outer = _random(), self._outer.current
             self._write(self._room(), _wrapped(OF_TENANT, tenant, NO_SESSION, own, outer, now_s))
             self._tenants[tenant] = own
-        erased = (self._erased.get(name, 0.0) for name in ((tenant, session), (tenant, None)))
-        key, number = replace(_random(), after_unix_s=max(erased)), self._room()
+        erased_s = max(self._erased.get((tenant, session), 0.0), self._erased.get((tenant, None), 0.0))
+        key, number = replace(_random(), after_unix_s=erased_s), self._room()
         self._write(number, _wrapped(OF_SESSION, tenant, session, key, self._tenants[tenant], now_s))
         self._current[tenant, session] = number
         return key
