@@ -112,6 +112,10 @@ def test_a_nodes_files_are_encrypted_and_an_erasure_takes_their_key(tmp_path: Pa
         lookup = Lookup(one.header.namespace, one.chain, TENANT, SESSION)
         return ray.get(actor.lookup.remote(lookup), timeout=WAIT_S)
 
+    def is_up() -> bool:
+        stats = ray.get(actor.stats.remote(), timeout=WAIT_S)
+        return {row.name: row.state for row in stats.tiers}["nvme"] == "up"
+
     def load() -> bytes:
         (span,) = look().spans
         fetch = Fetch(one.header.namespace, TENANT, span.extent_id, span.offset, span.blocks, span.tier, 10.0)
@@ -119,6 +123,7 @@ def test_a_nodes_files_are_encrypted_and_an_erasure_takes_their_key(tmp_path: Pa
         return b"" if isinstance(fetched, FetchFailed) else fetched.data.tobytes()
 
     try:
+        until("its files are scanned, for which it needs the keys", is_up)
         ticket = ray.get(staging.stage.remote(), timeout=WAIT_S)
         found = look()
         offer = StoreRequest(ticket, one.header, one.record.nbytes, found.incarnation, found.clear_seq)
