@@ -256,8 +256,11 @@ class S3Tier(Tier):
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
         """Scan like `scan`, but read only the headers of what is not known."""
         self._heed(self._clears.look())
-        listed, doomed = self._list()
+        listed, doomed, bad = self._list()
         self._heed(self._clears.look())  # again: for clears that ended during the listing
+        for address, modified_unix_s in bad.items():
+            if modified_unix_s <= self._clears.latest(address.tenant) + BAD_SLACK_S:
+                self._drop_bad(address)
         newest: deque[tuple[Address, float]] = deque()
         for address, modified_unix_s in listed:
             if is_known(address):
@@ -290,14 +293,27 @@ class S3Tier(Tier):
             logger.info("s3: %d marks of clears have been judged by", gone)
 
     def purge_quarantine(self, tenant: bytes) -> int:
-        """Delete the tenant's bad objects known here; return how many. Raises `TierError`."""
+        """Delete the tenant's bad objects, other nodes' too; return how many. Raises `TierError`."""
+        listed = [self._keys.parse_bad(item.key) for item in self._pages(self._keys.quarantine_of(tenant))]
         with self._lock:
-            bad = self._ledger.bad_of(tenant)
+            bad = dict.fromkeys(self._ledger.bad_of(tenant))
+        bad |= dict.fromkeys(address for address in listed if address is not None)
         for address in bad:
-            self._objects.delete(self._keys.bad(address), self._objects.deadline())
-            with self._lock:
-                self._ledger.set_bad(address, None)
+            self._purge_bad(address)
         return len(bad)
+
+    def _purge_bad(self, address: Address) -> None:
+        self._objects.delete(self._keys.bad(address), self._objects.deadline())
+        with self._lock:
+            self._ledger.set_bad(address, None)
+
+    def _drop_bad(self, address: Address) -> None:
+        """Delete a bad object of a tenant that was cleared since; after a failure, the next listing does."""
+        try:
+            self._purge_bad(address)
+        except TierError as error:
+            self._unsettled.add(address.tenant)
+            logger.info("s3: a bad record of who was cleared is not deleted yet: %s", error)
 
     def _headers(self, newest: deque[tuple[Address, float]]) -> Iterator[Scanned]:
         window: deque[tuple[Address, Callable[[], Scanned]]] = deque()
@@ -448,10 +464,10 @@ class S3Tier(Tier):
             settled(0)
         return True
 
-    def _list(self) -> tuple[deque[tuple[Address, float]], set[bytes]]:
+    def _list(self) -> tuple[deque[tuple[Address, float]], set[bytes], dict[Address, float]]:
         """List the newest records, newest first, and update the ledger with everything in the bucket.
 
-        Also returns the tenants that have older, unindexed records.
+        Also returns the tenants that have older, unindexed records, and what is kept as bad, with its times.
         """
         self._unsettled = set()
         with self._lock:
@@ -473,7 +489,7 @@ class S3Tier(Tier):
             if older is not None:
                 self._unsettled.add(older.tenant)
         bad = {
-            address: item.nbytes
+            address: item
             for item in self._pages(self._keys.quarantine)
             if (address := self._keys.parse_bad(item.key)) is not None
         }
@@ -484,8 +500,11 @@ class S3Tier(Tier):
             logger.warning("s3: %d bytes of older extents are not indexed, but count", unindexed_bytes)
         with self._lock:
             sizes = {address: size for address, _, size in found}
-            self._ledger.end_listing(sizes, unindexed_bytes, bad)
-        return deque((address, at_unix_s) for address, at_unix_s, _ in found), set(self._unsettled)
+            self._ledger.end_listing(
+                sizes, unindexed_bytes, {address: item.nbytes for address, item in bad.items()}
+            )
+        times = {address: item.modified_unix_s for address, item in bad.items()}
+        return deque((address, at_unix_s) for address, at_unix_s, _ in found), set(self._unsettled), times
 
     def _pages(self, prefix: str) -> Iterator[Listed]:
         token: str | None = None
@@ -542,6 +561,10 @@ SLACK_S = 1.0
 
 What is newer than a mark by less than this counts as older.
 """
+
+BAD_SLACK_S = 600.0
+"""A bad object that is newer than a mark by less counts as older: a listing that began before the mark may
+have put it aside."""
 
 LOOKS_MAX = 32
 """Maximum number of remembered looks, which bound the age of marks from below."""
@@ -625,6 +648,10 @@ class S3Clears:
         marks = self._pages(self._keys.clears_of(tenant))
         times = [item.modified_unix_s for item in marks if Clear(tenant) in self._keys.parse_mark(item.key)]
         return max(times, default=None)
+
+    def latest(self, tenant: bytes) -> float:
+        """Return when, as of the last look, the tenant or a session of it was last cleared; -inf: never."""
+        return max((*self._sessions.values(tenant), self._whole.get(tenant, -float("inf"))))
 
     def is_cleared(self, tenant: bytes, session: bytes | None, put_unix_s: float) -> bool:
         """Return whether it is cleared as of the last look; `session` None: the tenant as a whole."""
