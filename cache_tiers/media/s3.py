@@ -15,7 +15,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -179,6 +180,72 @@ DELETES_PER_PROBE = 64
 PROBE_BYTES = 64
 
 
+BAD_SLACK_S = 600.0
+"""A bad object that is newer than a mark by less counts as older: a listing that began before the mark may
+have put it aside."""
+
+
+class S3Quarantine:
+    """Keeps bad objects for inspection, until their tenant or a session of it is cleared. Thread-safe.
+
+    `ledger`, `lock`: the tier's, which counts them.
+    """
+
+    def __init__(
+        self, objects: S3Objects, keys: S3Keys, ledger: S3Ledger, lock: AbstractContextManager[object]
+    ) -> None:
+        self._objects = objects
+        self._keys = keys
+        self._ledger = ledger
+        self._lock = lock
+
+    def put_aside(self, address: Address) -> None:
+        """Copy a bad record for inspection, if there is room and the server can."""
+        with self._lock:
+            size = self._ledger.size_of(address) or 0
+            if self._ledger.bad_count >= QUARANTINE_MAX:
+                return
+            self._ledger.set_bad(address, size)
+        try:
+            self._objects.copy(self._keys.record(address), self._keys.bad(address), self._objects.deadline())
+        except TierError as error:
+            logger.info("s3: a bad record is deleted without a copy: %s", error)
+            if isinstance(error, TierMiss) or (isinstance(error, S3Error) and error.is_refusal):
+                with self._lock:
+                    self._ledger.set_bad(address, None)
+
+    def purge(self, tenant: bytes, listed: Iterable[Listed]) -> int:
+        """Delete a tenant's bad objects: known ones and `listed` ones. Raises `TierError`."""
+        found = [self._keys.parse_bad(item.key) for item in listed]
+        with self._lock:
+            bad = dict.fromkeys(self._ledger.bad_of(tenant))
+        bad |= dict.fromkeys(address for address in found if address is not None)
+        for address in bad:
+            self._delete(address)
+        return len(bad)
+
+    def judge(self, listed: Mapping[Address, float], cleared: Callable[[bytes], float]) -> set[bytes]:
+        """Delete what its tenant has cleared since, and return the tenants of whom some is left.
+
+        `listed`: when each was put; `cleared`: when a tenant or a session of it was, as of its latest mark.
+        """
+        left = set()
+        for address, put_unix_s in listed.items():
+            if put_unix_s > cleared(address.tenant) + BAD_SLACK_S:
+                continue
+            try:
+                self._delete(address)
+            except TierError as error:
+                left.add(address.tenant)
+                logger.info("s3: a bad record of who was cleared is not deleted yet: %s", error)
+        return left
+
+    def _delete(self, address: Address) -> None:
+        self._objects.delete(self._keys.bad(address), self._objects.deadline())
+        with self._lock:
+            self._ledger.set_bad(address, None)
+
+
 class S3Tier(Tier):
     """Stores extents in one bucket. `wall_clock`: Unix seconds.
 
@@ -197,6 +264,7 @@ class S3Tier(Tier):
         self._executor = CallExecutor(settings.connections, "s3-scan")  # reads and deletes many at once
         self._lock = threading.Lock()
         self._ledger = S3Ledger(settings.bytes_max)
+        self._bad = S3Quarantine(self._objects, self._keys, self._ledger, self._lock)
         self._clears = S3Clears(self._objects, self._keys, self._pages, settings)
         self._unsettled: set[bytes] = set()  # tenants that the last listing did not judge in full
         self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
@@ -236,7 +304,7 @@ class S3Tier(Tier):
         self._is_gone(address)
 
     def quarantine(self, address: Address) -> None:
-        self._put_aside(address)
+        self._bad.put_aside(address)
         self.delete(address)
 
     def scan(self) -> Iterator[Scanned]:
@@ -258,9 +326,7 @@ class S3Tier(Tier):
         self._heed(self._clears.look())
         listed, doomed, bad = self._list()
         self._heed(self._clears.look())  # again: for clears that ended during the listing
-        for address, modified_unix_s in bad.items():
-            if modified_unix_s <= self._clears.latest(address.tenant) + BAD_SLACK_S:
-                self._drop_bad(address)
+        self._unsettled |= self._bad.judge(bad, self._clears.latest)
         newest: deque[tuple[Address, float]] = deque()
         for address, modified_unix_s in listed:
             if is_known(address):
@@ -294,26 +360,7 @@ class S3Tier(Tier):
 
     def purge_quarantine(self, tenant: bytes) -> int:
         """Delete the tenant's bad objects, other nodes' too; return how many. Raises `TierError`."""
-        listed = [self._keys.parse_bad(item.key) for item in self._pages(self._keys.quarantine_of(tenant))]
-        with self._lock:
-            bad = dict.fromkeys(self._ledger.bad_of(tenant))
-        bad |= dict.fromkeys(address for address in listed if address is not None)
-        for address in bad:
-            self._purge_bad(address)
-        return len(bad)
-
-    def _purge_bad(self, address: Address) -> None:
-        self._objects.delete(self._keys.bad(address), self._objects.deadline())
-        with self._lock:
-            self._ledger.set_bad(address, None)
-
-    def _drop_bad(self, address: Address) -> None:
-        """Delete a bad object of a tenant that was cleared since; after a failure, the next listing does."""
-        try:
-            self._purge_bad(address)
-        except TierError as error:
-            self._unsettled.add(address.tenant)
-            logger.info("s3: a bad record of who was cleared is not deleted yet: %s", error)
+        return self._bad.purge(tenant, self._pages(self._keys.quarantine_of(tenant)))
 
     def _headers(self, newest: deque[tuple[Address, float]]) -> Iterator[Scanned]:
         window: deque[tuple[Address, Callable[[], Scanned]]] = deque()
@@ -407,21 +454,6 @@ class S3Tier(Tier):
         with self._lock:
             self._ledger.set(address, None)
             self._ledger.settle(address)
-
-    def _put_aside(self, address: Address) -> None:
-        """Copy a bad record for inspection, if there is room and the server can."""
-        with self._lock:
-            size = self._ledger.size_of(address) or 0
-            if self._ledger.bad_count >= QUARANTINE_MAX:
-                return
-            self._ledger.set_bad(address, size)
-        try:
-            self._objects.copy(self._keys.record(address), self._keys.bad(address), self._objects.deadline())
-        except TierError as error:
-            logger.info("s3: a bad record is deleted without a copy: %s", error)
-            if isinstance(error, TierMiss) or (isinstance(error, S3Error) and error.is_refusal):
-                with self._lock:
-                    self._ledger.set_bad(address, None)
 
     def _found_bad(self, address: Address, bad: BadRecord) -> None:
         with self._lock:
@@ -561,10 +593,6 @@ SLACK_S = 1.0
 
 What is newer than a mark by less than this counts as older.
 """
-
-BAD_SLACK_S = 600.0
-"""A bad object that is newer than a mark by less counts as older: a listing that began before the mark may
-have put it aside."""
 
 LOOKS_MAX = 32
 """Maximum number of remembered looks, which bound the age of marks from below."""
