@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections import Counter
@@ -81,19 +82,28 @@ def _stay_on_one_core(seed: int) -> None:
 
 
 def _is_enough(asked: argparse.Namespace, done: int, took_s: float) -> bool:
-    if asked.minutes is not None:
-        return bool(took_s >= 60 * asked.minutes)
-    if asked.cpu_s is not None:  # on a machine that others use, too, a gate is not to be shorter for it
-        return bool(time.process_time() >= asked.cpu_s)
-    return bool(done >= (asked.seeds or 1))
+    """Whether a bound is reached that was asked for: of CPU, too, for a machine that others use as well."""
+    reached = [
+        most is not None and now >= most
+        for most, now in (
+            (asked.minutes, took_s / 60),
+            (asked.cpu_s, time.process_time()),
+            (asked.seeds, done),
+        )
+    ]
+    is_bounded = any(most is not None for most in (asked.minutes, asked.cpu_s, asked.seeds))
+    return any(reached) if is_bounded else done >= len(asked.seed)
+
+
+def _seeds(asked: list[int]) -> Iterator[int]:
+    yield from asked
+    yield from itertools.count(asked[-1] + 1)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument(
-        "--seeds", type=int, default=None, help="how many; default: one, or as --minutes or --cpu-s says"
-    )
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="these, and from the last one on")
+    parser.add_argument("--seeds", type=int, default=None, help="how many; without any bound: those named")
     parser.add_argument("--minutes", type=float, default=None, help="new seeds for so long")
     parser.add_argument("--cpu-s", type=float, default=None, help="new seeds for so many seconds of CPU")
     parser.add_argument("--keep-going", action="store_true", help="go on after a seed that fails")
@@ -103,11 +113,11 @@ def main() -> int:
     parser.add_argument("--coverage", action="store_true", help="print how often each state was reached")
     parser.add_argument("--events", type=int, default=40, help="how many of the last events to print")
     asked = parser.parse_args()
-    _stay_on_one_core(asked.seed)
+    _stay_on_one_core(asked.seed[0])
     began_s, failed, done, seen = time.monotonic(), list[int](), 0, Counter[str]()
     digests: list[str] = []
-    while True:
-        outcome = live(asked.seed + done)
+    for seed in _seeds(asked.seed):
+        outcome = live(seed)
         done += 1
         seen += outcome.seen
         digests.append(f"{outcome.seed}:{outcome.digest}")
