@@ -80,7 +80,8 @@ class Directory:
             self._asked = set()
         for name, node in up.items():
             if name not in self._asked and node is not None:
-                self.table.held(name, node.sessions.sessions(REBUILT_MAX), WALL_S + self._here.now_s)
+                held = node.sessions.sessions(REBUILT_MAX)
+                self.table.held(name, held, WALL_S + self._here.now_s, up)
                 self._asked.add(name)
 
     def sync(self, sync: Sync) -> Synced:
