@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.cache_tiers.sessions import SessionTable, Sync, Synced
@@ -336,11 +335,11 @@ class Front:
         ranked, ranking = self.roster.ranked(request, session_key, self.tracker)
         came: asyncio.Queue[list[Event] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        call = _Open(
-            replace(request, route=route),
-            self._of[request.request_id],
-            partial(loop.call_soon_threadsafe, came.put_nowait),
-        )
+
+        def tell(events: list[Event] | None) -> None:
+            loop.call_soon_threadsafe(came.put_nowait, events)
+
+        call = _Open(replace(request, route=route), self._of[request.request_id], tell)
         try:
             for listed in ranked:
                 name = listed.name
