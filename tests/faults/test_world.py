@@ -21,10 +21,12 @@ SEEDS_A_COMMIT = 1_000_000
 LISTED = {
     "world-erasure-chain": 2,
     "world-store-after-erase": 5,
+    "world-promoted-unverified": 1150,
     "world-one-line-for-all": 3,
     "world-resumed-from-the-start": 3,
     "world-book-keeps-calls": 2,
     "world-copies-not-learned": 2,
+    "world-rows-not-merged": 2,
 }
 """Planted bugs (`tests/mutants/world.toml`), and a seed that finds each: every gate lives through these."""
 
