@@ -225,7 +225,6 @@ class Front:
             SETTINGS,
             lambda: WALL_S + here.now_s,
         )
-        self.open = 0
         self._requests = 0
         self._of: dict[str, Conversation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -238,7 +237,6 @@ class Front:
         while self._loop is None:
             self._here.sleep(0.1)
         promise = Promise()
-        self.open += 1
 
         def begin() -> None:
             assert self._loop is not None
@@ -255,8 +253,6 @@ class Front:
         except TimeoutError:
             self._here.violate("late", f"a request has no end after {REQUEST_S_MAX:.0f} s")
             return Answer()
-        finally:
-            self.open -= 1
         return answer
 
     # -- on the loop ------------------------------------------------------------------------
