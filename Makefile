@@ -298,7 +298,7 @@ world: $(STAMP) ## lives of simulated clusters, from seeds (ARGS="--seed 7 --min
 # One process a core; seeds of their own.
 world-night: $(STAMP) ## an hour of new seeds on two cores, with what they did not reach
 	@status=0; $(PY) -m tests.world --seed $$(date +%s)000000 --minutes 60 --keep-going --coverage $(ARGS) & \
-	$(PY) -m tests.world --seed $$(date +%s)500000 --minutes 60 --keep-going --coverage $(ARGS) || status=$$?; \
+	$(PY) -m tests.world --seed $$(date +%s)500001 --minutes 60 --keep-going --coverage $(ARGS) || status=$$?; \
 	wait $$! || status=$$?; exit $$status
 
 bench: $(STAMP) ## measure the engine on this machine

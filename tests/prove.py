@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tests.world.laws import LAWS
+
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH_IN_A_PIPE = 200
 
@@ -202,6 +204,8 @@ def table(proof: Proof, title: str, names: dict[str, str], *, is_listing: bool =
             result.add_row(*head, "", missing)
         elif name in LATER:
             result.add_row("", "", Text(f"more: {LATER[name]}", "yellow"), "")
+        if laws := [law for law, ids in LAWS.items() if name in ids]:
+            result.add_row("", "", "each life of tests/world", f"never: {', '.join(laws)}")
         result.add_section()
     return result
 

@@ -177,15 +177,14 @@ class Catalog:
             self._remove_if_nowhere(transfer.extent, None)
 
     def squeeze(self, tier: TierName, tenant: bytes, nbytes: int) -> tuple[Eviction, ...]:
-        """Evict for `nbytes` of `tenant` more than the budget leaves free; empty if that cannot be.
+        """Evict `nbytes` though the budget has room, the coldest of any tenant; empty if that cannot be.
 
-        For a medium with less room than its budget.
+        For a medium with less room than its budget, and a record of `tenant` whose room is reserved: the
+        share was counted then, and what the medium lacks is no part of it.
         """
-        ledger, share = self._books[tier].ledger, self._share_bytes(tier, tenant)
+        ledger = self._books[tier].ledger
         nbytes += max(ledger.budget - ledger.accounted, 0)
-        if nbytes > share:
-            return ()
-        room = self._books[tier].make_room(tenant, nbytes, share, self._now_s(), self._may_go)
+        room = self._books[tier].make_room(tenant, nbytes, ledger.budget, self._now_s(), self._may_go)
         return () if isinstance(room, str) else self._make(room)
 
     def dropped(self, eviction: Eviction) -> None:

@@ -341,8 +341,9 @@ class GuardedTier:
         """Delete as `Tier.delete`; success is no evidence of health, since the extent may not be there."""
         self.call(lambda: self.tier.delete(address), Deadline(deadline_s), counts_as_health=False)
 
-    def quarantine(self, address: Address, deadline_s: float) -> None:
-        self.call(lambda: self.tier.quarantine(address), Deadline(deadline_s))
+    def quarantine(self, address: Address, deadline_s: float, when_late: Callable[[], None]) -> None:
+        """Put a bad record aside as `Tier.quarantine`; `when_late`: see `call`."""
+        self.call(lambda: self.tier.quarantine(address), Deadline(deadline_s), when_late)
         self.count("quarantined")
 
     def purge_quarantine(self, tenant: bytes, deadline_s: float) -> None:

@@ -15,7 +15,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -178,6 +179,72 @@ DELETES_PER_PROBE = 64
 PROBE_BYTES = 64
 
 
+BAD_SLACK_S = 600.0
+"""A bad object that is newer than a mark by less counts as older: a listing that began before the mark may
+have put it aside."""
+
+
+class S3Quarantine:
+    """Keeps bad objects for inspection, until their tenant or a session of it is cleared. Thread-safe.
+
+    `ledger`, `lock`: the tier's, which counts them.
+    """
+
+    def __init__(
+        self, objects: S3Objects, keys: S3Keys, ledger: S3Ledger, lock: AbstractContextManager[object]
+    ) -> None:
+        self._objects = objects
+        self._keys = keys
+        self._ledger = ledger
+        self._lock = lock
+
+    def put_aside(self, address: Address) -> None:
+        """Copy a bad record for inspection, if there is room and the server can."""
+        with self._lock:
+            size = self._ledger.size_of(address) or 0
+            if self._ledger.bad_count >= QUARANTINE_MAX:
+                return
+            self._ledger.set_bad(address, size)
+        try:
+            self._objects.copy(self._keys.record(address), self._keys.bad(address), self._objects.deadline())
+        except TierError as error:
+            logger.info("s3: a bad record is deleted without a copy: %s", error)
+            if isinstance(error, TierMiss) or (isinstance(error, S3Error) and error.is_refusal):
+                with self._lock:
+                    self._ledger.set_bad(address, None)
+
+    def purge(self, tenant: bytes, listed: Iterable[Listed]) -> int:
+        """Delete a tenant's bad objects: known ones and `listed` ones. Raises `TierError`."""
+        found = [self._keys.parse_bad(item.key) for item in listed]
+        with self._lock:
+            bad = dict.fromkeys(self._ledger.bad_of(tenant))
+        bad |= dict.fromkeys(address for address in found if address is not None)
+        for address in bad:
+            self._delete(address)
+        return len(bad)
+
+    def judge(self, listed: Mapping[Address, float], cleared: Callable[[bytes], float]) -> set[bytes]:
+        """Delete what its tenant has cleared since, and return the tenants of whom some is left.
+
+        `listed`: when each was put; `cleared`: when a tenant or a session of it was, as of its latest mark.
+        """
+        left = set()
+        for address, put_unix_s in listed.items():
+            if put_unix_s > cleared(address.tenant) + BAD_SLACK_S:
+                continue
+            try:
+                self._delete(address)
+            except TierError as error:
+                left.add(address.tenant)
+                logger.info("s3: a bad record of who was cleared is not deleted yet: %s", error)
+        return left
+
+    def _delete(self, address: Address) -> None:
+        self._objects.delete(self._keys.bad(address), self._objects.deadline())
+        with self._lock:
+            self._ledger.set_bad(address, None)
+
+
 class S3Tier(Tier):
     """Stores extents in one bucket. `wall_clock`: Unix seconds.
 
@@ -196,6 +263,7 @@ class S3Tier(Tier):
         self._executor = CallExecutor(settings.connections, "s3-scan")  # reads and deletes many at once
         self._lock = threading.Lock()
         self._ledger = S3Ledger(settings.bytes_max)
+        self._bad = S3Quarantine(self._objects, self._keys, self._ledger, self._lock)
         self._clears = S3Clears(self._objects, self._keys, self._pages, settings)
         self._unsettled: set[bytes] = set()  # tenants that the last listing did not judge in full
         self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
@@ -235,7 +303,7 @@ class S3Tier(Tier):
         self._is_gone(address)
 
     def quarantine(self, address: Address) -> None:
-        self._put_aside(address)
+        self._bad.put_aside(address)
         self.delete(address)
 
     def scan(self) -> Iterator[Scanned]:
@@ -255,8 +323,9 @@ class S3Tier(Tier):
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
         """Scan like `scan`, but read only the headers of what is not known."""
         self._heed(self._clears.look())
-        listed, doomed = self._list()
+        listed, doomed, bad = self._list()
         self._heed(self._clears.look())  # again: for clears that ended during the listing
+        self._unsettled |= self._bad.judge(bad, self._clears.latest)
         newest: deque[tuple[Address, float]] = deque()
         for address, modified_unix_s in listed:
             if is_known(address):
@@ -289,14 +358,8 @@ class S3Tier(Tier):
             logger.info("s3: %d marks of clears have been judged by", gone)
 
     def purge_quarantine(self, tenant: bytes) -> int:
-        """Delete the tenant's bad objects known here; return how many. Raises `TierError`."""
-        with self._lock:
-            bad = self._ledger.bad_of(tenant)
-        for address in bad:
-            self._objects.delete(self._keys.bad(address), self._objects.deadline())
-            with self._lock:
-                self._ledger.set_bad(address, None)
-        return len(bad)
+        """Delete the tenant's bad objects, other nodes' too; return how many. Raises `TierError`."""
+        return self._bad.purge(tenant, self._pages(self._keys.quarantine_of(tenant)))
 
     def _headers(self, newest: deque[tuple[Address, float]]) -> Iterator[Scanned]:
         window: deque[tuple[Address, Callable[[], Scanned]]] = deque()
@@ -391,21 +454,6 @@ class S3Tier(Tier):
             self._ledger.set(address, None)
             self._ledger.settle(address)
 
-    def _put_aside(self, address: Address) -> None:
-        """Copy a bad record for inspection, if there is room and the server can."""
-        with self._lock:
-            size = self._ledger.size_of(address) or 0
-            if self._ledger.bad_count >= QUARANTINE_MAX:
-                return
-            self._ledger.set_bad(address, size)
-        try:
-            self._objects.copy(self._keys.record(address), self._keys.bad(address), self._objects.deadline())
-        except TierError as error:
-            logger.info("s3: a bad record is deleted without a copy: %s", error)
-            if isinstance(error, TierMiss) or (isinstance(error, S3Error) and error.is_refusal):
-                with self._lock:
-                    self._ledger.set_bad(address, None)
-
     def _found_bad(self, address: Address, bad: BadRecord) -> None:
         with self._lock:
             self._bad_found.kinds[bad.kind] += 1
@@ -447,10 +495,10 @@ class S3Tier(Tier):
             settled(0)
         return True
 
-    def _list(self) -> tuple[deque[tuple[Address, float]], set[bytes]]:
+    def _list(self) -> tuple[deque[tuple[Address, float]], set[bytes], dict[Address, float]]:
         """List the newest records, newest first, and update the ledger with everything in the bucket.
 
-        Also returns the tenants that have older, unindexed records.
+        Also returns the tenants that have older, unindexed records, and what is kept as bad, with its times.
         """
         self._unsettled = set()
         with self._lock:
@@ -472,7 +520,7 @@ class S3Tier(Tier):
             if older is not None:
                 self._unsettled.add(older.tenant)
         bad = {
-            address: item.nbytes
+            address: item
             for item in self._pages(self._keys.quarantine)
             if (address := self._keys.parse_bad(item.key)) is not None
         }
@@ -483,8 +531,11 @@ class S3Tier(Tier):
             logger.warning("s3: %d bytes of older extents are not indexed, but count", unindexed_bytes)
         with self._lock:
             sizes = {address: size for address, _, size in found}
-            self._ledger.end_listing(sizes, unindexed_bytes, bad)
-        return deque((address, at_unix_s) for address, at_unix_s, _ in found), set(self._unsettled)
+            self._ledger.end_listing(
+                sizes, unindexed_bytes, {address: item.nbytes for address, item in bad.items()}
+            )
+        times = {address: item.modified_unix_s for address, item in bad.items()}
+        return deque((address, at_unix_s) for address, at_unix_s, _ in found), set(self._unsettled), times
 
     def _pages(self, prefix: str) -> Iterator[Listed]:
         token: str | None = None
@@ -624,6 +675,10 @@ class S3Clears:
         marks = self._pages(self._keys.clears_of(tenant))
         times = [item.modified_unix_s for item in marks if Clear(tenant) in self._keys.parse_mark(item.key)]
         return max(times, default=None)
+
+    def latest(self, tenant: bytes) -> float:
+        """Return when, as of the last look, the tenant or a session of it was last cleared; -inf: never."""
+        return max((*self._sessions.values(tenant), self._whole.get(tenant, -float("inf"))))
 
     def is_cleared(self, tenant: bytes, session: bytes | None, put_unix_s: float) -> bool:
         """Return whether it is cleared as of the last look; `session` None: the tenant as a whole."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +32,9 @@ HEEDED_AT_ONCE = 256
 
 PURGE_SHARE = 0.9
 """Share of the time left for a purge, so that a tier stops by itself and is not late, only unfinished."""
+
+PURGE_BAD_S_MIN = 1.0
+"""Time for a tier's bad records also where another tier has used up the time of the clear."""
 
 _Pending = tuple[TierName, Clear, int | None]
 
@@ -89,11 +93,8 @@ class NodeClears:
         state.save_pending()
         unreachable |= self._mark(clears, ends_s)
         unreachable |= state.drop(evictions, budget_s=ends_s - state.clock())
-        unpurged = self._purge_quarantines(clear.tenant)
-        unreachable |= unpurged
-        with state.lock:  # written down: what is bad is found again after a restart
-            for name in unpurged - {name for name, _, _ in pending}:
-                pending += [(name, one, state.pending.add_clear(name, one)) for one in clears]
+        keeping = [name for name, guard in state.guards.items() if guard.tier.keeps_bad]
+        unreachable |= self._purge_quarantines(keeping, clears, pending, ends_s)
         unreachable |= self._purge(clears, unreachable, ends_s)
         if not self._settle(pending, unreachable | not_ours):
             unreachable |= {eviction.tier for eviction in evictions}
@@ -117,12 +118,17 @@ class NodeClears:
                 return
             self._under_way += 1
             evictions = [eviction for one in new for eviction in self._forgotten(one, is_marked=True)]
-            local = (_lasting(evictions) | self._scans.unknown) - {name for name, _, _ in self._shared()}
+            shared = {name for name, _, _ in self._shared()}
+            local = (_lasting(evictions) | self._scans.unknown) - shared
             pending = [(name, one, state.pending.add_clear(name, one)) for name in local for one in new]
         for one in new:
             self._forget(one)
         state.save_pending()
         unfinished = state.drop(evictions)
+        # A shared tier's own listing deletes what is bad there, by the same marks.
+        guards = state.guards.items()
+        keeping = [name for name, guard in guards if guard.tier.keeps_bad and name not in shared]
+        unfinished |= self._purge_quarantines(keeping, new, pending, state.clock() + self._clear_s_max)
         self._settle(pending, unfinished | self._scans.unknown)
         if evictions:
             logger.info("%d records are deleted that were cleared while this node was away", len(evictions))
@@ -223,7 +229,7 @@ class NodeClears:
 
     def _retry(self) -> None:
         """Retry pending clears one after the other in a background thread, until one fails."""
-        for name, _, _ in self._shared():
+        for name, guard, _ in self._shared():
             with self._state.lock:
                 pending = self._state.pending.clears_of(name)
             for clear, number in pending:
@@ -231,6 +237,8 @@ class NodeClears:
                     return
                 ends_s = self._state.clock() + self._clear_s_max
                 if self._mark([clear], ends_s) | self._purge([clear], set(), ends_s):
+                    break
+                if guard.tier.keeps_bad and not self._purge_bad(name, clear.tenant, ends_s):
                     break
                 with self._state.lock:
                     self._state.pending.settle_clear(name, clear, number)
@@ -240,24 +248,35 @@ class NodeClears:
         guards = self._state.guards.items()
         return [(name, guard, guard.tier) for name, guard in guards if guard.tier.is_shared]
 
-    def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
-        """Delete a tenant's bad records, which hold its blocks too; return the tiers that failed.
+    def _purge_quarantines(
+        self, keeping: Iterable[TierName], clears: Sequence[Clear], pending: list[_Pending], ends_s: float
+    ) -> set[TierName]:
+        """Delete the bad records of those who were cleared, which hold their blocks too, from these tiers.
 
-        Those are gone on with: see `_purge_rest`.
+        Returns the tiers that failed. Those are gone on with, see `_purge_rest`, and are added to `pending`:
+        what is bad is found again after a restart.
         """
-        keeping = [name for name, guard in self._state.guards.items() if guard.tier.keeps_bad]
-        failed = {name for name in keeping if not self._purge_bad(name, tenant)}
+        failed: set[TierName] = set()
+        for name in keeping:
+            left = deque(dict.fromkeys(clear.tenant for clear in clears))
+            while left and self._purge_bad(name, left[0], ends_s):
+                left.popleft()
+            failed |= {name} if left else set()
+            with self._state.lock:
+                for tenant in left:
+                    if len(self._unpurged) < self._unpurged_max:
+                        self._unpurged[name, tenant] = None
+                    else:
+                        self._state.pending.forgotten += 1
         with self._state.lock:
-            for name in sorted(failed):
-                if len(self._unpurged) < self._unpurged_max:
-                    self._unpurged[name, tenant] = None
-                else:
-                    self._state.pending.forgotten += 1
+            for name in sorted(failed - {name for name, _, _ in pending}):
+                pending += [(name, one, self._state.pending.add_clear(name, one)) for one in clears]
         return failed
 
-    def _purge_bad(self, name: TierName, tenant: bytes) -> bool:
+    def _purge_bad(self, name: TierName, tenant: bytes, ends_s: float) -> bool:
+        left_s = max(ends_s - self._state.clock(), PURGE_BAD_S_MIN)
         try:
-            self._state.guards[name].purge_quarantine(tenant, self._clear_s_max)
+            self._state.guards[name].purge_quarantine(tenant, left_s)
         except (TierError, BadRecord) as error:
             logger.warning("%s tier: bad records could not be deleted yet: %s", name, error)
             return False
@@ -271,7 +290,8 @@ class NodeClears:
             left = list(self._unpurged)
         failed = {name for name, _ in left if not self._state.guards[name].is_up}
         for name, tenant in left:
-            if name not in failed and not self._purge_bad(name, tenant):
+            ends_s = self._state.clock() + self._clear_s_max
+            if name not in failed and not self._purge_bad(name, tenant, ends_s):
                 failed.add(name)
 
 

@@ -407,9 +407,9 @@ class PeerExports:
             try:
                 return self._read(address, tier, ends_s)
             except TierMiss:
-                state.lost(address, tier)
+                state.lost(address, tier, ends_s - state.clock())
             except BadRecord as error:
-                state.bad(address, tier, error.kind)
+                state.bad(address, tier, error.kind, ends_s - state.clock())
                 failure = FetchFailed("error", str(error))
             except TierDown as error:
                 failure = FetchFailed("down", str(error))

@@ -31,7 +31,7 @@ from samovar.cache_tiers.blocks import (
     TierName,
 )
 from samovar.cache_tiers.catalog import Catalog, ClearSet, Eviction, Reach
-from samovar.cache_tiers.media import GuardedTier, Syscalls
+from samovar.cache_tiers.media import GuardedTier, Syscalls, TierLate
 from samovar.configs.atomic_file import atomic_write
 from samovar.configs.json_text import parse_json
 from samovar.configs.sections import TIER_NAME
@@ -390,15 +390,18 @@ class NodeState:
             self.pending.settle(tier, address)
         return True
 
-    def lost(self, address: Address, tier: TierName) -> None:
+    def lost(self, address: Address, tier: TierName, budget_s: float | None = None) -> None:
         """Handle a record missing from its tier; deletes it anyway, as it may just have come back."""
         with self.lock:
             eviction = self.catalog.lose(address, tier)
         if eviction is not None:
-            self.drop([eviction])
+            self.drop([eviction], budget_s)
 
-    def bad(self, address: Address, tier: TierName, kind: str) -> None:
-        """Handle a bad record: count it, never find it again, keep it for inspection."""
+    def bad(self, address: Address, tier: TierName, kind: str, budget_s: float | None = None) -> None:
+        """Handle a bad record: count it, never find it again, keep it for inspection.
+
+        `budget_s`: how long the caller waits for the tier; what is not done by then is pending, or goes on.
+        """
         guard = self.guards.get(tier)
         if guard is None:
             return
@@ -408,16 +411,37 @@ class NodeState:
             eviction, clears = self.catalog.lose(address, tier), self.catalog.clears.seq
         if eviction is None:  # already handled; what lies there now may be good
             return
+        most_s = self._delete_s_max if budget_s is None else min(budget_s, self._delete_s_max)
+        ends_s = self.clock() + most_s
+
+        def undo() -> None:
+            self.drop([eviction], ends_s - self.clock())
+            self._purge_again(guard, address.tenant, clears)
+
         try:
-            guard.quarantine(address, self._delete_s_max)
-            if self.catalog.clears.seq != clears and guard.tier.keeps_bad:
-                # A clear meanwhile did not know of the copy that is kept for inspection.
-                guard.purge_quarantine(address.tenant, self._delete_s_max)
+            if most_s <= 0:
+                raise TierError("no time left for it")
+            guard.quarantine(address, most_s, when_late=undo)
+        except TierLate:
+            return  # `undo` runs when it ends: a delete beside it could hit what is stored after that
         except (TierError, BadRecord):
-            self.drop([eviction])
+            undo()
+            return
+        if not self._purge_again(guard, address.tenant, clears):
+            self.drop([eviction], ends_s - self.clock())
             return
         with self.lock:
             self.catalog.dropped(eviction)
+
+    def _purge_again(self, guard: GuardedTier, tenant: bytes, clears: int) -> bool:
+        """Delete bad records if there was a clear since, which did not know of all; False: it failed."""
+        if self.catalog.clears.seq == clears or not guard.tier.keeps_bad:
+            return True
+        try:
+            guard.purge_quarantine(tenant, self._delete_s_max)
+        except (TierError, BadRecord):
+            return False
+        return True
 
     def retry_deletes(self) -> None:
         """Retry the pending deletes of tiers that are up."""

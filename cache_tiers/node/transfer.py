@@ -394,9 +394,9 @@ class NodeReads:
             try:
                 return self._fetch_from(fetch, address, tier, ends_s, room)
             except TierMiss:
-                state.lost(address, tier)
+                state.lost(address, tier, ends_s - clock())
             except BadRecord as error:
-                state.bad(address, tier, error.kind)
+                state.bad(address, tier, error.kind, ends_s - clock())
                 if isinstance(error, _Spoilt) and spoilt is None:
                     spoilt = Fetched(0, error.data, tier=tier)
                 reason, message = "error", str(error)

@@ -294,7 +294,7 @@ class SessionActor:
         answers = rpc.ask_all({node: actor}, "sessions", REBUILD_SESSIONS_MAX, timeout_s=ASK_S_MAX)
         for held in answers.values():
             with self._lock:
-                self._table.held(node, held, time.time())
+                self._table.held(node, held, time.time(), self._actors)
         return node in answers
 
     def _tier_actors(self) -> dict[str, Any]:

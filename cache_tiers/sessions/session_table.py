@@ -11,7 +11,7 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
@@ -259,8 +259,14 @@ class SessionTable:
         self._put(row)
         return row
 
-    def held(self, node: str, sessions: Iterable[SessionHeld], now_unix_s: float) -> None:
-        """Record what a node's tiers were found to hold: adds what was unknown, changes nothing else."""
+    def held(
+        self, node: str, sessions: Iterable[SessionHeld], now_unix_s: float, there: Collection[str] = ()
+    ) -> None:
+        """Record what a node's tiers were found to hold: adds what was unknown, changes nothing else.
+
+        `there`: the nodes that exist. Where a lineage's row is full, those that do not make room: a node that
+        left has given its blocks to others.
+        """
         for one in sessions:
             old = self._rows.get((one.tenant, one.session))
             if old is None:
@@ -275,8 +281,12 @@ class SessionTable:
                     used_unix_s=used_s,
                 )
                 self._take(row)
-            elif node not in old.nodes and len(old.nodes) < NODES_MAX:
-                self._put(replace(old, nodes=(*old.nodes, node), generation=old.generation + 1))
+                continue
+            nodes = old.nodes
+            if len(nodes) == NODES_MAX:
+                nodes = tuple(name for name in nodes if name in there) if there else nodes
+            if node not in nodes and len(nodes) < NODES_MAX:
+                self._put(replace(old, nodes=(*nodes, node), generation=old.generation + 1))
 
     def merge(self, rows: Iterable[SessionRow]) -> int:
         """Merge rows of another copy; return how many of them were new."""

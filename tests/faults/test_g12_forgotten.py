@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
-from samovar.cache_tiers.blocks.record import Record
+from samovar.cache_tiers.blocks.record import Record, TierError
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.s3 import S3Clears, S3Tier
 from samovar.cache_tiers.media.s3_client import S3Keys
@@ -142,6 +142,85 @@ def test_g12_bad_records_of_a_tenant_go_with_it(stub: Stub) -> None:
     node.node.clear(Clear(TENANT, SESSION))
     assert not [key for key in stub.objects if "/bad/" in key]
     node.node.close()
+
+
+def put_aside(stub: Stub, wanted: Sample) -> str:
+    """What a node that is gone by now has put aside as bad."""
+    key = S3Keys(S3TierSettings().prefix).bad(wanted.header.address)
+    with stub.lock:
+        stub.objects[key] = (wanted.record.tobytes(), time.time())
+    return key
+
+
+def test_g12_bad_records_that_others_have_put_aside_since_the_listing_go_with_a_session(stub: Stub) -> None:
+    theirs = sample(2, tenant=OTHER_TENANT, placement=IN_S3)
+    node = start(stub)
+    mine, kept = put_aside(stub, sample(1, placement=IN_S3)), put_aside(stub, theirs)
+    assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ()
+    assert mine not in stub.objects
+    assert kept in stub.objects
+    node.node.close()
+
+
+def test_g12_a_pending_clear_of_a_session_deletes_bad_records_of_who_is_gone(
+    stub: Stub, tmp_path: Path
+) -> None:
+    node = start(stub, pending=tmp_path / "owed.json")
+    stub.misbehave = lambda to, request: to.error(500, "InternalError")
+    assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("s3",)
+    node.node.close()
+    stub.misbehave = stub.behave
+    again = start(stub, "again", pending=tmp_path / "owed.json")
+    key = put_aside(stub, sample(1, placement=IN_S3))  # after the listing: it is not known of
+    again.node.tick()
+    clears_of(again.node).join(20)
+    assert key not in stub.objects
+    assert (tmp_path / "owed.json").read_text() == ""
+    again.node.close()
+
+
+def test_g12_a_listing_deletes_bad_records_of_who_was_cleared_by_a_node_that_is_gone(stub: Stub) -> None:
+    dead = S3Tier(stub.settings(), time.time)
+    dead.mark_cleared([Clear(TENANT, SESSION)], Deadline(20.0))  # and it came no further
+    dead.close()
+    mine = put_aside(stub, sample(1, placement=IN_S3))
+    kept = put_aside(stub, sample(2, tenant=OTHER_TENANT, placement=IN_S3))
+    node = start(stub)
+    assert mine not in stub.objects
+    assert kept in stub.objects
+    node.node.close()
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_g12_a_clear_of_another_node_deletes_also_what_is_bad_on_this_ones_disk(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+) -> None:
+    s3, files = stub.settings(rescan_s=RESCAN_S), nvme(tmp_path / "kv")
+    node = bench(
+        [HeapTier(MIB), files, S3Tier(s3, time.time)],
+        settings=TierSettings(s3=s3),
+        pending_path=tmp_path / "owed.json",
+    )
+    join_scans(node.node, 20)
+    wanted = sample(1, placement=Placement(first="nvme", write_behind=(), lowest="nvme"))
+    node.store(wanted)
+    state_of(node.node).bad(wanted.header.address, "nvme", "checksum")
+    assert list((tmp_path / "kv").rglob("*.bad"))
+    other = start(stub, "other")
+    other.node.clear(Clear(TENANT, SESSION))
+    if is_stuck:
+        with monkeypatch.context() as broken:
+            broken.setattr(files, "purge_quarantine", no_purge)
+            tick(node)
+        assert json.loads((tmp_path / "owed.json").read_text())["clears"], "a restart has to know of it"
+    tick(node)
+    assert not list((tmp_path / "kv").rglob("*.bad"))
+    for one in (other, node):
+        one.node.close()
+
+
+def no_purge(_tenant: bytes) -> int:
+    raise TierError("it is stuck")
 
 
 # -- a session's clear, and nodes that are no more (S3 b) ---------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from samovar.cache_tiers.blocks.extent import Clear, Placement
+from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
 from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.media.faults import FaultyTier
 from samovar.cache_tiers.media.memory import HeapTier
@@ -477,3 +477,40 @@ def test_g13_what_a_reader_finds_later_comes_on_top(tmp_path: Path) -> None:
     row = next(row for row in again.node.stats().tiers if row.name == "nvme")
     assert (row.verify_failures, row.quarantined) == ({"truncated": 2}, 2)
     disk.close()
+
+
+class SlowToPutAside(MemoryTier):
+    """`aside`: until it is set, a bad record is on its way to where it is kept for inspection."""
+
+    def __init__(self) -> None:
+        super().__init__("nvme", MIB)
+        self.aside = threading.Event()
+
+    def quarantine(self, address: Address) -> None:
+        assert self.aside.wait(LATE_S), "the test waits for it"
+        super().quarantine(address)
+
+
+LATE_S = 20.0
+
+
+def test_g9_a_fetch_does_not_wait_for_a_bad_record_to_be_put_aside() -> None:
+    medium = SlowToPutAside()
+    settings = TierSettings(load_s_max=2 * LATE_S, store_s_max=2 * LATE_S)
+    node = bench([HeapTier(MIB), medium], bytes_max=MIB, settings=settings)
+    wanted = sample(1, placement=LOW)
+    assert node.store(wanted) == "taken"
+    assert node.copies(wanted) == ("nvme",)
+    medium.spoil(wanted.header.address)
+    fetch_from(node, wanted, "nvme", 0.2)
+    state = state_of(node.node)
+    assert state.catalog.transfers.is_busy("nvme", wanted.header.address), "nothing may be stored there yet"
+    medium.aside.set()
+    ends_s = time.monotonic() + LATE_S
+    while state.catalog.transfers.is_busy("nvme", wanted.header.address):
+        assert time.monotonic() < ends_s, "it is never done"
+        node.node.tick()
+        threading.Event().wait(0.005)
+    assert node.store(wanted) == "taken"
+    node.node.check_integrity()
+    node.node.close()

@@ -115,15 +115,25 @@ class Clients:
 
     # -- requests of a replica --------------------------------------------------------------
 
-    def turn(self, conversation: Conversation, machine: Machine, *, adds: bool = True) -> int:
-        """Look up, load, and store what was missing, and the next turn; return the blocks loaded."""
+    def turn(
+        self,
+        conversation: Conversation,
+        machine: Machine,
+        *,
+        adds: bool = True,
+        peers: Sequence[str] | None = None,
+    ) -> int:
+        """Look up, load, and store what was missing, and the next turn; return the blocks loaded.
+
+        `peers`: nodes that are asked as well; None: any two.
+        """
         turns = min(conversation.turns + adds, TURNS_MAX)
         if conversation.is_closed or not turns:
             return 0
         conversation.looking += 1
         self._door.keep(conversation.tenant + conversation.session + conversation.number.to_bytes(4, "big"))
         try:
-            found = self._look(conversation, conversation.chain(turns), machine)
+            found = self._look(conversation, conversation.chain(turns), machine, peers)
         finally:
             conversation.looking -= 1
         conversation.turns = max(conversation.turns, turns)
@@ -136,9 +146,14 @@ class Clients:
                 self._offer(conversation, number, found, machine)
         return loaded
 
-    def _look(self, conversation: Conversation, chain: bytes, machine: Machine) -> LookupResult:
+    def _look(
+        self, conversation: Conversation, chain: bytes, machine: Machine, peers: Sequence[str] | None = None
+    ) -> LookupResult:
         others = [one.name for one in self._machines if one is not machine]
-        lookup = self._lookup(conversation, chain, *self._rng.sample(others, min(len(others), 2)))
+        asked = self._rng.sample(others, min(len(others), 2))
+        if peers is not None:
+            asked = [name for name in peers if name in others]
+        lookup = self._lookup(conversation, chain, *asked)
         found = self._ask(machine, "lookup", lambda node: node.lookup(lookup), LOOKUP_S_MAX)
         for span in found.spans:
             self._seen[f"found in {span.tier}"] += 1

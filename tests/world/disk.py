@@ -43,12 +43,18 @@ class Disk(RecordingCalls):
     def died(self) -> None:
         """Close what the process that died had open, as the system does."""
         for fd in (*self._locks, *self.fds):
-            try:
+            if self._is_ours(fd):
                 os.close(fd)
-            except OSError:
-                continue  # closed before
         self._locks.clear()
         self.fds.clear()
+
+    def _is_ours(self, fd: int) -> bool:
+        """Whether it is still open here: who stops has closed it, and another node may have its number."""
+        try:
+            path = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            return False
+        return path.startswith(os.path.realpath(self.base) + os.sep)
 
     def rot(self, rng: random.Random) -> str:
         """Flip a bit of a file that is there; return which."""

@@ -15,11 +15,15 @@ Kind = Literal[
     "bucket 5xx", "bucket throttles", "bucket late", "bucket slow", "bucket list lags", "bucket lies",
     "net loss", "net slow", "net twice", "partition",
     "crash", "power cut", "graceful stop", "door crash", "clock jump", "replica dies", "small store fails",
+    "replica crash", "replica stalls", "directory crash", "directory silent",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
 AT_ONCE: frozenset[Kind] = frozenset(
-    {"crash", "power cut", "graceful stop", "door crash", "clock jump", "bit rot"}
-)
+    {
+        "crash", "power cut", "graceful stop", "door crash", "clock jump", "bit rot",
+        "replica crash", "directory crash",
+    }
+)  # fmt: skip
 """They happen at a moment; the others last, and strike with a rate."""
 ONLY_SEVERAL: frozenset[Kind] = frozenset({"net loss", "net slow", "net twice", "partition"})
 

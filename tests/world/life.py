@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from tests.support.constants import tuned
 from tests.support.inside import records_in, state_of
 from tests.world.bucket import Bucket
 from tests.world.clients import Clients
+from tests.world.desk import Desk
 from tests.world.door import STORES, Door
 from tests.world.faults import AT_ONCE, Fault, Faults, drawn
+from tests.world.front import LISTED_S, SETTINGS, WATCH_S, Directory, Front, Replica
 from tests.world.machine import Machine, Shape
+from tests.world.model import Conversation
 from tests.world.network import Network
 from tests.world.scheduler import Process, Scheduler, Violation
 from tests.world.threads import inhabited
@@ -78,9 +82,13 @@ class Life:
             f"{nodes} nodes, {tenants} tenants, {self._clients_count} clients, preempted {preempt_rate:g}, "
             f"{shape.settings.policy.name}, {', '.join(f'{k} {v}' for k, v in shape.bytes_max.items())}"
         )
+        self.desk = Desk(here=self.here, seen=self.seen, seed=seed) if rng.random() < 0.3 else None
+        self._fronts_count = rng.choice((0, 1, 2))
         self._rng = random.Random(f"chaos {seed}")
         self._root = root
         self._tenants = tenants
+        self.replicas: list[Replica] = []
+        self.fronts: list[Front] = []
 
     def run(self) -> Outcome:
         here = self.here
@@ -91,11 +99,17 @@ class Life:
             self.clients = Clients(
                 here, self.faults, self.network, self.machines, self.door, self.seen, self.seed, self._tenants
             )
+            if self.desk is not None:
+                self.desk.start()
             users = here.process("clients")
             tasks = [
                 here.spawn(users, f"client-{number}", lambda: self.clients.live(LASTS_S))
                 for number in range(self._clients_count)
             ]
+            self.directory = Directory(here, self.machines)
+            if self._fronts_count:
+                self._open_fronts()
+            tasks += [here.spawn(users, "chats", partial(self._chat, front)) for front in self.fronts]
             self._chaos()
             while not all(task.is_done for task in tasks) and not here.violations:
                 here.sleep(1.0)
@@ -123,6 +137,27 @@ class Life:
             list(here.told),
         )
 
+    def _open_fronts(self) -> None:
+        """Put a replica beside each node, and fronts before them; the directory's process watches."""
+
+        def watch() -> None:
+            while True:
+                self.directory.watch()
+                self.here.sleep(WATCH_S)
+
+        self.replicas += [Replica(self.here, self.faults, self.clients, one) for one in self.machines]
+        self.fronts += [
+            Front(self.here, self.faults, self.replicas, self.directory, self.seen, number, self.seed)
+            for number in range(self._fronts_count)
+        ]
+        self.here.spawn(self.here.process("directory"), "watch", watch)
+
+    def _chat(self, front: Front) -> None:
+        """A user's life before a front."""
+        while self.here.now_s < LASTS_S and not self.here.violations:
+            self.here.sleep(self._rng.expovariate(1.0))
+            front.ask(self._rng.choice(list(self.clients.now.values())))
+
     # -- the life ---------------------------------------------------------------------------
 
     def _chaos(self) -> None:
@@ -146,18 +181,45 @@ class Life:
             machine.jump(self._rng.choice((-1e6, -5.0, 5.0, 1e6)))
         elif fault.kind == "bit rot":
             self.here.tell(f"rots: {machine.disk.rot(self._rng)}")
+        elif fault.kind == "directory crash":
+            self.directory.crash(self._rng.choice((0.1, 5.0)))
+        elif fault.kind == "replica crash":
+            for replica in self._beside(machine):
+                self.here.spawn(self.here.world, "fall", partial(self._restart, replica))
         else:
             self.here.spawn(self.here.world, "fall", lambda: self._fall(machine, fault))
+
+    def _beside(self, machine: Machine) -> list[Replica]:
+        return [one for one in self.replicas if one.machine is machine]
+
+    def _restart(self, replica: Replica) -> None:
+        replica.crash()
+        self.here.sleep(self._rng.choice((0.1, 3.0, 20.0)) * self._rng.random())
+        replica.start()
+
+    def _leave(self, machine: Machine) -> None:
+        """Stop a node as it is asked to, and what runs beside it; fronts are told before."""
+        self.directory.draining.add(machine.name)
+        machine.stop([one.name for one in self.machines])
+        for replica in self._beside(machine):
+            replica.crash()
 
     def _fall(self, machine: Machine, fault: Fault) -> None:
         if not machine.is_up:
             return
+        life = machine.lives
         if fault.kind == "graceful stop":
-            machine.stop([one.name for one in self.machines])
+            self._leave(machine)
         else:
             machine.crash(power=fault.kind == "power cut")
+        for replica in self._beside(machine) if fault.kind == "power cut" else ():
+            replica.crash()
         self.here.sleep(self._rng.choice((0.1, 3.0, 20.0)) * self._rng.random())
-        machine.start()
+        if machine.lives == life:  # else it crashed while it stopped, and was started after that
+            machine.start()
+        self.directory.draining.discard(machine.name)
+        for replica in self._beside(machine):
+            replica.start()
 
     def _until(self, at_s: float) -> None:
         while self.here.now_s < at_s and not self.here.violations:
@@ -193,6 +255,12 @@ class Life:
         if erasures is None or erasures.unfinished:
             left = [] if erasures is None else sorted(itertools.chain(*erasures.unfinished.values()))
             yield f"the door has erasures left: {left}"
+        if self.desk is not None and not self.desk.is_over:
+            yield "the desk has work left"
+        for front in self.fronts:
+            held = {name: front.tracker.open_requests(name) for name in front.tracker.nodes}
+            if len(held) < len(self.replicas) or any(held.values()):
+                yield f"a front has {held} open at its replicas"
         for machine in self.machines:
             node = machine.node
             if node is None or not machine.is_up:
@@ -232,6 +300,41 @@ class Life:
         for machine in self.machines:
             assert machine.node is not None
             machine.node.check_integrity()
+        if self.fronts and not self.here.violations:
+            self._judge_routes()
+
+    def _judge_routes(self) -> None:
+        """All is well: a session stays where it was, whichever front it comes to, until its node leaves."""
+        live = [one for one in self.clients.now.values() if one.turns][:4]
+        for one in live:
+            served: list[str] = []
+            for front in (self.fronts[0], *self.fronts):
+                served.append(front.ask(one).replica)
+                self.here.sleep(3 * SETTINGS.sync_s)
+            if len({*served}) != 1 or not served[0]:
+                self.here.violate("affinity", f"{one.name} is served by {served}, and nothing else goes on")
+        for front in self.fronts:
+            front.tracker.check_integrity()
+            front.directory.table.check_integrity()
+        if len(self.machines) > 1 and "s3" not in self.machines[0].tiers and not self.here.violations:
+            self._judge_drain(live)
+
+    def _judge_drain(self, live: Sequence[Conversation]) -> None:
+        """A node leaves: what others have taken of its sessions, a next turn finds."""
+        self._leave(self.machines[0])
+        self.here.sleep(WATCH_S + LISTED_S + 4 * SETTINGS.sync_s)
+        for one in live:
+            held = {
+                machine.name: machine.node.sessions.session_bytes(one.tenant, [one.session])[one.session]
+                for machine in self.machines
+                if machine.node is not None
+            }
+            answer = self.fronts[0].ask(one)
+            if not answer.replica or (any(held.values()) and not answer.loaded):
+                what = f"{one.name}: {answer}, and these have something of it: {held}"
+                self.here.violate("not resumed", what)
+            elif any(held.values()):
+                self.seen["resumed where a copy was"] += 1
 
     def _judge_books(self, machine: Machine) -> None:
         assert machine.node is not None

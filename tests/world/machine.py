@@ -73,6 +73,7 @@ class Machine(Home):
 
     def start(self) -> None:
         """Begin a life, in a process of its own; `is_up` when it answers."""
+        assert self.process is None or self.process.is_dead, f"{self.name} lives already"
         self.lives += 1
         process = self._here.process(f"{self.name}.{self.lives}")
         self.process = process
@@ -106,7 +107,8 @@ class Machine(Home):
         if not task.is_done:
             stack = self._here.stack_of(task)
             self._here.violate("late", f"{self.name} does not stop in 60 s\n{stack}")
-        self.crash(power=False)
+        if self.process is process:  # else it crashed while it stopped, and lives again
+            self.crash(power=False)
 
     def jump(self, seconds: float) -> None:
         """Set the wall clock; it is nobody's but this machine's."""
@@ -125,7 +127,7 @@ class Machine(Home):
             try:
                 tiers["nvme"] = self._files()
             except TierError as error:
-                self._here.tell(f"no nvme yet: {error}".split("/")[0])
+                self._here.tell(f"no nvme yet: {type(error).__name__}")  # its text may have a pid
                 self._here.sleep(1.0)
         if "s3" in self._shape.bytes_max:
             tiers["s3"] = S3Tier(self._shape.settings.s3, self._wall_s)

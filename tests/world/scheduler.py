@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tests.world.laws import LAWS
+
 STEPS_MAX = 3_000_000
 STACK_BYTES = 512 * 1024
 TOLD_MAX = 400
@@ -53,6 +55,7 @@ class Task:
         self.is_ready = False
         self.waits = 0  # how often it has waited: a timer of an earlier wait is void
         self.joined: list[Task] = []
+        self.local: dict[tuple[object, str], Any] = {}
 
 
 class Scheduler:
@@ -82,6 +85,8 @@ class Scheduler:
         self.told.append(f"{self.now_s:10.3f}  {self.current.process.name:9} {self.current.name:12} {what}")
 
     def violate(self, kind: str, what: str) -> None:
+        """Note that something was seen which must never be, one of `LAWS`."""
+        assert kind in LAWS, kind
         self.tell(f"VIOLATION {kind}: {what}")
         self.violations.append(Violation(kind, what))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from tests.world.faults import KINDS, Fault
 from tests.world.life import Outcome, live
 
 TRIES_MAX = 60
+TOLD_EVERY = 20
 
 STATES = (
     *(f"move: {state}" for state in ("planned", "reserved", "copying", "verified", "committed", "dropping")),
@@ -28,6 +31,11 @@ STATES = (
     *(f"erasure: {outcome}" for outcome in ("done", "goes on", "the door died", "unreachable tier", "clear")),
     *(f"erasure: {error}" for error in ("PeerLost", "PeerLate", "replies fails", "documents fails")),
     *(f"client: {error}" for error in ("PeerLost",)),
+    *(f"request: {outcome}" for outcome in ("answered", "lost", "queue_full")),
+    *(f"failover: {outcome}" for outcome in ("resumed", "gave_up")),
+    *(f"routed: {outcome}" for outcome in ("home", "moved", "spilled", "new")),
+    "resumed where a copy was",
+    *(f"desk: {what}" for what in ("in turn", "passed on", "no place")),
     *(f"fault: {kind}" for kind in KINDS),
 )
 
@@ -67,13 +75,37 @@ def coverage(seen: Counter[str]) -> None:
     print("uncovered:", ", ".join(name for name in STATES if not seen[name]) or "nothing")
 
 
+def _stay_on_one_core(seed: int) -> None:
+    """One thread runs at a time: a baton handed to another core costs several times the life itself."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[seed % len(cores)]})
+
+
+def _is_enough(asked: argparse.Namespace, done: int, took_s: float) -> bool:
+    """Whether a bound is reached that was asked for: of CPU, too, for a machine that others use as well."""
+    reached = [
+        most is not None and now >= most
+        for most, now in (
+            (asked.minutes, took_s / 60),
+            (asked.cpu_s, time.process_time()),
+            (asked.seeds, done),
+        )
+    ]
+    is_bounded = any(most is not None for most in (asked.minutes, asked.cpu_s, asked.seeds))
+    return any(reached) if is_bounded else done >= len(asked.seed)
+
+
+def _seeds(asked: list[int]) -> Iterator[int]:
+    yield from asked
+    yield from itertools.count(asked[-1] + 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument(
-        "--seeds", type=int, default=None, help="how many; default: one, or as --minutes says"
-    )
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="these, and from the last one on")
+    parser.add_argument("--seeds", type=int, default=None, help="how many; without any bound: those named")
     parser.add_argument("--minutes", type=float, default=None, help="new seeds for so long")
+    parser.add_argument("--cpu-s", type=float, default=None, help="new seeds for so many seconds of CPU")
     parser.add_argument("--keep-going", action="store_true", help="go on after a seed that fails")
     parser.add_argument(
         "--no-shrink", action="store_true", help="leave the faults of a failing seed as drawn"
@@ -81,10 +113,11 @@ def main() -> int:
     parser.add_argument("--coverage", action="store_true", help="print how often each state was reached")
     parser.add_argument("--events", type=int, default=40, help="how many of the last events to print")
     asked = parser.parse_args()
+    _stay_on_one_core(asked.seed[0])
     began_s, failed, done, seen = time.monotonic(), list[int](), 0, Counter[str]()
     digests: list[str] = []
-    while True:
-        outcome = live(asked.seed + done)
+    for seed in _seeds(asked.seed):
+        outcome = live(seed)
         done += 1
         seen += outcome.seen
         digests.append(f"{outcome.seed}:{outcome.digest}")
@@ -99,9 +132,9 @@ def main() -> int:
             print(f"again: python -m tests.world --seed {outcome.seed}")
             if not asked.keep_going:
                 break
-        if asked.minutes is not None and time.monotonic() - began_s < 60 * asked.minutes:
-            continue
-        if asked.minutes is not None or done >= (asked.seeds or 1):
+        if asked.keep_going and done % TOLD_EVERY == 0:
+            print(f"{done} seeds, {time.process_time():.0f} s of CPU", flush=True)
+        if _is_enough(asked, done, time.monotonic() - began_s):
             break
     took_s = time.monotonic() - began_s
     if asked.coverage:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +200,7 @@ class Promise:
         self._ended = Event()
         self._value: Any = None
         self._error: BaseException | None = None
+        self._is_begun = False
         self._callbacks: list[Callable[[Promise], object]] = []
 
     def done(self) -> bool:
@@ -218,6 +219,20 @@ class Promise:
             raise self._error
         return self._value
 
+    def cancel(self) -> bool:
+        """As long as it has not begun; here only who closes a pool does so."""
+        if self.done() or self._is_begun:
+            return False
+        self._end(None, CancelledError())
+        return True
+
+    def cancelled(self) -> bool:
+        return isinstance(self._error, CancelledError) and not self._is_begun
+
+    def set_running_or_notify_cancel(self) -> bool:
+        self._is_begun = not self.cancelled()
+        return self._is_begun
+
     def add_done_callback(self, call: Callable[[Promise], object]) -> None:
         if self.done():
             call(self)
@@ -231,6 +246,32 @@ class Promise:
             call(self)
 
 
+class Pool:
+    """As `concurrent.futures.ThreadPoolExecutor`; what begins is never more than its owner hands out."""
+
+    def __init__(self, max_workers: int, thread_name_prefix: str = "") -> None:
+        self._name = thread_name_prefix
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> None:
+        Thread(work, args, self._name).start()
+
+    def shutdown(self, wait: bool = True) -> None:
+        """There is nothing to stop: a thread ends with its work."""
+
+
+class Local:
+    """As `threading.local`: of a virtual thread."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return scheduler().current.local[self, name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        scheduler().current.local[self, name] = value
+
+
 THREADING = SimpleNamespace(
     Lock=Lock,
     RLock=RLock,
@@ -238,6 +279,7 @@ THREADING = SimpleNamespace(
     Event=Event,
     Semaphore=Semaphore,
     Thread=Thread,
+    local=Local,
     TIMEOUT_MAX=threading.TIMEOUT_MAX,
 )
 TIME = SimpleNamespace(
@@ -246,7 +288,7 @@ TIME = SimpleNamespace(
     time=lambda: WALL_S + scheduler().now_s,
     sleep=lambda seconds: scheduler().sleep(seconds),
 )
-PREFIXES = ("samovar.cache_tiers.", "samovar.configs.atomic_file")
+PREFIXES = ("samovar.cache_tiers.", "samovar.configs.atomic_file", "samovar.replicas.turns.")
 
 
 @contextmanager
@@ -261,6 +303,7 @@ def inhabited(here: Scheduler, seed: int) -> Iterator[None]:
         "time": (time, TIME),
         "secrets": (secrets, own_secrets),
         "Future": (Future, Promise),
+        "ThreadPoolExecutor": (ThreadPoolExecutor, Pool),
     }
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith(PREFIXES)]
     undo: list[tuple[object, str, object]] = []

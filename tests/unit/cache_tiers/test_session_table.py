@@ -132,6 +132,23 @@ def test_what_tiers_hold_is_only_news_where_nothing_was_known() -> None:
     one.check_integrity()
 
 
+def test_who_has_taken_the_blocks_of_a_node_that_left_is_known_though_the_row_is_full() -> None:
+    one = table()
+    for number in range(3):
+        one.turn(TENANTS[0], SESSIONS[0], home=f"r{number}", node=f"n{number}", tokens=10, now_unix_s=50.0)
+    held = [SessionHeld(TENANTS[0], SESSIONS[0], {"nvme": 5}, 1, 16, 10.0)]
+    one.held("n9", held, 60.0, {"n0", "n1", "n2", "n9"})
+    full = one.get(TENANTS[0], SESSIONS[0])
+    assert full is not None
+    assert full.nodes == ("n2", "n1", "n0"), "all of them may still have it"
+    one.held("n9", held, 60.0, {"n0", "n1", "n9"})
+    learned = one.get(TENANTS[0], SESSIONS[0])
+    assert learned is not None
+    assert learned.nodes == ("n1", "n0", "n9")
+    assert learned.generation > full.generation, "or the other copies never hear of it"
+    one.check_integrity()
+
+
 def test_a_hint_is_a_change_and_the_next_turn_ends_it() -> None:
     one = table()
     assert one.hint(TENANTS[0], SESSIONS[0], "typing", None) is None

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tests import prove
 from tests.prove import FAULTS, GUARANTEES, LATER, TITLES, Proof, failures, ids_in, table
+from tests.world.laws import LAWS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -74,6 +75,16 @@ def test_a_proof_is_complete_when_every_id_has_a_test_that_passed() -> None:
     assert printed(proof)["G4"] == "1 passed"
     assert printed(proof, is_listing=True)["G4"] == "1 case"
     assert printed(proof)["F38"] == "make soak"
+
+
+def test_what_each_life_of_the_world_is_checked_for_stands_beside_its_promise() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(proof_of(), "", GUARANTEES))
+    rows = [line for line in console.export_text().splitlines() if "each life of tests/world" in line]
+    named = {name for ids in LAWS.values() for name in ids}
+    assert named <= set(TITLES), "a law is about what is no promise and no fault"
+    assert len(rows) == len(named & set(GUARANTEES))
+    assert any("erased and there" in row and "one failure stopped others" in row for row in rows)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "skipped", "not run", "no test"])

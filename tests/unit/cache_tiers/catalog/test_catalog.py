@@ -633,3 +633,18 @@ def test_a_scan_that_meets_a_write_leaves_it_alone() -> None:
     assert world.adopt("nvme", header([1])) == ()
     assert world.catalog.copies(header([1]).address) == ()
     assert world.finish(flight)
+
+
+def test_a_medium_with_less_room_than_its_budget_evicts_whatever_the_tenants_share() -> None:
+    world = World(budgets(nvme=1000), shares={ALICE: 0.5})
+    theirs = [header(range(100 * number, 100 * number + 2), tenant=BOB) for number in range(2)]
+    for one in theirs:
+        world.store("nvme", one, 100)
+    coming = world.reserved("nvme", header(range(3)), 100)
+    # Of the budget 700 are free, more than the share; the medium has no room at all.
+    for one in theirs:
+        (victim,) = world.catalog.squeeze("nvme", ALICE, 100)
+        assert victim.address == one.address
+        world.catalog.dropped(victim)
+    assert world.catalog.squeeze("nvme", ALICE, 100) == ()
+    assert world.finish(coming)
