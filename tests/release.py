@@ -3,7 +3,7 @@
 Wheels (`samovar`, and `samovar-vllm` for vLLM's environment) are built twice, from two copies of the commit,
 and must have the same hash: whoever has the commit can build them, and see that they are of it. Beside them
 `sbom.json` (CycloneDX: what a plain install and all extras bring, each with its version and licence),
-`licences.md`, and `SHA256SUMS`. The row of a step that failed says why, and the exit code is 1. Nothing is
+`licences.txt`, and `SHA256SUMS`. The row of a step that failed says why, and the exit code is 1. Nothing is
 uploaded.
 """
 
@@ -202,7 +202,7 @@ def shipped(bom: Mapping[str, Any], wanted: Mapping[str, str]) -> dict[str, Any]
 
 
 def sbom(program: Path, into: Path, root: Path = ROOT) -> list[Path]:
-    """Write `sbom.json` and `licences.md`; return them. Raises `CheckFailed`."""
+    """Write `sbom.json` and `licences.txt`; return them. Raises `CheckFailed`."""
     project = ("--pyproject", str(root / "pyproject.toml"))
     done = subprocess.run(
         [str(program), "environment", *project, "--output-reproducible", sys.executable],
@@ -214,7 +214,7 @@ def sbom(program: Path, into: Path, root: Path = ROOT) -> list[Path]:
         raise CheckFailed(f"{program.name}: {done.stderr.strip().splitlines()[-1]}")
     bom = shipped(json.loads(done.stdout), locked(root))
     into.mkdir(exist_ok=True)
-    listed, licences = into / "sbom.json", into / "licences.md"
+    listed, licences = into / "sbom.json", into / "licences.txt"
     listed.write_text(json.dumps(bom, indent=1, sort_keys=True) + "\n")
     rows = sorted((one["name"].lower(), one["version"], licence_of(one)) for one in bom["components"])
     head = (
