@@ -53,15 +53,16 @@ class NodeDrain:
                 ends_s = self._state.clock() + deadline_s
                 self._run = _Run(self._state, self._stores, self._calls, self._node_id, peers, ends_s)
             run = self._run
-        if run.is_over or not run.turn.acquire(blocking=False):
+        if not run.turn.acquire(blocking=False):
             return dict(self.counts)
         try:
-            while todo := [address for address in self._hottest() if address not in run.begun]:
+            while not run.is_over:
+                todo = [address for address in self._hottest() if address not in run.begun]
+                if not todo:
+                    break
                 run.begun.update(todo)
                 run.todo.extend(todo)
                 run.carry_out(min(self._threads, len(todo)))
-                if run.is_over:
-                    break
             with self._lock:
                 counts = run.taken_counts()
                 self.counts.update(counts)

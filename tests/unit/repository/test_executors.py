@@ -81,6 +81,7 @@ REASONS = {
     "router/identities/audit.py AuditQueue.__init__": "lines for the file; beyond its bound none is kept",
     "router/identities/identities.py Identities.__init__": OWN,
     "router/identities/tokens.py TokenKeys.__call__": "one fetch for all who wait, and one in ten seconds",
+    "router/ingress/places.py _Places.keys": DELETES,
     "router/ingress/app.py _SimpleRoutes.metrics": "the administrator's",
     "router/ingress/app.py _SimpleRoutes.openapi": "made once",
     "router/ingress/app.py build_api.lifespan": END,

@@ -89,7 +89,7 @@ def test_no_two_records_are_alike(tier: EncryptedTier) -> None:
     assert np.array_equal(read(tier, one), one.data)
 
 
-def test_every_changed_byte_of_its_front_and_any_of_its_blocks_is_seen(tier: EncryptedTier) -> None:
+def test_g5_every_changed_byte_of_its_front_and_any_of_its_blocks_is_seen(tier: EncryptedTier) -> None:
     one = make(1, blocks=2, shape=BlockShape(2, 48, 16))
     path = put(tier, one)
     good = path.read_bytes()
