@@ -167,7 +167,7 @@ def halfway(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [die, halfway])
-def test_what_was_erased_is_readable_nowhere_wherever_the_process_died(
+def test_g12_what_was_erased_is_readable_nowhere_wherever_the_process_died(
     tmp_path: Path, bucket: S3TierSettings, versions: Versions, fault: Any
 ) -> None:
     prefix = f"kv-{fault.__name__}"
