@@ -16,7 +16,7 @@ import re
 import secrets
 import struct
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -228,11 +228,14 @@ class SessionKeyFile:
                 self._erased[clear.tenant, clear.session] = self._wall_clock()
             while len(self._erased) > ERASED_MAX:
                 self._erased.popitem(last=False)
+            told = Counter(
+                Clear(slot.tenant, None if slot.tenant in whole else slot.session)
+                for slot in map(self._slots.__getitem__, doomed)
+            )
             for number in doomed:
                 self._forget(number)  # at once: it is given out no more, whatever the disk says
             self._doomed.update(doomed)
-            if doomed:
-                self._untold += [(one, len(doomed)) for one in wanted][: UNTOLD_MAX - len(self._untold)]
+            self._untold += list(told.items())[: UNTOLD_MAX - len(self._untold)]
             self._overwrite()
             return len(doomed)
 

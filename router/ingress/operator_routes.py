@@ -388,6 +388,8 @@ class CacheRoutes:
         done = await self._service.clears.erase(*(of_sessions(tenant, sessions) for tenant in tenants))
         counts = sum(done, Cleared())
         cleared = {name: counts[name] for name in ("replies", "pages", "extents", "bytes")}
+        if keys := counts["keys"]:  # of encrypted records
+            cleared["keys"] = keys
         replicas = min((one["replicas"] for one in done), default=0)  # no tenant has a key yet
         told: dict[str, Any] = {"object": "cache.cleared", "cleared": cleared, "replicas": replicas}
         if left := max((one["overwriting"] for one in done), default=0):
