@@ -39,7 +39,7 @@ from samovar.cache_tiers.blocks import (
     TierMiss,
 )
 from samovar.cache_tiers.blocks import record as record_format
-from samovar.cache_tiers.media import BadFound, Deadline, Scanned, Tier, aligned_empty
+from samovar.cache_tiers.media import Deadline, Scanned, Tier, TierAround, aligned_empty
 
 ID_BYTES = 8
 NONCE_BYTES = 12
@@ -242,66 +242,7 @@ SCRATCHES_MAX = 8
 REMEMBERED_MAX = 65_536
 
 
-class _Around(Tier):
-    """A tier around another, which passes on what needs no bytes of a record."""
-
-    def __init__(self, inner: Tier) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.is_shared = inner.is_shared
-        self.keeps_bad = inner.keeps_bad
-        self.takes_room = inner.takes_room
-
-    def delete(self, address: Address) -> None:
-        self.inner.delete(address)
-
-    def quarantine(self, address: Address) -> None:
-        self.inner.quarantine(address)
-
-    def why_not_ours(self) -> str:
-        return self.inner.why_not_ours()
-
-    def take(self) -> bool:
-        return self.inner.take()
-
-    def warm(self) -> float | None:
-        return self.inner.warm()
-
-    def purge_quarantine(self, tenant: bytes) -> int:
-        return self.inner.purge_quarantine(tenant)
-
-    def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
-        self.inner.on_marks(heed)
-
-    def mark_cleared(self, clears: Sequence[Clear], deadline: Deadline) -> None:
-        self.inner.mark_cleared(clears, deadline)
-
-    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
-        return self.inner.purge(tenant, is_known, deadline)
-
-    def settle(self) -> None:
-        self.inner.settle()
-
-    def bad_found(self) -> BadFound:
-        return self.inner.bad_found()
-
-    def touch(self, address: Address) -> None:
-        self.inner.touch(address)
-
-    def drop_cache(self, address: Address) -> None:
-        self.inner.drop_cache(address)
-
-    def bytes_held(self) -> int:
-        return self.inner.bytes_held()
-
-    def medium_free_bytes(self) -> int | None:
-        return self.inner.medium_free_bytes()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-class EncryptedTier(_Around):
+class EncryptedTier(TierAround):
     """Wraps `inner`, whose records are all encrypted with `keys`; sizes and places outside are plain ones.
 
     A record whose key is not there is a miss: its session was erased, or the file of keys is another one.

@@ -9,11 +9,10 @@ from samovar.cache_tiers.media.guard import Breaker, GuardedTier, TierDown, Tier
 from samovar.cache_tiers.media.measure import RESERVED_NAMESPACE, measure_tier, random_record
 from samovar.cache_tiers.media.memory import MemoryFile, Room, SharedRecord, SharedTier, shared
 from samovar.cache_tiers.media.nvme import NvmeTier, measure_direct_io
-from samovar.cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier, open_medium
+from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier, TierAround, open_medium
 
 __all__ = [
     "RESERVED_NAMESPACE",
-    "BadFound",
     "Breaker",
     "Deadline",
     "FaultyTier",
@@ -26,6 +25,7 @@ __all__ = [
     "SharedTier",
     "Syscalls",
     "Tier",
+    "TierAround",
     "TierDown",
     "TierLate",
     "aligned_empty",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from samovar.cache_tiers.blocks import Address, Bytes, Clear, Record, TierError, TierFull
-from samovar.cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
+from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier, TierAround
 from samovar.configs.sections import FaultSettings
 
 
@@ -29,22 +29,21 @@ class _Dice:
     where: float
 
 
-class FaultyTier(Tier):
+class FaultyTier(TierAround):
     """Wraps `inner` with the faults of `settings`; with all rates and `delay_s` at 0 it behaves as `inner`.
 
-    Faults strike every call that moves, scans or deletes records (a scan at its start); a failed call never
-    reached `inner`. Nothing is handed out by `ref`, which could not be corrupted: it is read instead. A call
-    hangs for `hang_s` and then fails; `release` ends the calls hanging now, `close` all of them for good.
-    `sleep` replaces the delay; the default one is cut short by `close`.
+    Faults strike every call that moves, scans or deletes records (a scan at its start), but not `warm`, no
+    call of a request; a failed call never reached `inner`. Nothing is handed out by `ref`, which could not
+    be corrupted: it is read instead. A call hangs for `hang_s` and then fails; `release` ends the calls
+    hanging now, `close` all of them for good. `sleep` replaces the delay; the default one is cut short by
+    `close`.
     """
 
     def __init__(
         self, inner: Tier, settings: FaultSettings, *, sleep: Callable[[float], None] | None = None
     ) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.is_shared = inner.is_shared
-        self.keeps_bad = inner.keeps_bad
+        super().__init__(inner)
+        self.takes_room = False  # what it hands out it may change
         self._lock = threading.Lock()
         self._settings = settings
         self._rng = random.Random(settings.seed)
@@ -112,21 +111,9 @@ class FaultyTier(Tier):
         self._begin("scan")
         yield from self.inner.scan()
 
-    def why_not_ours(self) -> str:
-        return self.inner.why_not_ours()
-
-    def take(self) -> bool:
-        return self.inner.take()
-
-    def warm(self) -> float | None:
-        return self.inner.warm()  # not a call of a request: its faults would come by chance
-
     def purge_quarantine(self, tenant: bytes) -> int:
         self._begin("purge_quarantine")
         return self.inner.purge_quarantine(tenant)
-
-    def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
-        self.inner.on_marks(heed)
 
     def mark_cleared(self, clears: Sequence[Clear], deadline: Deadline) -> None:
         self._begin("mark_cleared")
@@ -143,21 +130,6 @@ class FaultyTier(Tier):
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
         self._begin("rescan")
         yield from self.inner.rescan(is_known)
-
-    def bad_found(self) -> BadFound:
-        return self.inner.bad_found()
-
-    def touch(self, address: Address) -> None:
-        self.inner.touch(address)
-
-    def drop_cache(self, address: Address) -> None:
-        self.inner.drop_cache(address)
-
-    def bytes_held(self) -> int:
-        return self.inner.bytes_held()
-
-    def medium_free_bytes(self) -> int | None:
-        return self.inner.medium_free_bytes()
 
     def probe(self) -> None:
         self._begin("probe")

@@ -223,6 +223,65 @@ class Tier(ABC):
         """Release threads and handles. Called once, last."""
 
 
+class TierAround(Tier):
+    """A tier around another, `inner`: passes on all but what moves records or looks for them."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.is_shared = inner.is_shared
+        self.keeps_bad = inner.keeps_bad
+        self.takes_room = inner.takes_room
+
+    def delete(self, address: Address) -> None:
+        self.inner.delete(address)
+
+    def quarantine(self, address: Address) -> None:
+        self.inner.quarantine(address)
+
+    def why_not_ours(self) -> str:
+        return self.inner.why_not_ours()
+
+    def take(self) -> bool:
+        return self.inner.take()
+
+    def warm(self) -> float | None:
+        return self.inner.warm()
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        return self.inner.purge_quarantine(tenant)
+
+    def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
+        self.inner.on_marks(heed)
+
+    def mark_cleared(self, clears: Sequence[Clear], deadline: Deadline) -> None:
+        self.inner.mark_cleared(clears, deadline)
+
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
+        return self.inner.purge(tenant, is_known, deadline)
+
+    def settle(self) -> None:
+        self.inner.settle()
+
+    def bad_found(self) -> BadFound:
+        return self.inner.bad_found()
+
+    def touch(self, address: Address) -> None:
+        self.inner.touch(address)
+
+    def drop_cache(self, address: Address) -> None:
+        self.inner.drop_cache(address)
+
+    def bytes_held(self) -> int:
+        return self.inner.bytes_held()
+
+    def medium_free_bytes(self) -> int | None:
+        return self.inner.medium_free_bytes()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 def open_medium(more: FurtherTierSettings) -> Tier:
     """Import the function that `tiers.more.medium` names and return the tier that it makes.
 

@@ -19,7 +19,6 @@ LARGE = {
     "CallText": (317, 2),
     "Catalog": (415, 26),
     "DocumentShelf": (485, 11),
-    "FaultyTier": (165, 25),
     "KnowledgeBase": (409, 18),
     "KnowledgeStore": (158, 31),
     "LearningLoop": (330, 10),

@@ -11,7 +11,7 @@ import pytest
 from samovar.cache_tiers.blocks.extent import Address, Bytes, Clear
 from samovar.cache_tiers.blocks.record import Record, TierError, TierFull, TierMiss
 from samovar.cache_tiers.media.faults import FaultyTier
-from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier
+from samovar.cache_tiers.media.tier import Deadline, Scanned, Tier, TierAround
 from samovar.configs.sections import FaultSettings
 
 ADDRESS = Address(bytes(16), bytes(32), bytes(32))
@@ -173,7 +173,8 @@ NOT_PASSED_ON = {"ref"}
 def test_faults_reach_every_method_of_the_contract() -> None:
     contract = {name for name, value in vars(Tier).items() if callable(value) and not name.startswith("_")}
     assert contract == {*CALLS, *PASSED_ON, *NOT_PASSED_ON}
-    assert contract - NOT_PASSED_ON <= set(vars(FaultyTier)), "a method of the base would not reach the tier"
+    passed_on = vars(FaultyTier).keys() | vars(TierAround).keys()
+    assert contract - NOT_PASSED_ON <= passed_on, "a method of the base would not reach the tier"
     assert FaultyTier(Memory(), FaultSettings()).ref(ADDRESS) is None
 
 
