@@ -11,7 +11,7 @@ import torch
 
 from bench._gpu_device import Ceilings, share
 from bench._gpu_model import Caller, tokens_of
-from bench._gpu_run import Rows, at_least, at_most
+from bench._gpu_run import Rows, at_least, at_most, must_be
 from samovar.replicas.forward import FusedForward
 
 
@@ -20,10 +20,12 @@ class Sizes:
     """How much is measured. Contexts and prompts in tokens."""
 
     batch: int
+    streams: tuple[int, ...]
     context: int
     long_context: int
     returns: tuple[int, ...]
     turn: int
+    turns: tuple[int, ...]
     moved_blocks: int
     steps: int
     repeats: int
@@ -41,8 +43,14 @@ class Sizes:
 PEAKED = 4.0
 """Logits of random weights have a deviation of 1.3 in an 8B model; then of 5."""
 
-FULL = Sizes(32, 8192, 65536, (8192, 32768, 65536), 32, 256, 40, 10, 100)
-SMALL = Sizes(4, 96, 256, (1024, 2048), 8, 8, 3, 2, 3)
+FULL = Sizes(32, (1, 8, 32, 64, 128), 8192, 65536, (8192, 32768, 65536), 32, (20, 100, 500), 256, 40, 10, 100)
+SMALL = Sizes(4, (1, 4), 96, 256, (1024, 2048), 8, (4, 20), 8, 3, 2, 3)
+
+STREAM_PROMPT = 512
+STREAM_MS_MAX = {1: 5.5, 8: 5.7, 32: 6.5, 64: 7.5, 128: 10.0}
+"""1.1 of vLLM 0.22's gaps between tokens on an H200, served, behind prompts of 512 tokens."""
+TURN_MS_MAX = {(8192, 20): 20.0, (32768, 20): 30.0}
+"""By history and new tokens: what is served may take so long on an H200."""
 
 
 def shape_of(batch: int, context: int) -> str:
@@ -54,6 +62,17 @@ class Alone:
     """The median step of one greedy sequence, to compare others with; None: not measured."""
 
     step_s: float | None = None
+
+
+def check_start(rows: Rows, caller: Caller) -> None:
+    """Hold the start against what a GPU is to be served by, and tell its stages."""
+    runner, info, is_cuda = caller.engine.runner, caller.info, caller.device.is_cuda
+    bar = must_be(">=", 1) if is_cuda else None
+    is_fused = isinstance(runner.forward, FusedForward)
+    rows.add("steps are fused", info.step, float(is_fused), "of 1", bar)
+    rows.add("steps are graphs", info.graphs or "none", float(runner.records_chunks), "of 1", bar)
+    for stage, took_s in info.stages:
+        rows.add("start", stage, took_s, "s")
 
 
 def measure_steps(rows: Rows, caller: Caller, sizes: Sizes, into: Alone) -> None:
@@ -73,6 +92,33 @@ def measure_steps(rows: Rows, caller: Caller, sizes: Sizes, into: Alone) -> None
             sampled_s = _decode_s(caller, prompts, sizes, temperature=0.8, top_p=0.9)
         added_ms = 1e3 * (sampled_s - greedy_s)
         rows.add(f"sampling with T=0.8, top_p=0.9, {kind} logits, added", shape, added_ms, "ms", at_most(1.0))
+
+
+def measure_streams(rows: Rows, caller: Caller, sizes: Sizes) -> None:
+    """Measure decoding steps of few and many short streams."""
+    for batch in sizes.streams:
+        prompts = [tokens_of(STREAM_PROMPT, 9000 + number, caller.shape) for number in range(batch)]
+        took_ms = 1e3 * _decode_s(caller, prompts, sizes)
+        most_ms = STREAM_MS_MAX.get(batch)
+        bar = None if most_ms is None else at_most(most_ms)
+        rows.add("engine step, greedy", f"B={batch} x {STREAM_PROMPT}", took_ms, "ms", bar)
+
+
+def measure_turns(rows: Rows, caller: Caller, sizes: Sizes) -> None:
+    """Measure short turns on histories that the pool has, from the request to the first token."""
+    for history in sizes.returns[:2]:
+        told = tokens_of(history, 500 + history, caller.shape)
+        caller.drain(caller.ask(told, 1))
+        for new in sizes.turns:
+            took_s = []
+            for number in range(sizes.repeats):
+                key = caller.ask([*told, *tokens_of(new, 600 + number, caller.shape)], 1)
+                caller.drain(key)
+                took_s.append(caller.asked[key].ttft_s)
+            most_ms = TURN_MS_MAX.get((history, new))
+            bar = None if most_ms is None else at_most(most_ms)
+            name = f"first token of {new} more tokens, history in the pool"
+            rows.add(name, shape_of(1, history), 1e3 * statistics.median(took_s[1:]), "ms", bar)
 
 
 @contextmanager

@@ -25,7 +25,17 @@ import torch
 from bench import _report as report
 from bench._gpu_attention import DecodeTimes, check_attention, check_logits, measure_attention
 from bench._gpu_device import Device, measure_ceilings
-from bench._gpu_engine import FULL, SMALL, Alone, Sizes, measure_prefill_rate, measure_steps
+from bench._gpu_engine import (
+    FULL,
+    SMALL,
+    Alone,
+    Sizes,
+    check_start,
+    measure_prefill_rate,
+    measure_steps,
+    measure_streams,
+    measure_turns,
+)
 from bench._gpu_memory import survive_memory
 from bench._gpu_model import LLAMA_8B, TINY, Caller, Shape
 from bench._gpu_moves import check_moves, measure_moves
@@ -68,12 +78,15 @@ def sections(
 
     return [
         Section("ceilings", lambda: measure_ceilings(rows, device, ceilings, tiny=tiny, dtype=shape.dtype)),
+        Section("start", lambda: check_start(rows, auto())),
         Section("moves are right", lambda: check_moves(rows, device, geometry, sizes)),
         Section("checksums", lambda: measure_sums(rows, device, geometry, sizes, ceilings)),
         Section("attention is right", of("auto", attention_is_right)),
         Section("logits are right", lambda: check_logits(rows, auto(), sizes)),
         Section("attention", of("auto", attention)),
         Section("steps", lambda: measure_steps(rows, auto(), sizes, alone)),
+        Section("streams", lambda: measure_streams(rows, auto(), sizes)),
+        Section("turns", lambda: measure_turns(rows, auto(), sizes)),
         Section("prefill", lambda: measure_prefill_rate(rows, auto(), sizes, ceilings)),
         Section("moves", lambda: measure_moves(rows, auto(), device, geometry, sizes, ceilings)),
         Section("returns", of("auto", returns)),

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the conversation that comes back")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args(argv)
-    sizes = Sizes(1, args.tokens, args.tokens, (args.tokens,), TURN, 8, 3, 2, 3)
+    sizes = Sizes(1, (1,), args.tokens, args.tokens, (args.tokens,), TURN, (), 8, 3, 2, 3)
     rounds: list[tuple[float, tuple[Passed, ...]]] = []
     with tempfile.TemporaryDirectory(prefix="samovar-loadpath-") as folder:
         stage = Stage(Device("cpu"), THIN, sizes, Path(folder))
