@@ -71,8 +71,6 @@ def check_start(rows: Rows, caller: Caller) -> None:
     is_fused = isinstance(runner.forward, FusedForward)
     rows.add("steps are fused", info.step, float(is_fused), "of 1", bar)
     rows.add("steps are graphs", info.graphs or "none", float(runner.records_chunks), "of 1", bar)
-    for stage, took_s in info.stages:
-        rows.add("start", stage, took_s, "s")
 
 
 def measure_steps(rows: Rows, caller: Caller, sizes: Sizes, into: Alone) -> None:
@@ -141,14 +139,19 @@ def _logits(caller: Caller, kind: str) -> Iterator[None]:
 
 
 def _decode_s(caller: Caller, prompts: list[list[int]], sizes: Sizes, **params: float) -> float:
-    """Return the median seconds of a step in which all of `prompts` decode."""
+    """Return the seconds a token of a sequence, while all of `prompts` decode.
+
+    A mean: where the step behind is launched ahead, one call waits for two steps and the next one for none.
+    """
     keys = [caller.ask(prompt, 8 * sizes.steps, **params) for prompt in prompts]
     caller.decode_all(keys)
     for _ in range(sizes.repeats):
         caller.step()
-    took_s = statistics.median(caller.step() for _ in range(sizes.steps))
+    before = sum(len(caller.asked[key].tokens) for key in keys)
+    took_s = sum(caller.step() for _ in range(sizes.steps))
+    tokens = sum(len(caller.asked[key].tokens) for key in keys) - before
     caller.abort(keys)
-    return took_s
+    return took_s * len(keys) / tokens
 
 
 def measure_prefill_rate(rows: Rows, caller: Caller, sizes: Sizes, ceilings: Ceilings) -> None:

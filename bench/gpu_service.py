@@ -69,11 +69,12 @@ TINY = Shape("small Llama", torch.float32, 256, 8, 4, 2, 512, 512, SMALL.context
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a server runs. `state`: a folder that a restart finds again."""
+    """Where a server runs. `state`: a folder that a restart finds again; `logs`: of what servers print."""
 
     model: Path
     shape: Shape
     state: Path
+    logs: Path
     amounts: Amounts
     is_cuda: bool
 
@@ -168,7 +169,7 @@ class Visit:
 
     def start(self) -> None:
         port = free_port()
-        self.url, output = f"http://127.0.0.1:{port}", self.place.state / f"{self.server.name}.log"
+        self.url, output = f"http://127.0.0.1:{port}", self.place.logs / f"gpu_service-{self.server.name}.log"
         env = {
             "SAMOVAR_AUTH__SERVER_SECRET": "bench-" * 6,  # what a restart finds is of the same tenant
             "XDG_STATE_HOME": str(self.place.state / "state"),
@@ -336,7 +337,7 @@ def main(argv: list[str]) -> int:
         tempfile.TemporaryDirectory(prefix="samovar-gpu-", dir=args.folder) as state,
     ):
         write_random_model(Path(model) / "model", shape, device.torch)
-        place = Place(Path(model) / "model", shape, Path(state), amounts, device.is_cuda)
+        place = Place(Path(model) / "model", shape, Path(state), args.out.parent, amounts, device.is_cuda)
         servers: list[Server] = [Samovar(), *([Vllm(args.vllm)] if args.vllm else [])]
         for server in servers:
             visit = Visit(server, place, rows)

@@ -58,6 +58,26 @@ def block_key(namespace: bytes, parent: bytes, token_ids: Sequence[int]) -> byte
     return hashlib.sha256(namespace + parent + ids.tobytes()).digest()
 
 
+def chain_keys(namespace: bytes, parent: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
+    """Return the `block_key` of each full block of `token_ids`, a chain that follows `parent`.
+
+    A prompt of 32k tokens has 2,000 of them: its ids become bytes once. Raises as `block_key`.
+    """
+    count = len(token_ids) // block_tokens
+    if not count:
+        return []
+    keys = [block_key(namespace, parent, token_ids[:block_tokens])]
+    ids = memoryview(np.asarray(token_ids, dtype="<u4").tobytes())
+    nbytes, sha256 = 4 * block_tokens, hashlib.sha256
+    begun = sha256(namespace)
+    for start in range(nbytes, count * nbytes, nbytes):
+        digest = begun.copy()
+        digest.update(keys[-1])
+        digest.update(ids[start : start + nbytes])
+        keys.append(digest.digest())
+    return keys
+
+
 MARKS_MAX = 16
 MARK_BYTES = 8
 

@@ -105,8 +105,7 @@ class Auditor:
             self.outcomes["skipped"] += 1
             return False
         pages = list(sequence.pages[:blocks])
-        for page in pages:
-            self._pool.acquire(page)
+        self._pool.acquire(*pages)
         scratch = Sequence(
             request_id=f"audit-{sequence.request_id}",
             arrival=0,

@@ -10,6 +10,7 @@ thread uses it.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class PrefixEntry:
     number: int
     parent: int
     key: bytes
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     page: int
 
 
@@ -65,7 +66,7 @@ class PrefixIndex:
     def find(self, key: bytes, parent: int, token_ids: Sequence[int]) -> PrefixEntry | None:
         """Return the entry of exactly this block, or None, also if its key collides."""
         entry = self._by_key.get(key)
-        if entry is None or entry.parent != parent or entry.token_ids != tuple(token_ids):
+        if entry is None or entry.parent != parent or entry.token_ids != _ids(token_ids):
             return None
         return entry
 
@@ -75,7 +76,7 @@ class PrefixIndex:
             raise ValueError(f"page {page} is published already")
         if key in self._by_key:
             return None
-        entry = PrefixEntry(self._next_number, parent, key, tuple(token_ids), page)
+        entry = PrefixEntry(self._next_number, parent, key, _ids(token_ids), page)
         self._next_number += 1
         self._by_key[key] = entry
         self._by_page[page] = entry
@@ -116,6 +117,11 @@ class PrefixIndex:
             assert entry.key == key, f"entry {entry.number} is filed under a foreign key"
             assert self._by_page.get(entry.page) is entry, f"page {entry.page} has another entry"
             assert entry.parent < entry.number < self._next_number, "an entry is older than its parent"
+
+
+def _ids(token_ids: Sequence[int]) -> array[int]:
+    """Return u32 token ids that are compared at once, as those of sequences are."""
+    return token_ids if isinstance(token_ids, array) else array("I", token_ids)
 
 
 class OwnedPages:
@@ -347,13 +353,15 @@ class PagePool:
         self.evictions += 1
         return page
 
-    def acquire(self, page: int) -> None:
-        """Add a reference to an active or cached page."""
-        if self._refs[page] == 0:
-            if not self._is_cached(page):
-                raise ValueError(f"page {page} is free: nothing to share")
-            self._uncache(page)
-        self._refs[page] += 1
+    def acquire(self, *pages: int) -> None:
+        """Add a reference to active or cached pages; a long history has thousands."""
+        idle = [page for page in pages if self._refs[page] == 0]
+        free = [page for page in idle if not self._is_cached(page)]
+        if free:
+            raise ValueError(f"page {free[0]} is free: nothing to share")
+        self._uncache(idle)
+        for page in pages:
+            self._refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Release one reference of each page of a page table, given in the order of the sequence.
@@ -361,30 +369,30 @@ class PagePool:
         The tail is released first: a block is useless without its parents, so the parents must be the more
         recently used.
         """
-        table = list(pages)
+        table, refs, cached = list(pages), self._refs, list[CachedPage]()
         now_s = self._clock()
         for block in range(len(table) - 1, -1, -1):
             page = table[block]
-            if self._refs[page] <= 0:
+            if refs[page] <= 0:
                 raise ValueError(f"page {page} is released more often than it was acquired")
-            self._refs[page] -= 1
-            if self._refs[page] == 0:
-                if page in self.index:
-                    self._cache(page, (block + 1) * self.block_tokens, now_s)
-                else:
+            refs[page] -= 1
+            if refs[page] == 0:
+                of = self._published.get(page)
+                if of is None:
                     self._free.append(page)
+                    continue
+                of.used_s = now_s
+                of.end_tokens = (block + 1) * self.block_tokens
+                if self._saved_s is not None:
+                    of.saved_s = self._saved_s(of.end_tokens)
+                cached.append(of)
+        self._queue.add(*cached)
 
-    def _cache(self, page: int, end_tokens: int, now_s: float) -> None:
-        cached = self._published[page]
-        cached.used_s = now_s
-        cached.end_tokens = end_tokens
-        if self._saved_s is not None:
-            cached.saved_s = self._saved_s(end_tokens)
-        self._queue.add(cached)
-
-    def _uncache(self, page: int) -> None:
-        self._queue.discard(self._published[page])
-        self._first_to_evict.pop(page, None)
+    def _uncache(self, pages: Iterable[int]) -> None:
+        self._queue.discard(*(self._published[page] for page in pages))
+        if self._first_to_evict:
+            for page in pages:
+                self._first_to_evict.pop(page, None)
 
     def _is_cached(self, page: int) -> bool:
         return page in self._first_to_evict or self._published.get(page) in self._queue
@@ -392,7 +400,7 @@ class PagePool:
     def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[PrefixEntry]:
         """Return the longest published prefix of the blocks with these `keys`; acquires no page."""
         found: list[PrefixEntry] = []
-        parent = ROOT_ENTRY
+        parent, token_ids = ROOT_ENTRY, _ids(token_ids)
         for block, key in enumerate(keys):
             ids = token_ids[block * self.block_tokens : (block + 1) * self.block_tokens]
             entry = self.index.find(key, parent, ids)
@@ -421,16 +429,18 @@ class PagePool:
         self._published[page] = CachedPage(page)
         return Published(entry, duplicate=False)
 
-    def own(self, page: int, owner: bytes) -> None:
-        """Add an owner to a published page; the page is forgotten with its last owner."""
-        of = self._published[page]
-        of.rate_per_s = used_rate(of.rate_per_s, max(0.0, self._clock() - of.used_s))
-        if owner not in of.owners and len(of.owners) <= OWNERS_MAX:
-            if not of.owners:
-                self._queue.gained((owner,))
-            of.owners |= {owner}
-            self._owned.add(owner, page)
-            self._queue.requeue(of)
+    def own(self, owner: bytes, *pages: int) -> None:
+        """Add an owner to published pages; a page is forgotten with its last owner."""
+        now_s = self._clock()
+        for page in pages:
+            of = self._published[page]
+            of.rate_per_s = used_rate(of.rate_per_s, max(0.0, now_s - of.used_s))
+            if owner not in of.owners and len(of.owners) <= OWNERS_MAX:
+                if not of.owners:
+                    self._queue.gained((owner,))
+                of.owners |= {owner}
+                self._owned.add(owner, page)
+                self._queue.requeue(of)
 
     def owned(self, owner: bytes) -> list[int]:
         """Return the published pages that are (also) this owner's, or any owner's of a whole session."""
@@ -444,8 +454,7 @@ class PagePool:
         pages = [page for page in self.owned(owner) if self._is_cached(page)]
         owners = self._owned.owners((owner,))
         alone = [page for page in reversed(pages) if self._published[page].owners <= owners]
-        for page in alone:
-            self._uncache(page)
+        self._uncache(alone)
         self._first_to_evict = {**dict.fromkeys(alone), **self._first_to_evict}
         return len(alone)
 
@@ -473,7 +482,7 @@ class PagePool:
                 self._queue.requeue(of)
         for page in gone:
             if self._is_cached(page):
-                self._uncache(page)
+                self._uncache([page])
                 self._free.append(page)
             self._unpublish(page)
         return len(gone)
@@ -481,8 +490,8 @@ class PagePool:
     def clear_cache(self) -> int:
         """Forget all cached pages (not those in use); return their number."""
         cached = [page for page in self._published if self._is_cached(page)]
+        self._uncache(cached)
         for page in cached:
-            self._uncache(page)
             self._unpublish(page)
             self._free.append(page)
         return len(cached)
@@ -572,20 +581,23 @@ class TenantPages(ValueQueue[T], Generic[T]):
         else:
             self._over.discard(tenant)
 
-    def add(self, thing: T) -> None:
-        super().add(thing)
+    def add(self, *things: T) -> None:
+        super().add(*things)
         if self._pages_max is None:
             return
-        tenant = tenant_of(thing.owners)
-        queue = self._queues.get(tenant)
-        if queue is None:
-            queue = self._queues[tenant] = ValueQueue(self._sessions, self._policy, self._rerank_s)
-        queue.add(thing)
-        self._cached_of[thing] = tenant
+        for thing in things:
+            tenant = tenant_of(thing.owners)
+            queue = self._queues.get(tenant)
+            if queue is None:
+                queue = self._queues[tenant] = ValueQueue(self._sessions, self._policy, self._rerank_s)
+            queue.add(thing)
+            self._cached_of[thing] = tenant
 
-    def discard(self, thing: T) -> None:
-        super().discard(thing)
-        self._gone(thing)
+    def discard(self, *things: T) -> None:
+        super().discard(*things)
+        if self._pages_max is not None:
+            for thing in things:
+                self._gone(thing)
 
     def _gone(self, thing: T) -> None:
         tenant = self._cached_of.pop(thing, None)

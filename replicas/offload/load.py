@@ -315,8 +315,7 @@ class PageMoves:
 
     def keep(self, piece: RestorePiece, pages: Listing[int]) -> None:
         """Reference the pages that a piece is being copied into: its sequence is about to release them."""
-        for page in pages:
-            self.pool.acquire(page)
+        self.pool.acquire(*pages)
         self._held[piece] = list(pages)
 
     def let_go(self, piece: RestorePiece) -> None:
@@ -362,8 +361,7 @@ class PageMoves:
         return sum(self.pool.refs(page) == count for page, count in held.items())
 
     def _begin(self, pages: Listing[int]) -> int:
-        for page in pages:
-            self.pool.acquire(page)
+        self.pool.acquire(*pages)
         self._moves += 1
         self._held[self._moves] = list(pages)
         return self._moves

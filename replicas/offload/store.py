@@ -478,8 +478,7 @@ class TurnStore:
             self.results.became(runs, "dropped:staged", chain)
             return []
         rest = _Rest(chain, runs, self._pool)
-        for page in rest.held:
-            self._pool.acquire(page)
+        self._pool.acquire(*rest.held)
         self._waiting.append(rest)
         self.refill()  # a record may have been fetched before this chain waited
         return list(runs)
@@ -541,8 +540,7 @@ class TurnStore:
         # From the chain's beginning: released later than its parents, a block would outlive them in the pool,
         # and a block without its parents is never found.
         held = list(chain.pages[: runs[-1].end])
-        for page in held:
-            self._pool.acquire(page)
+        self._pool.acquire(*held)
         self._job += 1
         self._storing[self._job] = held
         self._copying[self._job] = sum(record_bytes(len(run.keys), self._shape) for run in runs)

@@ -219,16 +219,15 @@ class PageTables:
     def reserve(self, sequence: Sequence) -> bool:
         """Share the cached prefix and own pages for the rest, or change nothing and return False."""
         hits = self.resident(sequence)
-        for entry in hits:
-            self.pool.acquire(entry.page)
+        shared = [entry.page for entry in hits]
+        self.pool.acquire(*shared)
         missing = self.pool.pages_for(len(sequence.tokens)) - len(hits)
         if missing > self.pool.available:
-            self.pool.release([entry.page for entry in hits])
+            self.pool.release(shared)
             return False
-        for entry in hits:
-            self.pool.own(entry.page, sequence.owner)
+        self.pool.own(sequence.owner, *shared)
         own = [self.pool.allocate() for _ in range(missing)]
-        sequence.pages = page_table([*(entry.page for entry in hits), *own])
+        sequence.pages = page_table([*shared, *own])
         sequence.computed = sequence.resident_tokens = len(hits) * self.pool.block_tokens
         if sequence.first_resident is None:
             sequence.first_resident = sequence.resident_tokens
@@ -240,15 +239,13 @@ class PageTables:
     def fork(self, sequence: Sequence, index: int) -> Sequence:
         """Return another choice of a sequence whose prompt is computed; both share its pages."""
         sibling = sequence.fork(index)
-        for page in sibling.pages:
-            self.pool.acquire(page)
+        self.pool.acquire(*sibling.pages)
         return sibling
 
     def keep_copied(self, victim: Sequence, plan: StepPlan) -> None:
         """Keep what the plan copies out of a victim's pages: its next owner might load into it at once."""
         copied = {source for source, _ in plan.copies}.intersection(victim.pages)
-        for page in copied:
-            self.pool.acquire(page)
+        self.pool.acquire(*copied)
         self.copied += copied
 
     def forget_copied(self) -> None:
@@ -276,7 +273,7 @@ class PageTables:
                 self.pool.acquire(published.entry.page)
                 self.pool.release([page])
                 sequence.pages[block] = published.entry.page
-            self.pool.own(published.entry.page, sequence.owner)
+            self.pool.own(sequence.owner, published.entry.page)
             sequence.chain_entry = published.entry.number
             sequence.published_blocks = block + 1
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
-from samovar.cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key, session_owner
+from samovar.cache_tiers.blocks import ROOT, TAG_BYTES, Placement, chain_keys, session_owner
 from samovar.cache_tiers.catalog import BlockMemory
 from samovar.cache_tiers.messages import Fetch, LookupResult
 from samovar.replicas.grammar import GrammarState
@@ -112,10 +112,11 @@ class Sequence:
 
     def keys_of(self, blocks: int, block_tokens: int) -> list[bytes]:
         """Return the keys of the first `blocks` full blocks of the known tokens; each is computed once."""
-        while len(self.keys) < blocks:
-            start = len(self.keys) * block_tokens
-            parent = self.keys[-1] if self.keys else ROOT
-            self.keys.append(block_key(self.namespace, parent, self.tokens[start : start + block_tokens]))
+        known = len(self.keys)
+        if known < blocks:
+            parent, ids = self.keys[-1] if self.keys else ROOT, self.tokens
+            more = ids[known * block_tokens : blocks * block_tokens]
+            self.keys += chain_keys(self.namespace, parent, more, block_tokens)
         return self.keys[:blocks]
 
     @property

@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_MAX = 99 * 1024
-"""Of the smaller GPUs of a generation; the largest have 163 KiB (8.0) and 227 KiB (9.0)."""
+SMALL_SHARED_MAX = 99 * 1024
+"""Of the smaller GPUs of a generation; the largest have 163 KiB (8.0)."""
+SHARED_MAX = {80: SMALL_SHARED_MAX, 90: 227 * 1024}
+"""By capability, of a program of the attention."""
+SPILLED_MAX = {80: 0, 90: 96}
+"""Bytes: prefill with 128 keys at a time spills some registers, and is quicker than without (H200)."""
 
 
 def compiled(capability: int, what: str, tmp_path: Path) -> list[dict[str, Any]]:
@@ -40,7 +44,7 @@ def test_the_checksums_spill_nothing_multiply_32_bits_by_32_and_read_16_bytes_at
     for kernel in compiled(capability, "checksums", tmp_path):
         assert (kernel["stack"], kernel["local"]) == (0, 0), f"registers are spilled: {kernel}"
         assert kernel["reg"] <= 128, kernel
-        assert kernel["shared"] <= SHARED_MAX, kernel
+        assert kernel["shared"] <= SMALL_SHARED_MAX, kernel
         assert kernel["wide_products"] >= 2 * 16, kernel
         if "4104" not in kernel["case"]:  # or a layer begins anywhere
             assert kernel["wide_loads"] >= 16 // 2, kernel
@@ -50,8 +54,10 @@ def test_the_checksums_spill_nothing_multiply_32_bits_by_32_and_read_16_bytes_at
 def test_kernels_compile_spill_nothing_and_fit(capability: int, tmp_path: Path) -> None:
     kernels = compiled(capability, "attention", tmp_path)
     for kernel in kernels:
-        assert (kernel["stack"], kernel["local"]) == (0, 0), f"registers are spilled: {kernel}"
-        assert kernel["shared"] <= SHARED_MAX, kernel
+        spilled_max = SPILLED_MAX[capability] if kernel["kernel"] == "attend, prefill" else 0
+        assert kernel["stack"] <= spilled_max, f"registers are spilled: {kernel}"
+        assert kernel["local"] == 0, kernel
+        assert kernel["shared"] <= SHARED_MAX[capability], kernel
         # In float32 there is no tensor core that is exact.
         wants_wgmma = capability >= 90 and "prefill" in kernel["kernel"] and "float32" not in kernel["case"]
         assert kernel["wgmma"] == wants_wgmma, kernel

@@ -70,7 +70,7 @@ def of_a_pool() -> list[str]:
         page, owner = pool.allocate(), ALICE + tag(str(number))
         pool.sessions.started(owner, now_s)
         assert pool.publish(bytes([number]) * 32, ROOT_ENTRY, (number,) * 4, page) is not None
-        pool.own(page, owner)
+        pool.own(owner, page)
         pool.release([page])
         pool.sessions.ended(owner, now_s, curve)
         pool.returns.changed(owner)

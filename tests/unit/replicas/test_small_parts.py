@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samovar.cache_tiers.blocks.extent import ROOT, block_key, namespace_digest
+from samovar.cache_tiers.blocks.extent import ROOT, block_key, chain_keys, namespace_digest
 from samovar.replicas.kv.kv_pool import PoolTooSmall, free_memory_bytes, plan_pages
 from samovar.replicas.messages import Admitted, Delta
 from samovar.replicas.serving.served import merge_deltas
@@ -20,6 +21,15 @@ class TestKeys:
     def test_is_the_documented_digest(self) -> None:
         ids = b"".join(i.to_bytes(4, "little") for i in (1, 70000, 3))
         assert block_key(NAMESPACE, ROOT, (1, 70000, 3)) == hashlib.sha256(NAMESPACE + ROOT + ids).digest()
+
+    @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(1, 5))
+    def test_those_of_a_chain_are_each_behind_the_one_before(self, ids: list[int], block_tokens: int) -> None:
+        parent, expected = ROOT, []
+        for start in range(0, len(ids) - block_tokens + 1, block_tokens):
+            parent = block_key(NAMESPACE, parent, ids[start : start + block_tokens])
+            expected.append(parent)
+        assert chain_keys(NAMESPACE, ROOT, ids, block_tokens) == expected
+        assert chain_keys(NAMESPACE, ROOT, array("I", ids), block_tokens) == expected
 
     @pytest.mark.guarantee("G3", "F13")
     @given(st.lists(st.binary(max_size=8), max_size=4), st.lists(st.binary(max_size=8), max_size=4))

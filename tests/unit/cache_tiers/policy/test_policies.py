@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samovar.cache_tiers.forecast import Floats
 from samovar.cache_tiers.forecast.turns import (
     BINS,
     COLD,
@@ -104,6 +105,25 @@ def test_least_recently_used_and_of_one_use_the_deepest() -> None:
     assert world.names() == "yzx"
     world = World().add(*(Thing(str(depth), end_tokens=depth) for depth in (4, 8, 0)))
     assert world.names() == "840"
+
+
+def test_a_long_chain_is_not_ranked_for_each_of_its_blocks() -> None:
+    """On a GPU each block of it saves a little more than the one before; a prompt evicts hundreds at once."""
+    ranked = []
+
+    class Counted(LikelyReturn):
+        def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
+            ranked.append(len(of))
+            return super().worth(of, sessions, now_s, horizon_s)
+
+    world = World(Counted("learned"))
+    world.add(*(Thing(end_tokens=16 * depth, saved_s=1.0 + depth / 512) for depth in range(1, 1025)))
+    world.queue.add(Thing("less", ("b",), saved_s=0.5), Thing("more", ("c",), saved_s=3.5))
+    went = []
+    while (thing := world.queue.take(NOW_S, HORIZON_S)) is not None:
+        went.append(thing.name or thing.end_tokens)
+    assert went == ["less", *(16 * depth for depth in range(1024, 0, -1)), "more"]
+    assert 1 < len(ranked) < 40
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)

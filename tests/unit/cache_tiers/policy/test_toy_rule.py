@@ -60,7 +60,7 @@ def held_by_a_pool() -> list[int]:
         now_s += 100.0
         page = pool.allocate()
         assert pool.publish(bytes([number]) * 32, ROOT_ENTRY, (number,) * 4, page) is not None
-        pool.own(page, SESSIONS[number])
+        pool.own(SESSIONS[number], page)
         pages.append(page)
     for page in pages:
         now_s += 100.0

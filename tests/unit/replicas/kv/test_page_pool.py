@@ -111,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
             parent = published.entry.number
 
     def _own(self, page: int, owner: bytes) -> None:
-        self.pool.own(page, owner)
+        self.pool.own(owner, page)
         self.owners.setdefault(page, set()).add(owner)
 
     @rule(tags=st.sets(st.sampled_from(list(NAMES)), min_size=1))
@@ -241,7 +241,7 @@ def test_who_is_likely_to_return_keeps_its_pages_and_who_is_cooled_loses_them_fi
     }
     for owner, hazard in ((b"a", 0.5), (b"b", 0.0)):
         for page in chains[owner]:
-            pool.own(page, owner)
+            pool.own(owner, page)
         pool.release(chains[owner])
         now_s += 1
         pool.sessions.ended(owner, now_s, curve_of(np.full(BINS, hazard)))
@@ -258,7 +258,7 @@ def test_a_client_that_types_keeps_its_pages() -> None:
     pool = PagePool(3, BLOCK, policy=LikelyReturn("learned"), clock=lambda: now_s)
     chains = [_publish_chain(pool, namespace, [(1, 1, 1, 1)]) for namespace in NAMESPACES[:2]]
     for owner, chain in zip((b"a", b"b"), chains, strict=True):
-        pool.own(chain[0], owner)
+        pool.own(owner, chain[0])
         pool.release(chain)
         pool.sessions.ended(owner, now_s, curve_of(np.full(BINS, 0.05)))
         now_s += 1
@@ -275,7 +275,7 @@ def test_a_regenerated_branch_goes_before_what_the_session_uses() -> None:
     root, left = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1), (2, 2, 2, 2)])
     (other,) = _publish_chain(pool, NAMESPACES[1], [(3, 3, 3, 3)])
     for page, owner in ((root, b"a"), (left, b"a"), (other, b"b")):
-        pool.own(page, owner)
+        pool.own(owner, page)
     pool.release([root, left])
     pool.release([other])
     pool.sessions.ended(b"b", now_s, curve_of(np.full(BINS, 0.1)))
@@ -298,7 +298,7 @@ def test_what_is_dear_to_compute_stays_where_cost_counts() -> None:
     deep = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1), (2, 2, 2, 2)])
     flat = _publish_chain(pool, NAMESPACES[1], [(3, 3, 3, 3)])
     for page, owner in ((deep[0], b"a"), (deep[1], b"a"), (flat[0], b"b")):
-        pool.own(page, owner)
+        pool.own(owner, page)
     pool.release(deep)
     pool.release(flat)
     assert pool.allocate() == flat[0]
@@ -346,7 +346,7 @@ def test_a_page_of_several_sessions_is_forgotten_with_the_last_of_them() -> None
     pool = PagePool(6, BLOCK)
     shared, own = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1), (2, 2, 2, 2)])
     for page, owner in ((shared, b"a"), (shared, b"b"), (own, b"a")):
-        pool.own(page, owner)
+        pool.own(owner, page)
     pool.release([shared, own])
     assert pool.forget({b"a"}) == 1
     assert shared in pool.index
@@ -361,7 +361,7 @@ def test_a_page_of_very_many_sessions_is_forgotten_only_with_all_of_them() -> No
     (page,) = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1)])
     tenant = b"t" * TAG_BYTES
     for number in range(200):
-        pool.own(page, tenant + b"%d" % number)
+        pool.own(tenant + b"%d" % number, page)
     for number in range(200):
         assert pool.forget({tenant + b"%d" % number}) == 0
     pool.check_integrity()
@@ -374,8 +374,8 @@ def test_g12_a_tenants_tag_stands_for_all_its_owners_and_for_nobody_else() -> No
     pages = _publish_chain(pool, NAMESPACES[0], [(n, n, n, n) for n in range(5)])
     mine, other = b"m" * TAG_BYTES, b"o" * TAG_BYTES
     for page, owner in zip(pages, (mine + b"1", mine + b"2", other + b"1", mine, other + b"2"), strict=True):
-        pool.own(page, owner)
-    pool.own(pages[1], other + b"1")
+        pool.own(owner, page)
+    pool.own(other + b"1", pages[1])
     assert pool.forget({mine}) == 2
     assert {page for page in pages if page in pool.index} == {pages[1], pages[2], pages[4]}
     assert pool.owned(other + b"1") == [pages[2], pages[1]]
@@ -392,7 +392,7 @@ def test_forgetting_looks_at_no_page_of_anybody_else() -> None:
     tenants = [bytes([number]) * TAG_BYTES for number in range(1, 101)]
     for number in range(pages):
         (page,) = _publish_chain(pool, NAMESPACES[0], [(number, 0, 0, 0)])
-        pool.own(page, tenants[number % 100] + b"%d" % (number // 7))
+        pool.own(tenants[number % 100] + b"%d" % (number // 7), page)
     held = pool.owned(tenants[0] + b"0")
     for unknown in (bytes(TAG_BYTES), bytes(TAG_BYTES) + b"0", tenants[0] + b"unknown"):
         assert lines_run(lambda unknown=unknown: pool.forget({unknown})) < 50

@@ -28,7 +28,7 @@ def turn(pool: PagePool, tenant: bytes, number: int, blocks: int) -> int:
     hits = pool.match(keys, tokens)
     for entry in hits:
         pool.acquire(entry.page)
-        pool.own(entry.page, owner)
+        pool.own(owner, entry.page)
     pages = [entry.page for entry in hits]
     parent = hits[-1].number if hits else 0
     for block in range(len(hits), blocks):
@@ -39,7 +39,7 @@ def turn(pool: PagePool, tenant: bytes, number: int, blocks: int) -> int:
         published = pool.publish(keys[block], parent, tokens[block * BLOCK : (block + 1) * BLOCK], pages[-1])
         assert published is not None
         parent = published.entry.number
-        pool.own(pages[-1], owner)
+        pool.own(owner, pages[-1])
         pool.check_integrity()
     pool.release(pages)
     pool.check_integrity()
