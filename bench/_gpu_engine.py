@@ -80,15 +80,18 @@ def measure_steps(rows: Rows, caller: Caller, sizes: Sizes, into: Alone) -> None
     """
     prompts = [tokens_of(sizes.context, 100 + number, caller.shape) for number in range(sizes.batch)]
     shape = shape_of(sizes.batch, sizes.context)
-    greedy_s = _decode_s(caller, prompts, sizes)
-    rows.add("engine step, greedy", shape, 1e3 * greedy_s, "ms", at_most(18.0))
-    rows.add("tokens of all sequences", shape, sizes.batch / greedy_s, "token/s")
-    into.step_s = _decode_s(caller, prompts[:1], sizes)
-    rows.add("engine step, greedy", shape_of(1, sizes.context), 1e3 * into.step_s, "ms", at_most(7.0))
+    _decode(caller, prompts, sizes)  # prompts, too, are computed by then
+    greedy = _decode(caller, prompts, sizes)
+    rows.add("engine step, greedy", greedy.told(shape), 1e3 * greedy.token_s, "ms", at_most(18.0))
+    rows.add("tokens of all sequences", shape, sizes.batch / greedy.token_s, "token/s")
+    alone = _decode(caller, prompts[:1], sizes)
+    into.step_s = alone.token_s
+    told = alone.told(shape_of(1, sizes.context))
+    rows.add("engine step, greedy", told, 1e3 * into.step_s, "ms", at_most(7.0))
     for kind in ("flat", "peaked"):
         with _logits(caller, kind):
-            sampled_s = _decode_s(caller, prompts, sizes, temperature=0.8, top_p=0.9)
-        added_ms = 1e3 * (sampled_s - greedy_s)
+            sampled_s = _decode(caller, prompts, sizes, temperature=0.8, top_p=0.9).token_s
+        added_ms = 1e3 * (sampled_s - greedy.token_s)
         rows.add(f"sampling with T=0.8, top_p=0.9, {kind} logits, added", shape, added_ms, "ms", at_most(1.0))
 
 
@@ -96,10 +99,11 @@ def measure_streams(rows: Rows, caller: Caller, sizes: Sizes) -> None:
     """Measure decoding steps of few and many short streams."""
     for batch in sizes.streams:
         prompts = [tokens_of(STREAM_PROMPT, 9000 + number, caller.shape) for number in range(batch)]
-        took_ms = 1e3 * _decode_s(caller, prompts, sizes)
+        steps = _decode(caller, prompts, sizes)
         most_ms = STREAM_MS_MAX.get(batch)
         bar = None if most_ms is None else at_most(most_ms)
-        rows.add("engine step, greedy", f"B={batch} x {STREAM_PROMPT}", took_ms, "ms", bar)
+        told = steps.told(f"B={batch} x {STREAM_PROMPT}")
+        rows.add("engine step, greedy", told, 1e3 * steps.token_s, "ms", bar)
 
 
 def measure_turns(rows: Rows, caller: Caller, sizes: Sizes) -> None:
@@ -138,20 +142,32 @@ def _logits(caller: Caller, kind: str) -> Iterator[None]:
         weights.mul_(1 / PEAKED)
 
 
-def _decode_s(caller: Caller, prompts: list[list[int]], sizes: Sizes, **params: float) -> float:
-    """Return the seconds a token of a sequence, while all of `prompts` decode.
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps of decodes. `token_s`: seconds a token of a sequence, a mean; `call_s`: of each call.
 
-    A mean: where the step behind is launched ahead, one call waits for two steps and the next one for none.
+    Where the step behind is launched ahead, one call may wait for two steps and the next one for none.
     """
+
+    token_s: float
+    call_s: list[float]
+
+    def told(self, shape: str) -> str:
+        """Return the shape, and how long calls took: their median and the longest."""
+        return f"{shape}, {1e3 * statistics.median(self.call_s):.1f} to {1e3 * max(self.call_s):.0f} ms"
+
+
+def _decode(caller: Caller, prompts: list[list[int]], sizes: Sizes, **params: float) -> _Steps:
+    """Measure steps in which all of `prompts` decode."""
     keys = [caller.ask(prompt, 8 * sizes.steps, **params) for prompt in prompts]
     caller.decode_all(keys)
     for _ in range(sizes.repeats):
         caller.step()
     before = sum(len(caller.asked[key].tokens) for key in keys)
-    took_s = sum(caller.step() for _ in range(sizes.steps))
+    call_s = [caller.step() for _ in range(sizes.steps)]
     tokens = sum(len(caller.asked[key].tokens) for key in keys) - before
     caller.abort(keys)
-    return took_s * len(keys) / tokens
+    return _Steps(sum(call_s) * len(keys) / tokens, call_s)
 
 
 def measure_prefill_rate(rows: Rows, caller: Caller, sizes: Sizes, ceilings: Ceilings) -> None:

@@ -36,8 +36,8 @@ class PageSettings(Section):
     ingress_replicas: Annotated[Ingresses | None, BeforeValidator(_auto_as_none)] = Field(
         None,
         description="processes that parse, tokenise and stream; any may die at any time; empty or `auto` = "
-        "one on each node of a cluster, and one on a single machine; with server.record or "
-        "knowledge.enabled there is one",
+        "one on each node of a cluster, and one on a single machine, two where engine.device is cuda; "
+        "with server.record or knowledge.enabled there is one",
     )
 
     page: bool = Field(

@@ -19,6 +19,7 @@ IN_WORDS = {
     "tiers": "opening the cache tiers",
     "weights": "loading the weights",
     "probe": "checking that cached answers are equal bit for bit",
+    "kernels": "compiling the GPU's kernels and comparing them",
     "graphs": "recording steps as CUDA graphs",
     "memory": "registering the RAM tier with the GPU",
     "measure": "measuring this machine's speed",

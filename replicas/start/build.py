@@ -9,6 +9,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -336,7 +337,11 @@ class Start:
 
     def probe(self) -> None:
         """Choose what computes a step, after a look at whether its answers are exact."""
-        self.begin("probe")
+        self.begin("probe" if self.device.type == "cpu" else "kernels")
+        with nullcontext() if self.registered is None else self.registered.held():
+            self._choose()
+
+    def _choose(self) -> None:
         spec, geometry, device = self.spec, self.geometry, self.device
         tokens_max = min(self.settings.engine.step_tokens_max, spec.context_tokens_max)
         self.step = self.choice.settle(spec.vocab, tokens_max)

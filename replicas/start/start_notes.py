@@ -14,8 +14,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-REPLICA_STAGES = ("tiers", "digest", "weights", "probe", "graphs", "memory", "measure", "engine")
-"""The stages of a replica's start, in their order."""
+REPLICA_STAGES = ("tiers", "digest", "weights", "probe", "kernels", "graphs", "memory", "measure", "engine")
+"""The stages of a replica's start, in their order: `probe` a CPU's, `kernels`, `graphs`, `memory` a GPU's."""
 NOTE_CHARS_MAX = 64
 
 

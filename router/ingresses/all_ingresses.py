@@ -50,8 +50,16 @@ def ingress_count(settings: Settings) -> int | None:
     wanted = settings.server.ingress_replicas
     if wanted is not None:
         return wanted
-    is_single = settings.server.record is not None or settings.knowledge.is_one_file
-    return 1 if is_single or settings.cluster.ray_address == "local" else None
+    if settings.server.record is not None or settings.knowledge.is_one_file:
+        return 1
+    if settings.cluster.ray_address != "local":
+        return None
+    return OF_A_GPU if settings.engine.device == "cuda" else 1
+
+
+OF_A_GPU = 2
+"""On one machine that is told to compute on a GPU: one process carried 8,400 to 9,400 tokens a second in
+front of an H200, which computes more for 64 streams of an 8B model."""
 
 
 NAME_CHARS = 8

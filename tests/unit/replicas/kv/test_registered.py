@@ -8,6 +8,7 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -174,6 +175,22 @@ def test_a_start_waits_for_what_is_registered_behind_it_and_not_for_ever() -> No
     memory = RegisteredMemory(driver.calls(), CHUNK)
     memory.begin()
     assert memory.settle(0), "none could be started"
+
+
+def test_nothing_is_registered_behind_while_kernels_are_compiled() -> None:
+    driver = Driver()
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    with memory.held():
+        memory.begin()
+        threads = [threading.Thread(target=work) for work in driver.later]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.02)
+        driver.log.append("compiled")
+    for thread in threads:
+        thread.join()
+    assert driver.log[0] == "compiled"
+    assert len(driver.registered) == 4
 
 
 def test_a_driver_that_refuses_ends_what_registers_behind() -> None:

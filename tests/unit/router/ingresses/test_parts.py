@@ -71,6 +71,8 @@ def test_one_on_a_machine_and_one_a_node_of_a_cluster() -> None:
     assert ingress_count(settings()) == 1
     assert ingress_count(settings(server={"ingress_replicas": 3})) == 3
     assert ingress_count(settings(**cluster)) is None
+    assert ingress_count(settings(engine={"device": "cuda"})) == 2
+    assert ingress_count(settings(engine={"device": "cuda"}, server={"record": "/tmp/turns"})) == 1
     assert ingress_count(settings(**cluster, server={"record": "/tmp/turns"})) == 1
     assert ingress_count(settings(**cluster, knowledge={"enabled": True})) == 1
 
