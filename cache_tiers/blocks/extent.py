@@ -63,18 +63,18 @@ def chain_keys(namespace: bytes, parent: bytes, token_ids: Sequence[int], block_
 
     A prompt of 32k tokens has 2,000 of them: its ids become bytes once. Raises as `block_key`.
     """
-    count = len(token_ids) // block_tokens
-    if not count:
-        return []
-    keys = [block_key(namespace, parent, token_ids[:block_tokens])]
-    ids = memoryview(np.asarray(token_ids, dtype="<u4").tobytes())
-    nbytes, sha256 = 4 * block_tokens, hashlib.sha256
-    begun = sha256(namespace)
-    for start in range(nbytes, count * nbytes, nbytes):
+    if len(namespace) != KEY_BYTES or len(parent) != KEY_BYTES:
+        raise ValueError(
+            f"namespace and parent must be {KEY_BYTES} bytes, not {len(namespace)}, {len(parent)}"
+        )
+    keys, nbytes, begun = list[bytes](), 4 * block_tokens, hashlib.sha256(namespace)
+    ids = memoryview(np.array(token_ids, dtype="<u4").tobytes())
+    for start in range(0, len(ids) // nbytes * nbytes, nbytes):
         digest = begun.copy()
-        digest.update(keys[-1])
+        digest.update(parent)
         digest.update(ids[start : start + nbytes])
-        keys.append(digest.digest())
+        parent = digest.digest()
+        keys.append(parent)
     return keys
 
 

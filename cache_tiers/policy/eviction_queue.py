@@ -318,10 +318,9 @@ class ValueQueue(Generic[T]):
         following = group.heap.first(MOVES_MAX)
         if following is None or self._policy.looks_at_depth:
             return False
-        used_s, rate_per_s, saved_s = _likeness(following)
-        return (used_s, rate_per_s) == group.ranked[:2] and math.isclose(
-            saved_s, group.ranked[2], rel_tol=ALIKE_SHARE
-        )
+        used_s, rate_per_s, saved_s = group.ranked
+        is_used_alike = (following.used_s, following.rate_per_s) == (used_s, rate_per_s)
+        return is_used_alike and math.isclose(following.saved_s, saved_s, rel_tol=ALIKE_SHARE)
 
     def _shrunk(self, group: _Group[T]) -> None:
         if len(group.heap):
@@ -353,7 +352,8 @@ class ValueQueue(Generic[T]):
         ranks = self._ranks(fronts, now_s, horizon_s)
         is_new = not self._ranking
         for group, front, rank in zip(groups, fronts, ranks, strict=True):
-            group.version, group.ranked = next(self._versions), _likeness(front)
+            group.version = next(self._versions)
+            group.ranked = front.used_s, front.rate_per_s, front.saved_s
             entry = (rank, -front.end_tokens, group.version, group)
             if is_new:
                 self._ranking.append(entry)
@@ -445,10 +445,6 @@ class ValueQueue(Generic[T]):
 
 def _key(thing: Thing) -> GroupKey:
     return frozenset(thing.owners), thing.min_ttl_s, thing.is_clean
-
-
-def _likeness(thing: Thing) -> Likeness:
-    return thing.used_s, thing.rate_per_s, thing.saved_s
 
 
 def _place(thing: Thing) -> Place:

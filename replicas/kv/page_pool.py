@@ -63,20 +63,20 @@ class PrefixIndex:
     def __contains__(self, page: int) -> bool:
         return page in self._by_page
 
-    def find(self, key: bytes, parent: int, token_ids: Sequence[int]) -> PrefixEntry | None:
+    def find(self, key: bytes, parent: int, token_ids: array[int]) -> PrefixEntry | None:
         """Return the entry of exactly this block, or None, also if its key collides."""
         entry = self._by_key.get(key)
-        if entry is None or entry.parent != parent or entry.token_ids != _ids(token_ids):
+        if entry is None or entry.parent != parent or entry.token_ids != token_ids:
             return None
         return entry
 
-    def add(self, key: bytes, parent: int, token_ids: Sequence[int], page: int) -> PrefixEntry | None:
+    def add(self, key: bytes, parent: int, token_ids: array[int], page: int) -> PrefixEntry | None:
         """Publish `page` as this block; None if another block already has the key."""
         if page in self._by_page:
             raise ValueError(f"page {page} is published already")
         if key in self._by_key:
             return None
-        entry = PrefixEntry(self._next_number, parent, key, _ids(token_ids), page)
+        entry = PrefixEntry(self._next_number, parent, key, token_ids, page)
         self._next_number += 1
         self._by_key[key] = entry
         self._by_page[page] = entry
@@ -117,11 +117,6 @@ class PrefixIndex:
             assert entry.key == key, f"entry {entry.number} is filed under a foreign key"
             assert self._by_page.get(entry.page) is entry, f"page {entry.page} has another entry"
             assert entry.parent < entry.number < self._next_number, "an entry is older than its parent"
-
-
-def _ids(token_ids: Sequence[int]) -> array[int]:
-    """Return u32 token ids that are compared at once, as those of sequences are."""
-    return token_ids if isinstance(token_ids, array) else array("I", token_ids)
 
 
 class OwnedPages:
@@ -400,7 +395,7 @@ class PagePool:
     def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[PrefixEntry]:
         """Return the longest published prefix of the blocks with these `keys`; acquires no page."""
         found: list[PrefixEntry] = []
-        parent, token_ids = ROOT_ENTRY, _ids(token_ids)
+        parent, token_ids = ROOT_ENTRY, array("I", token_ids)
         for block, key in enumerate(keys):
             ids = token_ids[block * self.block_tokens : (block + 1) * self.block_tokens]
             entry = self.index.find(key, parent, ids)
@@ -420,6 +415,7 @@ class PagePool:
             raise ValueError(f"page {page} is not referenced: its content may be anything")
         if len(token_ids) != self.block_tokens:
             raise ValueError(f"only full blocks are published, not {len(token_ids)} tokens")
+        token_ids = array("I", token_ids)
         known = self.index.find(key, parent, token_ids)
         if known is not None:
             return Published(known, duplicate=known.page != page)

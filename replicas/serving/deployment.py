@@ -11,7 +11,6 @@ names, and would wait seconds for torch and transformers.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 import time
@@ -123,10 +122,6 @@ class Replica:
         self._ingress_loads = IngressLoads(info.replica_id)
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # What the start leaves stays for good. To look through it all takes an eighth of a second, in which
-        # every answer stands still, and a busy pool's books made the interpreter do that again and again.
-        gc.collect()
-        gc.freeze()
         engine.start(self._deliver)
 
     @staticmethod
