@@ -381,10 +381,11 @@ class PagePool:
                 if self._saved_s is not None:
                     of.saved_s = self._saved_s(of.end_tokens)
                 cached.append(of)
-        self._queue.add(*cached)
+        if cached:
+            self._queue.add(*cached)
 
     def _uncache(self, pages: Iterable[int]) -> None:
-        self._queue.discard(*(self._published[page] for page in pages))
+        self._queue.discard(*[self._published[page] for page in pages])
         if self._first_to_evict:
             for page in pages:
                 self._first_to_evict.pop(page, None)
