@@ -7,7 +7,6 @@ without torch: another engine may live in an environment that ours does not run 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import time
@@ -171,10 +170,6 @@ class OwnEngine:
     def start(self, deliver: Deliver) -> None:
         from samovar.replicas.engine import EngineThread as Own  # it computes: with torch
 
-        # What the start leaves stays for good. To look through it all takes an eighth of a second, in which
-        # every answer stands still, and a busy pool's books made the interpreter do that again and again.
-        gc.collect()
-        gc.freeze()
         self._thread = Own(self._engine, deliver, self._settings.idle_check_s)
         self._thread.start()
 

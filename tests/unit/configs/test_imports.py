@@ -32,6 +32,25 @@ def test_the_collector_is_paused_inside_and_as_before_afterwards() -> None:
             gc.enable()
 
 
+KEPT = """
+import gc, weakref
+from samovar.configs.imports import collector_paused
+with collector_paused():
+    kept = [{"stays": number} for number in range(1000)]
+    cycle = type("Cycle", (), {})()
+    cycle.own, alive = cycle, weakref.ref(cycle)
+    del cycle
+seen = {id(one) for one in gc.get_objects()}
+assert not any(id(one) in seen for one in kept), "what was made inside is looked through again"
+assert alive() is None, "garbage of the block is kept for ever"
+"""
+
+
+def test_what_was_made_inside_is_not_looked_through_again_and_its_garbage_is_gone() -> None:
+    ran = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
 PROGRAM = """
 import os, sys
 from pathlib import Path
