@@ -33,7 +33,7 @@ def collector_paused() -> Iterator[None]:
     Imports make a million objects that stay, and the collector looks through them again and again: without
     it a replica's imports take 2.9 CPU-seconds instead of 5.0, those of `samovar serve` 1.4 instead of 1.8.
     Behind the block it looks at them once and never again: all of a replica's take an eighth of a second, in
-    which every answer stands still, and a pool's books, or Ray's wish for room, have it look every few seconds.
+    which every answer stands still, and a pool's books or Ray's wish for room have it look every few seconds.
     """
     if not gc.isenabled():
         yield

@@ -36,7 +36,7 @@ KEPT = """
 import gc, weakref
 from samovar.configs.imports import collector_paused
 with collector_paused():
-    kept = [{"stays": number} for number in range(1000)]
+    kept = [[number] for number in range(1000)]
     cycle = type("Cycle", (), {})()
     cycle.own, alive = cycle, weakref.ref(cycle)
     del cycle
