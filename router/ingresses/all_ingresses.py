@@ -58,8 +58,8 @@ def ingress_count(settings: Settings) -> int | None:
 
 
 OF_A_GPU = 2
-"""On one machine that is told to compute on a GPU. With one, 8,400 to 9,400 tokens a second came from an H200,
-whatever the number of streams, which computes more for 64 of an 8B model."""
+"""On one machine that is told to compute on a GPU. With one, 8,400 to 9,400 tokens a second came from an
+H200, whatever the number of streams; it computes more for 64 of an 8B model."""
 
 
 NAME_CHARS = 8
