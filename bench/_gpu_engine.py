@@ -80,7 +80,6 @@ def measure_steps(rows: Rows, caller: Caller, sizes: Sizes, into: Alone) -> None
     """
     prompts = [tokens_of(sizes.context, 100 + number, caller.shape) for number in range(sizes.batch)]
     shape = shape_of(sizes.batch, sizes.context)
-    _decode(caller, prompts, sizes)  # prompts, too, are computed by then
     greedy = _decode(caller, prompts, sizes)
     rows.add("engine step, greedy", greedy.told(shape), 1e3 * greedy.token_s, "ms", at_most(18.0))
     rows.add("tokens of all sequences", shape, sizes.batch / greedy.token_s, "token/s")
@@ -158,7 +157,12 @@ class _Steps:
 
 
 def _decode(caller: Caller, prompts: list[list[int]], sizes: Sizes, **params: float) -> _Steps:
-    """Measure steps in which all of `prompts` decode."""
+    """Measure steps in which all of `prompts` decode. Raises `RuntimeError` if an answer ends before.
+
+    The prompts are computed first: beside answers they come in small parts, and the first answers would be
+    over before the last prompt is.
+    """
+    caller.drain(*[caller.ask(prompt, 1) for prompt in prompts])
     keys = [caller.ask(prompt, 8 * sizes.steps, **params) for prompt in prompts]
     caller.decode_all(keys)
     for _ in range(sizes.repeats):
@@ -166,6 +170,8 @@ def _decode(caller: Caller, prompts: list[list[int]], sizes: Sizes, **params: fl
     before = sum(len(caller.asked[key].tokens) for key in keys)
     call_s = [caller.step() for _ in range(sizes.steps)]
     tokens = sum(len(caller.asked[key].tokens) for key in keys) - before
+    if any(caller.asked[key].is_over for key in keys):
+        raise RuntimeError("some answers were over before all had been measured together")
     caller.abort(keys)
     return _Steps(sum(call_s) * len(keys) / tokens, call_s)
 
