@@ -194,15 +194,12 @@ class LayerKv:
         return dequantise(copied, scales.index_select(0, table).view(shape[:-1]), self.dtype)
 
 
-def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return zeros, u8 `[nbytes]`. On CPU the system hands out a page when it is first touched.
+def _host_memory(nbytes: int) -> mmap.mmap:
+    """Return zeros of which the system hands out a page when it is first touched.
 
     `torch.zeros` touches all at once: a second for each GiB, and a pool that is not in use yet fills memory.
     """
-    if device.type != "cpu":
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class KvPool:
@@ -217,7 +214,13 @@ class KvPool:
     def __init__(self, geometry: KvGeometry, pages: int, device: torch.device) -> None:
         self.geometry = geometry
         self.pages = pages
-        self.page_bytes = _zeros(pages * geometry.block_bytes, device).view(pages, geometry.block_bytes)
+        nbytes = pages * geometry.block_bytes
+        self._host_memory = _host_memory(nbytes) if device.type == "cpu" else None
+        if self._host_memory is None:
+            whole = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        else:
+            whole = torch.frombuffer(self._host_memory, dtype=torch.uint8)
+        self.page_bytes = whole.view(pages, geometry.block_bytes)
         groups = self.page_bytes.view(pages, geometry.groups, -1)
         numbers = groups[..., : geometry.number_bytes].view(geometry.stored_dtype)
         self.data = numbers.view(pages, *geometry.page_shape)
@@ -236,6 +239,14 @@ class KvPool:
 
     def layer(self, index: int) -> LayerKv:
         return self._layers[index]
+
+    def return_memory(self) -> None:
+        """Give the memory of all pages back to the system; they hold no blocks, and are zeros from now on.
+
+        On CPU, where it is handed out again when a page is touched; a GPU's memory stays as it is.
+        """
+        if self._host_memory is not None:
+            self._host_memory.madvise(mmap.MADV_DONTNEED)
 
     def copy_page(self, source: int, target: int) -> None:
         self.page_bytes[target].copy_(self.page_bytes[source])

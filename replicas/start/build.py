@@ -22,6 +22,7 @@ from samovar.cache_tiers.forecast import fast_clock
 from samovar.cache_tiers.messages import LookupResult
 from samovar.cache_tiers.policy import make_policy
 from samovar.cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierMeter, TierPrice, fit_prefill
+from samovar.configs.imports import return_freed_memory
 from samovar.configs.sections import MIB
 from samovar.configs.settings import EngineSettings, Settings
 from samovar.replicas.answers import EngineLimits, OutputProcessor, TokenText
@@ -94,6 +95,7 @@ from samovar.replicas.scheduling import (
 )
 from samovar.replicas.start.checkpoint import Vocabulary, load_vocabulary
 from samovar.replicas.start.measure import (
+    ROAD_BYTES_MAX,
     SAMPLE_BYTES,
     Roads,
     hold_step_memory,
@@ -101,7 +103,7 @@ from samovar.replicas.start.measure import (
     measure_prefill,
     sample_tokens_max,
 )
-from samovar.replicas.start.step_choice import ChosenStep, StepChoice, expects_native, return_freed_memory
+from samovar.replicas.start.step_choice import ChosenStep, StepChoice, expects_native
 from samovar.replicas.start.tier_access import by_tag
 
 logger = logging.getLogger(__name__)
@@ -383,6 +385,7 @@ class Start:
             self.kept,
             measures_loads=self.prefill is None,
         )
+        self.runner.pool.return_memory()  # of pages that were measured with
         self.vocabulary = load_vocabulary(self.model_dir, self.kept)
         self.kept.save()
 
@@ -647,7 +650,9 @@ def _offload(
             swap.meter.measured(copy)
     if measures_loads:
         roads = Roads(tiers, io, shape, pages=pages, extents=of.io_threads)
-        sizes = of.io_threads, pages, of.cpu.bytes_max, of.nvme.bytes_max, settings.nvme_dir
+        # What a tier holds beyond the largest samples says nothing, and differs from start to start.
+        room = [min(of.sizes[tier], 2 * ROAD_BYTES_MAX) for tier in TIERS.local]
+        sizes = of.io_threads, roads.blocks_max, *room, str(settings.nvme_dir)
         tiers.link.measured(kept.get(f"loads {sizes}", ROADS, roads.measure, {}), ())
     return (
         build_offload(tiers, settings, geometry, page_pool, io, meter, swap),

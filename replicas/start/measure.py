@@ -198,8 +198,10 @@ ROAD_REPEATS = 3
 class Roads:
     """Measures what loads take from each tier of the node into the pool's pages, by the way that they go.
 
-    `pages`: of the pool, which holds no blocks yet; what is loaded is overwritten with zeros. `extents`: are
-    loaded side by side.
+    `pages`: of the pool, which holds no blocks yet; what is loaded is overwritten with zeros, and no other
+    page is touched. `extents`: are loaded side by side.
+
+    `blocks_max`: of the largest sample.
     """
 
     def __init__(
@@ -219,21 +221,20 @@ class Roads:
         self._clock = clock
         self._first_page = TRASH_PAGE + 1
         most = min(ROAD_BYTES_MAX // shape.block_bytes, pages - self._first_page)
-        self._blocks_max = most // extents
+        self.blocks_max = most // extents
+        self._loaded_blocks = 0
 
     def measure(self) -> dict[TierName, TierPrice]:
         """Return the prices of local tiers with room for samples; others are priced by their first load."""
         prices = {tier: price for tier in TIERS.local if (price := self._price(tier)) is not None}
-        if prices:
-            used = self._blocks_max * self._extents
-            zeros = np.zeros(self._shape.block_bytes, dtype=np.uint8)
-            for page in range(self._first_page, self._first_page + used):
-                self._io.begin_in(zeros, [page], self._io.mark()).wait()
+        zeros = np.zeros(self._shape.block_bytes, dtype=np.uint8)
+        for page in range(self._first_page, self._first_page + self._loaded_blocks):
+            self._io.begin_in(zeros, [page], self._io.mark()).wait()
         return prices
 
     def _price(self, tier: TierName) -> TierPrice | None:
         """Return the price of a tier's road; None: it has no room for samples, or a load of them failed."""
-        blocks = min(max(2, ROAD_BYTES // (self._extents * self._shape.block_bytes)), self._blocks_max)
+        blocks = min(max(2, ROAD_BYTES // (self._extents * self._shape.block_bytes)), self.blocks_max)
         if blocks < 2:
             return None
         until_s = self._clock() + ROAD_S_MAX
@@ -245,7 +246,7 @@ class Roads:
             moving_s = moving_seconds(small_s, whole_s)
             bytes_per_s = self._extents * (blocks - 1) * self._shape.block_bytes / moving_s
             price = TierPrice(max(whole_s - blocks * moving_s / (blocks - 1), whole_s / 100), bytes_per_s)
-            if whole_s >= ROAD_LONG_S or 4 * blocks > self._blocks_max or self._clock() >= until_s:
+            if whole_s >= ROAD_LONG_S or 4 * blocks > self.blocks_max or self._clock() >= until_s:
                 break
             blocks *= 4
         return price
@@ -294,4 +295,6 @@ class Roads:
             self._access.lanes.fetch.submit(bring, number, sample) for number, sample in enumerate(samples)
         ]
         came = [future.result() for future in coming]
+        if any(came):
+            self._loaded_blocks = max(self._loaded_blocks, sum(sample.blocks for sample in samples))
         return self._clock() - started_s if all(came) else None

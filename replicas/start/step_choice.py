@@ -6,7 +6,6 @@ another one is, that one serves: exact mode promises more than speed.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Protocol
 import torch
 from pydantic import TypeAdapter
 
+from samovar.configs.imports import return_freed_memory
 from samovar.configs.json_text import parse_json
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.engine import TOLERANCES, Probe, ProbeResult
@@ -255,16 +255,6 @@ class ChosenStep:
     def forward(self, backend: AttentionBackend) -> MakeForward | None:
         """Return what makes the forward pass of a pool, attending by `backend`; None: the runner's own."""
         return None if self.form is None else self.form.forward(backend, exact=self.exactness.exact)
-
-
-def return_freed_memory() -> None:
-    """Give freed memory back to the system, where the C library can.
-
-    glibc keeps what was freed between blocks in use: of the default model's weights, repacked, a fifth more.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 class StepChoice:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.blocks import TIERS, tenant_tag
 from samovar.cache_tiers.sessions import ItemBounds, SessionState, session_actor
-from samovar.configs.imports import collector_paused
+from samovar.configs.imports import collector_paused, return_freed_memory
 from samovar.configs.optional_sections import INGRESSES_MAX
 from samovar.configs.settings import Settings
 from samovar.configs.telemetry import Tracer, open_tracer, set_up_logs
@@ -670,6 +670,7 @@ class Ingress:
                 name: (own, app, *open_prompts(own, path))
                 for name, (own, path, app) in (further or {}).items()
             }
+        return_freed_memory()
         client = partial(
             _replica_client,
             settings=settings,

@@ -18,8 +18,9 @@ from samovar.configs.sections import MIB, TierSettings
 from samovar.replicas.kv.block_io import PageIo, Ticket
 from samovar.replicas.kv.copy_device import CopyEvent, HostDevice
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.kv.page_pool import TRASH_PAGE
 from samovar.replicas.offload.tier_client import TierAccess, WorkerPools
-from samovar.replicas.start.measure import Roads
+from samovar.replicas.start.measure import ROAD_BYTES, Roads
 from tests.support.clock import Clock
 from tests.support.engines.tier_engines import InlineExecutor, make_node, nvme
 from tests.support.inside import guards_of
@@ -135,3 +136,25 @@ def test_memory_that_runs_out_costs_the_measurement_and_not_the_start(
     monkeypatch.setattr(SlowCopies, "begin_in", no_memory)
     assert roads.measure() == {}
     assert tier.bytes_held() == 0
+
+
+def test_pages_that_no_sample_needed_are_not_touched() -> None:
+    """The system has handed out no memory for them; the larger samples were of a quicker road."""
+    clock = Clock()
+    roads, _, pool = roads_over({"cpu": Timed(clock, 1e-3, 0.5e9)}, clock)
+    pool.page_bytes.fill_(1)
+    assert "cpu" in roads.measure()
+    loaded = EXTENTS * (ROAD_BYTES // (EXTENTS * GEOMETRY.block_bytes))
+    assert loaded < EXTENTS * roads.blocks_max
+    first = TRASH_PAGE + 1
+    assert not pool.page_bytes[first : first + loaded].any()
+    assert (pool.page_bytes[first + loaded :] == 1).all()
+
+
+def test_what_a_road_without_a_price_has_loaded_is_no_number_in_a_page() -> None:
+    """Small samples find room, larger ones do not: of random bytes some are NaN, and 0 times NaN is NaN."""
+    clock = Clock()
+    roads, access, pool = roads_over({"cpu": Timed(clock, 1e-3, 2e9)}, clock)
+    guards_of(access.link)["cpu"].bytes_max = 2 * EXTENTS * GEOMETRY.block_bytes
+    assert roads.measure() == {}
+    assert not pool.page_bytes.any()
