@@ -22,10 +22,11 @@ from samovar.configs.cluster import ClusterSettings
 from samovar.configs.sections import MIB, CpuTierSettings, TierSettings
 from samovar.configs.settings import EngineSettings, ModelSettings, Settings
 from samovar.replicas.kv.kv_pool import KvPool
+from samovar.replicas.native import NotNative
 from samovar.replicas.offload.tier_client import TierAccess, WorkerPools
 from samovar.replicas.start.build import Start
 from tests.support.clock import Clock
-from tests.support.engines.native_steps import NotNative, library
+from tests.support.engines.native_steps import library
 from tests.support.engines.tier_engines import InlineExecutor, make_node
 
 GIB = 1024 * MIB
