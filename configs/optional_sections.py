@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
 from samovar.configs.sections import GIB, KIB, MIB, TIB, Section
 
@@ -20,6 +20,22 @@ def is_safe_url(url: str) -> bool:
     """Return whether what is fetched cannot be changed on its way: https, or this machine's loopback."""
     return SAFE_URL.fullmatch(url) is not None
 
+
+def _has_room_above(endpoint: str) -> str:
+    port = int(endpoint.rpartition(":")[2])
+    if not 1 <= port <= ZMQ_PORT_MAX:
+        raise ValueError(
+            f"its port is {port}, and ports up to 1063 above it are used: at most {ZMQ_PORT_MAX}"
+        )
+    return endpoint
+
+
+ZMQ_PORT_MAX = 65535 - 1063
+ZmqEndpoint = Annotated[
+    str,
+    StringConstraints(pattern=r"^tcp://(\*|[0-9A-Za-z._-]{1,253}|\[[0-9A-Fa-f:]{2,45}\]):[0-9]{1,5}$"),
+    AfterValidator(_has_room_above),
+]
 
 INGRESSES_MAX = 64
 Ingresses = Annotated[int, Field(ge=1, le=INGRESSES_MAX)]
@@ -138,7 +154,7 @@ class MonitoringSettings(Section):
 
 
 class TelemetrySettings(Section):
-    """Traces and logs. Neither holds text of prompts or answers."""
+    """Traces, logs and KV events. Only the last tell of prompts: their tokens."""
 
     otlp_endpoint: HttpUrl | None = Field(
         None,
@@ -157,6 +173,13 @@ class TelemetrySettings(Section):
     batch_max: ClassVar[int] = 512  # spans in one export
     export_interval_s: float = Field(5.0, gt=0, le=600, description="time between two exports")
     export_timeout_s: ClassVar[float] = 10.0  # an export that takes longer is dropped
+    kv_events: ZmqEndpoint | None = Field(
+        None,
+        description="where caches say which blocks they have, to routers that know vLLM's KV events, such as "
+        "tcp://10.0.0.5:5557 or tcp://*:5557: a node's tiers at this port, its replicas at the 63 behind it, "
+        "replays at ports 1000 higher; anyone who can connect reads the tokens of prompts; empty = not at "
+        'all; needs `pip install "samovar[events]"`',
+    )
     log_format: Literal["text", "json"] = Field(
         "text", description="json = one JSON object a line, with request id and trace id"
     )
@@ -295,9 +318,9 @@ class KnowledgeSettings(Section):
     meaning_min: ClassVar[float] = 0.15  # cosine below which an entry does not count as similar in meaning
     entries_per_turn: ClassVar[int] = 4
     budget_tokens: int = Field(
-        512, ge=16, le=1_000_000, description="tokens of the entries placed in one turn, by default"
+        512, ge=16, le=4096, description="tokens of the entries placed in one turn, by default"
     )
-    budget_tokens_max: int = Field(4096, ge=16, le=1_000_000, description="... at most, if a request asks")
+    budget_tokens_max: ClassVar[int] = 4096  # ... at most, if a request asks
     session_tokens_max: int = Field(
         8192,
         ge=16,
@@ -320,15 +343,6 @@ class KnowledgeSettings(Section):
     def is_one_file(self) -> bool:
         """Whether it is on and in a file, which the ingresses of one machine can share."""
         return self.enabled and self.postgres.url is None
-
-    @model_validator(mode="after")
-    def _default_is_allowed(self) -> KnowledgeSettings:
-        if self.budget_tokens > self.budget_tokens_max:
-            raise ValueError(
-                f"knowledge.budget_tokens={self.budget_tokens} is more than knowledge.budget_tokens_max="
-                f"{self.budget_tokens_max}. Lower the first or raise the second"
-            )
-        return self
 
 
 class AnswerSettings(Section):

@@ -3,7 +3,7 @@
 # each platform and for Python 3.11 and later). Versions stay as they are unless --upgrade is given.
 #   torch.lock    torch from PyPI and what only it needs (CUDA); a machine's own build of torch takes its place
 #   samovar.lock  all the rest that serving needs: pyproject.toml's dependencies, no extra
-#   extras.lock   what [documents,engines,knowledge,nixl,oidc,otel,plan,postgres,s3] need besides
+#   extras.lock   what [documents,engines,events,knowledge,nixl,oidc,otel,plan,postgres,s3] need besides
 #   dev.lock      what [dev] needs besides both
 #   kernels.lock  triton, which `make test-kernels` installs; CUDA builds of torch bring it
 #   docs.lock     zensical and what it needs, which `make docs` installs
@@ -37,7 +37,7 @@ cp "$everything" locks/samovar.lock
 lock locks/samovar.lock pyproject.toml --constraint locks/torch.lock "${only_torch[@]}"
 mapfile -t served < <(without locks/samovar.lock)
 cp "$everything" locks/extras.lock
-lock locks/extras.lock pyproject.toml --extra documents --extra engines --extra knowledge --extra nixl --extra oidc --extra otel --extra plan --extra postgres --extra s3 \
+lock locks/extras.lock pyproject.toml --extra documents --extra engines --extra events --extra knowledge --extra nixl --extra oidc --extra otel --extra plan --extra postgres --extra s3 \
   --constraint locks/torch.lock \
   "${only_torch[@]}" "${served[@]}"
 mapfile -t extras < <(without locks/extras.lock)

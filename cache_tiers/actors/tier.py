@@ -192,18 +192,25 @@ class TierActor:
         else:
             starts = 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
             self._bad_files = 0
+        ports = NodePorts(
+            clock=time.monotonic,
+            wall_clock=time.time,
+            call_for=CallClient(settings.store_s_max),
+            reach=KillPoint(settings.faults, starts),
+            peer_calls=PeerActors(actor_name),
+            link=build_link(settings.peer, f"{node_id}:{incarnation}"),
+        )
+        if telemetry.kv_events is not None:
+            from samovar.cache_tiers.catalog import announced_catalog
+            from samovar.cache_tiers.events.publisher import publisher_at
+
+            feed = publisher_at(telemetry.kv_events, is_replica=False).feed
+            ports = replace(ports, catalog=partial(announced_catalog, feed))
         self._node = TierNode(
             settings,
             built,
             NodeIdentity(node_id, incarnation, restarts=starts - 1),
-            NodePorts(
-                clock=time.monotonic,
-                wall_clock=time.time,
-                call_for=CallClient(settings.store_s_max),
-                reach=KillPoint(settings.faults, starts),
-                peer_calls=PeerActors(actor_name),
-                link=build_link(settings.peer, f"{node_id}:{incarnation}"),
-            ),
+            ports,
             tenant_share=lambda tenant: tenant_shares.get(tenant, settings.tenant_share or 1.0),
         )
         self._node.start(START_SCAN_S_MAX)

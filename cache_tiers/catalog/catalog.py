@@ -11,10 +11,17 @@ generation of its own; a late report of one that has ended changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from samovar.cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName, session_of
 from samovar.cache_tiers.catalog.gone import AbsentBlocks, Clears, SteadyClock
-from samovar.cache_tiers.catalog.index import BlockValues, ExtentRegistry, HeldCopy, HeldExtent
+from samovar.cache_tiers.catalog.index import (
+    AnnouncedRegistry,
+    BlockValues,
+    ExtentRegistry,
+    HeldCopy,
+    HeldExtent,
+)
 from samovar.cache_tiers.catalog.transfers import Source, TierAccounting, Transfer, TransferTable
 from samovar.cache_tiers.catalog.types import (
     Eviction,
@@ -30,6 +37,9 @@ from samovar.cache_tiers.media import Scanned
 from samovar.cache_tiers.messages import AbsentRun, BlockRange, Lookup, PartialBlock, SessionHeld
 from samovar.cache_tiers.policy import IdleSessions, ResidencyPolicy
 from samovar.configs.sections import PolicySettings
+
+if TYPE_CHECKING:
+    from samovar.cache_tiers.events.feed import EventFeed
 
 ADOPTED_IDLE_SHARE = 0.9
 """An adopted extent's idle time above this share of its `ttl_s` counts for at most a hundredth more.
@@ -452,3 +462,10 @@ class Catalog:
 
     def _share_bytes(self, tier: TierName, tenant: bytes) -> int:
         return int(self._books[tier].ledger.budget * min(1.0, self._tenant_share(tenant)))
+
+
+def announced_catalog(feed: EventFeed, *args: Any, **kwargs: Any) -> Catalog:
+    """Return a new catalog, made of the further arguments, that tells `feed` of its blocks."""
+    catalog = Catalog(*args, **kwargs)
+    catalog._registry = AnnouncedRegistry(feed)
+    return catalog

@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import TypeVar
 
 from samovar.cache_tiers.blocks import (
@@ -34,6 +34,14 @@ from samovar.cache_tiers.blocks import (
     session_of,
 )
 from samovar.cache_tiers.catalog.types import ExtentInfo
+from samovar.cache_tiers.events.feed import (
+    BlockPlace,
+    BlocksRemoved,
+    BlocksStored,
+    EventFeed,
+    hash_of,
+    place_of,
+)
 from samovar.cache_tiers.messages import BlockRange, PartialBlock, SessionHeld
 from samovar.cache_tiers.policy import LazyHeap, Place, used_rate
 from samovar.cache_tiers.pricing import TierPrice
@@ -404,6 +412,44 @@ class ExtentRegistry:
         assert self._chains.keys() == chains.keys(), "a chain index is missing, or left over"
         for name, chain in self._chains.items():
             chain.check_integrity(chains[name])
+
+
+class AnnouncedRegistry(ExtentRegistry):
+    """A registry that tells `feed` which full blocks are in the tiers, and which are no longer.
+
+    Extents overlap, and tiers may be one place for who hears it: a block is told as it comes to a place and
+    as its last copy leaves that.
+    """
+
+    def __init__(self, feed: EventFeed) -> None:
+        super().__init__()
+        self._feed = feed
+        self._copies: dict[BlockPlace, Counter[int]] = {}
+
+    def add_copy(self, copy: HeldCopy) -> None:
+        super().add_copy(copy)
+        extent, place = copy.extent, place_of(copy.tier)
+        copies = self._copies.setdefault(place, Counter())
+        hashes = [hash_of(key) for key in extent.block_keys()]
+        parents = [None if extent.parent == ROOT else hash_of(extent.parent), *hashes]
+        for is_news, run in groupby(range(len(hashes)), lambda at: hashes[at] not in copies):
+            at = list(run)
+            if is_news:
+                news = hashes[at[0] : at[-1] + 1]
+                self._feed.tell(BlocksStored(news, parents[at[0]], (), extent.shape.block_tokens, place))
+        copies.update(hashes)
+
+    def remove_copy(self, copy: HeldCopy) -> None:
+        super().remove_copy(copy)
+        place = place_of(copy.tier)
+        copies = self._copies[place]
+        hashes = [hash_of(key) for key in copy.extent.block_keys()]
+        copies.subtract(hashes)
+        gone = [one for one in hashes if not copies[one]]
+        for one in gone:
+            del copies[one]
+        if gone:
+            self._feed.tell(BlocksRemoved(gone, place))
 
 
 def _chain(extent: HeldExtent) -> tuple[bytes, bytes]:

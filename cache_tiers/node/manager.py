@@ -119,6 +119,7 @@ class NodePorts:
     reach: Reach = no_fault
     peer_calls: PeerCalls | None = None
     link: LazyLink | None = None
+    catalog: Callable[..., Catalog] = Catalog
 
 
 def guarded(
@@ -352,7 +353,7 @@ class TierNode:
         self._guards = guarded(media, settings, clock)
         sessions = IdleSessions(settings.predictor.sessions_max)
         replay_clock = fast_clock(clock, settings.predictor.clock_rate)
-        catalog = Catalog(
+        catalog = ports.catalog(
             {name: media.bytes_max[name] for name in self._guards},
             make_policy(settings.policy),
             clock=replay_clock,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from samovar.cache_tiers.blocks import CPU, NVME
+from samovar.cache_tiers.blocks import CPU
+from samovar.cache_tiers.events.feed import BlockPlace, place_of
 from samovar.cache_tiers.vllm.lookups import PromptLookup
 from samovar.cache_tiers.vllm.messages import StoresTaken
 from samovar.cache_tiers.vllm.spans import kept_front, segments
@@ -21,18 +22,6 @@ KEYS_MAX = 100_000
 EVENTS_MAX = 10_000
 TOLD_S = 5.0
 """So long after a request ended its store is waited for; one that is not told until then is not told."""
-
-
-class Place(NamedTuple):
-    """Where a block lies, in vLLM's words."""
-
-    medium: str
-    locality: str
-
-
-STORAGE, REMOTE = Place("STORAGE", "LOCAL"), Place("STORAGE", "REMOTE")
-PLACES = {CPU.name: Place("CPU", "LOCAL"), NVME.name: STORAGE}
-"""Of each tier; what is not here is on another machine."""
 
 
 class Chain(NamedTuple):
@@ -55,17 +44,17 @@ class Stored(NamedTuple):
     chain: Chain
     first: int
     end: int
-    place: Place
+    place: BlockPlace
 
 
 class Removed(NamedTuple):
     hashes: tuple[Any, ...]
-    place: Place
+    place: BlockPlace
 
 
 class _Believed(NamedTuple):
     hash: Any
-    place: Place
+    place: BlockPlace
     since_s: float
 
 
@@ -99,12 +88,12 @@ class Announced:
         """Learn from a lookup which of the prompt's blocks the tiers have, up to the first that they lack."""
         found = prompt.found
         if self._life not in ("", found[0].incarnation):  # its main memory is empty
-            self._remove([key for key, one in self._believed.items() if one.place == PLACES[CPU.name]])
+            self._remove([key for key, one in self._believed.items() if one.place == place_of(CPU.name)])
         self._life = found[0].incarnation
         blocks = min((prompt.tokens - 1) // chain.block_tokens, len(chain.hashes))
         there = segments(found, 0, min(kept_front(found), blocks), found[0].prices)
         for one in there:
-            place = PLACES.get(one.tier, REMOTE)
+            place = place_of(one.tier)
             self._add(chain, prompt.keys, one.first, one.first + one.blocks, place)
         end = there[-1].first + there[-1].blocks if there else 0
         lacking = [key for key in prompt.keys[end:blocks] if key in self._believed]
@@ -123,7 +112,7 @@ class Announced:
                 if len(one.taken) == ranks:
                     del self._storing[request_id]
                     end = min(one.first + min(one.taken.values()), len(one.chain.hashes))
-                    self._add(one.chain, one.keys, one.first, end, PLACES[CPU.name])
+                    self._add(one.chain, one.keys, one.first, end, place_of(CPU.name))
 
     def gone(self) -> None:
         """Tell that nothing is there any more."""
@@ -135,7 +124,7 @@ class Announced:
         events, self._events = list(self._events), deque()
         return events
 
-    def _add(self, chain: Chain, keys: Sequence[bytes], first: int, end: int, place: Place) -> None:
+    def _add(self, chain: Chain, keys: Sequence[bytes], first: int, end: int, place: BlockPlace) -> None:
         def is_news(number: int) -> bool:
             known = self._believed.get(keys[number])
             return known is None or known.place != place

@@ -7,6 +7,7 @@ from samovar.replicas.kv.kv_pool import KvGeometry, KvPool, LayerKv, PagePlan, f
 from samovar.replicas.kv.page_pool import (
     ROOT_ENTRY,
     TRASH_PAGE,
+    AnnouncedPool,
     OutOfPages,
     PagePool,
     PrefixEntry,
@@ -17,6 +18,7 @@ __all__ = [
     "DONE",
     "ROOT_ENTRY",
     "TRASH_PAGE",
+    "AnnouncedPool",
     "CopyEvent",
     "KvGeometry",
     "KvPool",

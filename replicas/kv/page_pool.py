@@ -14,9 +14,10 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from samovar.cache_tiers.blocks import TAG_BYTES, session_owner
+from samovar.cache_tiers.events.feed import POOL, BlocksRemoved, BlocksStored, EventFeed, hash_of
 from samovar.cache_tiers.forecast import Forecast, HintEvent, SessionKey
 from samovar.cache_tiers.policy import (
     IdleSessions,
@@ -648,3 +649,45 @@ def tenant_of(owners: Collection[SessionKey]) -> bytes:
         assert isinstance(owner, bytes)
         return owner[:TAG_BYTES]
     return b""
+
+
+class AnnouncedPool(PagePool):
+    """A pool that tells `feed` which blocks are published in it, and which are no longer.
+
+    `is_salted`: there are tenants, who find only their own blocks: a chain's first block says whose it is.
+    """
+
+    def __init__(
+        self, feed: EventFeed, is_salted: bool, pages: int, block_tokens: int, **options: Any
+    ) -> None:
+        super().__init__(pages, block_tokens, **options)
+        self._feed = feed
+        self._is_salted = is_salted
+        self._told: dict[int, int] = {}  # number of an entry -> the hash that it was told by
+        self._is_erasing = False
+
+    def own(self, page: int, owner: bytes) -> None:
+        super().own(page, owner)
+        entry = self.index.of_page(page)
+        if entry is None or entry.number in self._told:
+            return
+        parent = self._told.get(entry.parent)
+        if parent is None and entry.parent != ROOT_ENTRY:
+            return  # what is before it has left: no prompt finds it
+        self._told[entry.number] = own = hash_of(entry.key)
+        salt = owner[:TAG_BYTES].hex() if self._is_salted else ""
+        self._feed.tell(BlocksStored((own,), parent, entry.token_ids, self.block_tokens, POOL, salt))
+
+    def forget(self, tags: Collection[bytes]) -> int:
+        self._is_erasing = True
+        try:
+            return super().forget(tags)
+        finally:
+            self._is_erasing = False
+
+    def _unpublish(self, page: int) -> None:
+        entry = self.index.of_page(page)
+        super()._unpublish(page)
+        own = None if entry is None else self._told.pop(entry.number, None)
+        if own is not None:
+            self._feed.tell(BlocksRemoved((own,), POOL, self._is_erasing))

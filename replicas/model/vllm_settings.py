@@ -74,6 +74,10 @@ REFUSED = {
     ),
     "tiers.audit_share": NoEqual("nothing restored can be computed beside vLLM's steps", OURS, (0.0,)),
     "tiers.swap_bytes_max": NoEqual("vLLM recomputes what it preempts", OURS, (0,)),
+    "telemetry.kv_events": NoEqual(
+        "vLLM tells its blocks and the tiers' itself, by other hashes",
+        "leave it out; what vLLM has is engine.vllm.options.kv_events_config",
+    ),
 }
 """Settings that our engine has and vLLM has no equal for."""
 

@@ -372,7 +372,8 @@ class Start:
         self.begin("measure")
         self.meter = self._prefill_meter()
         clock = time.monotonic if self.tiers is None else self.tiers.clock
-        self.page_pool = _page_pool(self.settings, self.plan, self.meter, clock)
+        name = self.settings.model.served_name or self.spec.name
+        self.page_pool = _page_pool(self.settings, self.plan, self.meter, clock, name)
         self.offload, self.preemption = _offload(
             self.tiers,
             self.settings,
@@ -658,14 +659,21 @@ def _offload(
 
 
 def _page_pool(
-    settings: Settings, plan: PagePlan, meter: PrefillMeter, clock: Callable[[], float]
+    settings: Settings, plan: PagePlan, meter: PrefillMeter, clock: Callable[[], float], name: str
 ) -> PagePool:
     policy, block_tokens = settings.tiers.policy, settings.engine.block_tokens
 
     def saved_s(end_tokens: int) -> float:
         return meter.price.added_seconds(block_tokens, end_tokens - block_tokens)
 
-    return PagePool(
+    make: Callable[..., PagePool] = PagePool
+    if settings.telemetry.kv_events is not None:
+        from samovar.cache_tiers.events.publisher import publisher_at
+        from samovar.replicas.kv import AnnouncedPool
+
+        publisher = publisher_at(settings.telemetry.kv_events, is_replica=True, model=name)
+        make = partial(AnnouncedPool, publisher.feed, settings.has_tenants)
+    return make(
         plan.pages,
         block_tokens,
         policy=make_policy(policy),

@@ -12,6 +12,7 @@ import torch
 
 from samovar.cache_tiers.pricing.meters import UNKNOWN_PREFILL, PrefillPrice
 from samovar.configs.cluster import ClusterSettings
+from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.sections import TierSettings
 from samovar.configs.settings import EngineSettings, LimitsSettings, ModelSettings, Settings
 from samovar.replicas.answers import EngineLimits, refusal
@@ -44,6 +45,7 @@ def small_engine(
     prefill: PrefillPrice = UNKNOWN_PREFILL,
     launch: Launch = RankSubprocess,
     measures_anew: bool = False,
+    telemetry: TelemetrySettings | None = None,
     **engine: object,
 ) -> BuiltEngine:
     """A real engine on CPU with a pool of `pool_tokens` slots. One thread: tests share the cores.
@@ -60,6 +62,7 @@ def small_engine(
         limits=LimitsSettings(n_max=n_max),
         cluster=ClusterSettings(replicas=1),
         tiers=tier_settings or TierSettings(),
+        telemetry=telemetry or TelemetrySettings(),
     )
     pages = 1 + pool_tokens // block_tokens
     keep = None if measures_anew else Path(_kept().name)

@@ -24,6 +24,7 @@ import torch
 from samovar.cache_tiers.actors.staging import StagingBuffer
 from samovar.cache_tiers.blocks.extent import Placement
 from samovar.cache_tiers.blocks.tiers import TIERS, TierName
+from samovar.cache_tiers.catalog import Catalog
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.media.tier import Tier
@@ -104,6 +105,7 @@ def make_node(
     is_proved: bool = True,
     peer_calls: PeerCalls | None = None,
     link: LazyLink | None = None,
+    catalog: Callable[..., Catalog] = Catalog,
     **more: Any,
 ) -> TierNode:
     """A started node whose work is done by `work`.
@@ -121,6 +123,7 @@ def make_node(
             call_for=records_of(outbox),
             peer_calls=peer_calls,
             link=link,
+            catalog=catalog,
         ),
         workers=0,
         **more,

@@ -40,6 +40,7 @@ OPTIONAL = {
     "pypdf",
     "triton",
     "wordllama",
+    "zmq",
 }
 ONLY_WHERE_USED = {
     "cluster/plan/plot.py",

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from samovar.cache_tiers.blocks import CPU, NVME, S3
+from samovar.cache_tiers.events.feed import REMOTE, STORAGE, BlockPlace
 from samovar.cache_tiers.messages import BlockRange, LookupResult
 from samovar.cache_tiers.vllm import events
-from samovar.cache_tiers.vllm.events import REMOTE, STORAGE, Announced, Chain, Place, Removed, Stored
+from samovar.cache_tiers.vllm.events import Announced, Chain, Removed, Stored
 from samovar.cache_tiers.vllm.lookups import PromptLookup
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm, prompt
 from tests.unit.cache_tiers.vllm.test_connector_laws import Node, engines, node, until_held
 
 __all__ = ["engines", "node"]
-MEMORY = Place("CPU", "LOCAL")
+MEMORY = BlockPlace("CPU", "LOCAL")
 BLOCKS = 8
 
 
@@ -24,7 +25,7 @@ class Router:
     """Believes what it is told. A block may be in several places, and comes once to each."""
 
     def __init__(self) -> None:
-        self.believes: dict[Any, set[Place]] = {}
+        self.believes: dict[Any, set[BlockPlace]] = {}
 
     def hear(self, told: list[Stored | Removed]) -> None:
         for event in told:
@@ -38,7 +39,7 @@ class Router:
                 for one in event.hashes:
                     self.believes[one].remove(event.place)  # `KeyError`: it was never there
 
-    def there(self) -> dict[Any, Place]:
+    def there(self) -> dict[Any, BlockPlace]:
         assert all(len(places) < 2 for places in self.believes.values())
         return {one: place for one, places in self.believes.items() for place in places}
 
@@ -76,7 +77,7 @@ class World:
             self.announced.taken({"r": {rank: blocks}}, ranks)
         self.router.hear(self.announced.take())
 
-    def there(self, seed: int = 0) -> list[Place | None]:
+    def there(self, seed: int = 0) -> list[BlockPlace | None]:
         believed = self.router.there()
         return [believed.get(one) for one in self.chain(seed).hashes]
 
@@ -137,7 +138,7 @@ def test_what_is_forgotten_is_told_as_removed(world: World, monkeypatch: pytest.
 @pytest.mark.parametrize("seed", range(10))
 def test_a_router_believes_what_was_last_seen(world: World, seed: int) -> None:
     rng = random.Random(seed)
-    last: dict[int, list[Place | None]] = {}
+    last: dict[int, list[BlockPlace | None]] = {}
     places = {CPU.name: MEMORY, NVME.name: STORAGE, S3.name: REMOTE}
     for _ in range(60):
         chain = rng.randrange(3)
