@@ -91,6 +91,10 @@ class EventFeed:
         self.wake: Callable[[], object] = lambda: None
         """Called when there is something to take, by the thread that tells."""
 
+    def __len__(self) -> int:
+        """Return the number of events that wait."""
+        return len(self._events)
+
     def tell(self, event: Told) -> None:
         """Queue an event."""
         with self._lock:

@@ -1,7 +1,4 @@
-"""Our KV events, read by vLLM's own classes: its structs decode them, and its subscriber's protocol replays them.
-
-`TESTS_VLLM_SOURCES`: each minor's `vllm/distributed/kv_events.py` besides that of the environment that serves.
-"""
+"""Our KV events, read by vLLM's own structs, of the environment that serves and of each minor's source."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ while len(found) < count:
     for event in batch.events:
         fields = {name: getattr(event, name) for name in event.__struct_fields__}
         found.append({"type": type(event).__name__, **fields})
-        hash(event)
 print(json.dumps(found))
 """
 
