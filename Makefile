@@ -166,8 +166,8 @@ vllm-sources:
 	  mv $(VLLM_SOURCES)/whole/vllm $(VLLM_SOURCES)/whole/vllm-$$version.dist-info $(VLLM_SOURCES)/$$version/ && \
 	  find $(VLLM_SOURCES)/$$version -name '*.so' -delete && rm -r $(VLLM_SOURCES)/whole $(VLLM_SOURCES)/wheel; } || exit 1; done
 
-test-vllm-contract: vllm-env vllm-sources ## the connector against the source and the classes of each minor of vLLM (needs PyPI; two minutes)
-	TESTS_VLLM=$(abspath $(VLLM_ENV)) TESTS_VLLM_SOURCES=$(abspath $(VLLM_SOURCES)) $(PY) -m pytest tests/vllm/test_contract.py $(ARGS)
+test-vllm-contract: vllm-env vllm-sources ## the connector and our KV events against the source and the classes of each minor of vLLM (needs PyPI; two minutes)
+	TESTS_VLLM=$(abspath $(VLLM_ENV)) TESTS_VLLM_SOURCES=$(abspath $(VLLM_SOURCES)) $(PY) -m pytest tests/vllm/test_contract.py tests/vllm/test_kv_events.py $(ARGS)
 
 test-vllm-gpu: $(STAMP) ## on a machine with a GPU: copies between pages and records beside steps (a minute)
 	$(PY) -m pytest -rs tests/laws/test_vllm_cuda.py $(ARGS)

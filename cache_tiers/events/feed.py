@@ -120,7 +120,7 @@ class EventFeed:
             self._events.clear()
 
 
-class _Batch(NamedTuple):
+class _KeptMessage(NamedTuple):
     number: int
     payload: bytes
     stored: frozenset[int]  # hashes of blocks whose tokens it tells
@@ -134,7 +134,7 @@ class Batches:
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._wall_clock = wall_clock
-        self._kept: deque[_Batch] = deque()
+        self._kept: deque[_KeptMessage] = deque()
         self._kept_bytes = 0
         self.next_number = 0
 
@@ -164,7 +164,7 @@ class Batches:
         wires = [_wire(event) for event in _joined(events)]
         stored = (one.hashes for one in events if isinstance(one, BlocksStored) and one.token_ids)
         payload = _packed(self._wall_clock(), wires)
-        self._kept.append(_Batch(self.next_number, payload, frozenset().union(*stored)))
+        self._kept.append(_KeptMessage(self.next_number, payload, frozenset().union(*stored)))
         self._kept_bytes += len(payload)
         self.next_number += 1
         while len(self._kept) > KEPT_BATCHES_MAX or (
@@ -243,7 +243,7 @@ def _wire(event: Told) -> dict[str, Any]:
     return wire
 
 
-def _without(batch: _Batch, gone: frozenset[int]) -> _Batch:
+def _without(batch: _KeptMessage, gone: frozenset[int]) -> _KeptMessage:
     """Return a message without what it tells of these blocks."""
     unix_s, wires, _ = msgpack.unpackb(batch.payload)
     left: list[dict[str, Any]] = []

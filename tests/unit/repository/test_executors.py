@@ -35,6 +35,7 @@ REASONS = {
     "cache_tiers/actors/rpc.py ActorRef.call_async": "looks for an actor that is away, once for all who ask",
     "cache_tiers/sessions/actor.py SessionActor.__init__": OWN,
     "cache_tiers/actors/tier.py TierActor.__init__": OWN,
+    "cache_tiers/events/publisher.py EventPublisher.__init__": OWN,
     "cache_tiers/forecast/learner.py TurnLearner.start": OWN,
     "cache_tiers/socket/process.py TierProcess.__init__": OWN,
     "cache_tiers/socket/process.py _http": "people and Prometheus, on loopback",
