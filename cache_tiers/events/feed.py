@@ -66,7 +66,7 @@ class BlocksStored(NamedTuple):
 
 
 class BlocksRemoved(NamedTuple):
-    """Blocks are no longer at a place. `is_erased`: nobody is told their tokens from now on."""
+    """Blocks are no longer at a place. `is_erased`: their tokens are not replayed from now on."""
 
     hashes: Sequence[int]
     place: BlockPlace
@@ -114,7 +114,7 @@ class EventFeed:
             return [self._events.popleft() for _ in range(min(events_max, len(self._events)))]
 
     def close(self) -> None:
-        """Take no more events: nobody publishes them."""
+        """Take no more events: none is published any more."""
         with self._lock:
             self._is_closed = True
             self._events.clear()

@@ -21,7 +21,7 @@ from samovar.cluster.plan.runs import PlanRefused
 from samovar.cluster.serve.app import s3_demo
 from samovar.cluster.serve.preflight import StartFailed, check_extras, first_look
 from samovar.configs.extras import EXTRAS
-from samovar.configs.loader import load
+from samovar.configs.loader import ConfigError, load
 from samovar.configs.settings import Settings
 from tests.house import PACKAGES, ROOT, imports, sources, tree_of
 from tests.support.launch_examples import RACK_FLAGS
@@ -141,6 +141,25 @@ def test_serve_without_the_exporter_refuses_to_trace_and_names_the_extra(
         "telemetry.otlp_endpoint needs opentelemetry-exporter-otlp-proto-http, which is not installed: "
         'pip install "samovar[otel]"'
     )
+
+
+@pytest.mark.usefixtures("plain")
+def test_serve_without_pyzmq_refuses_to_tell_routers_and_names_the_extra() -> None:
+    check_extras(Settings())
+    with pytest.raises(StartFailed) as caught:
+        check_extras(load(None, {}, ["--telemetry.kv-events=tcp://127.0.0.1:5557"]).settings)
+    install = 'pip install "samovar[events]"'
+    assert str(caught.value) == f"telemetry.kv_events needs pyzmq, which is not installed: {install}"
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://h:0", "tcp://h:64473", "tcp://h", "ipc:///x", "tcp://a b:1", "h:1"]
+)
+def test_an_endpoint_of_kv_events_is_one_with_room_for_replicas(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="kv_events"):
+        load(None, {}, [f"--telemetry.kv-events={endpoint}"])
+    for fine in ("tcp://*:5557", "tcp://[::1]:64472", "tcp://router.local:1"):
+        load(None, {}, [f"--telemetry.kv-events={fine}"])
 
 
 @pytest.mark.usefixtures("plain")

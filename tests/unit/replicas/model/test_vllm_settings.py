@@ -72,6 +72,7 @@ CHANGED: dict[str, Any] = {
     "model.weights": "int8",
     "tiers.audit_share": 0.5,
     "tiers.swap_bytes_max": 1024,
+    "telemetry.kv_events": "tcp://127.0.0.1:5557",
 }
 
 
