@@ -39,5 +39,5 @@ def test_a_router_hears_of_conversations_and_of_their_deletion(tmp_path: Path) -
             )
             left = replica.heard.at("GPU", None)
             assert left, "the other conversation is there"
-        with Subscriber(port + 1) as late:
+        with Subscriber(port + 1, is_late=True) as late:
             until(lambda: late.heard.at("GPU", None) == left, late.replay)

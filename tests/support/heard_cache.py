@@ -26,8 +26,12 @@ class Believed(NamedTuple):
 
 @dataclass
 class HeardCache:
-    """Blocks by place (medium, locality), as messages tell them."""
+    """Blocks by place (medium, locality), as messages tell them.
 
+    `is_late`: came after an erasure, whose blocks were never stored as far as it knows, and are removed.
+    """
+
+    is_late: bool = False
     next_number: int = 0
     blocks: dict[tuple[str, str | None], dict[int, Believed]] = field(default_factory=dict)
 
@@ -54,7 +58,8 @@ class HeardCache:
         if event["type"] == "BlockRemoved":
             assert event.keys() <= REMOVED
             for one in event["block_hashes"]:
-                del there[one]
+                assert one in there or self.is_late, "removed from where it is not"
+                there.pop(one, None)
             return
         assert event["type"] == "BlockStored"
         assert event.keys() <= STORED

@@ -42,8 +42,8 @@ def free_ports(count: int = 4) -> range:
 class Subscriber:
     """Keeps a `HeardCache` up to date. Single-threaded: `read` and `replay` take what there is."""
 
-    def __init__(self, port: int | None) -> None:
-        self.heard = HeardCache()
+    def __init__(self, port: int | None, *, is_late: bool = False) -> None:
+        self.heard = HeardCache(is_late=is_late)
         self.topics: set[bytes] = set()
         self._port = port
         self._context = zmq.Context()
