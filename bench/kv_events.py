@@ -90,7 +90,7 @@ def admissions(feed: EventFeed | None) -> Seconds:
                 ids = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
                 published = pool.publish(key, parent, ids, page)
                 assert published is not None
-                pool.own(page, OWNER)
+                pool.own(OWNER, page)
                 parent = published.entry.number
                 pages.append(page)
             pool.release(pages)

@@ -142,14 +142,15 @@ class Batches:
         """Make messages of events. What is erased or cleared leaves the messages before it, too."""
         at = 0
         while at < len(events):
-            event = events[at]
-            if isinstance(event, CacheCleared):
+            if isinstance(events[at], CacheCleared):
                 self._kept.clear()
                 self._kept_bytes = 0
-            elif isinstance(event, BlocksRemoved) and event.is_erased:
-                self._erase(frozenset(event.hashes))
-            end, blocks = at + 1, _size(event)
-            while end < len(events) and blocks < BATCH_BLOCKS_MAX and not _cleans(events[end]):
+            if erased := _erased(events, at):
+                self._erase(frozenset().union(*erased))
+            end, blocks = at, 0
+            while end < len(events) and blocks < BATCH_BLOCKS_MAX:
+                if end >= at + max(1, len(erased)) and _cleans(events[end]):
+                    break
                 blocks += _size(events[end])
                 end += 1
             self._keep(events[at:end])
@@ -183,35 +184,53 @@ def _size(event: Told) -> int:
     return 1 if isinstance(event, CacheCleared) else len(event.hashes)
 
 
+def _erased(events: Sequence[Told], at: int) -> list[Sequence[int]]:
+    """Return the hashes of the erasures that are next, one behind the other."""
+    found = []
+    for event in islice(events, at, None):
+        if not isinstance(event, BlocksRemoved) or not event.is_erased:
+            break
+        found.append(event.hashes)
+    return found
+
+
 def _cleans(event: Told) -> bool:
     return isinstance(event, CacheCleared) or (isinstance(event, BlocksRemoved) and event.is_erased)
 
 
 def _joined(events: Sequence[Told]) -> Iterator[Told]:
-    """Join what follows one another: blocks of one chain, and removals from one place."""
-    last: Told | None = None
+    """Join what follows one another: blocks of one chain, and removals from one place. O(blocks)."""
+    run: list[Told] = []
     for event in events:
-        both = None if last is None else _both(last, event)
-        if both is None and last is not None:
-            yield last
-        last = event if both is None else both
-    if last is not None:
-        yield last
+        if run and not _follows(event, run[-1]):
+            yield _whole(run)
+            run = []
+        run.append(event)
+    if run:
+        yield _whole(run)
 
 
-def _both(one: Told, other: Told) -> Told | None:
-    if isinstance(one, BlocksRemoved) and isinstance(other, BlocksRemoved) and one.place == other.place:
-        return one._replace(hashes=[*one.hashes, *other.hashes])
-    if (
-        not isinstance(one, BlocksStored)
-        or not isinstance(other, BlocksStored)
-        or other.parent != one.hashes[-1]
-    ):
-        return None
-    is_alike = one.place == other.place and one.block_tokens == other.block_tokens
-    if not is_alike or bool(one.token_ids) != bool(other.token_ids):
-        return None
-    return one._replace(hashes=[*one.hashes, *other.hashes], token_ids=[*one.token_ids, *other.token_ids])
+def _whole(run: Sequence[Told]) -> Told:
+    first = run[0]
+    if isinstance(first, CacheCleared):
+        return first
+    hashes = [one for event in run if not isinstance(event, CacheCleared) for one in event.hashes]
+    if isinstance(first, BlocksRemoved):
+        return first._replace(hashes=hashes)
+    token_ids = [one for event in run if isinstance(event, BlocksStored) for one in event.token_ids]
+    return first._replace(hashes=hashes, token_ids=token_ids)
+
+
+def _follows(event: Told, last: Told) -> bool:
+    if isinstance(event, BlocksRemoved):
+        return isinstance(last, BlocksRemoved) and event.place == last.place
+    return (
+        isinstance(event, BlocksStored)
+        and isinstance(last, BlocksStored)
+        and event.parent == last.hashes[-1]
+        and (event.place, event.block_tokens) == (last.place, last.block_tokens)
+        and bool(event.token_ids) == bool(last.token_ids)
+    )
 
 
 def _packed(unix_s: float, wires: Sequence[dict[str, Any]]) -> bytes:

@@ -664,13 +664,23 @@ class AnnouncedPool(PagePool):
         self._feed = feed
         self._is_salted = is_salted
         self._told: dict[int, int] = {}  # number of an entry -> the hash that it was told by
+        self._untold: dict[int, PrefixEntry] = {}  # by page, until it is known whose it is
         self._is_erasing = False
 
-    def own(self, page: int, owner: bytes) -> None:
-        super().own(page, owner)
-        entry = self.index.of_page(page)
-        if entry is None or entry.number in self._told:
-            return
+    def publish(self, key: bytes, parent: int, token_ids: Sequence[int], page: int) -> Published | None:
+        published = super().publish(key, parent, token_ids, page)
+        if published is not None and published.entry.number not in self._told:
+            self._untold[published.entry.page] = published.entry
+        return published
+
+    def own(self, owner: bytes, *pages: int) -> None:
+        super().own(owner, *pages)
+        for page in pages if self._untold else ():
+            entry = self._untold.pop(page, None)
+            if entry is not None:
+                self._tell(entry, owner)
+
+    def _tell(self, entry: PrefixEntry, owner: bytes) -> None:
         parent = self._told.get(entry.parent)
         if parent is None and entry.parent != ROOT_ENTRY:
             return  # what is before it has left: no prompt finds it
@@ -688,6 +698,7 @@ class AnnouncedPool(PagePool):
     def _unpublish(self, page: int) -> None:
         entry = self.index.of_page(page)
         super()._unpublish(page)
+        self._untold.pop(page, None)
         own = None if entry is None else self._told.pop(entry.number, None)
         if own is not None:
             self._feed.tell(BlocksRemoved((own,), POOL, self._is_erasing))

@@ -112,6 +112,9 @@ def test_what_is_erased_is_not_replayed() -> None:
     assert second[0]["token_ids"] == [7, 8]
     numbers = [number for number, _ in made.since(0)]
     assert numbers == [0, 1, 2, 3]
+    made.add([BlocksRemoved((one,), POOL, is_erased=True) for one in (1, 9)])
+    assert [one["block_hashes"] for one in events_of(made)[-1]] == [[1, 9]], "one message, not one for each"
+    assert "[9, 10]" not in str(events_of(made))
     one_breath: list[Told] = [stored(5), BlocksRemoved((5,), POOL, is_erased=True), stored(6)]
     assert "[5, 6]" not in str(events_of(batches(one_breath))), "told, though it was erased before"
 

@@ -40,7 +40,7 @@ class Ear:
         pages = {hash_of(entry.key) for page in pool.index.pages() if (entry := pool.index.of_page(page))}
         assert believed.keys() == pages
         for one, entry in there.items():
-            assert believed[one].token_ids == entry.token_ids
+            assert believed[one].token_ids == tuple(entry.token_ids)
 
 
 class HeardPoolMachine(PoolMachine):
@@ -71,7 +71,7 @@ def published(pool: PagePool, tokens: list[int], owner: bytes = OWNER) -> list[i
         key = block_key(bytes(32), key, ids)
         block = pool.publish(key, parent, ids, page)
         assert block is not None
-        pool.own(page, owner)
+        pool.own(owner, page)
         parent = block.entry.number
         pages.append(page)
     return pages

@@ -25,7 +25,7 @@ TENANT = bytes(TAG_BYTES)
 def in_pool(engine: Tiered) -> dict[int, tuple[int, ...]]:
     pool: PagePool = engine.built.engine.scheduler.pool
     entries = [pool.index.of_page(page) for page in pool.index.pages()]
-    return {hash_of(entry.key): entry.token_ids for entry in entries if entry is not None}
+    return {hash_of(entry.key): tuple(entry.token_ids) for entry in entries if entry is not None}
 
 
 def in_tier(engine: Tiered, tier: str) -> set[int]:
