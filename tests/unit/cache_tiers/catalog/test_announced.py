@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from samovar.cache_tiers.blocks.extent import Clear
 from samovar.cache_tiers.blocks.tiers import TierName
-from samovar.cache_tiers.catalog import announced_catalog
+from samovar.cache_tiers.catalog import Transfer, announced_catalog
 from samovar.cache_tiers.events.feed import Batches, EventFeed, hash_of, place_of
 from samovar.cache_tiers.events.publisher import EventPublisher
 from tests.support.amounts import examples
@@ -20,7 +21,6 @@ from tests.support.inside import registry_of
 from tests.support.kv_subscriber import Subscriber, free_ports, until
 from tests.support.nodes import catalog_world
 from tests.support.nodes.catalog_world import ALICE, ALL, BOB, World, chain, header, record_bytes, tag
-from tests.unit.cache_tiers.catalog import test_catalog_machine as of_machine
 from tests.unit.cache_tiers.catalog.test_catalog_machine import CatalogMachine
 
 PLACES = {place_of(tier) for tier in ALL}
@@ -53,7 +53,7 @@ def announced(world: World, feed: EventFeed) -> World:
 class HeardCatalogMachine(CatalogMachine):
     """All that the catalog is put through, with one that listens."""
 
-    @initialize(extents=of_machine.st.integers(2, 4), share=of_machine.st.sampled_from([1.0, 1.0, 0.7]))
+    @initialize(extents=st.integers(2, 4), share=st.sampled_from([1.0, 1.0, 0.7]))
     def start(self, extents: int, share: float) -> None:
         self.feed, self.batches, self.heard = EventFeed(), Batches(lambda: 1.0), HeardCache()
         with pytest.MonkeyPatch.context() as patch:
@@ -104,14 +104,14 @@ def test_a_subscriber_knows_the_directory_after_ten_thousand_stores_evictions_an
             if what == "store":
                 catalog.find(catalog_world.lookup([], tenant=tenant, session=session), ())
                 answer = catalog.reserve(tier, of, record_bytes(of), clear_seq=catalog.clears.seq)
-                if isinstance(answer, of_machine.Transfer):
+                if isinstance(answer, Transfer):
                     evicted += len(answer.victims)
                     for victim in answer.victims:
                         catalog.dropped(victim)
                     catalog_world.landed(catalog, answer)
             elif what == "copy":
                 copy = catalog.reserve_copy(tier, of.address)
-                if isinstance(copy, of_machine.Transfer):
+                if isinstance(copy, Transfer):
                     for victim in copy.victims:
                         catalog.dropped(victim)
                     catalog_world.landed(catalog, copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import msgpack
 import pytest
@@ -28,7 +29,7 @@ def stored(one: int, parent: int | None = None, salt: str = "") -> BlocksStored:
     return BlocksStored((one,), parent, (one, one + 1), 2, POOL, salt)
 
 
-def batches(*told: list[Told]) -> Batches:
+def batches(*told: Sequence[Told]) -> Batches:
     made = Batches(lambda: 5.0)
     for events in told:
         made.add(events)
@@ -79,7 +80,7 @@ def test_the_order_of_what_happened_stays() -> None:
     ((first, second, third),) = events_of(batches([stored(10), removed, stored(10)]))
     assert [one["type"] for one in (first, second, third)] == ["BlockStored", "BlockRemoved", "BlockStored"]
     both = [BlocksRemoved((1,), STORAGE), BlocksRemoved((2, 3), STORAGE), BlocksRemoved((4,), REMOTE)]
-    ((local, remote),) = events_of(batches(both))  # type: ignore[arg-type]
+    ((local, remote),) = events_of(batches(both))
     assert (local["block_hashes"], local["locality"], local["medium"]) == ([1, 2, 3], "LOCAL", "STORAGE")
     assert (remote["block_hashes"], remote["locality"]) == ([4], "REMOTE")
 
@@ -164,7 +165,7 @@ def test_a_feed_that_is_not_read_is_bounded_and_what_is_lost_is_told_as_cleared(
 def test_a_feed_is_taken_while_it_is_told() -> None:
     feed, told = EventFeed(), 20_000
     assert feed.take() == [CacheCleared()]
-    thread = threading.Thread(target=lambda: [feed.tell(stored(one)) for one in range(told)])
+    thread = threading.Thread(target=lambda: list(map(feed.tell, map(stored, range(told)))))
     thread.start()
     taken: list[Told] = []
     while thread.is_alive() or (len(taken) < told):
