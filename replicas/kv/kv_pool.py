@@ -194,11 +194,7 @@ class LayerKv:
         return dequantise(copied, scales.index_select(0, table).view(shape[:-1]), self.dtype)
 
 
-<<<<<<< HEAD
-def _host_memory(nbytes: int) -> mmap.mmap:
-=======
 def _lazy_zeros(nbytes: int) -> mmap.mmap:
->>>>>>> mem
     """Return zeros of which the system hands out a page when it is first touched.
 
     `torch.zeros` touches all at once: a second for each GiB, and a pool that is not in use yet fills memory.
@@ -219,11 +215,7 @@ class KvPool:
         self.geometry = geometry
         self.pages = pages
         nbytes = pages * geometry.block_bytes
-<<<<<<< HEAD
-        self._host_memory = _host_memory(nbytes) if device.type == "cpu" else None
-=======
         self._host_memory = _lazy_zeros(nbytes) if device.type == "cpu" else None
->>>>>>> mem
         if self._host_memory is None:
             whole = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         else:
