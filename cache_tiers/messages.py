@@ -284,11 +284,15 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Result of a clear: `extents` forgotten; `unreachable` tiers delete their records once they answer."""
+    """Result of a clear: `extents` forgotten; `unreachable` tiers delete their records once they answer.
+
+    `is_noted`: what is left is written down; False: a restart forgets it, and the clear has to be repeated.
+    """
 
     extents: int
     nbytes: int
     unreachable: tuple[TierName, ...] = ()
+    is_noted: bool = True
 
 
 @dataclass(frozen=True, slots=True)

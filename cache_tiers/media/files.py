@@ -6,6 +6,7 @@ would leave. With `align > 1` reads and writes bypass the page cache (O_DIRECT) 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -14,8 +15,8 @@ import secrets
 import stat
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,8 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: a pipe must not hang us
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Syscalls:
@@ -58,6 +61,10 @@ class Syscalls:
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
+
+    def syncfs(self, fd: int) -> None:
+        if _LIBC.syncfs(fd):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def fchmod(self, fd: int, mode: int) -> None:
         os.fchmod(fd, mode)
@@ -202,14 +209,13 @@ class TierBusy(TierError):
     """Another process has locked the medium; it may end."""
 
 
-def unlink_all(calls: Syscalls, paths: Sequence[str], *, is_durable: bool) -> None:
-    """Delete files, some of which may be gone. `is_durable`: also after a power cut. Raises `OSError`."""
-    for path in paths:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            calls.unlink(path)
-    for leaf in sorted({os.path.dirname(path) for path in paths}) if is_durable else ():
-        with suppress(FileNotFoundError):
-            sync_dir(calls, leaf)
+def sync_all(calls: Syscalls, path: str) -> None:
+    """Flush all that the file system of a directory has in memory. Raises `OSError`."""
+    fd = calls.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        calls.syncfs(fd)
+    finally:
+        calls.close(fd)
 
 
 def take_lock(path: str) -> int:

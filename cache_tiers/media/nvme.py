@@ -185,17 +185,16 @@ class NvmeTier(Tier):
         self._bad_found = BadFound()
         self._waits_for = ""
         self._free_bytes: int | None = None  # of the file system, when it was last written to
-        align = 1
+        self._files = RecordFiles(self._root, self._calls, sync=self._sync, align=1)
         try:
             with tier_errors("opening"):
                 self._open()
-                align = PAGE_BYTES if direct_io and supports_direct_io(dir, self._calls) else 1
+                self._files.align = PAGE_BYTES if direct_io and supports_direct_io(dir, self._calls) else 1
         except TierError as error:
             self.close()
             if not (waits and isinstance(error, TierBusy)):
                 raise
             self._waits_for = str(error)
-        self._files = RecordFiles(self._root, self._calls, sync=self._sync, align=align)
 
     def why_not_ours(self) -> str:
         return self._waits_for
@@ -288,10 +287,7 @@ class NvmeTier(Tier):
                 self._calls.unlink(path)
             with self._state:
                 self.ledger.forget(address)
-            self._unlink(bad_path(path))
-            if self._sync:  # also when there was nothing: an earlier try may have failed here
-                with suppress(FileNotFoundError):
-                    files.sync_dir(self._calls, os.path.dirname(path))
+            self._unlink(bad_path(path))  # flushes what was done to both
             self._files.dirs.prune(os.path.dirname(path))
 
     def quarantine(self, address: Address) -> None:
@@ -307,7 +303,7 @@ class NvmeTier(Tier):
         with self._state:
             paths = self.ledger.bad_below(os.path.join(self._root, tenant.hex(), ""))
         with tier_errors("purging"):
-            files.unlink_all(self._calls, paths, is_durable=self._sync)
+            self._files.remove(*paths)
         with self._state:  # known until it is gone for good: a try that failed before is repeated
             for path in paths:
                 self.ledger.forget_path(path)
@@ -339,6 +335,8 @@ class NvmeTier(Tier):
             with self._alone(address), tier_errors("scanning"):
                 self._recount(address, self._path(address))
         self._sweep_litter()
+        with tier_errors("flushing"):
+            self._files.flush_all()
 
     def bad_found(self) -> BadFound:
         with self._state:
@@ -539,9 +537,8 @@ class NvmeTier(Tier):
                     self.ledger.add_litter(path, nbytes)
 
     def _unlink(self, path: str) -> None:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            self._calls.unlink(path)
-        with self._state:
+        self._files.remove(path)
+        with self._state:  # not before: a removal that could not be flushed is tried again
             self.ledger.forget_path(path)
 
 
@@ -582,14 +579,27 @@ class NvmeDirs:
         finally:
             self._tree.release()
 
-    def sync(self, leaf: str) -> None:
-        """Make the entries of `leaf`, and the path to it, survive a power cut. `leaf` must not be empty."""
-        files.sync_dir(self._calls, leaf)
+    def sync(self, leaf: str, *, may_be_gone: bool = False) -> None:
+        """Make the entries of `leaf`, and the path to it, survive a power cut.
+
+        `may_be_gone`: it may be empty, and then another thread removes it, and makes it again: that it was
+        removed has to survive, too, or it comes back as it was. Raises `OSError`.
+        """
+        is_there = self._sync_dir(leaf, may_be_gone)
         for level in _above(leaf):
-            entry = self._dirs.setdefault(level, _Dir())
-            if not entry.durable:
-                files.sync_dir(self._calls, os.path.dirname(level))
-                entry.durable = True
+            entry = self._dirs.setdefault(level, _Dir()) if is_there else _Dir()
+            is_there = entry.durable or self._sync_dir(os.path.dirname(level), may_be_gone)
+            entry.durable = True
+
+    def _sync_dir(self, path: str, may_be_gone: bool) -> bool:
+        """Sync a directory; return whether it is there. Raises `OSError`."""
+        try:
+            files.sync_dir(self._calls, path)
+        except (FileNotFoundError, NotADirectoryError):
+            if not may_be_gone:
+                raise
+            return False
+        return True
 
     def prune(self, leaf: str) -> None:
         """Remove `leaf` and its parents if empty; skipped while another thread is at work there."""
@@ -782,10 +792,31 @@ class RecordFiles:
         except FileNotFoundError:
             return None
         except OSError:
-            with suppress(FileNotFoundError):
-                self._calls.unlink(path)
+            self.remove(path)
             return None
         return bad, nbytes
+
+    def remove(self, *paths: str) -> None:
+        """Delete files so that no power cut brings them back; some may be gone. Raises `OSError`.
+
+        Also of those that are gone the directory is flushed: an earlier try may have failed there. A draft
+        may come back: who opens the directory then removes it.
+        """
+        for path in paths:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self._calls.unlink(path)
+        leaves = {os.path.dirname(path) for path in paths if not path.endswith(TEMPORARY)}
+        for leaf in sorted(leaves) if self._sync else ():
+            self.dirs.sync(leaf, may_be_gone=True)
+
+    def flush_all(self) -> None:
+        """Make what is there survive a power cut, and what is not stay away. Raises `OSError`.
+
+        For who finds the files of another process: that may have been killed before it has flushed what it
+        deleted, and a clear takes what is not found for deleted.
+        """
+        if self._sync:
+            files.sync_all(self._calls, self.root)
 
     def _beginning(self, fd: int, found: os.stat_result, nbytes: int, deadline: Deadline) -> Bytes:
         """Read up to `nbytes` from the start of the file; `codec` reports what is wrong with fewer."""

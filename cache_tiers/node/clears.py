@@ -67,10 +67,7 @@ class NodeClears:
         scans.on_marks(self.heed)
 
     def clear(self, clear: Clear) -> Cleared:
-        """Destroy keys, where there are any; clear in the catalog, then record it as pending, then delete.
-
-        `unreachable`: tiers that still have part of it to delete.
-        """
+        """Destroy keys, where there are any; clear in the catalog, then record it as pending, then delete."""
         state, clears = self._state, clear.each()
         ends_s = state.clock() + self._clear_s_max
         locked = self._destroy_keys(clears)
@@ -96,14 +93,29 @@ class NodeClears:
         keeping = [name for name, guard in state.guards.items() if guard.tier.keeps_bad]
         unreachable |= self._purge_quarantines(keeping, clears, pending, ends_s)
         unreachable |= self._purge(clears, unreachable, ends_s)
-        if not self._settle(pending, unreachable | not_ours):
+        is_noted = self._settle(pending, unreachable | not_ours)
+        if not is_noted:
             unreachable |= {eviction.tier for eviction in evictions}
+        unreachable |= self._left_of(clear.tenant, is_noted=is_noted)
+        is_noted &= all(number is not None for _, _, number in pending)
         logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
         return Cleared(
             extents=len({eviction.address for eviction in evictions}),
             nbytes=sum(eviction.nbytes for eviction in evictions),
             unreachable=tuple(name for name in TIERS if name in unreachable),
+            is_noted=is_noted or not unreachable,
         )
+
+    def _left_of(self, tenant: bytes, *, is_noted: bool) -> set[TierName]:
+        """Return the tiers that still have something of a tenant to delete, also of earlier clears.
+
+        What is being written is deleted by its writer, if a restart would know of it, too.
+        """
+        state = self._state
+        with state.lock:
+            is_writing = state.catalog.transfers.is_writing
+            left = state.pending.cleared_of(tenant)
+            return {name for name, address in left if not (is_noted and is_writing(name, address))}
 
     def heed(self, clears: Sequence[Clear]) -> None:
         """Apply clears that other nodes have marked and this one missed, because it was down or is new."""

@@ -162,7 +162,9 @@ class TierScans:
     def _scan(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
         found, undeleted, tier = 0, 0, guard.tier
         with self._state.lock:
-            self._cleared[guard.name] = ClearSet(self._clears_max)
+            since = self._cleared[guard.name] = ClearSet(self._clears_max)
+            for clear, _ in self._state.pending.clears_of(guard.name):
+                since.add(clear)  # it may be settled before this scan comes to what it is about
         try:
             if tier.take():
                 self._state.taken()

@@ -160,6 +160,10 @@ class PendingDeletes:
         """Return a tier's pending deletes, oldest first."""
         return [address for name, address in self._deletes if name == tier]
 
+    def cleared_of(self, tenant: bytes) -> list[tuple[TierName, Address]]:
+        """Return the pending deletes of what was cleared of a tenant."""
+        return [key for key, one in self._deletes.items() if one.is_cleared and key[1].tenant == tenant]
+
     def settle(self, tier: TierName, address: Address) -> None:
         """Settle a delete and tell the catalog; no effect if it is not pending."""
         delete = self._deletes.pop((tier, address), None)

@@ -67,6 +67,10 @@ class Left(Exception):
         self.is_known_there = is_known_there
 
 
+class NotNoted(Unavailable):
+    """Something is left, and could not be written down: who asked has to repeat it."""
+
+
 @dataclass(slots=True)
 class _Unfinished:
     what: Erasure
@@ -115,10 +119,13 @@ class Erasures:
         return await asyncio.shield(task)  # a client that goes ends no deletion
 
     async def erase_here(self, what: Erasure, places: Iterable[str]) -> Cleared:
-        """Delete in these places only, as another ingress was asked. Raises as `erase` does."""
-        asked = [one for one in places if one in self.places[what.kind]]
-        one, done = self._begin(what, asked), await self._round(what, asked)
-        await self._told([(what, one, done)])
+        """Delete in these places only, as another ingress was asked. Raises as `erase` does.
+
+        Only what is left is noted: who asks has noted the rest, and this ingress, which is asked by itself as
+        well, would take its own wish for one that was repeated, and never end it.
+        """
+        done = await self._round(what, [one for one in places if one in self.places[what.kind]])
+        await self._told([(what, None, done)])
         return done.cleared
 
     async def _erase(self, wanted: Sequence[Erasure]) -> list[Cleared]:
@@ -188,7 +195,8 @@ class Erasures:
             if not is_noted:
                 ending = "What is left could not be written down. Repeat the request until it succeeds."
             message = f"Not everything is cleared: {'; '.join(reasons)}. {ending}"
-            raise Unavailable(message, self._retry_after_s, code="clear_incomplete")
+            kind = Unavailable if is_noted else NotNoted
+            raise kind(message, self._retry_after_s, code="clear_incomplete")
         for _, _, done in rounds:
             if done.nothing is not None:
                 raise done.nothing

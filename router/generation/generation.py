@@ -521,7 +521,7 @@ class RequestOpener:
             settings.router.session_ids,
             settings.router.prefix.volatile_lines,
         )
-        owner, forgets = Owner(tenant, session_tag(session)), service.prompts.forgets(tenant)
+        owner, forgets = Owner(tenant, session_tag(session)), service.prompts.forgotten.count
         known = SessionTurn(tenant_tag(service.secret, tenant), owner, salt, forgets, began_unix_s)
         turn = turn_context(settings.tiers, tenant, headers, request)
         return Identity(request, name, known, session, where, turn)

@@ -118,8 +118,9 @@ class IngressServices:
         """Return whether a turn's session was deleted since the turn began. Thread-safe."""
         if self.directory.table.cleared_unix_s(turn.tenant, turn.owner.session) >= turn.began_unix_s:
             return True
-        # The table learns late of what another ingress deletes; the counter counts all that a tenant does.
-        return self.ingresses is not None and self.prompts.forgets(turn.owner.tenant) != turn.forgets
+        # The table learns late of what another ingress deletes.
+        owner, forgotten = turn.owner, self.prompts.forgotten
+        return self.ingresses is not None and forgotten.since(turn.forgets, owner.tenant, owner.session)
 
     @property
     def context_tokens_max(self) -> int:

@@ -38,9 +38,9 @@ class Context(Protocol):
 class AskedTurn:
     """A chat request on its way to its prompt, and whose it is.
 
-    `session`: its tag, `key`: the session's key. `salt`: of its blocks. `forgets`: the tenant's forget
-    counter at its arrival. `request`: as it came. `placed`: as the stages so far have made it. `nodes`: where
-    blocks of what they put into it were computed in advance.
+    `session`: its tag, `key`: the session's key. `salt`: of its blocks. `forgets`: `ForgetCount.count` at
+    its arrival. `request`: as it came. `placed`: as the stages so far have made it. `nodes`: where blocks of
+    what they put into it were computed in advance.
     """
 
     tenant: str

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from samovar.cache_tiers.blocks import Clear, TierError, tenant_tag
 from samovar.cache_tiers.sessions import SessionsCleared
 from samovar.configs.settings import Settings
-from samovar.router.erasure import Cleared, Erasure, Erasures, Left
+from samovar.router.erasure import Cleared, Erasure, Erasures, Left, NotNoted
 from samovar.router.generation import IngressServices, PromptStage
 from samovar.router.openai import ApiError
 from samovar.router.routing import DirectoryLost
@@ -167,7 +167,8 @@ class _Places:
         if counts.replicas < wanted:
             raise Left(f"{wanted - counts.replicas} of {wanted} replicas did not answer", cleared)
         if counts.unreachable:
-            raise _unreachable(counts.unreachable, cleared)
+            is_noted = "tiers" in service.clears.places["sessions"]  # they are asked themselves, behind
+            raise _unreachable(counts.unreachable, cleared, is_noted=is_noted)
         return cleared
 
     async def tiers(self, what: Erasure) -> Cleared:
@@ -185,7 +186,7 @@ class _Places:
             raise Left("the tiers of some nodes did not answer", cleared)
         tiers = tuple(dict.fromkeys(tier for one in heard for tier in one.unreachable))
         if tiers:
-            raise _unreachable(tiers, cleared)
+            raise _unreachable(tiers, cleared, is_noted=all(one.is_noted for one in heard))
         return cleared
 
     def _tag(self, what: Erasure) -> bytes:
@@ -197,9 +198,10 @@ class _Places:
         return tuple(SessionsCleared(tag, one, what.at_s) for one in ((None,) if tags is None else tags))
 
 
-def _unreachable(tiers: tuple[str, ...], cleared: Cleared) -> Left:
+def _unreachable(tiers: tuple[str, ...], cleared: Cleared, *, is_noted: bool) -> Left:
+    """Return what tiers have left. `is_noted`: they know of it also after a restart."""
     message = f"the tiers {', '.join(tiers)} did not answer; they delete their data as soon as they do"
-    return Left(message, cleared, is_known_there=True)
+    return Left(message, cleared, is_known_there=is_noted)
 
 
 def of_sessions(tenant: str, tags: Sequence[bytes] | None) -> Erasure:
@@ -212,10 +214,12 @@ async def forget_here(
 ) -> tuple[int, bool]:
     """Forget sessions in this ingress's own places; return how many replies, and whether that was all.
 
-    What is left is gone on with.
+    What is left is gone on with. Raises `NotNoted` if that could not be written down.
     """
     try:
         cleared = await service.clears.erase_here(of_sessions(tenant, tags), _here(service))
+    except NotNoted:
+        raise
     except ApiError:
         return 0, False
     return cleared["replies"], True

@@ -78,7 +78,7 @@ class SharedResponses(ResponseStore):
         link = self._directory.link
         if link is None or not self._is_on:
             return False
-        forgets, tag, salt = self.forgets(tenant), self._tag_of(tenant), self._salt_of(tenant)
+        forgets, tag, salt = self.forgets, self._tag_of(tenant), self._salt_of(tenant)
         try:
             found = await link.kept(tag, "response", _name(salt, wanted_id))
             fields = None if found is None else _unpacked(salt, found.body)

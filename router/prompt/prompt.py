@@ -197,6 +197,7 @@ class PromptBuilder:
         self._prefix_key = secrets.token_bytes(KEY_BYTES)
         self._sizes = TokenSizes(self._backend.get_vocab(), vocab_tokens)
         self._memory_lock = threading.Lock()  # of both memories
+        self.forgotten = self._memory.forgotten
         self.replies = SharedReplies(self._memory, self._memory_lock, vocab_tokens)
         self._threads = TokenizerThreads(limits, settings.share_of_tenant(limits.tenant_share))
         self._grammars = GrammarCompiler(self._backend.to_str, vocab_tokens, eos_token_ids, settings.grammar)
@@ -269,8 +270,8 @@ class PromptBuilder:
         """Store `token_ids` as the answer to `prompt` with `text`; False if they do not decode to it.
 
         They do not after a stop string or inside a character; the text is then tokenised again. `forgets`:
-        value of `forgets()` at the request's arrival; nothing is stored if it has changed since. `reply`: the
-        message that the client will send back, where that is not just the text.
+        `forgotten.count` when the request came; nothing is stored if the owner was forgotten since.
+        `reply`: the message that the client will send back, where that is not just the text.
         """
 
         def note() -> bool:
@@ -303,10 +304,6 @@ class PromptBuilder:
             return again is not None
 
         return await self.work(note, len(text), owner.tenant)
-
-    def forgets(self, tenant: str) -> int:
-        """Return a counter that changes whenever replies of `tenant` are forgotten on purpose."""
-        return self._memory.forgets(tenant)
 
     async def forget(self, tenant: str | None, sessions: Collection[bytes] | None = None) -> int:
         """Forget the replies of `tenant`, of these sessions of it, or (None) of all; return how many.
@@ -374,7 +371,7 @@ class PromptBuilder:
 
         def spell(texts: Sequence[tuple[bytes, str]]) -> list[str]:
             with self._memory_lock:
-                if forgets != self._memory.forgets(owner.tenant):  # cleared since: nothing of it is kept
+                if self._memory.has_forgotten(owner, forgets):  # cleared since: nothing of it is kept
                     return [text for _, text in texts]
                 return self._spellings.spell(salt, owner, texts)
 
@@ -430,7 +427,7 @@ class PromptBuilder:
         written = digest_of_texts([tool.text for tool in request.tools], self._prefix_key)
         digest = replace(digest_of(ids, parts, self._prefix_key), tools=tuple(tools), tools_text=written)
         with self._memory_lock:
-            if forgets != self._memory.forgets(owner.tenant):
+            if self._memory.has_forgotten(owner, forgets):
                 return None  # a clear came after the request: nothing of it may be kept
             left = self._prefixes.follow(salt, owner, digest)
         return None if left is None else blamed(left, request.messages, prompt.rendered or "")

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgpack
 
+from samovar.cache_tiers.blocks import TenantRows
 from samovar.configs.json_text import parse_json
 from samovar.router.openai import ChatMessage, ParsedChat
 
@@ -77,6 +78,71 @@ class RememberedReply:
     turns: int = 0
 
 
+FORGOTTEN_MAX = 16_384
+"""Sessions that are remembered one by one."""
+
+
+class ForgetCount:
+    """Counts what is forgotten on purpose. Thread-safe.
+
+    A turn reads `count` when its request comes. What it would keep at its end is not kept if something of its
+    session was forgotten `since`. An ingress may hear of one deletion several times, seconds apart: that
+    costs turns of that session what they would keep, and no others.
+
+    At most `sessions_max` are remembered. Of those that are dropped, the tenant with the most loses its
+    oldest, and from then on all its turns count as forgotten that began before that one was.
+    """
+
+    def __init__(self, sessions_max: int = FORGOTTEN_MAX) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._sessions: TenantRows[int] = TenantRows(sessions_max)
+        self._tenants: TenantRows[int] = TenantRows(sessions_max)  # by the name None: wholly forgotten then
+        self._everybody = 0
+
+    @property
+    def count(self) -> int:
+        """Return how much was forgotten until now."""
+        with self._lock:
+            return self._count
+
+    def add(self, tenant: str | None, sessions: Collection[bytes] | None) -> None:
+        """Count that these sessions of a tenant, all of it (None), or all of every tenant are forgotten."""
+        with self._lock:
+            self._count += 1
+            if tenant is None:
+                self._everybody = self._count
+                return
+            if sessions is None:
+                self._of_tenant(tenant.encode(), self._count)
+                return
+            for session in sessions:
+                lost = self._sessions.put(tenant.encode(), session, self._count)
+                if lost is not None:
+                    self._of_tenant(*lost)
+
+    def since(self, count: int, tenant: str, session: bytes) -> bool:
+        """Return whether something of a session may have been forgotten since `count` was read."""
+        with self._lock:
+            of_tenant = self._tenants.get(tenant.encode(), None) or 0
+            of_session = self._sessions.get(tenant.encode(), session) or 0
+            return count < max(self._everybody, of_tenant, of_session)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is wrong."""
+        with self._lock:
+            for rows in (self._sessions, self._tenants):
+                rows.check_integrity()
+                latest = [value for tenant in rows.tenants() for value in rows.values(tenant)]
+                assert max(latest, default=0) <= self._count, "something was forgotten in the future"
+            assert self._everybody <= self._count, "something was forgotten in the future"
+
+    def _of_tenant(self, tenant: bytes, count: int) -> None:
+        lost = self._tenants.put(tenant, None, max(count, self._tenants.get(tenant, None) or 0))
+        if lost is not None:
+            self._everybody = max(self._everybody, lost[1])
+
+
 class ReplyMemory:
     """LRU memory of replies by salt and text. `bytes_max=0` remembers nothing.
 
@@ -90,8 +156,7 @@ class ReplyMemory:
         self._owners: dict[_Key, Owner] = {}
         self._of_owner: dict[Owner, dict[_Key, int]] = {}  # -> turns; the latest stored last
         self._lost: set[_Key] = set()  # they end where the reply begins
-        self._forgets_all = 0
-        self._forgets_of: dict[str, int] = {}
+        self.forgotten = ForgetCount()
         # (salt, digest of the reply) -> characters of prompt + reply -> its digests
         self._places: dict[tuple[str, bytes], dict[int, set[bytes]]] = {}
 
@@ -103,19 +168,21 @@ class ReplyMemory:
         """Bytes accounted to the entries held."""
         return self._bytes_used
 
-    def forgets(self, tenant: str) -> int:
-        """Return a counter that changes whenever replies of `tenant` are forgotten on purpose.
+    @property
+    def forgets(self) -> int:
+        """Return how often replies were forgotten on purpose: see `has_forgotten`. Safe from any thread."""
+        return self.forgotten.count
+
+    def has_forgotten(self, owner: Owner, forgets: int) -> bool:
+        """Return whether replies of `owner` were forgotten on purpose since `forgets` was read.
 
         Safe from any thread.
         """
-        return self._forgets_all + self._forgets_of.get(tenant, 0)
+        return self.forgotten.since(forgets, owner.tenant, owner.session)
 
     def forget(self, tenant: str | None = None, sessions: Collection[bytes] | None = None) -> int:
         """Drop the replies of `tenant`, of these sessions of it only, or (None) of all; return how many."""
-        if tenant is None:
-            self._forgets_all += 1
-        else:
-            self._forgets_of[tenant] = self._forgets_of.get(tenant, 0) + 1
+        self.forgotten.add(tenant, sessions)
         doomed = [key for key, owner in self._owners.items() if owner.is_of(tenant, sessions)]
         for key in doomed:
             self._drop(key)
@@ -138,11 +205,11 @@ class ReplyMemory:
 
         `reply_ids` decode exactly to `reply_text`, without the end-of-turn token: the caller checked. With a
         `key` the reply is found by that, and `reply_text` is what the template makes of it: "" if that is not
-        what was said. Not stored: an empty reply without a key, and a reply whose tenant's `forgets` has
-        changed since the request came (what was cleared in between must stay cleared). `turns`: see
+        what was said. Not stored: an empty reply without a key, and a reply whose session was forgotten since
+        `forgets` was read, when the request came: what was cleared in between stays cleared. `turns`: see
         `RememberedReply`. May evict the least recently used entries.
         """
-        if not (reply_text or key) or forgets != self.forgets(owner.tenant):
+        if not (reply_text or key) or self.has_forgotten(owner, forgets):
             return
         reply_digest = _digest(reply_text) if key is None else _digest(KEYED, key)
         whole = _digest(rendered_prompt, reply_text)
@@ -162,7 +229,7 @@ class ReplyMemory:
 
     def take(self, salt: str, owner: Owner, replies: Iterable[RememberedReply], *, forgets: int) -> int:
         """Store what another memory has remembered, as `remember` does; return how many entries are new."""
-        if forgets != self.forgets(owner.tenant):
+        if self.has_forgotten(owner, forgets):
             return 0
         new = [one for one in replies if (salt, one.reply, one.chars, one.whole) not in self._ids]
         for one in new:
@@ -211,6 +278,7 @@ class ReplyMemory:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the state is inconsistent."""
+        self.forgotten.check_integrity()
         assert self._bytes_used == sum(_cost(ids) for ids in self._ids.values())
         assert self._bytes_used <= self._bytes_max or not self._ids
         assert set(self._owners) == set(self._ids), "owners and entries differ"

@@ -125,7 +125,7 @@ class ResponsesParser:
         check_structure(body, self._limits)
         asked = validated(self._body, body)
         _refuse_unbuilt(asked)
-        forgets = self._store.forgets(tenant)
+        forgets = self._store.forgets
         said = _Conversation(messages=self._before(asked, tenant))
         if isinstance(asked.input, str):
             said.add({"role": "user", "content": asked.input}, "input")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samovar.configs.json_text import parse_json
+from samovar.router.prompt import ForgetCount
 
 # Python's cost of an entry besides its texts: key, tag, object, dict slots.
 ENTRY_OVERHEAD_BYTES = 700
@@ -47,22 +48,24 @@ class ResponseStore:
         self._of: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._item_of: dict[tuple[str, str], str] = {}  # (tenant, item's id) -> response's id
         self._bytes_of: dict[str, int] = {}
-        self._forgets_of: dict[str, int] = {}
+        self._forgotten = ForgetCount()
 
     def __len__(self) -> int:
         return sum(map(len, self._of.values()))
 
-    def forgets(self, tenant: str) -> int:
-        """Return a counter that changes whenever responses of `tenant` are forgotten on purpose."""
-        return self._forgets_of.get(tenant, 0)
+    @property
+    def forgets(self) -> int:
+        """Return how often responses were forgotten on purpose: see `put`."""
+        return self._forgotten.count
 
     def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
         """Keep a response; return whether it is kept.
 
-        Not one that alone is over the bounds, nor one whose tenant's `forgets` has changed since its request
-        came: what was cleared in between must stay cleared. May drop the least recently used.
+        Not one that alone is over the bounds, nor one whose session was forgotten since `forgets` was read,
+        when its request came: what was cleared in between stays cleared. May drop the least recently used.
         """
-        if forgets != self.forgets(tenant) or stored.nbytes > self._bytes_max or not self._count_max:
+        is_forgotten = self._forgotten.since(forgets, tenant, stored.session)
+        if is_forgotten or stored.nbytes > self._bytes_max or not self._count_max:
             return False
         self.delete(tenant, response_id)
         held = self._of.setdefault(tenant, OrderedDict())
@@ -103,7 +106,7 @@ class ResponseStore:
 
     def forget(self, tenant: str, sessions: Collection[bytes] | None) -> int:
         """Drop a tenant's responses, of these sessions only, or (None) all; return how many."""
-        self._forgets_of[tenant] = self.forgets(tenant) + 1
+        self._forgotten.add(tenant, sessions)
         doomed = [
             response_id
             for response_id, stored in self._of.get(tenant, {}).items()
@@ -115,6 +118,7 @@ class ResponseStore:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the state is inconsistent."""
+        self._forgotten.check_integrity()
         for tenant, held in self._of.items():
             assert len(held) <= self._count_max
             assert self._bytes_of[tenant] == sum(stored.nbytes for stored in held.values())

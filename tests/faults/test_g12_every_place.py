@@ -10,6 +10,8 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from samovar.configs.settings import ModelSettings
 from samovar.replicas.messages import Forgotten
 from samovar.router.context.compaction import Summary
 from samovar.router.context.knowledge import KnowledgeError
-from samovar.router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, UnfinishedFile
-from samovar.router.ingress.places import unfinished_dir
+from samovar.router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, NotNoted, UnfinishedFile
+from samovar.router.ingress.places import forget_here, unfinished_dir
 from samovar.router.ingresses import IngressesCleared
 from samovar.router.openai import ApiError, Unavailable
 from tests.faults.test_nvme_full import small_disk
@@ -391,6 +393,50 @@ async def test_a_folder_that_cannot_be_written_is_told_and_stops_nothing(tmp_pat
     places.broken.clear()
     await until(lambda: not clears.unfinished)
     await clears.stop()
+
+
+@pytest.mark.guarantee("G12")
+async def test_a_deletion_ends_though_the_ingress_asks_itself_with_all_others(tmp_path: Path) -> None:
+    """Each was repeated every two seconds for ever, and what came of the session since was deleted, too."""
+    clears, places = clears_in(tmp_path, "one", "front doors")
+    clears.places["sessions"]["front doors"] = partial(asked_by_all, clears)
+    what = Erasure("sessions", "t", None)
+    await clears.start()
+    await clears.erase(what)
+    assert not clears.unfinished
+    assert places.asked == ["one", "one"], "by itself, and as all are asked"
+    places.broken = {"one"}
+    with pytest.raises(ApiError):
+        await clears.erase(what)
+    assert "one" in clears.unfinished[what]
+    places.broken.clear()
+    await until(lambda: not clears.unfinished)
+    await clears.stop()
+
+
+async def asked_by_all(clears: Erasures, what: Erasure) -> Cleared:
+    try:
+        return await clears.erase_here(Erasure(what.kind, what.tenant, what.names), ["one"])
+    except ApiError as left:
+        raise Left("an ingress has not forgotten all yet", is_known_there=True) from left
+
+
+async def test_an_ingress_that_cannot_write_down_what_is_left_says_so_to_who_asked(tmp_path: Path) -> None:
+    made = house(tmp_path)
+    async with made.client():
+        clears = made.service.clears
+        places = Places(clears, OSError(errno.ENOSPC, "no room"))
+        places.broken = {"summaries of conversations"}
+        assert places.broken <= set(clears.places["sessions"])
+        with pytest.raises(NotNoted):
+            await forget_here(made.service, "t", None)
+        (tmp_path / "noted").mkdir()
+        noted = Erasures(UnfinishedFile(tmp_path / "noted"), 1.0)
+        noted.places |= clears.places
+        await noted.start()
+        assert await forget_here(replace(made.service, clears=noted), "t", None) == (0, False)
+        await noted.stop()
+    close(made)
 
 
 # -- a full disk, and a busy file -------------------------------------------------------------------

@@ -468,6 +468,23 @@ def test_g12_what_is_cleared_while_a_scan_runs_is_not_taken_in_by_it(what: Clear
     assert bucket.bytes_held() == foreign.record.nbytes
 
 
+def test_g12_what_was_cleared_before_a_scan_is_not_taken_in_though_that_is_settled_meanwhile() -> None:
+    """Found by the world (seed 7000006): the mark came behind the scan's own look at the marks."""
+    bucket = Slow(MIB)
+    node = bench([bucket], settings=TierSettings(s3=S3TierSettings(rescan_s=RESCAN_S)))
+    join_scans(node.node, 20)
+    wanted, pending = sample(1, placement=IN_S3), state_of(node.node).pending
+    SharedBucket.put(bucket, wanted.header.address, Record(wanted.record), deadline=Deadline(1.0))
+    clear = Clear(TENANT, SESSION)
+    number = pending.add_clear("s3", clear)
+    assert number is not None
+    bucket.between = lambda: pending.settle_clear("s3", clear, number)  # type: ignore[method-assign]
+    tick(node)
+    assert pending.clears_of("s3") == []
+    assert node.copies(wanted) == ()
+    assert bucket.bytes_held() == 0
+
+
 def void(_result: object) -> None:
     """For callables that return nothing."""
 

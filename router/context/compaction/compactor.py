@@ -139,7 +139,7 @@ class Compactor(PromptStage):
 
     async def _prepare(self, asked: AskedTurn, wish: Wish, home: str) -> JobOutcome:
         """Compute what the next turn will begin with, if that is not what this one began with."""
-        if self._prompts.forgets(asked.tenant) != asked.forgets:
+        if self._errands.is_forgotten(asked):
             return "nothing"
         fitted = await self._fitted(asked, wish)
         begin = fitted.before.first
@@ -171,7 +171,7 @@ class Compactor(PromptStage):
 
     def _note(self, asked: AskedTurn, told: dict[str, Any]) -> None:
         memory, owner = self.fitter.memory, (asked.tenant, asked.session)
-        memory.note(owner, memory.forgets(asked.tenant), told=told)
+        memory.note(owner, memory.forgets, told=told)
 
     async def _summarise(self, asked: AskedTurn, wish: Wish, fitted: Fitted, home: str) -> JobOutcome:
         """Write summaries, each over the one before, until one stands for all that is to be left out."""
@@ -193,7 +193,7 @@ class Compactor(PromptStage):
                 return "too_dear"
             told = await self._errands.summary(asked, request, tokens_max)
             text = usable_summary(told.text, told.is_whole, CHARS_OF_TOKENS * tokens_max)
-            if text is None or self._prompts.forgets(asked.tenant) != asked.forgets:
+            if text is None or self._errands.is_forgotten(asked):
                 return "failed"
             # A summary that it was written over may repeat what is in the prompt no more.
             entries = {*asked.placed.entries, *(() if summary is None else summary.entries)}
@@ -217,7 +217,7 @@ class Compactor(PromptStage):
         try:
             is_lasting = self.fitter.is_lasting(asked.tenant, summary)
         finally:
-            is_kept = is_lasting and self._prompts.forgets(asked.tenant) == asked.forgets
+            is_kept = is_lasting and not self._errands.is_forgotten(asked)
             if not is_kept:
                 self.fitter.summaries.forget(asked.tenant, [asked.session])
         return is_kept

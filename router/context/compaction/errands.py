@@ -92,6 +92,10 @@ class Errands:
         price = self._directory.prefill_price(home) or UNKNOWN_PREFILL
         return price.seconds(new_tokens, context_tokens)
 
+    def is_forgotten(self, asked: AskedTurn) -> bool:
+        """Return whether a turn's session was deleted since the turn came. Thread-safe."""
+        return self._prompts.forgotten.since(asked.forgets, asked.tenant, asked.session)
+
     async def prompt(self, asked: AskedTurn, request: ParsedChat) -> Prompt:
         """Return the prompt that a chat of this session gets."""
         owner = Owner(asked.tenant, asked.session)

@@ -166,7 +166,7 @@ class Fitter:
 
     def fit(self, owner: Owner, wish: Wish, request: ParsedChat, placed: ParsedChat) -> Fitted:
         """Fit a request. Raises `ApiError` if it cannot be rendered."""
-        forgets = self.memory.forgets(owner[0])
+        forgets = self.memory.forgets
         raw = request.messages[leading_system(request.messages) :]
         # Documents may have made a system prompt where the client sent none.
         head = len(placed.messages) - len(raw)

@@ -17,6 +17,7 @@ from typing import Any
 from samovar.router.context.compaction.pieces import FoundPiece, PieceIndex
 from samovar.router.context.compaction.planner import Cut
 from samovar.router.openai import ChatMessage
+from samovar.router.prompt import ForgetCount
 
 NOTE_BYTES = 200
 """About what the memory of one cut or question takes, besides its texts."""
@@ -73,13 +74,13 @@ class CutMemory:
         self._nbytes_max = nbytes_max
         self._sessions: OrderedDict[Owner, _SessionCuts] = OrderedDict()
         self._nbytes = 0
-        self._forgets: dict[str, int] = {}
+        self._forgotten = ForgetCount()
         self._lock = Lock()
 
-    def forgets(self, tenant: str) -> int:
-        """Return a counter that changes whenever something of `tenant` is forgotten on purpose."""
-        with self._lock:
-            return self._forgets.get(tenant, 0)
+    @property
+    def forgets(self) -> int:
+        """Return how often something was forgotten on purpose: see `note`."""
+        return self._forgotten.count
 
     def cuts(self, owner: Owner, mode: str, links: Sequence[bytes]) -> Mapping[int, Cut]:
         """Return the cuts of a conversation, by how many messages it had."""
@@ -112,12 +113,12 @@ class CutMemory:
         index: tuple[bytes, PieceIndex] | None = None,
         told: dict[str, Any] | None = None,
     ) -> None:
-        """Remember; nothing if the tenant has had something forgotten since its counter was `forgets`.
+        """Remember; nothing if something of the session was forgotten since `forgets` was read.
 
         `cut`: with mode and link; `pieces`: of a question, with its link and cut; `told`: for people.
         """
         with self._lock:
-            if self._forgets.get(owner[0], 0) != forgets:
+            if self._forgotten.since(forgets, *owner):
                 return
             own = self._sessions.setdefault(owner, _SessionCuts())
             self._sessions.move_to_end(owner)
@@ -149,13 +150,14 @@ class CutMemory:
     def forget(self, tenant: str, sessions: Collection[bytes] | None) -> None:
         """Forget these sessions of a tenant, or all (None)."""
         with self._lock:
-            self._forgets[tenant] = self._forgets.get(tenant, 0) + 1
+            self._forgotten.add(tenant, sessions)
             for owner in [one for one in self._sessions if one[0] == tenant]:
                 if sessions is None or owner[1] in sessions:
                     self._nbytes -= self._sessions.pop(owner).nbytes
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
+        self._forgotten.check_integrity()
         with self._lock:
             assert len(self._sessions) <= self._sessions_max, "too many sessions"
             assert self._nbytes == sum(own.nbytes for own in self._sessions.values()), "bytes are miscounted"

@@ -84,6 +84,10 @@ class RecordingCalls(Syscalls):
         node = self.fds[fd]
         node.flushed = len(node.writes if isinstance(node, File) else node.changes)
 
+    def syncfs(self, fd: int) -> None:
+        super().syncfs(fd)
+        _flush_all(self.root)
+
     def rename(self, old: str, new: str) -> None:
         super().rename(old, new)
         folder, name = self._find(old)
@@ -106,6 +110,13 @@ class RecordingCalls(Syscalls):
         super().rmdir(path)
         folder, name = self._find(path)
         folder.changes.append((name, None))
+
+
+def _flush_all(node: File | Folder) -> None:
+    node.flushed = len(node.writes if isinstance(node, File) else node.changes)
+    for entry in node.now().values() if isinstance(node, Folder) else ():
+        if entry is not None:
+            _flush_all(entry)
 
 
 def cut_power(calls: RecordingCalls, into: Path, rng: random.Random) -> None:

@@ -402,6 +402,13 @@ async def test_g12_a_delete_that_did_not_reach_every_node_is_an_error(is_lost: b
         link.is_lost, link.nodes = False, {"n1": Cleared(0, 0, ("s3",))}
         unreachable = await client.delete(f"{SESSIONS}/s", headers=bearer(KEY))
         assert "s3" in error_of(unreachable)["message"]
+        left = home.service.clears.unfinished
+        assert not [what for what in left if what.names], "the node goes on with it"
+        link.nodes = {"n1": Cleared(0, 0, ("s3",)), "n2": Cleared(0, 0, ("nvme",), is_noted=False)}
+        assert (await client.delete(f"{SESSIONS}/s", headers=bearer(KEY))).status_code == 503
+        left = home.service.clears.unfinished
+        told = [places for what, places in left.items() if what.names]
+        assert told == [("tiers",)], "a node would forget it at a restart"
         link.nodes = {"n1": Cleared(0, 0)}
         assert (await client.delete(f"{SESSIONS}/s", headers=bearer(KEY))).status_code == 200
         assert await listed(client) == []

@@ -218,9 +218,9 @@ async def test_nothing_is_kept_of_a_request_that_came_before_a_clear(
 ) -> None:
     builder = made(None)
     request = parsed([{"role": "user", "content": "u"}], tools=[offered(SCHEMA)])
-    owner, forgets = Owner("tenant", b"session"), builder.forgets("tenant")
+    owner, forgets = Owner("tenant", b"session"), builder.forgotten.count
     await builder.forget("tenant", [b"session"])
     await builder.chat("salt", request, "tenant", owner=owner, forgets=forgets)
     backwards = parsed([{"role": "user", "content": "u"}], tools=[offered(dict(reversed(SCHEMA.items())))])
-    later = await builder.chat("salt", backwards, "tenant", owner=owner, forgets=builder.forgets("tenant"))
+    later = await builder.chat("salt", backwards, "tenant", owner=owner, forgets=builder.forgotten.count)
     assert later.kept_by == (), "how the cleared request wrote its tools is forgotten"

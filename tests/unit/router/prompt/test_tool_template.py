@@ -56,7 +56,7 @@ def parsed(messages: list[dict[str, Any]], **fields: Any) -> ParsedChat:
 
 
 async def built(builder: PromptBuilder, request: ParsedChat, owner: Owner = OWNER) -> Prompt:
-    return await builder.chat("salt", request, "tenant", owner=owner, forgets=builder.forgets(owner.tenant))
+    return await builder.chat("salt", request, "tenant", owner=owner, forgets=builder.forgotten.count)
 
 
 @pytest.fixture

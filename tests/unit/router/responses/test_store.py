@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,12 +34,16 @@ def test_each_tenant_stays_within_its_bounds(operations: list[tuple[str, str, in
         before = len(store)
         name = f"r{number}"
         if what == "put":
-            assert store.put(tenant, name, stored, forgets=store.forgets(tenant))
+            assert store.put(tenant, name, stored, forgets=store.forgets)
             assert store.get(tenant, name) == stored
             assert store.item(tenant, f"i{number}") == {"id": f"i{number}"}
         elif what == "late":
-            assert not store.put(tenant, name, stored, forgets=store.forgets(tenant) - 1)
-            assert len(store) == before
+            begun = store.forgets
+            gone = store.forget(tenant, [bytes([number % 2])])
+            assert not store.put(tenant, name, stored, forgets=begun)
+            assert len(store) == before - gone
+            other = replace(stored, session=bytes([1 - number % 2]))
+            assert store.put(tenant, name, other, forgets=begun), "another session is not concerned"
         elif what == "get":
             store.get(tenant, name)
         elif what == "delete":
