@@ -20,15 +20,20 @@ MINUTES_MAX = 1.5
 SEEDS_A_COMMIT = 1_000_000
 LISTED = {
     "world-erasure-chain": 2,
-    "world-store-after-erase": 5,
-    "world-promoted-unverified": 1150,
+    "world-store-after-erase": 2,
+    "world-promoted-unverified": 2738,
     "world-one-line-for-all": 3,
-    "world-resumed-from-the-start": 3,
+    "world-resumed-from-the-start": 1951,
     "world-book-keeps-calls": 2,
-    "world-copies-not-learned": 2,
-    "world-rows-not-merged": 2,
+    "world-copies-not-learned": 193,
+    "world-rows-not-merged": 5,
+    "world-clear-not-noted": 7000025,
+    "world-repeated-clear-is-done": 7000025,
+    "world-deletion-never-ends": 2,
 }
 """Planted bugs (`tests/mutants/world.toml`), and a seed that finds each: every gate lives through these."""
+FOUND = (41742903000047, 5000037, 7000006)
+"""Seeds that have found what was mended since: the gate lives through these as well."""
 
 
 def world(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -50,7 +55,7 @@ def first_seed_of_the_commit() -> int:
 
 @pytest.mark.guarantee("G1", "G2", "G4", "G5", "G8", "G9", "G10", "G11", "G12", "F14", "F36")
 def test_no_listed_seed_breaks_a_law() -> None:
-    done = world("--no-shrink", "--seed", *sorted({*LISTED.values()}))
+    done = world("--no-shrink", "--seed", *sorted({*LISTED.values(), *FOUND}))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

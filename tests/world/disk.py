@@ -57,7 +57,7 @@ class Disk(RecordingCalls):
         return path.startswith(os.path.realpath(self.base) + os.sep)
 
     def rot(self, rng: random.Random) -> str:
-        """Flip a bit of a file that is there; return which."""
+        """Flip a bit of a file that is there, for good; return which."""
         there = sorted(path for path in Path(self.base).rglob("*.kv") if path.stat().st_size)
         if not there:
             return "nothing"
@@ -66,6 +66,10 @@ class Disk(RecordingCalls):
         at = rng.randrange(len(data) * 8)
         data[at // 8] ^= 1 << at % 8
         path.write_bytes(data)
+        node = self._node(str(path))
+        assert isinstance(node, File)
+        node.writes.insert(node.flushed, (at // 8, bytes(data[at // 8 : at // 8 + 1])))
+        node.flushed += 1
         return f"{path.name[:8]} at {at // 8}"
 
     # -- the calls --------------------------------------------------------------------------
@@ -98,6 +102,10 @@ class Disk(RecordingCalls):
         if isinstance(node, Folder):  # what is on the disk needs no history
             node.changes = list(node.now().items())
             node.flushed = len(node.changes)
+
+    def syncfs(self, fd: int) -> None:
+        self._pass(fills=True)
+        super().syncfs(fd)
 
     def fstat(self, fd: int) -> Any:
         return _Found(super().fstat(fd))

@@ -10,7 +10,7 @@ from typing import Any
 
 from samovar.cache_tiers.blocks import Clear
 from samovar.cache_tiers.transport import PeerError
-from samovar.router.erasure import Cleared, Erasure, Erasures, Left, UnfinishedFile
+from samovar.router.erasure import Cleared, Erasure, Erasures, Left, NotNoted, UnfinishedFile
 from samovar.router.openai import ApiError
 from tests.world.faults import Faults
 from tests.world.network import CLIENT, Network
@@ -145,6 +145,7 @@ class Door:
         erasures = Erasures(self._file, 1.0)
         places = erasures.places["sessions"]
         places |= {name: self._store(name) for name in STORES[:1]}
+        places |= {"front doors": self._itself}
         places |= {"tiers": self._tiers}
         places |= {name: self._store(name) for name in STORES[1:]}
 
@@ -169,25 +170,39 @@ class Door:
 
         return erase
 
+    async def _itself(self, what: Erasure) -> Cleared:
+        """As an ingress that asks all: it is one of them."""
+        assert self.erasures is not None
+        await asyncio.sleep(self._faults.uniform(0.0, 0.01))
+        wish = Erasure(what.kind, what.tenant, what.names, self._here.now_s)
+        try:
+            return await self.erasures.erase_here(wish, STORES[:1])
+        except NotNoted:
+            raise Left("an ingress did not answer") from None
+        except ApiError:
+            raise Left("an ingress has not forgotten all yet", is_known_there=True) from None
+
     async def _tiers(self, what: Erasure) -> Cleared:
         """Clear all nodes at once; what a node has left, it goes on with itself."""
         tenant, tags = bytes.fromhex(what.tenant), what.tags
         clear = Clear(tenant) if tags is None else Clear(tenant, tags[0], tags[1:])
 
-        def ask(name: str) -> str:
+        def ask(name: str) -> tuple[str, bool]:
             try:
                 done = self._network.call(CLIENT, name, "clear", lambda node: node.clear(clear), CLEAR_S_MAX)
             except PeerError as error:
                 self._outcomes[f"erasure: {type(error).__name__}"] += 1
-                return f"{name} did not answer"
+                return f"{name} did not answer", False
             self._outcomes["erasure: unreachable tier" if done.unreachable else "erasure: clear"] += 1
+            self._outcomes["erasure: not noted"] += not done.is_noted
             tiers = ", ".join(done.unreachable)
-            return f"{name}: the tiers {tiers} delete their data as soon as they can" if tiers else ""
+            what = f"{name}: the tiers {tiers} delete their data as soon as they can" if tiers else ""
+            return what, done.is_noted
 
         said = await asyncio.gather(*(asyncio.to_thread(ask, name) for name in self._network.homes))
-        left = [one for one in said if one]
+        left = [what for what, _ in said if what]
         if left:
-            raise Left("; ".join(left), is_known_there=not any("did not answer" in one for one in left))
+            raise Left("; ".join(left), is_known_there=all(is_noted for _, is_noted in said))
         return Cleared()
 
 

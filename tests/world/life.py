@@ -320,20 +320,22 @@ class Life:
             self._judge_drain(live)
 
     def _judge_drain(self, live: Sequence[Conversation]) -> None:
-        """A node leaves: what others have taken of its sessions, a next turn finds."""
+        """A node leaves: what others have of its sessions, from the beginning on, a next turn finds."""
         self._leave(self.machines[0])
         self.here.sleep(WATCH_S + LISTED_S + 4 * SETTINGS.sync_s)
         for one in live:
+            begins = [made.header.address for made in one.made.values() if made.header.first_block == 0]
             held = {
-                machine.name: machine.node.sessions.session_bytes(one.tenant, [one.session])[one.session]
+                machine.name: [state_of(machine.node).catalog.copies(address) for address in begins]
                 for machine in self.machines
                 if machine.node is not None
             }
             answer = self.fronts[0].ask(one)
-            if not answer.replica or (any(held.values()) and not answer.loaded):
-                what = f"{one.name}: {answer}, and these have something of it: {held}"
+            is_held = any(any(copies) for copies in held.values())
+            if not answer.replica or (is_held and not answer.loaded):
+                what = f"{one.name}: {answer}, and these have its beginning: {held}"
                 self.here.violate("not resumed", what)
-            elif any(held.values()):
+            elif is_held:
                 self.seen["resumed where a copy was"] += 1
 
     def _judge_books(self, machine: Machine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -78,6 +79,10 @@ class Network:
         here.sleep(self._delay_s(caller, max(0.0, ends_s - here.now_s)))
         return value
 
+    def behind(self, call: Callable[[], None]) -> None:
+        """Let a call go on behind the one that makes it."""
+        self._here.spawn(self._here.current.process, "tell", call)
+
     def _is_lost(self, caller: int, number: int) -> bool:
         if caller == CLIENT:
             return False
@@ -117,10 +122,11 @@ class Calls:
         return reply.data.copy()
 
     def check(self, node: str, ask: ExtentRequest) -> None:
-        try:
-            self._ask(node, "peer_check", lambda at: at.peers.exports.check(ask), 5.0)
-        except PeerError:
-            return  # it is only told
+        def tell() -> None:
+            with suppress(PeerError):
+                self._ask(node, "peer_check", lambda at: at.peers.exports.check(ask), 5.0)
+
+        self._network.behind(tell)  # nobody waits for it
 
     def learned(self, node: str, timeout_s: float) -> bytes:
         return self._ask(node, "peer_learned", lambda at: at.resumption.learned(), timeout_s)

@@ -28,7 +28,10 @@ STATES = (
     *(f"offer: refused:{reason}" for reason in ("incarnation", "down", "room")),
     "bad record: checksum",
     "demoted",
-    *(f"erasure: {outcome}" for outcome in ("done", "goes on", "the door died", "unreachable tier", "clear")),
+    *(
+        f"erasure: {outcome}"
+        for outcome in ("done", "goes on", "the door died", "unreachable tier", "not noted", "clear")
+    ),
     *(f"erasure: {error}" for error in ("PeerLost", "PeerLate", "replies fails", "documents fails")),
     *(f"client: {error}" for error in ("PeerLost",)),
     *(f"request: {outcome}" for outcome in ("answered", "lost", "queue_full")),
