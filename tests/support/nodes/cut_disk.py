@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -173,8 +173,12 @@ def cut_disk(folder: Path, log: Path, size: int) -> Iterator[tuple[CutDisk, Path
                 pytest.skip(f"no FUSE: {server.stderr.read() if server.stderr else ''}")
             assert time.monotonic() < ends_s, "FUSE does not answer"
             time.sleep(0.01)
-        _run("mkfs.ext4", "-q", "-F", "-E", "nodiscard,lazy_itable_init=0", served / "disk")
-        with looped(served / "disk", mounted):
+        with ExitStack() as stack:
+            try:
+                _run("mkfs.ext4", "-q", "-F", "-E", "nodiscard,lazy_itable_init=0", served / "disk")
+                stack.enter_context(looped(served / "disk", mounted))
+            except AssertionError as why:  # a container's root may hold a device and may not use it
+                pytest.skip(f"no ext4 on a loop device: {why}")
             yield CutDisk(log, size), mounted
     finally:
         subprocess.run(["umount", "--lazy", str(served)], check=False)
