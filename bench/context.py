@@ -35,7 +35,7 @@ from bench import _report as report
 from bench._context_facts import PlantedFact, planted
 from bench._context_served import Guest, guest_at, guest_of_service, orders_served, window_served
 from bench._context_window import WINDOW_TOKENS, beyond_window
-from samovar.cache_tiers.blocks import block_key
+from samovar.cache_tiers.blocks import chain_keys
 from samovar.configs.optional_sections import KnowledgeSettings
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import SamplingParams
@@ -153,17 +153,10 @@ class BlockCount:
 
     def computed(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
         """Return how many tokens of a prompt are computed; its blocks and its answer's are known then."""
-        keys = self._keys(prompt)
+        keys = chain_keys(ROOT, ROOT, prompt, BLOCK_TOKENS)
         cached = sum(1 for _ in itertools.takewhile(self._known.__contains__, keys))
-        self._known.update(self._keys([*prompt, *answer]))
+        self._known.update(chain_keys(ROOT, ROOT, [*prompt, *answer], BLOCK_TOKENS))
         return len(prompt) - cached * BLOCK_TOKENS
-
-    def _keys(self, ids: Sequence[int]) -> list[bytes]:
-        keys, parent = [], ROOT
-        for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-            parent = block_key(ROOT, parent, ids[start : start + BLOCK_TOKENS])
-            keys.append(parent)
-        return keys
 
 
 def conversation(seed: int, turns: int) -> tuple[list[PlantedFact], list[str], list[str]]:

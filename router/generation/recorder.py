@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from samovar.cache_tiers.blocks import ROOT, ChainMarks, block_key, kept_blocks, marks_of, namespace_digest
+from samovar.cache_tiers.blocks import ROOT, ChainMarks, chain_keys, kept_blocks, marks_of, namespace_digest
 from samovar.cache_tiers.forecast import Stop
 from samovar.cache_tiers.recording import LINEAGES_MAX, RecordedTurn, TurnRecorder
 from samovar.configs.settings import Settings
@@ -157,9 +157,7 @@ class IngressRecorder:
         prompt, choice = turn.answer.prompts[number], turn.answer.choices[first_choice]
         namespace = namespace_digest(turn.salt)
         ids, bt = [*prompt.token_ids, *choice.token_ids], self._block_tokens
-        keys: list[bytes] = []
-        for start in range(0, len(ids) - bt + 1, bt):
-            keys.append(block_key(namespace, keys[-1] if keys else ROOT, ids[start : start + bt]))
+        keys = chain_keys(namespace, ROOT, ids, bt)
         in_prompt = keys[: len(prompt.token_ids) // bt]
         joined = b"".join(in_prompt)
         kept = 0 if before is None else kept_blocks(before, joined)
