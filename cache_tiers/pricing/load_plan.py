@@ -317,11 +317,12 @@ def break_even_tokens(load: TierPrice, prefill: PrefillPrice, bytes_per_token: f
     linear_s = computed_s - bytes_per_token / load.bytes_per_s
     if load.latency_s <= 0 and linear_s > 0:
         return 1
-    divisor = linear_s + math.sqrt(linear_s * linear_s + 4 * prefill.b_s * max(load.latency_s, 0.0))
-    if divisor > 0:
-        tokens = 2 * load.latency_s / divisor
+    root = math.sqrt(linear_s * linear_s + 4 * prefill.b_s * max(load.latency_s, 0.0))
+    # Either way two numbers of one sign are added: the other formula loses all digits where a root is far off.
+    if linear_s > 0:
+        tokens = 2 * load.latency_s / (linear_s + root)
     elif prefill.b_s > 0:
-        tokens = -linear_s / prefill.b_s
+        tokens = (root - linear_s) / (2 * prefill.b_s)
     else:
         return None
     # The next whole number: at the root itself both take as long.

@@ -221,8 +221,9 @@ class Probe:
     function at every number of rows that a step may have.
 
     `model`: loaded for the paged pool; None: neither `forward` nor its elementwise functions are of torch.
-    `geometry`: of the pool it will run on. `forward`: what computes the steps there; None: the model's
-    modules. `is_torch`: whether its elementwise functions are torch's.
+    `geometry`: of the pool it will run on, or of its first layers, where all others compute as they do.
+    `forward`: what computes the steps there; None: the model's modules. `is_torch`: whether its elementwise
+    functions are torch's.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class _Step(Structure):
         *((name, c_int64) for name in ("rows", "segments", "table_words", "wanted_rows")),
         *((name, c_void_p) for name in ("token_ids", "positions", "slots", "spans", "tables", "wanted")),
         ("pool", c_void_p),
-        *((name, c_int64) for name in ("pages", "block_tokens", "heads_per_group", "page_step")),
+        *((name, c_int64) for name in ("layers", "pages", "block_tokens", "heads_per_group", "page_step")),
         *((name, c_int64) for name in ("group_step", "layer_step", "value_step", "slot_step", "head_step")),
         ("hidden", c_void_p),
     ]
@@ -168,9 +168,12 @@ class NativeStep:
         closing = weakref.finalize(self, self._library.samovar_close, self._handle)
         closing.atexit = False  # another thread may be in the midst of a step
 
-    def on(self, pool: KvPool) -> NativeForward:
-        """Return what computes this model's steps on a pool. Raises `NotNative`."""
-        return NativeForward(self, pool)
+    def on(self, pool: KvPool, layers: int | None = None) -> NativeForward:
+        """Return what computes this model's steps on a pool. Raises `NotNative`.
+
+        `layers`: the first ones alone, for a probe, whose pool has no others.
+        """
+        return NativeForward(self, pool, self.layers if layers is None else layers)
 
     def run(self, step: _Step) -> None:
         """Compute a step. Raises `RuntimeError` if its numbers are out of bounds."""
@@ -199,16 +202,12 @@ class NativeForward:
 
     rows_multiple = 1
 
-    def __init__(self, step: NativeStep, pool: KvPool) -> None:
+    def __init__(self, step: NativeStep, pool: KvPool, layers: int) -> None:
         geometry, data = pool.geometry, pool.data
         if geometry.stored_dtype != step.dtype:
             raise NotNative(f"it stores K and V as {_named(step.dtype)}, not as {geometry.stored_name}")
-        if (geometry.layers, geometry.kv_heads, geometry.head_dim) != (
-            step.layers,
-            step.kv_heads,
-            step.head_dim,
-        ):
-            raise ValueError(f"a pool of {geometry} for a model of {step.layers} layers")
+        if (geometry.layers, geometry.kv_heads, geometry.head_dim) != (layers, step.kv_heads, step.head_dim):
+            raise ValueError(f"a pool of {geometry} for {layers} layers of {step.layers}")
         self.name = step.name
         self._step = step
         self._pool = data
@@ -216,6 +215,7 @@ class NativeForward:
         # One for all steps: Python's part of a step runs on a cold cache, so the less of it the better.
         self._next = _Step(
             pool=data.data_ptr(),
+            layers=layers,
             pages=data.shape[0],
             block_tokens=geometry.block_tokens,
             heads_per_group=geometry.heads_per_group,

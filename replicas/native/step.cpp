@@ -152,6 +152,7 @@ class Model {
             return std::all_of(numbers, numbers + count, [&](int32_t one) { return one >= 0 && one < end; });
         };
         if (step.rows < 1) throw Problem{"a step has no rows"};
+        if (step.layers < 1 || step.layers > has_.layer_count) throw Problem{"it has not so many layers"};
         if (!within(step.token_ids, step.rows, has_.vocab)) throw Problem{"a token is none of the vocabulary's"};
         if (!within(step.positions, step.rows, step.pages * step.block_tokens))
             throw Problem{"a position is behind all that the pool holds"};
@@ -219,7 +220,7 @@ class Model {
             for (long row = tiles.begin(tile); row < tiles.begin(tile + 1); row++) embed(step, row, x);
             blank(step, tiles, tile, attended);
         });
-        for (long number = 0; number < has_.layer_count; number++) {
+        for (long number = 0; number < step.layers; number++) {
             const Layer<Number, Weight>& layer = layers_[number];
             const Entry* packed = norm(shares, phase++, own, tiles, layer.input_norm);
             multiply(shares, phase++, own, layer.qkv, tiles, packed,
@@ -235,7 +236,7 @@ class Model {
                          }
                      });
             shares.each(phase++, step.rows, [&](long row) { keep(step, layer, number, row, qkv); });
-            if (step.is_part() && number == has_.layer_count - 1) {
+            if (step.is_part() && number == step.layers - 1) {
                 shares.each(phase++, 1, [&](long) { keep_wanted(step, x); });
                 tiles = Tiles(step.wanted_rows);
                 items = &last;

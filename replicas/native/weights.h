@@ -36,7 +36,7 @@ struct samovar_step {
     const int32_t *spans, *tables;                 // [segments, 4]: first row, rows, context, first table word
     const int32_t* wanted;                         // [wanted_rows]: rows of segments, ascending; -1 rows: all
     void* pool;
-    int64_t pages, block_tokens, heads_per_group;
+    int64_t layers, pages, block_tokens, heads_per_group;  // the first layers of the model: all but in a probe
     int64_t page_step, group_step, layer_step, value_step, slot_step, head_step;
     float* hidden;  // [rows, hidden], written; NaN where a row is not wanted
 

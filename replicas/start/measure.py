@@ -35,6 +35,11 @@ from samovar.replicas.scheduling import Chunk, bare_sequence
 # the tokens in the step.
 SAMPLES = ((16, 0), (128, 0), (256, 0), (128, 256))
 
+SLOW_S, SLOW_NEW, SLOW_GROWN, SLOW_CONTEXT = 0.02, 64, 1.5, 4096
+"""Where the shortest step takes so long, and one of `SLOW_NEW` tokens has grown, few tokens show all,
+and few behind a long context show more of attention than many do: to measure a large model on a CPU must not
+take minutes."""
+
 GROWN = 2.0
 """If step time is mostly launch overhead, longer steps are tried until one takes this many times as long."""
 
@@ -42,15 +47,15 @@ REPEAT_S = 0.1
 """Shorter steps are measured twice: the first step of a shape may include one-time costs."""
 
 
-def has_grown(samples: Listing[Sample]) -> bool:
-    """Return whether a step without context takes `GROWN` times as long as the first one."""
-    return max(seconds for _, context, seconds in samples if not context) >= GROWN * samples[0][2]
+def has_grown(samples: Listing[Sample], times: float = GROWN) -> bool:
+    """Return whether a step without context takes `times` as long as the first one."""
+    return max(seconds for _, context, seconds in samples if not context) >= times * samples[0][2]
 
 
 def sample_tokens_max(pool: KvPool, step_tokens_max: int, context_tokens_max: int) -> int:
     """Return the longest prompt that `measure_prefill` computes."""
     usable = (pool.pages - 1 - TRASH_PAGE) * pool.geometry.block_tokens
-    return min(usable, context_tokens_max, 2 * max(step_tokens_max, 256))
+    return min(usable, context_tokens_max, max(2 * step_tokens_max, SLOW_CONTEXT))
 
 
 def measure_prefill(
@@ -87,7 +92,14 @@ def measure_prefill(
 
     samples: list[Sample] = []
     seconds(min(16, len(tokens)), 0)  # the first step of a process includes all one-time costs
-    for new, context in SAMPLES:
+    few, _ = SAMPLES[0]
+    measure(few, 0)
+    if samples and samples[0][2] >= SLOW_S:
+        measure(SLOW_NEW, 0)
+        if has_grown(samples, SLOW_GROWN):
+            measure(few, min(SLOW_CONTEXT, len(tokens)) - few)
+            return samples
+    for new, context in SAMPLES[1:]:
         measure(new, context)
     largest, full = SAMPLES[-2][0], min(step_tokens_max, len(tokens))
     while samples and largest < full and not has_grown(samples):

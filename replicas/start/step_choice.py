@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -137,6 +137,7 @@ class NativeForm:
         if needed > free:
             raise NotNative(f"it packs {needed:,} bytes of weights beside the model's, and {free:,} are free")
         self._step = NativeStep(plain, library, torch.get_num_threads(), kind)
+        self.probed_layers = layers_of_all_kinds(plain)
         version = PAIR_BITS_VERSION if kind == NATIVE_BF16 else BITS_VERSION
         self.numerics = f"{kind} {version}{' int8' * is_int8} {numbers_digest(plain)}"
         self.version = f"{self.numerics} {library.stem}"
@@ -144,6 +145,22 @@ class NativeForm:
 
     def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
         return self._step.on
+
+    def first_layers(self) -> MakeForward:
+        """Return what makes the forward pass of `probed_layers` alone."""
+        return partial(self._step.on, layers=self.probed_layers)
+
+
+def layers_of_all_kinds(plain: PlainModel) -> int:
+    """Return how many first layers have one of each kind among them, and two at least.
+
+    All layers have the same sizes: what one computes differs by which weights it has, rope and window.
+    """
+    kinds: dict[object, int] = {}
+    for number, layer in enumerate(plain.layers):
+        has = tuple(getattr(layer, one.name) is not None for one in fields(layer))
+        kinds.setdefault((has, layer.uses_rope, layer.window), number)
+    return min(len(plain.layers), max(2, 1 + max(kinds.values())))
 
 
 def expects_native(settings: EngineSettings, spec: ModelSpec, device: torch.device, native_dir: Path) -> bool:
@@ -422,6 +439,9 @@ class StepChoice:
             return ProbeResult(False, f"not in float16; {tolerance}")
         make = None if form is None else form.forward(GatherSdpa(True, geometry.dtype), exact=True)
         is_torch = form is None or form.is_torch
+        if isinstance(form, NativeForm):
+            # The same code for each layer, and a probe of all of a large model takes minutes on a CPU.
+            geometry, make = replace(geometry, layers=form.probed_layers), form.first_layers()
 
         def probe() -> ProbeResult:
             if is_torch and self._model is None:  # read without it, and its config is asked

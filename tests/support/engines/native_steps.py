@@ -91,15 +91,16 @@ class StepBench:
         pages: int = 120,
         groups: int = 1,
         of: Path | None = None,
+        layers: int | None = None,
     ) -> None:
-        """`of`: another library than the product's."""
+        """`of`: another library than the product's. `layers`: the first ones alone."""
         self.step = NativeStep(plain, of or library(plain.dtype), threads)
         geometry = KvGeometry(
-            len(plain.layers), block_tokens, plain.kv_heads, plain.head_dim, plain.dtype, groups
+            layers or len(plain.layers), block_tokens, plain.kv_heads, plain.head_dim, plain.dtype, groups
         )
         self.pool = KvPool(geometry, pages, CPU)
         self.pool.page_bytes.fill_(0xFF)
-        self._forward = self.step.on(self.pool)
+        self._forward = self.step.on(self.pool, layers)
         self._packer = StepPacker(CPU, block_tokens)
 
     @torch.inference_mode()

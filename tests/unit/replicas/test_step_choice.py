@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,8 +21,9 @@ from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.native import NotNative
 from samovar.replicas.native.build import AVX512_BF16
 from samovar.replicas.start.checkpoint import PlainRecipe
-from samovar.replicas.start.step_choice import ChosenStep, StepChoice, expects_native
+from samovar.replicas.start.step_choice import ChosenStep, StepChoice, expects_native, layers_of_all_kinds
 from tests.support.engines.engines import small_engine
+from tests.support.engines.plain_models import Shape, random_plain
 from tests.support.engines.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -243,3 +245,14 @@ def test_threads_of_torch_are_left_to_steps_that_compute_by_it(
         assert torch.get_num_threads() == left
     finally:
         torch.set_num_threads(before)
+
+
+def test_of_layers_that_are_alike_two_are_probed() -> None:
+    plain = random_plain(Shape(layers=6), torch.float32)
+    assert layers_of_all_kinds(plain) == 6  # the last one has no rotation
+    alike = plain.layers[0]
+    assert layers_of_all_kinds(replace(plain, layers=(alike,) * 6)) == 2
+    assert layers_of_all_kinds(replace(plain, layers=(alike,))) == 1
+    windowed, biased = replace(alike, window=64), replace(alike, out_bias=alike.mlp_norm)
+    for other in (windowed, biased):
+        assert layers_of_all_kinds(replace(plain, layers=(alike, alike, other, alike, other))) == 3

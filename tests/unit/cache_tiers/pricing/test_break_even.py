@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.pricing import PrefillPrice, TierPrice, break_even_tokens
@@ -36,6 +36,7 @@ def test_known_lengths(load: TierPrice, prefill: PrefillPrice, tokens: int | Non
     st.sampled_from([0.0, 1e-9, 1e-6]),
     st.floats(1, 1e6),
 )
+@example(latency_s=0.046875, bytes_per_s=1e5, c0_s=1.0, a_s=0.0078125, b_s=1e-9, bytes_per_token=126676.0)
 def test_from_there_on_loading_is_quicker_and_before_it_is_not(
     latency_s: float, bytes_per_s: float, c0_s: float, a_s: float, b_s: float, bytes_per_token: float
 ) -> None:

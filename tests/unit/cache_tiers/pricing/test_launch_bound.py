@@ -26,7 +26,7 @@ from samovar.cache_tiers.pricing.meters import (
     worth_storing,
 )
 from samovar.replicas.forward.runner import Runner
-from samovar.replicas.start.measure import SAMPLES, measure_prefill
+from samovar.replicas.start.measure import SAMPLES, SLOW_NEW, measure_prefill
 from samovar.router.routing.request_router import _prefill as told_price
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
@@ -185,7 +185,7 @@ def test_a_slow_cpu_stores_and_loads_as_ever(
     assert again.tokens["cpu"] >= 700
 
 
-def test_a_slow_cpu_is_measured_with_as_few_steps_as_ever(
+def test_a_slow_cpu_is_measured_with_few_tokens_some_behind_a_long_context(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[tuple[int, int]] = []
@@ -195,8 +195,10 @@ def test_a_slow_cpu_is_measured_with_as_few_steps_as_ever(
         return slow_cpu(tokens, context)
 
     on(noting, monkeypatch, tiny_llama, tmp_path)
-    first = SAMPLES[0]
-    assert sizes == [first, first, first, *SAMPLES[1:]]  # the first to warm up; what is quick is done twice
+    first, (few, long_context) = SAMPLES[0], sizes[-1]
+    assert sizes == [first, first, first, (SLOW_NEW, 0), (16, long_context)]  # what is quick is done twice
+    assert few + long_context > 1000
+    assert sum(tokens for tokens, _ in sizes) < 150
 
 
 @pytest.mark.parametrize("step_tokens", [512, 4096])

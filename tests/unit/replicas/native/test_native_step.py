@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from samovar.replicas.engine.audit import Probe
 from samovar.replicas.forward.plain import PlainModel
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.native.build import AVX2, AVX512, INT8_FLAGS, PAIR_FLAGS, variant_here
@@ -260,6 +262,18 @@ def test_numbers_of_rows_may_be_of_any_kind() -> None:
     assert step.logits(hidden, strided, 0).shape == (0, step.vocab)
 
 
+def test_a_probe_of_two_layers_sees_an_order_that_depends_on_the_batch() -> None:
+    plain = random_plain(Shape(layers=6), torch.float32)
+    geometry = KvGeometry(2, 16, plain.kv_heads, plain.head_dim, torch.float32)
+
+    def is_exact(of: Path) -> bool:
+        step = NativeStep(plain, of, 1)
+        return Probe(None, geometry, plain.vocab, CPU, partial(step.on, layers=2), False).run(64).exact
+
+    assert is_exact(library(torch.float32))
+    assert not is_exact(library(torch.float32, more_flags=("-O1", "-DSAMOVAR_FAULT=1")))
+
+
 def test_what_is_out_of_bounds_is_refused() -> None:
     plain = random_plain(Shape(), torch.float32)
     bench = StepBench(plain)
@@ -272,6 +286,21 @@ def test_what_is_out_of_bounds_is_refused() -> None:
         bench.step.on(KvPool(dataclasses.replace(geometry, layers=3), 2, CPU))
     with pytest.raises(NotNative, match="as float32, not as int8"):
         bench.step.on(KvPool(dataclasses.replace(geometry, is_int8=True), 2, CPU))
+
+
+def test_the_first_layers_alone_compute_what_they_compute_in_the_model() -> None:
+    """A probe asks no others; a pool of another number of layers is refused in Python and below it."""
+    plain = random_plain(Shape(layers=4), torch.float32)
+    few = dataclasses.replace(plain, layers=plain.layers[:2])
+    truth, kv = StepBench(few).hidden(COMPANY, None)
+    bench = StepBench(plain, layers=2)
+    found, kv_too = bench.hidden(COMPANY, None)
+    assert torch.equal(found, truth)
+    assert torch.equal(kv_too, kv)
+    with pytest.raises(ValueError, match="for 4 layers of 4"):
+        bench.step.on(bench.pool)
+    with pytest.raises(RuntimeError, match="it has not so many layers"):
+        StepBench(plain, layers=5).hidden(COMPANY, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16])
