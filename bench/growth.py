@@ -3,9 +3,9 @@
 One process and a real `TierNode` without workers; records of a kilobyte, so that the books alone are
 measured. First a full RAM tier above a disk that has all of it (the normal state of a busy node): what its
 tick costs each second, how long it holds the node's lock at once, what evicting for a store costs right after
-a second has passed. Then a start over what lies on that disk, with lookups beside the scan. At last the table
-of sessions, which each ingress and the directory's actor have (`--rows`). CPU time of this thread, which
-other work changes little, but for what has "s" or "lookup" in its name.
+a second has passed. Then a start over what lies on that disk, with lookups beside the scan, and the first
+eviction from it. At last the table of sessions, which each ingress and the directory's actor have (`--rows`).
+CPU time of this thread, which other work changes little, but for what has "s" or "lookup" in its name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from samovar.cache_tiers.media import NvmeTier
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.node import START_SCAN_S_MAX
 from samovar.cache_tiers.sessions.session_table import SessionTable, SessionView
+from samovar.configs.imports import keep_collections_short
 from samovar.configs.settings import RouterSettings
 from samovar.router.routing.session_directory import ROWS_MAX
 from tests.support.inside import state_of
 from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, sample
 
 EXTENTS_EACH = 2
+STORES_A_SECOND = 200
 SECONDS = 20
+FIRST_STORES = 5
 LOOKUP_EVERY_S = 0.005
 PAGES, PAGE = 200, 50
 ON_DISK = Placement(write_behind=("nvme",))
@@ -79,9 +82,9 @@ def disk(folder: Path) -> NvmeTier:
     )
 
 
-def node_of(folder: Path, extents: int) -> Bench:
+def node_of(folder: Path, extents: int, disk_bytes: int = 1 << 40) -> Bench:
     nbytes = extents * record_of(0).record.nbytes
-    budgets = {"cpu": nbytes, "nvme": 1 << 40}
+    budgets = {"cpu": nbytes, "nvme": disk_bytes}
     return bench([HeapTier(nbytes), disk(folder)], budgets=budgets, scan_s_max=START_SCAN_S_MAX)
 
 
@@ -89,6 +92,13 @@ def thread_ms(call: Any) -> float:
     began_s = time.thread_time()
     call()
     return 1000 * (time.thread_time() - began_s)
+
+
+def watch(node: Bench) -> WatchedLock:
+    state = state_of(node.node)
+    watched = WatchedLock(state.lock)
+    state.lock = watched  # type: ignore[assignment]
+    return watched
 
 
 def work(node: Bench) -> None:
@@ -130,10 +140,11 @@ def measured(sessions: int, folder: Path) -> dict[str, Any]:
     for number in tqdm(range(extents), desc=f"{sessions} sessions", leave=False, disable=None):
         assert node.offer(record_of(number)) == "taken"
         work(node)
+        if number % STORES_A_SECOND == 0:
+            node.clock.now_s += 1.0
+            node.node.tick()
     held = psutil.Process().memory_info().rss - before
-    state = state_of(node.node)
-    watched = WatchedLock(state.lock)
-    state.lock = watched  # type: ignore[assignment]
+    watched = watch(node)
     ticks, stores = [], []
     for number in range(extents, extents + SECONDS):
         node.clock.now_s += 1.0
@@ -143,9 +154,10 @@ def measured(sessions: int, folder: Path) -> dict[str, Any]:
         stores.append(thread_ms(lambda one=one: node.offer(one)))
         work(node)
     in_ticks_ms = 1000 * watched.longest_s
+    on_disk = state_of(node.node).catalog.usage("nvme").bytes_accounted
     node.node.close()
     began_s, cpu_s = time.monotonic(), time.process_time()
-    again = node_of(folder, extents)
+    again = node_of(folder, extents, on_disk)
     answers_s = time.monotonic() - began_s
     draws, lookups = random.Random(extents), []
     while "nvme" in {name for name, guard in state_of(again.node).guards.items() if not guard.ready}:
@@ -155,6 +167,10 @@ def measured(sessions: int, folder: Path) -> dict[str, Any]:
         lookups.append(1000 * (time.monotonic() - asked_s))
         time.sleep(LOOKUP_EVERY_S)
     known_s, known_cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
+    first = watch(again)
+    for number in range(extents + SECONDS, extents + SECONDS + FIRST_STORES):
+        again.offer(record_of(number))
+        work(again)
     row = {
         "sessions": sessions,
         "extents": extents,
@@ -167,6 +183,7 @@ def measured(sessions: int, folder: Path) -> dict[str, Any]:
         "start: CPU us an extent": 1e6 * known_cpu_s / extents,
         "lookup beside the scan ms, p50": percentile(lookups, 0.5),
         "lookup beside the scan ms, p99": percentile(lookups, 0.99),
+        "first stores: lock held ms, longest": 1000 * first.longest_s,
     }
     again.node.close()
     return row
@@ -177,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1000, 10000])
     parser.add_argument("--rows", type=int, nargs="*", default=[100_000, 1_000_000])
     args = parser.parse_args(argv)
+    keep_collections_short()  # as a tier actor does
     rows = []
     for sessions in args.sessions:
         with tempfile.TemporaryDirectory(prefix="samovar-growth-") as folder:

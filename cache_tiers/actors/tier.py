@@ -54,7 +54,7 @@ from samovar.cache_tiers.socket.server import (
     call_brought,
 )
 from samovar.cache_tiers.transport import PeerError
-from samovar.configs.imports import OWN_PYTHON
+from samovar.configs.imports import OWN_PYTHON, keep_collections_short
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.sections import TierSettings
 from samovar.configs.telemetry import open_tracer, set_up_logs
@@ -173,6 +173,7 @@ class TierActor:
         sums: SumsSetup | None,
     ) -> None:
         set_up_logs(telemetry)
+        keep_collections_short()
         if sums is not None:
             compile_sums(sums)
         self._tracer = open_tracer(telemetry, "tiers")

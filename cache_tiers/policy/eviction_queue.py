@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -215,7 +215,9 @@ class ValueQueue(Generic[T]):
 
     Adding and taking are O(log n), ranking O(groups log groups). Up to `RANKED_AT_ONCE` groups are re-ranked
     together every `rerank_s`; of more, so many in that time, in turn, and who takes after a long time
-    makes up for it first. `refresh` does it in small parts before.
+    makes up for it first. `refresh` does it in small parts before. Of many that are new or have changed, as
+    after a node's start, a taking ranks `RANKED_AT_ONCE` too, the longest so first, and takes from what is
+    ranked.
     """
 
     def __init__(self, sessions: IdleSessions, policy: ResidencyPolicy, rerank_s: float) -> None:
@@ -291,6 +293,9 @@ class ValueQueue(Generic[T]):
             if version != group.version:
                 heapq.heappop(self._ranking)
                 continue
+            if group in self._dirty:  # so many have changed; it may have been used since it was ranked
+                self._rank_these([group, *itertools.islice(self._dirty, RANKED_AT_ONCE)], now_s, horizon_s)
+                continue
             (thing,) = group.heap.take(1, MOVES_MAX)
             del self._group_of[thing]
             self._shrunk(group)
@@ -336,11 +341,15 @@ class ValueQueue(Generic[T]):
                 del self._of_session[owner]
 
     def _rank(self, now_s: float, horizon_s: float, groups_max: int | None = None) -> None:
-        """Bring the ranking up to date."""
-        self._dirty.update(dict.fromkeys(self._due(now_s, groups_max)))
-        if not self._dirty:
-            return
-        groups = list(itertools.islice(self._dirty, groups_max))
+        """Bring the ranking up to date, as far as is due."""
+        due = self._due(now_s, groups_max)
+        self._dirty.update(dict.fromkeys(due))
+        if self._dirty:
+            count = max(len(due), RANKED_AT_ONCE) if groups_max is None else groups_max
+            self._rank_these(itertools.islice(self._dirty, count), now_s, horizon_s)
+
+    def _rank_these(self, of: Iterable[_Group[T]], now_s: float, horizon_s: float) -> None:
+        groups = list(dict.fromkeys(of))
         for group in groups:
             del self._dirty[group]
         if len(groups) == len(self._groups):
@@ -371,10 +380,15 @@ class ValueQueue(Generic[T]):
             self._ranked_s = now_s
             return list(self._groups.values())
         each_s = self._rerank_s / RANKED_AT_ONCE
+        if len(self._dirty) >= RANKED_AT_ONCE:  # what is new or has changed goes first
+            self._ranked_s = now_s
+            return []
         due = count if waited_s >= count * each_s else int(waited_s / each_s)
-        due = due if groups_max is None else min(due, groups_max)
-        # What is left to do is never more than one turn of all.
-        self._ranked_s = max(self._ranked_s + due * each_s, now_s - (count - due) * each_s)
+        left = 0
+        if groups_max is not None and due > groups_max:
+            # Who refreshes, in turn, has ranked all when it has done as many as were due at first.
+            left, due = max(0, due - 2 * groups_max), groups_max
+        self._ranked_s = now_s - left * each_s - waited_s % each_s
         groups = list(itertools.islice(self._groups.values(), due))
         for group in groups:
             self._groups[group.key] = self._groups.pop(group.key)

@@ -318,7 +318,7 @@ def break_even_tokens(load: TierPrice, prefill: PrefillPrice, bytes_per_token: f
     if load.latency_s <= 0 and linear_s > 0:
         return 1
     root = math.sqrt(linear_s * linear_s + 4 * prefill.b_s * max(load.latency_s, 0.0))
-    # Either way two numbers of one sign are added: the other formula loses all digits where a root is far off.
+    # Two numbers of one sign are added: the other formula loses all digits where the result is far off.
     if linear_s > 0:
         tokens = 2 * load.latency_s / (linear_s + root)
     elif prefill.b_s > 0:

@@ -33,6 +33,7 @@ from samovar.cache_tiers.sessions.session_table import (
     Synced,
 )
 from samovar.cache_tiers.sessions.shelf import Item, ItemBounds, ItemStore, Kind, NotErased
+from samovar.configs.imports import keep_collections_short
 from samovar.configs.optional_sections import TelemetrySettings
 from samovar.configs.telemetry import set_up_logs
 
@@ -98,6 +99,7 @@ class SessionActor:
         ingress_silent_s: float = INGRESS_SILENT_S,
     ) -> None:
         set_up_logs(telemetry or TelemetrySettings())
+        keep_collections_short()
         self._clear_s_max = clear_s_max
         self._table = SessionTable(sessions_max, lineages_max)
         self._lock = threading.Lock()

@@ -27,7 +27,7 @@ from ray import serve
 from samovar.cache_tiers.blocks import Clear
 from samovar.cache_tiers.forecast import HintEvent
 from samovar.cache_tiers.messages import NodeStats
-from samovar.configs.imports import collector_paused
+from samovar.configs.imports import collector_paused, keep_collections_short
 from samovar.configs.settings import EngineSettings, Settings
 from samovar.configs.telemetry import Tracer, open_tracer, set_up_logs
 from samovar.replicas.links import Inlet, open_inlet
@@ -79,6 +79,7 @@ class Replica:
                 from samovar.replicas.start.tier_access import open_tiers
             self._import_engine()
         set_up_logs(settings.telemetry)
+        keep_collections_short()
         self._tracer = open_tracer(settings.telemetry, "replica")
         replica_id = serve.get_replica_context().replica_id.unique_id
         notes = Notes(settings.starting_dir, str(settings.server.port), replica_id)

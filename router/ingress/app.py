@@ -28,7 +28,7 @@ from starlette.routing import Route
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.blocks import TIERS, tenant_tag
 from samovar.cache_tiers.sessions import ItemBounds, SessionState, session_actor
-from samovar.configs.imports import collector_paused, return_freed_memory
+from samovar.configs.imports import collector_paused, keep_collections_short, return_freed_memory
 from samovar.configs.optional_sections import INGRESSES_MAX
 from samovar.configs.settings import Settings
 from samovar.configs.telemetry import Tracer, open_tracer, set_up_logs
@@ -655,6 +655,7 @@ class Ingress:
         further: Mapping[str, tuple[Settings, str | None, str]] | None = None,
     ) -> None:
         set_up_logs(settings.telemetry)
+        keep_collections_short()
         tracer = open_tracer(settings.telemetry, "ingress")
         links = settings.cluster.links
         calls_max = min(links.calls_max, 4 * settings.limits.concurrent_total)  # as Serve's own bound

@@ -51,6 +51,42 @@ def test_what_was_made_inside_is_not_looked_through_again_and_its_garbage_is_gon
     assert ran.returncode == 0, ran.stderr
 
 
+FROZEN = """
+import gc, weakref
+from samovar.configs.imports import keep_collections_short
+class Cycle:
+    def __init__(self):
+        self.own = self
+gc.disable()
+keep_collections_short(1e9)
+books = [[number] for number in range(1000)]
+gc.collect()
+assert gc.get_freeze_count() == 0, "no collection was so long"
+keep_collections_short(0.0)
+gc.collect(1)
+assert gc.get_freeze_count() == 0, "a collection of what is young says nothing of what lives long"
+gc.collect()
+assert gc.get_freeze_count() > 1000
+seen = {id(one) for one in gc.get_objects()}
+assert not any(id(one) in seen for one in books), "what lives long is looked through again"
+alive = weakref.ref(Cycle())
+gc.collect()
+assert alive() is None, "garbage from afterwards is kept"
+row = Cycle.__new__(Cycle)
+gone = weakref.ref(row)
+gc.collect()
+del row
+assert gone() is None, "what is frozen is not freed as it goes"
+"""
+
+
+def test_after_a_long_collection_what_lives_is_not_looked_through_again() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FROZEN], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 PROGRAM = """
 import os, sys
 from pathlib import Path

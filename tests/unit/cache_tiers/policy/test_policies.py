@@ -87,6 +87,11 @@ class World:
             self.queue.check_integrity()
         return self
 
+    def settle(self, now_s: float = NOW_S, horizon_s: float = HORIZON_S) -> None:
+        """Rank all, as the ticks of so many seconds do."""
+        for _ in range(1 + len(self.queue) // RANKED_AT_ONCE):
+            self.queue.refresh(now_s, horizon_s)
+
     def names(self, now_s: float = NOW_S) -> str:
         """All that is in, in the order in which it goes."""
         taken = []
@@ -376,10 +381,45 @@ def test_many_groups_are_ranked_in_turn_and_go_in_the_same_order() -> None:
     assert world.queue.take(now_s, HORIZON_S) is None
 
 
+def test_of_many_that_are_new_a_taking_ranks_some_and_takes_the_least_of_them() -> None:
+    """After a start a node knows tens of thousands at once, and lookups wait for its lock."""
+    world = World(LeastRecentlyUsed(), rerank_s=1.0)
+    count = 8 * RANKED_AT_ONCE
+    for number in range(count):
+        world.queue.add(Thing(owners=(str(number),), used_s=float(number * 7919 % count)))
+    asked = asked_of(world)
+    taken = world.queue.take(NOW_S, HORIZON_S)
+    assert taken is not None
+    assert taken.used_s == min(float(number * 7919 % count) for number in range(RANKED_AT_ONCE))
+    assert sum(asked) == RANKED_AT_ONCE
+    for second in range(1, 9):
+        world.queue.refresh(NOW_S + second, HORIZON_S)
+    assert max(asked) <= RANKED_AT_ONCE
+    del asked[:]
+    following = world.queue.take(NOW_S + 9, HORIZON_S)
+    assert following is not None
+    assert following.used_s == (0.0 if taken.used_s else 1.0)
+    assert sum(asked) <= 2 * RANKED_AT_ONCE, "what ticks have ranked is ranked again"
+
+
+def test_of_many_that_have_changed_none_goes_by_the_rank_that_it_had() -> None:
+    world = World(LeastRecentlyUsed(), rerank_s=1.0)
+    count = 4 * RANKED_AT_ONCE
+    things = [Thing(owners=(str(number),), used_s=float(count - number)) for number in range(count)]
+    world.queue.add(*things)
+    world.settle()
+    things[-1].used_s = NOW_S  # it would have gone first
+    for number in range(count):
+        world.queue.changed(str(number))
+    assert world.queue.take(NOW_S, HORIZON_S) is things[-2]
+    world.queue.check_integrity()
+
+
 def test_whoever_comes_after_a_long_time_ranks_all_first() -> None:
     world = World(LeastRecentlyUsed(), rerank_s=1.0)
     for number in range(2 * RANKED_AT_ONCE):
         world.queue.add(Thing(owners=(str(number),), used_s=NOW_S))
+    world.settle()
     assert world.queue.take(NOW_S, HORIZON_S) is not None
     ranked = asked_of(world)
     assert world.queue.take(NOW_S + 1.0, HORIZON_S) is not None
@@ -454,6 +494,7 @@ def test_probabilities_are_those_of_the_curve(curve: np.ndarray) -> None:  # typ
 def test_cold_sessions_are_ranked_by_recency() -> None:
     world = World(LikelyReturn("learned"))
     world.add(*(Thing("x", (str(idle),), NOW_S - idle) for idle in range(0, 80_000, 161)))
+    world.settle()
     taken = [world.queue.take(NOW_S, HORIZON_S) for _ in range(len(world.queue))]
     used_s = [thing.used_s for thing in taken if thing is not None]
     assert used_s == sorted(used_s)
@@ -579,6 +620,7 @@ def order_of(curves: dict[int, np.ndarray | None], horizon_s: float) -> list[int
         if curve is not None:
             world.sessions.ended(str(idle_s), now_s - idle_s, curve)
         world.queue.add(Thing(str(idle_s), (str(idle_s),), now_s - idle_s, MONTH_S - idle_s, 1e-10))
+    world.settle(now_s, horizon_s)
     taken = [world.queue.take(now_s, horizon_s) for _ in curves]
     return [int(thing.name) for thing in taken if thing is not None]
 
