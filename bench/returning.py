@@ -4,6 +4,8 @@ A real `samovar serve` and HTTP. Conversations of several lengths are served and
 overrun by other users; then the user returns with a new turn of 32 tokens. Once with everything to
 be computed again, once with the pages still in the pool, and from each tier alone: main memory
 (`cpu`), disk (`nvme`, with a cold page cache) and an S3 server (`s3`, rclone on this machine).
+With `--restarts`, instead: the first returns of a service that was started again, each of a conversation
+of its own.
 Prompts are token ids, so that lengths are exact; every answer is compared with that of the others.
 """
 
@@ -267,6 +269,31 @@ class Bench:
         return wrong
 
 
+FIRST_RETURNS = 4
+
+
+def first_returns(folder: Path, n: int, restarts: int) -> list[dict[str, Any]]:
+    """Return a row for each of the first returns after each start, of conversations of `n` tokens."""
+    pool_bytes = str((n + SPARE_TOKENS) * FIRST_RETURNS * BYTES_PER_TOKEN["auto"])
+    flags = ["--engine.pool-bytes-max", pool_bytes, "--tiers.nvme.dir", str(folder / "kv")]
+    env = {"SAMOVAR_AUTH__SERVER_SECRET": "bench-" * 6}
+    rows = []
+    for start in range(1 + restarts):
+        service = Service(report.OUT_DIR / "return-serve.txt", *flags, env=env)
+        try:
+            client = Client(service.wait_ready())
+            for number in range(FIRST_RETURNS):
+                history = tokens_of(n, seed=n + number)
+                turn = history if start == 0 else [*history, *tokens_of(TURN_TOKENS, seed=start)]
+                read = client.ask(turn, f"user-{n}-{number}")
+                of = {"ttft_s": read.ttft_s, "cpu_s": read.cpu_s, "cached_tokens": read.cached}
+                rows.append({"history_tokens": n, "restart": start, "return": number + 1, **of})
+            until("everything is stored", client.is_quiet, 300)
+        finally:
+            service.stop()
+    return [row for row in rows if row["restart"]]
+
+
 def drop_page_cache(folder: Path) -> None:
     """What was written is on the medium, and reading it starts there."""
     os.sync()
@@ -296,10 +323,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-dtype", choices=BYTES_PER_TOKEN, default="auto")
     parser.add_argument("--encrypted", action="store_true", help="records in nvme and S3 are encrypted")
+    parser.add_argument("--restarts", type=int, default=0)
     args = parser.parse_args(argv)
     report.OUT_DIR.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="samovar-return-") as made:
         folder = Path(made)
+        if args.restarts:
+            firsts = [row for n in args.histories for row in first_returns(folder / str(n), n, args.restarts)]
+            report.show("the first returns after a start", firsts)
+            print(f"written: {report.write('return-first', firsts, module='returning')}")
+            return 0
         demo = S3Demo(folder / "s3").start()
         try:
             key_file = folder / "outer-key" if args.encrypted else None

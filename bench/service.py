@@ -191,7 +191,13 @@ def main(argv: list[str]) -> int:
         off = hits / max(1, row["hit_tokens"]) - 1
         returns = stats["nodes"][0].get("returns", {})
         rows.append(
-            {**row, "simulated_hit_tokens": hits, "off": round(off, 4), "predictor": returns.get("predictor")}
+            {
+                **row,
+                "simulated_hit_tokens": hits,
+                "off": round(off, 4),
+                "predictor": returns.get("predictor"),
+                "shadow": returns.get("lru"),  # of the tiers, with `--cpu-mib`
+            }
         )
     report.show("policies in the running service, beside the simulator", rows)
     wrong = wrong_texts(found)
