@@ -3,6 +3,7 @@
 from samovar.router.identities.audit import AuditLog, AuditQueue, AuditTrail
 from samovar.router.identities.identities import FollowedKeys, Identities
 from samovar.router.identities.key_file import KeyFile, KeyRecord, KeysRefused
+from samovar.router.identities.key_routes import KeyBody, RotateBody, key_routes
 from samovar.router.identities.tokens import IssuerKeys, TokenKeys, TokenVerifier
 
 __all__ = [
@@ -12,9 +13,12 @@ __all__ = [
     "FollowedKeys",
     "Identities",
     "IssuerKeys",
+    "KeyBody",
     "KeyFile",
     "KeyRecord",
     "KeysRefused",
+    "RotateBody",
     "TokenKeys",
     "TokenVerifier",
+    "key_routes",
 ]

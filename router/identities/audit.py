@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from samovar.configs.atomic_file import create_private, lock_beside
 from samovar.router.auth import Caller
+from samovar.router.paths import KEY_ROUTE, KEYS, ROTATE_ROUTE
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ SCRAPED = frozenset({"/metrics", "/health"})
 """Asked by machines every few seconds: only refusals are written."""
 CLEARS = frozenset({"/cache/clear", "/reset_prefix_cache"})
 OPERATORS = CLEARS | {"/cache/stats"}
+KEY_ROUTES = frozenset({KEYS, KEY_ROUTE, ROTATE_ROUTE})
 
 Line = Mapping[str, Any]
 
@@ -200,8 +202,7 @@ class AuditTrail:
         headers = Headers(scope=scope)
         if forwarded := headers.get("x-forwarded-for"):
             line["says_it_is_for"] = forwarded[:FORWARDED_CHARS]  # a proxy's word, or any client's
-        if "of_tenant" in state:
-            line["of_tenant"] = state["of_tenant"]
+        line |= {name: state[name] for name in ("of_tenant", "key") if name in state}
         if event == "erased" and scope.get("path_params"):
             line["id_sha256"] = {name: digest(value) for name, value in scope["path_params"].items()}
         if event == "refused":
@@ -218,6 +219,8 @@ def event_of(caller: Caller | None, method: str, route: str, status: int) -> str
         return "refused"
     if route in SCRAPED or caller is None:
         return None
+    if route in KEY_ROUTES:
+        return "admin" if method == "GET" else "keys"
     if method == "DELETE" or route in CLEARS:
         return "erased"
     is_administrators = caller.is_admin and caller.tenant is None

@@ -44,6 +44,14 @@ class KeysRefused(Exception):
     """The file must not be used, or a change is not possible; the message says why and what to do."""
 
 
+class NoSuchKey(KeysRefused):
+    """The file has no key of an id."""
+
+
+class KeyIsOver(KeysRefused):
+    """A key that is expired or revoked cannot be rotated."""
+
+
 class KeyRecord(BaseModel):
     """A key as the file has it; times are Unix seconds. `tenant`: None: the administrator's.
 
@@ -122,6 +130,13 @@ class KeyFile:
         except ValueError:
             raise KeysRefused(f"{self.path} is no JSON. Restore it, or move it away") from None
 
+    def read_if_there(self) -> tuple[KeyRecord, ...]:
+        """Return all keys, none if there is no file yet. Raises `OSError`, `KeysRefused`."""
+        try:
+            return self.read()
+        except FileNotFoundError:
+            return ()
+
     def create(self, tenant: str | None, lasts_s: int | None = None) -> tuple[KeyRecord, str]:
         """Make a key; return its record, and the key itself, which is nowhere else from then on.
 
@@ -140,7 +155,7 @@ class KeyFile:
             place = _place(keys, key_id)
             old = keys[place]
             if old.state(now_s) != "valid":
-                raise KeysRefused(f"{key_id} is {old.state(now_s)}. Make a new key: samovar keys create")
+                raise KeyIsOver(f"{key_id} is {old.state(now_s)}. Make a new key")
             lasts_s = None if old.expires is None else old.expires - old.created
             ends = now_s + keep_s if old.expires is None else min(old.expires, now_s + keep_s)
             keys[place] = old.model_copy(update={"expires": ends})
@@ -185,13 +200,10 @@ class KeyFile:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.path.resolve()  # of a link what it leads to is replaced, not the link
         with lock_beside(path, LOCK_S):
-            try:
-                before: Sequence[KeyRecord] = self.read()
-            except FileNotFoundError:
-                before = ()
+            before = self.read_if_there()
             keys = list(before)
             yield keys
-            if keys != list(before):
+            if tuple(keys) != before:
                 content = _Content(version=1, keys=keys).model_dump()
                 atomic_write(path, (json.dumps(content, indent=1) + "\n").encode())
 
@@ -199,7 +211,7 @@ class KeyFile:
 def _place(keys: Sequence[KeyRecord], key_id: str) -> int:
     found = next((place for place, key in enumerate(keys) if key.id == key_id), None)
     if found is None:
-        raise KeysRefused(f"there is no key {key_id[:40]!r}. `samovar keys list` has their ids")
+        raise NoSuchKey(f"there is no key {key_id[:40]!r}. `samovar keys list` has their ids")
     return found
 
 

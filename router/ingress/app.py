@@ -396,6 +396,10 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         routes += knowledge_routes(service)
         clears = service.clears
         routes += document_routes(service, partial(forget_sessions, clears), partial(forget_made, clears))
+    if settings.auth.keys_file is not None:
+        from samovar.router.identities import KeyFile, key_routes
+
+        routes += key_routes(KeyFile(settings.auth.keys_file), limits)
     app.router.routes.extend(routes)
     app.state.live = hub
     app.add_exception_handler(HTTPException, _http_exception)

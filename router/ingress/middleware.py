@@ -19,7 +19,16 @@ from samovar.configs.telemetry import NO_SPAN, Span, Tracer, noted_request
 from samovar.router.auth import PAGE_FILES, Authenticator, is_open, is_preflight
 from samovar.router.metrics import Metrics
 from samovar.router.openai import ApiError, ClientClosedRequest, Forbidden, InternalError, shown
-from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL, PREFILL_ROUTE
+from samovar.router.paths import (
+    DOCUMENT_ROUTE,
+    DOCUMENTS,
+    KEY_ROUTE,
+    KEYS,
+    PREFILL,
+    PREFILL_ROUTE,
+    ROTATE,
+    ROTATE_ROUTE,
+)
 from samovar.router.proxy import POLICY_VIOLATION, TRACED, request_id_of, send_error
 
 logger = logging.getLogger(__name__)
@@ -222,6 +231,8 @@ def route_label(path: str, routes: frozenset[str]) -> str:
         return KNOWLEDGE_ROUTE
     if path.startswith(f"{DOCUMENTS}/") and DOCUMENT_ROUTE in routes:
         return PREFILL_ROUTE if path.endswith(PREFILL) else DOCUMENT_ROUTE
+    if path.startswith(f"{KEYS}/") and KEY_ROUTE in routes:
+        return ROTATE_ROUTE if path.endswith(ROTATE) else KEY_ROUTE
     return path if path in routes else OTHER_ROUTE
 
 

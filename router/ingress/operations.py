@@ -27,7 +27,7 @@ from samovar.router.ingress.operator_routes import PAGE_DEFAULT, PAGE_MAX, Clear
 from samovar.router.ingress.routes import ITEMS_DEFAULT, ITEMS_MAX
 from samovar.router.metrics import CONTENT_TYPE
 from samovar.router.openai import DetokenizeBody, bounded_chat, bounded_completion, bounded_tokenize
-from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
+from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, KEY_ROUTE, KEYS, PREFILL_ROUTE, ROTATE_ROUTE
 from samovar.router.reference import Operation, QueryParameter, answers, build_document
 from samovar.router.responses import bounded_responses_body
 
@@ -42,6 +42,7 @@ _clear = partial(
     _cache, answer=answers.ClearedJson, access="admin", body=lambda _: ClearBody, is_body_optional=True
 )
 
+_keys = partial(Operation, group="Keys", answer=dict, access="admin")
 _page = partial(Operation, group="Page", access="open", statuses={304: None})
 _knowledge = partial(Operation, group="Knowledge", answer=dict)
 _KB, _ENTRY = "/v1/knowledge", KNOWLEDGE_ROUTE
@@ -83,6 +84,18 @@ def _body(name: str, room: str = "samovar.router.context.knowledge") -> Any:
 
 def _loop_body(name: str) -> Any:
     return _body(name, "samovar.router.context.learning")
+
+
+def _key_body(_: LimitsSettings) -> type[BaseModel]:
+    from samovar.router.identities import KeyBody  # only where there are keys in a file
+
+    return KeyBody
+
+
+def _rotate_body(_: LimitsSettings) -> type[BaseModel]:
+    from samovar.router.identities import RotateBody
+
+    return RotateBody
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -170,6 +183,23 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/cache/stats"): _cache(
         summary="Return the counters of replicas and nodes", answer=answers.CacheStatsJson, access="admin"
     ),
+    ("GET", KEYS): _keys(
+        summary="List the keys of the file, without the keys themselves",
+        description="Routes of keys are there where `auth.keys_file` is set.",
+        query=(_LIMIT, _AFTER),
+    ),
+    ("POST", KEYS): _keys(
+        summary="Make a key, which is shown this once",
+        body=_key_body,
+        statuses=_MADE,
+    ),
+    ("POST", ROTATE_ROUTE): _keys(
+        summary="Make a key in place of another; both are good for a while",
+        body=_rotate_body,
+        is_body_optional=True,
+        statuses=_MADE,
+    ),
+    ("DELETE", KEY_ROUTE): _keys(summary="Revoke a key: within seconds no ingress takes it"),
     ("GET", "/v1/models"): _service(
         summary="List the names under which the model is served", answer=answers.ModelsJson
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -153,3 +155,89 @@ async def test_a_live_stream_is_of_a_tenant_of_the_file(file: KeyFile) -> None:
             if '"scope":"tenant"' in line.replace(" ", ""):
                 return
     raise AssertionError("no state was told")
+
+
+async def test_the_administrator_makes_rotates_and_revokes_keys_over_http(
+    file: KeyFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samovar.router.identities.identities.LOOK_S", 0.05)
+    _, admin = file.create(None)
+    log = tmp_path / "audit.jsonl"
+    house = House(settings=settings_of(file, **{"auth": {"keys_file": file.path, "audit_file": log}}))
+    async with house.server() as url, httpx.AsyncClient(base_url=url, headers=bearer(admin)) as client:
+        made = await client.post("/v1/keys", json={"tenant": "kitchen", "lasts_s": 3600})
+        assert made.status_code == 201, made.text
+        assert made.headers["cache-control"] == "no-store"
+        first = made.json()
+        assert (first["tenant"], first["state"], first["expires"] - first["created"]) == (
+            "kitchen",
+            "valid",
+            3600,
+        )
+        await until_status(client, first["key"], 200)
+        rotated = (await client.post(f"/v1/keys/{first['id']}/rotate")).json()
+        await until_status(client, rotated["key"], 200)
+        assert await status(client, first["key"]) == 200, "both are good for a while"
+        listed = (await client.get("/v1/keys", params={"limit": 2})).json()
+        assert [key["tenant"] for key in listed["data"]] == [None, "kitchen"]
+        assert listed["has_more"]
+        rest = (await client.get("/v1/keys", params={"after": listed["data"][-1]["id"]})).json()
+        assert [key["id"] for key in rest["data"]] == [rotated["id"]]
+        assert not rest["has_more"]
+        for key in (first["key"], rotated["key"], admin):
+            assert key not in str(listed) + str(rest)
+            assert hashlib.sha256(key.encode()).hexdigest() not in str(listed) + str(rest)
+        gone = (await client.delete(f"/v1/keys/{first['id']}")).json()
+        assert gone["state"] == "revoked"
+        await until_status(client, first["key"], 401)
+        over = await client.post(f"/v1/keys/{first['id']}/rotate", json={})
+        assert (over.status_code, error_of(over)["param"]) == (400, "key_id")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    changes = [line for line in lines if line["event"] == "keys" and line["status"] < 400]
+    assert [(line["what"], line["key"]["id"]) for line in changes] == [
+        ("POST /v1/keys", first["id"]),
+        ("POST /v1/keys/{key_id}/rotate", rotated["id"]),
+        ("DELETE /v1/keys/{key_id}", first["id"]),
+    ]
+    assert not any(key in log.read_text() for key in (first["key"], rotated["key"], admin))
+
+
+async def test_keys_are_for_the_administrator_and_bad_wishes_change_nothing(file: KeyFile) -> None:
+    _, admin = file.create(None)
+    record, key = file.create("kitchen")
+    house = House(settings=settings_of(file))
+    async with house.client() as client:
+        for method, path in (
+            ("GET", "/v1/keys"),
+            ("POST", "/v1/keys"),
+            ("POST", f"/v1/keys/{record.id}/rotate"),
+            ("DELETE", f"/v1/keys/{record.id}"),
+        ):
+            refused = await client.request(method, path, headers=bearer(key))
+            assert refused.status_code == 403, path
+            assert (await client.request(method, path)).status_code == 401, path
+        before = file.path.read_bytes()
+        for body, param in (
+            ({}, None),
+            ({"tenant": "kitchen", "admin": True}, None),
+            ({"tenant": "Not one"}, "tenant"),
+            ({"tenant": "kitchen", "lasts_s": 0}, "lasts_s"),
+            ({"tenant": "kitchen", "lasts_s": 1e99}, "lasts_s"),
+            ({"tenant": "kitchen", "days": 3}, "days"),
+        ):
+            refused = await client.post("/v1/keys", json=body, headers=bearer(admin))
+            assert refused.status_code == 400, refused.text
+            assert error_of(refused)["param"] == param, refused.text
+        for method, path in (("DELETE", "/v1/keys/key_000000000000"), ("POST", "/v1/keys/none/rotate")):
+            unknown = await client.request(method, path, headers=bearer(admin))
+            assert (unknown.status_code, error_of(unknown)["code"]) == (404, "key_not_found")
+        assert file.path.read_bytes() == before
+        file.path.chmod(0o666)
+        broken = await client.post("/v1/keys", json={"tenant": "kitchen"}, headers=bearer(admin))
+        assert (broken.status_code, file.path.read_bytes()) == (503, before)
+        assert "others may write" in error_of(broken)["message"]
+
+
+async def test_without_a_file_there_are_no_routes_of_keys() -> None:
+    async with House().client() as client:
+        assert (await client.get("/v1/keys")).status_code == 404

@@ -61,7 +61,9 @@ def test_the_document_is_valid() -> None:
 
 def test_every_route_of_the_app_is_in_the_document_and_no_other(tmp_path: Path) -> None:
     kb = {"enabled": True, "dir": tmp_path / "kb", "embedder": "none"}
-    everything = House(settings=make_settings(knowledge=kb))
+    settings = make_settings(knowledge=kb)
+    auth = settings.auth.model_copy(update={"keys_file": tmp_path / "keys.json"})
+    everything = House(settings=settings.model_copy(update={"auth": auth}))
     served = methods_of(everything.app.routes)
     everything.service.stage("knowledge").close()  # type: ignore[union-attr]
     assert served == set(OPERATIONS), "router/ingress/operations.py says what each route takes and answers"
