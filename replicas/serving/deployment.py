@@ -62,9 +62,7 @@ class Replica:
     """The Serve deployment of one engine.
 
     `model_dir`: a directory that `samovar.replicas.model.spec.inspect_model` accepts; None: the one in
-    `settings.model`.
-
-    Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
+    `settings.model`. Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
 
     _tracer: Tracer | None = None
