@@ -114,10 +114,9 @@ def make_words(db: sqlite3.Connection, number: int) -> str:
 
 def put_words(db: sqlite3.Connection, table: str, made: EntryVersion) -> None:
     """Write a version into a table of words."""
-    content = made.content
     db.execute(
         f"INSERT INTO main.{table}(rowid, title, text, topics) VALUES(?, ?, ?, ?)",
-        (made.seq, content.title, content.text, " ".join(content.topics)),
+        (made.seq, *made.content.indexed),
     )
 
 

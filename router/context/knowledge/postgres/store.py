@@ -30,6 +30,7 @@ from samovar.router.context.knowledge.entries import (
     PlacedTurn,
     QuotaExceeded,
     Rows,
+    RowSealer,
     StateChanged,
     Vector,
     VersionConflict,
@@ -154,7 +155,8 @@ class PostgresStore:
                     f"{change.base}"
                 )
             heads[entry] = heads.get(entry, 0) + 1
-            numbered.append((EntryRef(entry, heads[entry]), change))
+            ref = EntryRef(entry, heads[entry])
+            numbered.append((ref, change.at(ref)))
         cursor = db.cursor()
         cursor.executemany(
             "INSERT INTO versions(tenant, entry, number, operation, kind, title, text, topics, who, why,"
@@ -537,6 +539,7 @@ class PostgresTables:
     """See `Tables`."""
 
     skip_locked = " FOR UPDATE SKIP LOCKED"
+    sealer: RowSealer | None = None
 
     def __init__(self, database: Database) -> None:
         self._database = database
