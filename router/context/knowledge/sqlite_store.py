@@ -187,14 +187,14 @@ class SqliteStore:
                     f"version {before.ref.number} of {entry} is the newest, and the change is based on "
                     f"{change.base}"
                 )
-        change = change.at(EntryRef(entry, number))
+        nbytes, change = version_bytes(change), change.at(EntryRef(entry, number))
         content, origin, at_s = change.content, change.provenance, self._clock()
         topics = json.dumps(content.topics, ensure_ascii=False)
         row = (tenant, entry, number, change.operation, content.kind, content.title, content.text, topics)
         cursor = db.execute(
             "INSERT INTO versions(tenant, entry, number, operation, kind, title, text, topics, who, why,"
             " turn, at_s, of_number, nbytes) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*row, origin.who, origin.why, origin.turn, at_s, change.of_number, version_bytes(change)),
+            (*row, origin.who, origin.why, origin.turn, at_s, change.of_number, nbytes),
         )
         seq = cast(int, cursor.lastrowid)
         made = EntryVersion(

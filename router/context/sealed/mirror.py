@@ -14,6 +14,7 @@ from samovar.router.context.knowledge import (
     EntryVersion,
     SqliteFile,
     SqliteStore,
+    Vector,
 )
 
 BUSY_S = 5.0
@@ -36,8 +37,10 @@ class MirrorStore(SqliteStore):
         self._file.close()
         self._file = _OneConnection(IN_MEMORY, SCHEMAS, BUSY_S)
 
-    def take(self, tenant: str, gone: Collection[str], made: Sequence[EntryVersion]) -> None:
-        """Forget the entries `gone`, and have these versions as the newest of theirs."""
+    def take(
+        self, tenant: str, gone: Collection[str], made: Sequence[tuple[EntryVersion, Vector | None]]
+    ) -> None:
+        """Forget the entries `gone`, and have these versions, with their vectors, as the newest of theirs."""
         with self._file.transaction() as db:
             table = self._words_table(db, tenant, create=True)
             for entry in gone:
@@ -46,7 +49,7 @@ class MirrorStore(SqliteStore):
                     self._unindex(db, table, head)
                 for rows in ("heads", "versions"):
                     db.execute(f"DELETE FROM {rows} WHERE tenant = ? AND entry = ?", (tenant, entry))
-            for one in made:
+            for one, vector in made:
                 content, origin = one.content, one.provenance
                 topics = json.dumps(content.topics, ensure_ascii=False)
                 said = (
@@ -69,7 +72,7 @@ class MirrorStore(SqliteStore):
                     "INSERT INTO heads(tenant, entry, seq, is_retired) VALUES(?, ?, ?, 0)",
                     (*ref[:2], one.seq),
                 )
-                self._index(db, tenant, table, one, None)
+                self._index(db, tenant, table, one, vector)
             self._changed(db, tenant)
 
     def try_out(self, tenant: str, changes: Sequence[Change]) -> None:

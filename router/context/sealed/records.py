@@ -6,7 +6,7 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -30,7 +30,9 @@ from samovar.router.context.knowledge import (
     Records,
     Vector,
 )
-from samovar.router.context.sealed.keys import Ring, TenantKeys
+from samovar.router.context.sealed.keys import KIND, Ring, TenantKeys
+
+KINDS = tuple(one for one in get_args(RecordKind) if one != KIND)
 
 
 class SealedRecords:
@@ -114,8 +116,9 @@ class SealedRecords:
         ids: Collection[str] | None = None,
         sessions: Collection[bytes] | None = None,
     ) -> int:
-        """Erase records: see `Records`."""
-        return self._inner.erase(tenant, kind=kind, ids=ids, sessions=sessions)
+        """Erase records: see `Records`. Keys go only if they are named: what they have sealed may stay."""
+        kinds = KINDS if kind is None else (kind,)
+        return sum(self._inner.erase(tenant, kind=one, ids=ids, sessions=sessions) for one in kinds)
 
     def _read(self, tenant: str, found: list[LoopRecord], ring: Ring) -> list[LoopRecord]:
         try:

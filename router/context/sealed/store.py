@@ -10,11 +10,14 @@ import json
 import logging
 import math
 import threading
+from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
+
+import numpy as np
 
 from samovar.cache_tiers.encryption import (
     BadSeal,
@@ -67,12 +70,16 @@ class _SealedChange(Change):
 
 @dataclass(slots=True)
 class _Mirror:
-    """A tenant's newest versions, opened, as of a state of the store. `marks`: what tells each text."""
+    """A tenant's newest versions, opened, as of a state of the store.
+
+    `marks`: what tells each text; `keys`: ids of those that opened them.
+    """
 
     store: MirrorStore
     lock: threading.Lock = field(default_factory=threading.Lock)
     state: int | None = None
     marks: dict[str, int] = field(default_factory=dict)
+    keys: frozenset[bytes] = frozenset()
     nbytes: int = 0
 
 
@@ -133,33 +140,42 @@ class SealedStore:
 
     def _sealed(self, tenant: str, change: Change, key: SessionKey) -> Change:
         def seal(ref: EntryRef, own: Change) -> Change:
-            content, origin = own.content, own.provenance
-            said = json.dumps([content.title, content.text, content.topics, origin.why]).encode()
+            content, origin, raw = own.content, own.provenance, None
+            if own.vector is not None:
+                raw = b64encode(own.vector.astype("<f4").tobytes()).decode("ascii")
+            said = (content.title, content.text, content.topics, origin.why, self._embedder, raw)
             name = _name(tenant, ref, own.operation, content.kind, origin, own.of_number)
-            text = as_text(seal_row(key, name, said))
+            text = as_text(seal_row(key, name, json.dumps(said).encode()))
             return Change(
-                Content(content.kind, "", text), replace(origin, why=""), own.entry, own.operation, own.base,
+                Content(content.kind, "", text),
+                replace(origin, why=""),
+                own.entry,
+                own.operation,
+                own.base,
                 own.of_number,
-            )  # fmt: skip
+            )
 
-        return _SealedChange(
-            change.content, change.provenance, change.entry, change.operation, change.base, change.of_number,
-            seal=seal,
-        )  # fmt: skip
+        given = {one.name: getattr(change, one.name) for one in fields(change)}
+        return _SealedChange(**given, seal=seal)
 
     def _all(
         self, tenant: str, found: Sequence[EntryVersion], ring: Ring | None = None
     ) -> list[EntryVersion]:
         """Return versions opened, without those whose key is gone."""
+        return [one for one, _ in self._with_vectors(tenant, found, ring)]
+
+    def _with_vectors(
+        self, tenant: str, found: Sequence[EntryVersion], ring: Ring | None = None
+    ) -> list[tuple[EntryVersion, Vector | None]]:
         ring = self._keys.ring(tenant) if ring is None else ring
-        opened = (_opened(tenant, one, ring) for one in found)
+        opened = (_opened(tenant, one, ring, self._embedder) for one in found)
         return [one for one in opened if one is not None]
 
     @contextmanager
     def trial(self, tenant: str, changes: Sequence[Change]) -> Iterator[KnowledgeStore]:
         copy = MirrorStore(self._embedder)
         try:
-            copy.take(tenant, (), self.heads(tenant))
+            copy.take(tenant, (), self._with_vectors(tenant, self._inner.heads(tenant)))
             copy.try_out(tenant, changes)
             yield copy
         finally:
@@ -231,19 +247,21 @@ class SealedStore:
     def _once(self, tenant: str, search: Callable[[MirrorStore], T]) -> T:
         copy = MirrorStore(self._embedder)
         try:
-            copy.take(tenant, (), self.heads(tenant))
+            copy.take(tenant, (), self._with_vectors(tenant, self._inner.heads(tenant)))
             return search(copy)
         finally:
             copy.close()
 
     def _sync(self, tenant: str, own: _Mirror, state: int) -> None:
         """Bring what is in memory up to the store; what does not open is not there."""
-        found = self._inner.heads(tenant)
+        found, ring = self._inner.heads(tenant), self._keys.ring(tenant)
+        if not own.keys <= ring.keys():  # another ingress has destroyed one
+            own.store, own.marks = MirrorStore(self._embedder), {}
+        own.keys = frozenset(ring)
         marks = {one.ref.entry: hash((one.ref, one.content)) for one in found}
         gone = [entry for entry, mark in own.marks.items() if marks.get(entry) != mark]
         fresh = [one for one in found if own.marks.get(one.ref.entry) != marks[one.ref.entry]]
-        opened = self._all(tenant, fresh)
-        own.store.take(tenant, gone, opened)
+        own.store.take(tenant, gone, self._with_vectors(tenant, fresh, ring))
         own.marks, own.state = marks, state
         own.nbytes = COPY * sum(one.content.nbytes for one in found)
 
@@ -290,25 +308,25 @@ class SealedStore:
         self._inner.close()
 
 
-def _opened(tenant: str, version: EntryVersion, ring: Ring) -> EntryVersion | None:
+def _opened(
+    tenant: str, version: EntryVersion, ring: Ring, embedder: str
+) -> tuple[EntryVersion, Vector | None] | None:
     """Return a version as it was written; None if its key is gone. Raises `KnowledgeError`."""
     content, origin = version.content, version.provenance
     try:
         sealed = of_text(content.text)
         if sealed is None:
-            return version
+            return version, None
         key = ring.get(key_id_of(sealed) or b"")
         if key is None:
             return None
         name = _name(tenant, version.ref, version.operation, content.kind, origin, version.of_number)
-        title, text, topics, why = parse_json(open_row(key, name, sealed))
+        title, text, topics, why, made_by, raw = parse_json(open_row(key, name, sealed))
     except BadSeal as error:
         raise KnowledgeError(f"version {version.ref.number} of {version.ref.entry}: {error}") from error
-    return replace(
-        version,
-        content=Content(content.kind, title, text, tuple(topics)),
-        provenance=replace(origin, why=why),
-    )
+    vector = None if raw is None or made_by != embedder else np.frombuffer(b64decode(raw), "<f4")
+    content = Content(content.kind, title, text, tuple(topics))
+    return replace(version, content=content, provenance=replace(origin, why=why)), vector
 
 
 def _name(
