@@ -39,9 +39,8 @@ class KeyActor:
     """
 
     def __init__(self, path: Path, outer: Path) -> None:
-        beside = path.with_suffix(".kms")
-        self._keys = SessionKeyFile(path, open_outer(outer, beside), wall_clock=time.time)
-        self._wrapper = OuterWrapper(open_outer(outer, beside))
+        self._keys = SessionKeyFile(path, open_outer(outer, path), wall_clock=time.time)
+        self._wrapper = OuterWrapper(open_outer(outer, path))
 
     def key_for(self, tenant: bytes, session: bytes) -> SessionKey:
         return self._keys.key_for(tenant, session)

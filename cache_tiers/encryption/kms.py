@@ -35,14 +35,14 @@ KEYS_MAX = 64
 class KmsOuterKeys:
     """See `Outer`. Thread-safe. `arn`: of the key, or of an alias of one; its region is asked.
 
-    `beside`: a file of the data keys as KMS has encrypted them, a line each; None: nothing is written.
+    `beside`: a file of the data keys as KMS has encrypted them, a line each.
     `client`: makes that of KMS; `clock`: monotonic.
     """
 
     def __init__(
         self,
         arn: str,
-        beside: Path | None,
+        beside: Path,
         *,
         client: Callable[[str], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -110,7 +110,7 @@ class KmsOuterKeys:
 
     def _lines(self) -> list[str]:
         try:
-            text = "" if self._beside is None else self._beside.read_bytes()[:OUTER_BYTES_MAX].decode("ascii")
+            text = self._beside.read_bytes()[:OUTER_BYTES_MAX].decode("ascii")
         except FileNotFoundError:
             return []
         except (OSError, UnicodeDecodeError) as error:
@@ -126,8 +126,6 @@ class KmsOuterKeys:
 
     def _note(self, line: str) -> None:
         """Write a data key down before it is used: what it wraps would be lost with this process."""
-        if self._beside is None:
-            return
         try:
             self._beside.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -83,17 +83,16 @@ class OuterWrapper:
             raise TierError("a key of a tenant was changed") from error
 
 
-def open_outer(setting: Path, beside: Path | None = None) -> Outer:
+def open_outer(setting: Path, keys: Path) -> Outer:
     """Return the outer keys that `tiers.encryption_key_file` names: a file, or kms:ARN.
 
-    `beside`: the file in which those of KMS are kept as KMS has encrypted them; None: they are kept with what
-    they wrap.
+    `keys`: the file of sessions' keys. Those of KMS are beside it, as KMS has encrypted them.
     """
     found = re.fullmatch("kms:/{0,2}(arn:.+)", str(setting))
     if found:
         from samovar.cache_tiers.encryption.kms import KmsOuterKeys
 
-        return KmsOuterKeys(found[1], beside)
+        return KmsOuterKeys(found[1], keys.with_suffix(".kms"))
     return OuterKeys(setting.expanduser())
 
 

@@ -134,7 +134,7 @@ def _own_keys(tiers: TierSettings, nvme_dir: Path) -> Keys | None:
         raise OSError(f"tiers.encryption_key_file needs the package cryptography: {error}") from error
 
     path = nvme_dir / KEYS_FILE
-    outer = open_outer(tiers.encryption_key_file, path.with_suffix(".kms"))
+    outer = open_outer(tiers.encryption_key_file, path)
     return SessionKeyFile(path, outer, wall_clock=time.time)
 
 
