@@ -267,7 +267,13 @@ class DocumentStore:
 
     def erase(self, tenant: str, document: str) -> None:
         """Erase a document, so that neither the file nor its log holds a byte of it."""
+        sealer = self._tables.sealer
         with self._tables.writing(tenant, WRITES) as db:
+            others = db.execute(
+                "SELECT 1 FROM documents WHERE tenant = ? AND id <> ? LIMIT 1", (tenant, document)
+            ).fetchone()
+            if sealer is not None and others is None:
+                sealer.destroy(tenant)  # of its last document: before the rows
             for table in ("documents", "texts", "uses"):
                 db.execute(f"DELETE FROM {table} WHERE tenant = ? AND id = ?", (tenant, document))
         self._tables.erased()

@@ -249,6 +249,10 @@ class RowSealer(Protocol):
         """Return what a row says; what is not sealed as it is, and nothing if its key is gone."""
         ...
 
+    def destroy(self, tenant: str) -> None:
+        """Destroy the keys of a tenant: what they have sealed is as good as erased."""
+        ...
+
 
 class Tables(Protocol):
     """Tables of one schema in SQLite or PostgreSQL, for statements that both understand. Thread-safe.

@@ -80,7 +80,7 @@ OLD_PARTS = (
         " AND v.at_s > %s)",
     ),
     ("turns", "%s IS NOT NULL"),  # all: nothing says when they were, and they have no text of their own
-    ("records", "at_s <= %s"),
+    ("records", "at_s <= %s AND kind <> 'key'"),  # keys go by themselves: they open what stays, too
 )
 """What else leaves, before the entries do, and of which table. Tags of states since then stay."""
 

@@ -34,9 +34,6 @@ BOUNDS = RecordBounds(64, 2**20, ())
 """Two ingresses that begin at once make two keys: both are kept."""
 LEASE_S = 60.0
 LEASES_MAX = 4096
-FOR_GOOD_S = float("inf")
-"""As if made at the end of time: what erases all of before a time leaves the keys of what stays."""
-
 Ring = dict[bytes, SessionKey]
 """A tenant's keys by their ids, the newest first."""
 
@@ -44,13 +41,16 @@ Ring = dict[bytes, SessionKey]
 class TenantKeys:
     """Makes, finds and destroys keys in `records`; which there are, the store says at each call. Thread-safe.
 
-    `wrapper`: has the operator's key; what it has opened is kept for `LEASE_S`. `clock`: monotonic. Raises
-    `KnowledgeError`, also for a key that the operator's does not open: what it has sealed must not be taken
-    for erased.
+    `purpose`: what they seal; keys of another one are others. `wrapper`: has the operator's key; what it has
+    opened is kept for `LEASE_S`. `clock`: monotonic. Raises `KnowledgeError`, also for a key that the
+    operator's does not open: what it has sealed must not be taken for erased.
     """
 
-    def __init__(self, records: Records, wrapper: TenantWrapper, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, records: Records, purpose: str, wrapper: TenantWrapper, clock: Callable[[], float]
+    ) -> None:
         self._records = records
+        self._purpose = purpose
         self._wrapper = wrapper
         self._clock = clock
         self._lock = threading.Lock()  # of what follows
@@ -60,7 +60,7 @@ class TenantKeys:
     def ring(self, tenant: str) -> Ring:
         """Return all keys of a tenant."""
         self._look_over()
-        found = [self._open(tenant, one) for one in self._records.find(tenant, KIND)]
+        found = [self._open(tenant, one) for one in self._find(tenant)]
         return {key.key_id: key for key in found}
 
     def current(self, tenant: str) -> SessionKey:
@@ -70,7 +70,7 @@ class TenantKeys:
         key = random_key()
         # No turn that a client can name: with an entry go the records of the turn it was learned from.
         turn = f"key_{secrets.token_hex(16)}"
-        self._put(tenant, key, LoopRecord(KIND, key.key_id.hex(), "", turn=turn, at_s=FOR_GOOD_S))
+        self._put(tenant, key, LoopRecord(KIND, key.key_id.hex(), "", turn=turn, state=self._purpose))
         return key
 
     def digest(self, tenant: str, key: bytes) -> bytes:
@@ -81,7 +81,10 @@ class TenantKeys:
 
     def destroy(self, tenant: str) -> None:
         """Destroy a tenant's keys: from now on its rows are as good as erased, in this store."""
-        self._records.erase(tenant, kind=KIND)
+        self._records.erase(tenant, kind=KIND, ids=[one.id for one in self._find(tenant)])
+
+    def _find(self, tenant: str) -> list[LoopRecord]:
+        return self._records.find(tenant, KIND, state=self._purpose)
 
     def _look_over(self) -> None:
         """Wrap by the operator's key in use what an older one has wrapped: once, and after each such find."""
@@ -92,7 +95,8 @@ class TenantKeys:
         try:
             for tenant, record in self._records.of_all(KIND):
                 with suppress(KnowledgeError):  # of another operator's key: who needs it is told
-                    self._open(tenant, record)
+                    if record.state == self._purpose:
+                        self._open(tenant, record)
         except BaseException:
             with self._lock:
                 self._is_looked_over = False
@@ -153,3 +157,6 @@ class TenantSealer:
             return open_row(key, row_name(tenant, *name), sealed)
         except BadSeal as error:
             raise KnowledgeError(str(error)) from error
+
+    def destroy(self, tenant: str) -> None:
+        self._keys.destroy(tenant)

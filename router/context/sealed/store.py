@@ -42,11 +42,12 @@ from samovar.router.context.knowledge import (
     KnowledgeStore,
     Limits,
     Provenance,
+    RowSealer,
     StateChanged,
     Tables,
     Vector,
 )
-from samovar.router.context.sealed.keys import Ring, TenantKeys, TenantSealer
+from samovar.router.context.sealed.keys import Ring, TenantKeys
 from samovar.router.context.sealed.mirror import MirrorStore
 from samovar.router.context.sealed.records import SealedRecords
 
@@ -87,8 +88,9 @@ class SealedStore:
     """A `KnowledgeStore` over another one, `inner`, in which it leaves no readable text. Thread-safe.
 
     What it does not have itself is the inner one's. Ids, kinds, authors, times and sizes stay readable; what
-    was written before is read as it is. `keys`: of tenants, in `inner`. `sessions`, `tag_of`: see
-    `SealedRecords`. `embedder`: names what makes vectors. `memory_bytes_max`: of what is searched.
+    was written before is read as it is. `keys`: of tenants, in `inner`; `beside`: seals tables of that name.
+    `sessions`, `tag_of`: see `SealedRecords`. `embedder`: names what makes vectors. `memory_bytes_max`: of
+    what is searched.
     """
 
     def __init__(
@@ -98,11 +100,13 @@ class SealedStore:
         sessions: SessionSealer,
         tag_of: Callable[[str], bytes],
         *,
+        beside: Callable[[str], RowSealer],
         embedder: str,
         memory_bytes_max: int,
     ) -> None:
         self._inner = inner
         self._keys = keys
+        self._beside = beside
         self._embedder = embedder
         self._memory_bytes_max = memory_bytes_max
         self.records = SealedRecords(inner.records, keys, sessions, tag_of, embedder)
@@ -299,7 +303,7 @@ class SealedStore:
 
     def beside(self, name: str, schemas: Sequence[str]) -> Tables:
         made = self._inner.beside(name, schemas)
-        made.sealer = TenantSealer(self._keys)
+        made.sealer = self._beside(name)
         return made
 
     def close(self) -> None:
