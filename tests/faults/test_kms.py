@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from samovar.cache_tiers.blocks import Clear, TierError
 from samovar.cache_tiers.encryption import LeasedKeys, OuterWrapper, SessionKeyFile, open_outer
 from samovar.cache_tiers.encryption.keys import LEASE_S as SESSION_LEASE_S
-from samovar.cache_tiers.encryption.kms import AGAIN_S, LEASE_S, KmsOuterKeys
+from samovar.cache_tiers.encryption.outer import AGAIN_S, LEASE_S, KmsOuterKeys
 from tests.infra.moto_process import KEYS, moto_process
 from tests.support.clock import Clock
 

@@ -20,11 +20,10 @@ from samovar.cache_tiers.encryption import LeasedKeys, OuterKeys, OuterWrapper, 
 from samovar.cache_tiers.sessions import Item, ItemBounds, ItemStore
 from samovar.configs.optional_sections import KnowledgeSettings
 from samovar.router.context.compaction import Summary, SummaryStore
-from samovar.router.context.compaction.summaries import SealedSummaries
 from samovar.router.context.documents import Document, DocumentStore, Quota
 from samovar.router.context.documents.store import FILE_NAME, SCHEMAS
 from samovar.router.context.knowledge import Change, KnowledgeError, LoopRecord, RecordBounds, SqliteStore
-from samovar.router.context.sealed import open_sealed
+from samovar.router.context.sealed import SealedSummaries, open_sealed
 from tests.support.clock import Clock
 from tests.support.nodes.encrypted import key_file
 from tests.support.nodes.nvme_harness import SickCalls
@@ -62,7 +61,7 @@ class Service:
             of_session_max=4,
             rows_max=99,
             busy_s=5.0,
-            seal=SealedSummaries(sealer, tag_of),
+            seal=SealedSummaries(sealing, tag_of),
             wall_clock=lambda: 2e6,
         )
 

@@ -24,7 +24,7 @@ from samovar.router.context.compaction.errands import Errands, Served
 from samovar.router.context.compaction.fitter import SUMMARY_SHARE, Fitted, Fitter, Wish
 from samovar.router.context.compaction.memory import CutMemory, Owner
 from samovar.router.context.compaction.planner import NEVER, Cut, Talk, leading_system, next_cut
-from samovar.router.context.compaction.summaries import FILE_NAME, SealedSummaries, SummaryStore
+from samovar.router.context.compaction.summaries import FILE_NAME, SummarySeal, SummaryStore
 from samovar.router.context.compaction.tokens import MessageTokens
 from samovar.router.context.knowledge import KnowledgeError, open_embedder
 from samovar.router.generation import AnsweredTurn, AskedTurn, Context, PromptStage
@@ -523,7 +523,7 @@ def open_compaction(
     )
 
 
-def _sealed_summaries(sealing: Sealing, secret: bytes) -> SealedSummaries:
-    from samovar.cache_tiers.encryption import SessionSealer
+def _sealed_summaries(sealing: Sealing, secret: bytes) -> SummarySeal:
+    from samovar.router.context.sealed import SealedSummaries  # who has no key does not load it
 
-    return SealedSummaries(SessionSealer(sealing.sessions), partial(tenant_tag, secret))
+    return SealedSummaries(sealing, partial(tenant_tag, secret))

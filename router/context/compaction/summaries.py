@@ -6,22 +6,16 @@ Where records are encrypted, a summary is sealed with its session's key. Nothing
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from samovar.cache_tiers.blocks import SEALED_TEXT, TierError
+from samovar.cache_tiers.blocks import SEALED_TEXT
 from samovar.configs.json_text import parse_json
 from samovar.router.context.compaction.compose import Summary
 from samovar.router.context.compaction.memory import Owner
-from samovar.router.context.knowledge import KnowledgeError, SqliteFile
-
-if TYPE_CHECKING:
-    from samovar.cache_tiers.encryption import SessionSealer
-
-logger = logging.getLogger(__name__)
+from samovar.router.context.knowledge import SqliteFile
 
 FILE_NAME = "compaction.sqlite"
 SCHEMA = """
@@ -34,6 +28,18 @@ CREATE INDEX summaries_of ON summaries(tenant, session, messages);
 WITH_ENTRIES = """
 ALTER TABLE summaries ADD COLUMN entries TEXT;
 """
+
+
+class SummarySeal(Protocol):
+    """Seals summaries with keys of their sessions. Raises `KnowledgeError` if these cannot be had."""
+
+    def sealed(self, owner: Owner, link: bytes, messages: int, text: str, at_s: float) -> str:
+        """Return the text of a summary as the file holds it."""
+        ...
+
+    def opened(self, owner: Owner, link: bytes, messages: int, text: str) -> str | None:
+        """Return a summary's text; None: its key is gone, or it was changed."""
+        ...
 
 
 class SummaryStore:
@@ -50,7 +56,7 @@ class SummaryStore:
         of_session_max: int,
         rows_max: int,
         busy_s: float,
-        seal: SealedSummaries | None = None,
+        seal: SummarySeal | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._file = SqliteFile(path, (SCHEMA, WITH_ENTRIES), busy_s, must_open=False)
@@ -133,50 +139,3 @@ class SummaryStore:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class SealedSummaries:
-    """Seals summaries with their sessions' keys. Raises `KnowledgeError` if these cannot be had.
-
-    `tag_of`: a tenant's tag.
-    """
-
-    def __init__(self, sealer: SessionSealer, tag_of: Callable[[str], bytes]) -> None:
-        self._sealer = sealer
-        self._tag_of = tag_of
-
-    def sealed(self, owner: Owner, link: bytes, messages: int, text: str, at_s: float) -> str:
-        """Return the text of a summary as the file holds it."""
-        from samovar.cache_tiers.encryption import as_text
-
-        tenant, session = owner
-        try:
-            sealed = self._sealer.seal(
-                self._tag_of(tenant), session, at_s, _row(link, messages), text.encode()
-            )
-        except TierError as error:
-            raise KnowledgeError(str(error)) from error
-        if sealed is None:
-            raise KnowledgeError("its session was erased in between")
-        return as_text(sealed)
-
-    def opened(self, owner: Owner, link: bytes, messages: int, text: str) -> str | None:
-        """Return a summary's text; None: its key is gone, or it was changed."""
-        from samovar.cache_tiers.encryption import BadSeal, of_text
-
-        tenant, session = owner
-        try:
-            sealed = of_text(text) or b""
-            said = self._sealer.open(self._tag_of(tenant), session, _row(link, messages), sealed)
-        except BadSeal as error:
-            logger.error("a summary is not used: %s", error)
-            return None
-        except TierError as error:
-            raise KnowledgeError(str(error)) from error
-        return None if said is None else said.decode()
-
-
-def _row(link: bytes, messages: int) -> bytes:
-    from samovar.cache_tiers.encryption import row_name
-
-    return row_name("summary", link, messages)

@@ -3,8 +3,11 @@
 Nothing imports it unless `tiers.encryption_key_file` is set.
 """
 
-from samovar.router.context.sealed.keys import TenantKeys
-from samovar.router.context.sealed.opening import open_sealed
-from samovar.router.context.sealed.store import SealedStore
+from samovar.router.context.sealed.store import (
+    SealedStore,
+    SealedSummaries,
+    TenantKeys,
+    open_sealed,
+)
 
-__all__ = ["SealedStore", "TenantKeys", "open_sealed"]
+__all__ = ["SealedStore", "SealedSummaries", "TenantKeys", "open_sealed"]

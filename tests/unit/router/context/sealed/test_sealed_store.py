@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from samovar.cache_tiers.blocks import SEALED_TEXT, Clear
-from samovar.cache_tiers.encryption import SessionSealer
 from samovar.router.context.compaction import Summary, SummaryStore
-from samovar.router.context.compaction.summaries import SealedSummaries
 from samovar.router.context.documents import Document, DocumentStore, Quota
 from samovar.router.context.documents.store import FILE_NAME, SCHEMAS
 from samovar.router.context.knowledge import Change, EntryRef, KnowledgeError, LoopRecord, RecordBounds
+from samovar.router.context.sealed import SealedSummaries
 from samovar.router.ingress.knowledge_routes import refuse_sealed
 from tests.support.nodes.encrypted import OTHER_OUTER, OUTER, outer_file
 from tests.support.router.knowledge_desks import LIMITS, ME, SqliteDesk, axis, content
@@ -287,7 +286,7 @@ def test_summaries_are_sealed_with_their_session(desk: SealedDesk, tmp_path: Pat
     path = tmp_path / "compaction.sqlite"
 
     def opened(is_sealed: bool = True) -> SummaryStore:
-        sealer = SealedSummaries(SessionSealer(desk.ring.opened().sessions), tag_of)
+        sealer = SealedSummaries(desk.ring.opened(), tag_of)
         return SummaryStore(
             path, of_session_max=4, rows_max=99, busy_s=5.0, seal=sealer if is_sealed else None
         )
