@@ -567,7 +567,9 @@ class SealedStore:
 
     def _searched(self, tenant: str, search: Callable[[MirrorStore], T]) -> T:
         with self._lock:
-            own = self._mirrors.setdefault(tenant, _Mirror(MirrorStore(self._embedder)))
+            own = self._mirrors.get(tenant)
+            if own is None:
+                own = self._mirrors[tenant] = _Mirror(MirrorStore(self._embedder))
             self._mirrors.move_to_end(tenant)
         with own.lock:  # a tenant's searches wait for each other, and for nothing of others
             state = self._inner.state(tenant)
