@@ -167,10 +167,8 @@ KEYS_MAX = 64
 class KmsOuterKeys:
     """See `Outer`: data keys that KMS makes, kept as it has encrypted them, opened by it at each lease.
 
-    Thread-safe. `arn`: of the key, or of an alias of one; its region is asked.
-
-    `beside`: a file of the data keys as KMS has encrypted them, a line each.
-    `client`: makes that of KMS; `clock`: monotonic.
+    Thread-safe. `arn`: of the key, or of an alias of one; its region is asked. `beside`: a file of the data
+    keys as KMS has encrypted them, a line each. `client`: makes that of a region; `clock`: monotonic.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class ItemFile:
             "DELETE FROM kept WHERE (substr(body, 1, ?) = ?) <> ?",
             (len(SEALED_MAGIC), SEALED_MAGIC, is_sealed),
         )
-        if other.rowcount:
+        if other.rowcount or is_sealed:  # also of a start that died behind the deletion
             self._empty_journal()
 
     def load(self, now_unix_s: float) -> list[Item]:
