@@ -128,7 +128,10 @@ class TenantKeys:
         return self._records.find(tenant, KIND, state=self._purpose)
 
     def _look_over(self) -> None:
-        """Wrap by the operator's key in use what an older one has wrapped: once, and after each such find."""
+        """Wrap by the operator's key in use what an older one has wrapped, whatever that is for.
+
+        Once, and after each such find.
+        """
         with self._lock:
             if self._is_looked_over:
                 return
@@ -136,8 +139,7 @@ class TenantKeys:
         try:
             for tenant, record in self._records.of_all(KIND):
                 with suppress(KnowledgeError):  # of another operator's key: who needs it is told
-                    if record.state == self._purpose:
-                        self._open(tenant, record)
+                    self._open(tenant, record)
         except BaseException:
             with self._lock:
                 self._is_looked_over = False
