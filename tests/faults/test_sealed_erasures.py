@@ -107,7 +107,7 @@ class Service:
 
     def close(self) -> None:
         for one in (self.items, self.summaries, self.documents, self.base, self.keys):
-            one.close()  # type: ignore[attr-defined]
+            one.close()
 
 
 def die(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:

@@ -48,18 +48,9 @@ def test_a_row_says_what_it_said_and_every_changed_byte_is_seen() -> None:
 
 
 def test_no_row_opens_in_the_place_of_another() -> None:
-    parts = [
-        ("ab", "c"),
-        ("a", "bc"),
-        ("abc",),
-        (b"abc",),
-        ("a", b"bc"),
-        (1,),
-        ("1",),
-        (1.0,),
-        (None,),
-        ("None",),
-    ]
+    parts: list[tuple[str | bytes | float | None, ...]] = [
+        ("ab", "c"), ("a", "bc"), ("abc",), (b"abc",), ("a", b"bc"), (1,), ("1",), (1.0,), (None,), ("None",)
+    ]  # fmt: skip
     names = [row_name(*one) for one in parts]
     assert len(set(names)) == len(names)
     for mine, others in combinations(names, 2):

@@ -251,12 +251,10 @@ def test_the_operators_key_is_changed_without_a_payload_being_written(desk: Seal
     assert fresh.head("tea", ref.entry).content.text == "kept"
     outer_file(desk.ring.folder, "77" * 32)
     lost = desk.open()
-    for call in (
-        lambda: lost.head("tea", ref.entry),
-        lambda: lost.write("tea", [Change(content("x"), ME)], LIMITS),
-    ):
-        with pytest.raises(KnowledgeError, match="another key than tiers"):
-            call()
+    with pytest.raises(KnowledgeError, match="another key than tiers"):
+        lost.head("tea", ref.entry)
+    with pytest.raises(KnowledgeError, match="another key than tiers"):
+        lost.write("tea", [Change(content("x"), ME)], LIMITS)
     outer_file(desk.ring.folder).unlink()
     with pytest.raises(KnowledgeError, match="cannot be read"):
         desk.open().head("tea", ref.entry)
