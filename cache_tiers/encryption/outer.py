@@ -186,6 +186,7 @@ class KmsOuterKeys:
         self._clock = clock
         self._lock = Lock()
         self._by_id: dict[bytes, tuple[bytes, str]] = {}  # the key, and its line
+        self._refused: dict[str, float] = {}  # lines that KMS did not open, and until when they are not tried
         self._until_s = self._again_s = float("-inf")
         self._why = ""
 
@@ -283,10 +284,15 @@ class KmsOuterKeys:
 
     def _decrypt_older(self, line: str) -> None:
         """Open a data key of a KMS key that may be gone: what it has wrapped is not found then."""
+        if self._clock() < self._refused.get(line, self._clock()):
+            return
         try:
             self._decrypt(line)
         except TierError as error:
             self._again_s = float("-inf")  # the one in use is another matter
+            self._refused[line] = self._clock() + LEASE_S  # each request would ask for it
+            while len(self._refused) > KEYS_MAX:
+                del self._refused[next(iter(self._refused))]
             logger.warning("an older outer key is not there: %s", error)
 
     def _ask(self, call: str, **given: Any) -> Any:

@@ -130,6 +130,9 @@ def test_another_key_wraps_again_and_no_payload_is_written(kms: Kms, tmp_path: P
     head.restart(new)
     assert head.keys.key_for(TENANT, SESSION) == mine
     assert head.wrapper.unwrap(b"name", wrapped, proof) is None
+    asked = len(kms.calls)
+    assert head.wrapper.unwrap(b"name", wrapped, proof) is None
+    assert len(kms.calls) == asked, "it is not asked for by each request"
     found = head.wrapper.unwrap(b"name", again, its_proof)
     assert found is not None
     assert found.is_current
