@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from samovar.cache_tiers.actors import keys as key_actors
 from samovar.cache_tiers.actors.keys import cluster_keys, cluster_sealing
 from samovar.cache_tiers.actors.tier import tier_actor
 from samovar.cache_tiers.blocks import SEALED_MAGIC, Clear, Placement, TierError
-from samovar.cache_tiers.encryption import Unwrapped
+from samovar.cache_tiers.encryption import Keys, Unwrapped
 from samovar.cache_tiers.messages import Fetch, FetchFailed, Lookup, StoreRequest
 from samovar.cache_tiers.sessions import Item, ItemBounds, SessionsCleared, session_actor
 from samovar.configs.sections import CpuTierSettings, NvmeTierSettings, TierSettings
@@ -61,8 +62,18 @@ def until(what: str, poll: Callable[[], object]) -> Any:
     return value
 
 
+def answers(keys: Keys) -> bool:
+    """A machine with much to do takes longer to start an actor than a call waits."""
+    try:
+        keys.check()
+    except TierError:
+        return False
+    return True
+
+
 def test_keys_outlive_their_actor_and_destroyed_ones_do_not_come_back(tmp_path: Path, outer: Path) -> None:
     keys, other = (cluster_keys(outer, tmp_path / "kv", 1.0) for _ in range(2))
+    until("it is there", partial(answers, keys))
     gone, stays = keys.key_for(TENANT, SESSION), keys.key_for(TENANT, b"another!" * 2)
     assert other.key_for(TENANT, SESSION) == gone  # of another process
     assert keys.destroy([Clear(TENANT, SESSION)]) == 1
@@ -86,7 +97,9 @@ def test_keys_outlive_their_actor_and_destroyed_ones_do_not_come_back(tmp_path: 
 def test_tenants_keys_are_wrapped_by_the_actor_and_its_operators_key_stays_there(
     tmp_path: Path, outer: Path
 ) -> None:
-    tenants = cluster_sealing(outer, tmp_path / "kv", 1.0).tenants
+    sealing = cluster_sealing(outer, tmp_path / "kv", 1.0)
+    until("the actor is there", partial(answers, sealing.sessions))
+    tenants = sealing.tenants
     wrapped, proof = tenants.wrap(b"a name", b"secret")
     assert tenants.unwrap(b"a name", wrapped, proof) == Unwrapped(b"secret", is_current=True)
     with pytest.raises(TierError, match="was changed"):
@@ -102,6 +115,7 @@ def test_tenants_keys_are_wrapped_by_the_actor_and_its_operators_key_stays_there
 
 def test_replies_are_sealed_on_the_heads_disk_and_there_after_a_restart(tmp_path: Path, outer: Path) -> None:
     path, body = tmp_path / "kv" / "replies.sqlite", b"the eagle lands at noon"
+    until("the keys are there", partial(answers, cluster_keys(outer, tmp_path / "kv", 1.0)))
     bounds = ItemBounds(path=path, sealed_by=outer)
     actor = session_actor(100, 4, 5.0, kept=bounds)
     now_s = time.time()
