@@ -51,6 +51,8 @@ def require_tiers(tiers: TierSettings) -> None:
     """
     if tiers.enabled and tiers.s3.bucket and tiers.s3.bytes_max:
         require("boto3", f"tiers.s3.bucket={tiers.s3.bucket}")
+    if str(tiers.encryption_key_file).startswith("kms:"):
+        require("boto3", f"tiers.encryption_key_file={tiers.encryption_key_file}")
 
 
 def require_telemetry(telemetry: TelemetrySettings) -> None:

@@ -386,8 +386,8 @@ class TierSettings(Section):
     more: FurtherTierSettings = FurtherTierSettings()
     encryption_key_file: Path | None = Field(
         None,
-        description="file of the key that records in nvme and S3 are encrypted with, 64 hexadecimal digits; "
-        "empty = they are not encrypted",
+        description="file of the key that records in nvme and S3, and texts on disk, are encrypted with, 64 "
+        "hexadecimal digits; or kms:ARN of a key of AWS KMS; empty = they are not encrypted",
     )
     profiles: ProfilesSettings = ProfilesSettings()
     peer: PeerSettings = PeerSettings()

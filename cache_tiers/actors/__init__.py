@@ -11,13 +11,22 @@ from samovar.cache_tiers.actors.staging import StagingBuffer, open_outbox
 
 if TYPE_CHECKING:
     from samovar.cache_tiers.actors.cluster_watch import drain_this_node
-    from samovar.cache_tiers.actors.keys import cluster_keys
+    from samovar.cache_tiers.actors.keys import cluster_keys, cluster_sealing
     from samovar.cache_tiers.actors.tier import tier_actor, tier_actors
 
-__all__ = ["StagingBuffer", "cluster_keys", "drain_this_node", "open_outbox", "tier_actor", "tier_actors"]
+__all__ = [
+    "StagingBuffer",
+    "cluster_keys",
+    "cluster_sealing",
+    "drain_this_node",
+    "open_outbox",
+    "tier_actor",
+    "tier_actors",
+]
 
 _NEEDS_RAY = {
     "cluster_keys": "keys",
+    "cluster_sealing": "keys",
     "drain_this_node": "cluster_watch",
     "tier_actor": "tier",
     "tier_actors": "tier",

@@ -12,7 +12,16 @@ import ray
 
 from samovar.cache_tiers.actors import rpc
 from samovar.cache_tiers.blocks import Clear, TierError
-from samovar.cache_tiers.encryption import KEYS_FILE, LeasedKeys, OuterKeys, SessionKey, SessionKeyFile
+from samovar.cache_tiers.encryption import (
+    KEYS_FILE,
+    LeasedKeys,
+    OuterWrapper,
+    Sealing,
+    SessionKey,
+    SessionKeyFile,
+    Unwrapped,
+    open_outer,
+)
 from samovar.cache_tiers.transport import PeerError
 
 NAME, NAMESPACE = "keys", "samovar"
@@ -24,10 +33,14 @@ CALL_S_MAX = 5.0
 
 
 class KeyActor:
-    """Serves a `SessionKeyFile` to the cluster. `path`: of the file; `outer`: of the operator's key."""
+    """Serves a `SessionKeyFile` to the cluster, and wraps keys of tenants that lie elsewhere.
+
+    `path`: of the file; `outer`: of the operator's key, see `open_outer`.
+    """
 
     def __init__(self, path: Path, outer: Path) -> None:
-        self._keys = SessionKeyFile(path, OuterKeys(outer), wall_clock=time.time)
+        self._keys = SessionKeyFile(path, open_outer(outer, path), wall_clock=time.time)
+        self._wrapper = OuterWrapper(open_outer(outer, path))
 
     def key_for(self, tenant: bytes, session: bytes) -> SessionKey:
         return self._keys.key_for(tenant, session)
@@ -44,6 +57,12 @@ class KeyActor:
     def check(self) -> None:
         self._keys.check()
 
+    def wrap(self, name: bytes, secret: bytes) -> tuple[bytes, bytes]:
+        return self._wrapper.wrap(name, secret)
+
+    def unwrap(self, name: bytes, wrapped: bytes, proof: bytes) -> Unwrapped | None:
+        return self._wrapper.unwrap(name, wrapped, proof)
+
 
 def key_actor(path: Path, outer: Path) -> Any:
     """Return the handle of the cluster's actor, creating it if needed; does not wait for it to be ready.
@@ -59,7 +78,10 @@ def key_actor(path: Path, outer: Path) -> Any:
 
 
 class RemoteKeys:
-    """`Keys` of the cluster's actor: each call waits `CALL_S_MAX` at most, and raises `TierError` then."""
+    """`Keys`, and `TenantWrapper`, of the cluster's actor.
+
+    Each call waits `CALL_S_MAX` at most, and raises `TierError` then.
+    """
 
     def __init__(self, actor: rpc.ActorRef) -> None:
         self._actor = actor
@@ -83,6 +105,14 @@ class RemoteKeys:
     def check(self) -> None:
         self._call("check")
 
+    def wrap(self, name: bytes, secret: bytes) -> tuple[bytes, bytes]:
+        wrapped: tuple[bytes, bytes] = self._call("wrap", name, secret)
+        return wrapped
+
+    def unwrap(self, name: bytes, wrapped: bytes, proof: bytes) -> Unwrapped | None:
+        key: Unwrapped | None = self._call("unwrap", name, wrapped, proof)
+        return key
+
     def _call(self, method: str, *args: object) -> Any:
         try:
             return self._actor.call(method, *args, timeout_s=CALL_S_MAX)
@@ -93,11 +123,16 @@ class RemoteKeys:
 
 
 def cluster_keys(outer: Path, nvme_dir: Path, restart_backoff_s_max: float) -> LeasedKeys:
-    """Return the keys of the cluster that this process is of, from their actor, which is made if needed.
+    """Return the keys of the cluster that this process is of: see `cluster_sealing`."""
+    return cluster_sealing(outer, nvme_dir, restart_backoff_s_max).sessions
 
-    `outer`: the operator's file; `nvme_dir`: the settings', where the file of keys is on the head.
-    `restart_backoff_s_max`: see `ActorRef`.
+
+def cluster_sealing(outer: Path, nvme_dir: Path, restart_backoff_s_max: float) -> Sealing:
+    """Return what the cluster that this process is of seals with, from its actor, which is made if needed.
+
+    `outer`: the operator's key, see `open_outer`; `nvme_dir`: the settings', where the file of keys is on the
+    head. `restart_backoff_s_max`: see `ActorRef`.
     """
     make = partial(key_actor, nvme_dir / KEYS_FILE, outer.expanduser())
-    actor = rpc.ActorRef(make, restart_backoff_s_max=restart_backoff_s_max)
-    return LeasedKeys(RemoteKeys(actor), time.monotonic)
+    keys = RemoteKeys(rpc.ActorRef(make, restart_backoff_s_max=restart_backoff_s_max))
+    return Sealing(LeasedKeys(keys, time.monotonic), keys)

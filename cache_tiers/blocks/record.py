@@ -99,6 +99,8 @@ U32_MAX = 2**32 - 1
 
 MAGIC = b"\x89SMVRKV\n"  # the high bit and the newline reveal a transfer that treated it as text
 ENCRYPTED_MAGIC = b"\x89SMVREN\n"  # of a record in an envelope: `encryption/tier.py`
+SEALED_MAGIC = b"\x89SMVRRW\n"  # of a row of a table: `encryption/sealer.py`
+SEALED_TEXT = "\x01sealed:"  # in a column of text. None that people write begins so: controls are taken out
 VERSION = 3
 READABLE = (1, 2, 3)
 LAYER_SUMS_SINCE = 3

@@ -1,6 +1,6 @@
 """The keys of sessions: made at random, kept wrapped in one file, destroyed by overwriting.
 
-The outer key, from a file that the operator keeps, wraps a key per tenant; that wraps a key per session.
+The outer key, which the operator keeps (`outer.py`), wraps a key per tenant; that wraps a key per session.
 Nothing derives them, so what is overwritten cannot be had again, with the outer key and a copy of the
 records. Wrapping is AES-256-GCM with everything else in the slot as associated data.
 """
@@ -8,11 +8,9 @@ records. Wrapping is AES-256-GCM with everything else in the slot as associated 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import struct
 import threading
@@ -27,6 +25,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from samovar.cache_tiers.blocks import TAG_BYTES, Clear, TierError, session_of
+from samovar.cache_tiers.encryption.outer import SECRET_BYTES, Outer
 from samovar.cache_tiers.encryption.tier import GCM_TAG_BYTES, ID_BYTES, NONCE_BYTES, Keys, SessionKey
 from samovar.cache_tiers.media import Syscalls
 from samovar.configs.atomic_file import sync_dir
@@ -34,65 +33,14 @@ from samovar.configs.atomic_file import sync_dir
 logger = logging.getLogger(__name__)
 
 KEYS_FILE = "session-keys"
-SECRET_BYTES = 32
 SLOTS_MAX = 131_072
 """Keys of tenants and sessions that are kept, 16 MiB; then the session unused for longest loses its own."""
-OUTER_BYTES_MAX = 64 * 1024
 LOG_BYTES_MAX = 4 * 1024 * 1024
 UNTOLD_MAX = 1024
 ERASED_MAX = 65_536
 """Erasures that are remembered until their sessions have a key again, or this process ends."""
 
 NO_SESSION = bytes(TAG_BYTES)
-
-
-class OuterKeys:
-    """The operator's file: a line of 64 hexadecimal digits for each key, the one in use first.
-
-    Others in it still open what they wrapped. Empty lines, and what begins with #, are skipped.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen: tuple[int, int, int] | None = None
-        self._by_id: dict[bytes, bytes] = {}
-
-    def refresh(self) -> bool:
-        """Read the file if it is another than before; return whether it was. Raises `TierError`."""
-        try:
-            with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                seen = (found.st_ino, found.st_mtime_ns, found.st_size)
-                if seen == self._seen:
-                    return False
-                if found.st_mode & 0o022:
-                    raise TierError(f"tiers.encryption_key_file: others may write to {self._path}")
-                text = file.read(OUTER_BYTES_MAX).decode("ascii")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TierError(f"tiers.encryption_key_file: {self._path} cannot be read: {error}") from error
-        lines = [line.strip() for line in text.splitlines()]
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys or not all(re.fullmatch(f"[0-9a-fA-F]{{{2 * SECRET_BYTES}}}", line) for line in keys):
-            raise TierError(
-                f"tiers.encryption_key_file: {self._path} must have a line of {2 * SECRET_BYTES} hexadecimal "
-                "digits for each key, the one in use first (openssl rand -hex 32)"
-            )
-        self._by_id = {_id_of(bytes.fromhex(line)): bytes.fromhex(line) for line in keys}
-        self._seen = seen
-        return True
-
-    @property
-    def current(self) -> SessionKey:
-        """The one that wraps. Requires a `refresh` before."""
-        return SessionKey(*next(iter(self._by_id.items())))
-
-    def get(self, key_id: bytes) -> bytes | None:
-        """Return a key by its id."""
-        return self._by_id.get(key_id)
-
-
-def _id_of(outer: bytes) -> bytes:
-    return hashlib.sha256(b"samovar outer key\0" + outer).digest()[:ID_BYTES]
 
 
 FREE, OF_TENANT, OF_SESSION = 0, 1, 2
@@ -157,7 +105,7 @@ class SessionKeyFile:
     def __init__(
         self,
         path: Path,
-        outer: OuterKeys,
+        outer: Outer,
         *,
         wall_clock: Callable[[], float],
         slots_max: int = SLOTS_MAX,
@@ -339,11 +287,11 @@ class SessionKeyFile:
         """
         now_s = self._wall_clock()
         if tenant not in self._tenants:
-            own, outer = _random(), self._outer.current
+            own, outer = random_key(), self._outer.current
             self._write(self._room(), _wrapped(OF_TENANT, tenant, NO_SESSION, own, outer, now_s))
             self._tenants[tenant] = own
         erased_s = max(self._erased.get((tenant, session), 0.0), self._erased.get((tenant, None), 0.0))
-        key, number = replace(_random(), after_unix_s=erased_s), self._room()
+        key, number = replace(random_key(), after_unix_s=erased_s), self._room()
         self._write(number, _wrapped(OF_SESSION, tenant, session, key, self._tenants[tenant], now_s))
         self._current[tenant, session] = number
         return key
@@ -424,7 +372,8 @@ class SessionKeyFile:
 _NONE = SessionKey(b"", b"")
 
 
-def _random() -> SessionKey:
+def random_key() -> SessionKey:
+    """Return a key that nothing derives."""
     return SessionKey(secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES))
 
 
@@ -463,11 +412,11 @@ class LeasedKeys:
         return self._source.live()
 
     def destroy(self, clears: Sequence[Clear]) -> int:
-        self._forget(clears)
+        self.forget(clears)
         try:
             return self._source.destroy(clears)
         finally:
-            self._forget(clears)  # again: who asked meanwhile may have got the old one
+            self.forget(clears)  # again: who asked meanwhile may have got the old one
 
     def check(self) -> None:
         self._source.check()
@@ -490,7 +439,8 @@ class LeasedKeys:
             while len(self._leases) > LEASES_MAX:
                 self._leases.popitem(last=False)
 
-    def _forget(self, clears: Sequence[Clear]) -> None:
+    def forget(self, clears: Sequence[Clear]) -> None:
+        """Forget what is kept of keys that another process has destroyed."""
         with self._lock:
             self._destroyed += 1
             gone = {(one.tenant, one.session) for clear in clears for one in clear.each()}

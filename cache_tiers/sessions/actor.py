@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private.state import state as gcs_state
@@ -35,7 +35,11 @@ from samovar.cache_tiers.sessions.session_table import (
 from samovar.cache_tiers.sessions.shelf import Item, ItemBounds, ItemStore, Kind, NotErased
 from samovar.configs.imports import keep_collections_short
 from samovar.configs.optional_sections import TelemetrySettings
+from samovar.configs.sections import NodeSettings
 from samovar.configs.telemetry import set_up_logs
+
+if TYPE_CHECKING:
+    from samovar.cache_tiers.encryption import SessionSealer
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +109,8 @@ class SessionActor:
         self._lock = threading.Lock()
         self._quotas = Quotas(ingress_silent_s, time.monotonic)
         self._deaths = IngressDeaths(self._is_dead, self._bury)
-        self._kept = ItemStore(kept or ItemBounds(), self._cleared_at)
+        kept = kept or ItemBounds()
+        self._kept = ItemStore(kept, self._cleared_at, sealer=_sealer(kept))
         self._incarnation = uuid.uuid4().hex
         self._draining: tuple[str, ...] = ()
         self._actors: dict[str, Any] = {}
@@ -314,6 +319,16 @@ class SessionActor:
         actors = self._tier_actors().items()
         asked = {node: actor for node, actor in actors if nodes is None or node in nodes}
         return rpc.ask_all(asked, method, *args, timeout_s=timeout_s)
+
+
+def _sealer(kept: ItemBounds) -> SessionSealer | None:
+    """Return what seals the items of the file; None: they are not sealed."""
+    if kept.path is None or kept.sealed_by is None:
+        return None
+    from samovar.cache_tiers.actors import cluster_keys
+    from samovar.cache_tiers.encryption import SessionSealer
+
+    return SessionSealer(cluster_keys(kept.sealed_by, kept.path.parent, NodeSettings.restart_backoff_s_max))
 
 
 WAIT_S = 0.1

@@ -3,7 +3,8 @@
 Items are opaque bytes with an owner: the tags of a tenant and of a session. Bounded in bytes; the tenant that
 takes most gives way first, its least recently used item. Hints: an item may go at any time. The `Shelf` is
 pure; `ItemStore` is thread-safe, has the shelf's file, and knows the clears that what comes late must not
-undo.
+undo. Where records are encrypted (`cache_tiers/encryption/`), so are the bodies of the file, and those that
+come from it stay so in memory until they are asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from samovar.cache_tiers.blocks import TierError
+
 if TYPE_CHECKING:  # the file's module imports SQLite, which ingresses do without
+    from samovar.cache_tiers.encryption import SessionSealer
     from samovar.cache_tiers.sessions.item_file import ItemFile
 
 logger = logging.getLogger(__name__)
@@ -31,11 +35,15 @@ ITEM_OVERHEAD_BYTES = 1100
 
 @dataclass(frozen=True, slots=True)
 class ItemBounds:
-    """How much is kept of what ingresses share. `path`: of the file; None: in memory only."""
+    """How much is kept of what ingresses share. `path`: of the file; None: in memory only.
+
+    `sealed_by`: the settings' file of the key that bodies in the file are sealed with; None: they are not.
+    """
 
     bytes_max: int = 64 << 20
     replies_max: int = 4
     path: Path | None = None
+    sealed_by: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,8 @@ class Item:
     """One kept thing. `tenant`, `session`: tags, the latter of the whole session.
 
     `name`: unique among a tenant's of that kind. `unix_s`: when its request came; a later clear covers it.
-    `expires_unix_s`: it is not found afterwards. `is_durable`: it may be written to disk.
+    `expires_unix_s`: it is not found afterwards. `is_durable`: it may be written to disk. `is_sealed`: the
+    body is as it lies there.
     """
 
     tenant: bytes
@@ -54,6 +63,7 @@ class Item:
     unix_s: float
     expires_unix_s: float
     is_durable: bool = False
+    is_sealed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -183,14 +193,22 @@ class NotErased(Exception):
 
 
 class ItemStore:
-    """What ingresses keep, in memory and, where it may be, in a file. `wall_clock`: unix seconds."""
+    """What ingresses keep, in memory and, where it may be, in a file. `wall_clock`: unix seconds.
+
+    `sealer`: of what is in the file; None: it is not sealed.
+    """
 
     def __init__(
-        self, bounds: ItemBounds, cleared_at: ClearedAt, wall_clock: Callable[[], float] = time.time
+        self,
+        bounds: ItemBounds,
+        cleared_at: ClearedAt,
+        wall_clock: Callable[[], float] = time.time,
+        sealer: SessionSealer | None = None,
     ) -> None:
         self._bounds = bounds
         self._cleared_at = cleared_at
         self._wall_clock = wall_clock
+        self._sealer = sealer
         self._lock = threading.Lock()
         self._shelf = Shelf(bounds.bytes_max, bounds.replies_max)
         self._file: ItemFile | None = None
@@ -206,7 +224,7 @@ class ItemStore:
         from samovar.cache_tiers.sessions.item_file import ItemFile
 
         try:
-            self._file = ItemFile(self._bounds.path)
+            self._file = ItemFile(self._bounds.path, is_sealed=self._sealer is not None)
             gone = [lost for item in self._file.load(self._wall_clock()) for lost in self._shelf.put(item)]
             self._file.erase(gone)
         except (OSError, sqlite3.Error) as error:
@@ -217,8 +235,9 @@ class ItemStore:
         """Keep items; return how many. What was cleared after its request came is not kept."""
         now_s = self._wall_clock()
         kept = 0
+        written = [(item, self._for_file(item)) for item in items]
         with self._lock:
-            for item in items:
+            for item, on_disk in written:
                 if item.unix_s <= self._cleared_at(item.tenant, item.session):
                     continue
                 if item.expires_unix_s <= now_s:
@@ -227,7 +246,7 @@ class ItemStore:
                 if item in gone:
                     continue
                 kept += 1
-                self._write(item, gone)
+                self._write(on_disk, gone)
             if now_s - self._expired_s > EXPIRE_EVERY_S:
                 self._expired_s = now_s
                 self._write(None, self._shelf.expire(now_s))
@@ -236,12 +255,14 @@ class ItemStore:
     def replies(self, tenant: bytes, session: bytes) -> list[Item]:
         """Return a session's replies, the latest last."""
         with self._lock:
-            return self._shelf.replies(tenant, session, self._wall_clock())
+            found = self._shelf.replies(tenant, session, self._wall_clock())
+        return [item for item in map(self._opened, found) if item is not None]
 
     def get(self, tenant: bytes, kind: Kind, name: bytes) -> Item | None:
         """Return an item; None if it is not kept."""
         with self._lock:
-            return self._shelf.get(tenant, kind, name, self._wall_clock())
+            found = self._shelf.get(tenant, kind, name, self._wall_clock())
+        return None if found is None else self._opened(found)
 
     def delete(self, tenant: bytes, kind: Kind, name: bytes) -> bool:
         """Erase an item; return whether it was there. Raises `NotErased`."""
@@ -255,6 +276,8 @@ class ItemStore:
 
         Returns how many items that were.
         """
+        if self._sealer is not None:
+            self._sealer.forget(tenant, session)
         with self._lock:
             gone = self._shelf.clear(tenant, session, unix_s)
             self._erase(lambda file: file.clear(tenant, session, unix_s))
@@ -270,6 +293,30 @@ class ItemStore:
         with self._lock:
             if self._file is not None:
                 self._file.close()
+
+    def _for_file(self, item: Item) -> Item | None:
+        """Return an item as the file is to hold it; None: not at all. May wait for the keys."""
+        if self._file is None or not item.is_durable or self._sealer is None:
+            return item
+        from samovar.cache_tiers.sessions.item_file import sealed
+
+        try:
+            return sealed(item, self._sealer)
+        except TierError as error:
+            logger.warning("an item of an ingress is not on disk: %s", error)
+            return None
+
+    def _opened(self, item: Item) -> Item | None:
+        """Return an item as an ingress reads it; None if its key is gone, or cannot be had."""
+        if not item.is_sealed or self._sealer is None:
+            return item
+        from samovar.cache_tiers.sessions.item_file import opened
+
+        try:
+            return opened(item, self._sealer)
+        except TierError as error:
+            logger.warning("an item of an ingress cannot be read: %s", error)
+            return None
 
     def _write(self, item: Item | None, gone: list[Item]) -> None:
         """Bring the file up to date. A fault costs the file, not the request."""
@@ -296,7 +343,7 @@ class ItemStore:
         from samovar.cache_tiers.sessions.item_file import ItemFile
 
         try:
-            self._file = self._file or ItemFile(path)
+            self._file = self._file or ItemFile(path, is_sealed=self._sealer is not None)
             erase(self._file)
         except (OSError, sqlite3.Error) as error:
             raise NotErased(f"{path}: {error}") from error

@@ -129,12 +129,13 @@ def _own_keys(tiers: TierSettings, nvme_dir: Path) -> Keys | None:
     if tiers.encryption_key_file is None:
         return None
     try:
-        from samovar.cache_tiers.encryption import KEYS_FILE, OuterKeys, SessionKeyFile
+        from samovar.cache_tiers.encryption import KEYS_FILE, SessionKeyFile, open_outer
     except ImportError as error:  # an environment that is not Samovar's own
         raise OSError(f"tiers.encryption_key_file needs the package cryptography: {error}") from error
 
-    outer = OuterKeys(tiers.encryption_key_file.expanduser())
-    return SessionKeyFile(nvme_dir / KEYS_FILE, outer, wall_clock=time.time)
+    path = nvme_dir / KEYS_FILE
+    outer = open_outer(tiers.encryption_key_file, path)
+    return SessionKeyFile(path, outer, wall_clock=time.time)
 
 
 def serve_tiers(settings: Settings, path: Path, *, port: int | None, say: Callable[[str], None]) -> int:

@@ -39,6 +39,7 @@ from samovar.cluster.serve.graph import (
     serve_logs,
 )
 from samovar.cluster.serve.preflight import (
+    check_encryption,
     check_gpus,
     check_keys_file,
     check_memory,
@@ -257,6 +258,7 @@ class Service:
         self.stages.begin("model", has_own_progress=True)  # a conversion's, the first time
         settings = with_server_secret(self.settings)
         check_keys_file(settings)
+        check_encryption(settings)
         # Refuse what cannot be served before anything starts.
         models = described(settings, self.stages.begin)
         card, model_dir = models[""].card, models[""].path

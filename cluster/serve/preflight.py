@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from pydantic import SecretStr
 
+from samovar.cache_tiers.blocks import TierError
 from samovar.cluster.engines.interpreter import chosen_python, find_python
 from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import (
@@ -145,6 +146,18 @@ def check_keys_file(settings: Settings) -> None:
     except OSError as error:
         raise StartFailed(f"cannot read {file.path} (auth.keys_file): {error.strerror}") from error
     except KeysRefused as error:
+        raise StartFailed(str(error)) from error
+
+
+def check_encryption(settings: Settings) -> None:
+    """Raise `StartFailed` if what is written is to be encrypted, and the operator's key cannot be had."""
+    if settings.tiers.encryption_key_file is None:
+        return
+    from samovar.cache_tiers.encryption import KEYS_FILE, open_outer  # who encrypts nothing needs none of it
+
+    try:
+        open_outer(settings.tiers.encryption_key_file, settings.nvme_dir / KEYS_FILE).refresh()
+    except TierError as error:
         raise StartFailed(str(error)) from error
 
 

@@ -29,6 +29,7 @@ from samovar.router.prompt import PromptBuilder
 from samovar.router.routing import ReplicaClient, SessionDirectory
 
 if TYPE_CHECKING:
+    from samovar.cache_tiers.encryption import Sealing
     from samovar.router.identities import Identities
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class IngressServices:
     `shares`, `known`, `responses`: what is shared with the other `ingresses`; None: there is no other.
     `is_further`: the model is not the first of several, so that sessions are kept apart from the first's.
     `models`: of the front before several models, what each is served by, the first one's first.
-    `identities`: who may call beside the owners of keys in the settings; None: no others.
+    `identities`: who may call beside the owners of keys in the settings; None: no others. `sealing`: what
+    texts that are kept on a disk are sealed with; None: they are not.
     """
 
     settings: Settings
@@ -76,6 +78,7 @@ class IngressServices:
     is_further: bool = False
     models: tuple[IngressServices, ...] = ()
     identities: Identities | None = None
+    sealing: Sealing | None = None
 
     @property
     def tenants(self) -> tuple[str, ...]:

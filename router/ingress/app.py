@@ -73,6 +73,7 @@ from samovar.router.ingress.places import (
     forget_here,
     forget_made,
     forget_sessions,
+    open_sealing,
     unfinished_dir,
 )
 from samovar.router.ingress.routes import CorsOrigins, ResponseRoutes, TokenizerRoutes
@@ -174,7 +175,7 @@ def build_service(
         from samovar.router.identities import Identities  # who has keys in the settings only needs none
 
         identities = Identities(settings.auth, settings.limits.retry_after_s)
-    metrics, stages = Metrics(), list[PromptStage]()
+    metrics, stages, sealing = Metrics(), list[PromptStage](), open_sealing(settings)
     has_entries: dict[str, Any] = {}
     if settings.knowledge.enabled:
         from samovar.router.context.documents import (  # who has it off does not pay for its imports
@@ -183,7 +184,7 @@ def build_service(
         )
         from samovar.router.ingress.knowledge_routes import ServedText, open_knowledge
 
-        knowledge = open_knowledge(settings, prompts, context_tokens_max)
+        knowledge = open_knowledge(settings, prompts, context_tokens_max, sealing, tag_of)
         text = ServedText(prompts, context_tokens_max)
         front = Front(readiness, context_tokens_max, lambda: concurrency.open_total)
         documents = open_documents(settings, knowledge, text, client, prompts, directory, front, secret)
@@ -201,6 +202,7 @@ def build_service(
             client=client,
             directory=directory,
             served=Served(secret, model),
+            sealing=sealing,
             metrics=metrics,
             window_tokens=lambda: min(
                 [context_tokens_max, *(one.context_tokens_max for one in readiness.replicas)]
@@ -240,6 +242,7 @@ def build_service(
         adapters=settings.engine.vllm.adapters if settings.engine.kind == "vllm" else (),
         clears=Erasures(UnfinishedFile(unfinished_dir(settings, secret)), settings.limits.retry_after_s),
         identities=identities,
+        sealing=sealing,
     )
     add_places(service)
     return service
@@ -600,7 +603,8 @@ def item_bounds(settings: Settings) -> ItemBounds:
     """Return how much of what ingresses share is kept; on disk if blocks are."""
     nvme = settings.tiers.nvme
     path = settings.nvme_dir / KEPT_FILE if settings.tiers.enabled and nvme.bytes_max > 0 else None
-    return ItemBounds(settings.ingress.kept_bytes_max, settings.ingress.replies_per_session, path)
+    kept = settings.ingress
+    return ItemBounds(kept.kept_bytes_max, kept.replies_per_session, path, settings.tiers.encryption_key_file)
 
 
 def _all_ingresses(settings: Settings) -> Ingresses | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -27,6 +27,8 @@ from samovar.router.context.knowledge import (
     EntryVersion,
     ImportBody,
     KnowledgeBase,
+    KnowledgeError,
+    KnowledgeStore,
     RevertAllBody,
     RevertBody,
     SearchBody,
@@ -58,12 +60,27 @@ from samovar.router.openai import (
 )
 from samovar.router.prompt import PromptBuilder
 
+if TYPE_CHECKING:
+    from samovar.cache_tiers.encryption import Sealing
+
 KNOWLEDGE = "/v1/knowledge"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
 VERSION_MAX = 2**31 - 1
 
 Result = TypeVar("Result")
 Body = TypeVar("Body", bound=BaseModel)
+
+
+def refuse_sealed(store: KnowledgeStore) -> None:
+    """Raise `KnowledgeError` if texts of a store are sealed, which would be taken for what they say."""
+    try:
+        sealed = store.records.of_all("key")
+    except KnowledgeError:
+        return  # it is away, and each call tries again
+    if sealed:
+        raise KnowledgeError(
+            f"the knowledge of {len(sealed)} tenants is encrypted, and tiers.encryption_key_file is not set"
+        )
 
 
 class ServedText:
@@ -83,15 +100,28 @@ class ServedText:
         return len(self._prompts.tokens_of_chat(request, add_special_tokens=False))
 
 
-def open_knowledge(settings: Settings, prompts: PromptBuilder, context_tokens_max: int) -> KnowledgeBase:
-    """Open the knowledge base of the settings. Raises `ExtraMissing`.
+def open_knowledge(
+    settings: Settings,
+    prompts: PromptBuilder,
+    context_tokens_max: int,
+    sealing: Sealing | None,
+    tag_of: Callable[[str], bytes],
+) -> KnowledgeBase:
+    """Open the knowledge base of the settings. Raises `ExtraMissing`, and `KnowledgeError` without its key.
 
     A store that cannot be opened does not keep the ingress from starting: chats that want it get 503.
+    `sealing`: what its texts are sealed with; None: they are not. `tag_of`: a tenant's tag.
     """
     own = settings.knowledge
     embedder = open_embedder(own.embedder)
     name = "" if embedder is None else embedder.name
-    store = open_store(own, settings.model.cache_dir, name, must_open=False)
+    store: KnowledgeStore = open_store(own, settings.model.cache_dir, name, must_open=False)
+    if sealing is None:
+        refuse_sealed(store)
+    else:
+        from samovar.router.context.sealed import open_sealed  # who has no key does not load it
+
+        store = open_sealed(store, own, name, sealing=sealing, tag_of=tag_of)
     text = ServedText(prompts, context_tokens_max)
     memory = LoopMemory(store, own.loop) if own.loop.enabled else None
 

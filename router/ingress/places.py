@@ -18,7 +18,7 @@ from samovar.router.openai import ApiError
 from samovar.router.routing import DirectoryLost
 
 if TYPE_CHECKING:
-    from samovar.cache_tiers.encryption import Keys
+    from samovar.cache_tiers.encryption import Keys, Sealing
 
 REPLIES = "replies"
 
@@ -41,14 +41,9 @@ def unfinished_dir(settings: Settings, secret: bytes) -> Path:
 def add_places(service: IngressServices) -> None:
     """Tell the service's `Erasures` of each place that the service has."""
     own, places = _Places(service), service.clears.places
-    tiers = service.settings.tiers
-    if tiers.enabled and tiers.encryption_key_file is not None and service.directory.link is not None:
-        from samovar.cache_tiers.actors import cluster_keys
-
+    if service.sealing is not None and service.directory.link is not None:
         # First: from then on nothing of it can be read, wherever it lies.
-        backoff_s_max = tiers.node.restart_backoff_s_max
-        keys = cluster_keys(tiers.encryption_key_file, service.settings.nvme_dir, backoff_s_max)
-        places["sessions"] |= {"keys": partial(own.keys, keys)}
+        places["sessions"] |= {"keys": partial(own.keys, service.sealing.sessions)}
     places["sessions"] |= {REPLIES: own.replies}
     for stage in _own_stages(service):  # behind: they ask the counter of the prompts whether it is too late
         places["sessions"] |= {stage.keeps: partial(_forget, stage)}
@@ -68,6 +63,16 @@ def add_places(service: IngressServices) -> None:
     places["response"] |= {"stored responses": own.response}
     if service.ingresses is not None:
         places["response"] |= {"front doors": own.ingresses_response}
+
+
+def open_sealing(settings: Settings) -> Sealing | None:
+    """Return what texts that are kept on a disk are sealed with; None: they are not."""
+    tiers = settings.tiers
+    if tiers.encryption_key_file is None:
+        return None
+    from samovar.cache_tiers.actors import cluster_sealing
+
+    return cluster_sealing(tiers.encryption_key_file, settings.nvme_dir, tiers.node.restart_backoff_s_max)
 
 
 def _own_stages(service: IngressServices) -> list[PromptStage]:
@@ -97,16 +102,16 @@ class _Places:
 
     async def keys(self, keys: Keys, what: Erasure) -> Cleared:
         """Destroy the keys of encrypted records."""
-        tenant = self._tag(what)
-        clears = [Clear(tenant, tag) for tag in ((None,) if what.tags is None else what.tags)]
         try:
-            return Cleared(keys=await asyncio.to_thread(keys.destroy, clears))
+            return Cleared(keys=await asyncio.to_thread(keys.destroy, self._clears(what)))
         except TierError as error:
             raise Left(f"keys are not all destroyed ({error})") from error
 
     async def replies(self, what: Erasure) -> Cleared:
         """Forget stored responses and replies here. A tenant that is no longer configured has none."""
         service = self._service
+        if service.sealing is not None:  # another ingress may have destroyed them
+            service.sealing.sessions.forget(self._clears(what))
         for one in self._cleared(what):
             service.directory.forget(one.tenant, one.session)
         service.responses.forget(what.tenant, what.tags)
@@ -188,6 +193,10 @@ class _Places:
         if tiers:
             raise _unreachable(tiers, cleared, is_noted=all(one.is_noted for one in heard))
         return cleared
+
+    def _clears(self, what: Erasure) -> list[Clear]:
+        tenant = self._tag(what)
+        return [Clear(tenant, tag) for tag in ((None,) if what.tags is None else what.tags)]
 
     def _tag(self, what: Erasure) -> bytes:
         return tenant_tag(self._service.secret, what.tenant)

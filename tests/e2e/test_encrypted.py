@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samovar.cache_tiers.blocks import ENCRYPTED_MAGIC
+from samovar.cache_tiers.blocks import ENCRYPTED_MAGIC, SEALED_MAGIC
 from tests.support.services.guests import Conversation
 from tests.support.services.tier_service import tier_service
 
@@ -31,6 +31,8 @@ def test_an_erased_session_is_unreadable_and_the_others_return(tmp_path: Path) -
     files = [path for path in service.nvme_dir.rglob("*.kv") if path.is_file()]
     assert files
     assert all(path.read_bytes().startswith(ENCRYPTED_MAGIC) for path in files)
+    kept_there = b"".join(path.read_bytes() for path in service.nvme_dir.glob("replies.sqlite*"))
+    assert SEALED_MAGIC in kept_there, "tokens of replies"
     with tier_service(folder, flags) as service:
         for one in (erased, kept):
             truth = service.uncached(one.next_messages())

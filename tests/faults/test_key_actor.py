@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 import ray
 
 from samovar.cache_tiers.actors import keys as key_actors
-from samovar.cache_tiers.actors.keys import cluster_keys
+from samovar.cache_tiers.actors.keys import cluster_keys, cluster_sealing
 from samovar.cache_tiers.actors.tier import tier_actor
-from samovar.cache_tiers.blocks import Clear, Placement, TierError
+from samovar.cache_tiers.blocks import SEALED_MAGIC, Clear, Placement, TierError
+from samovar.cache_tiers.encryption import Keys, Unwrapped
 from samovar.cache_tiers.messages import Fetch, FetchFailed, Lookup, StoreRequest
+from samovar.cache_tiers.sessions import Item, ItemBounds, SessionsCleared, session_actor
 from samovar.configs.sections import CpuTierSettings, NvmeTierSettings, TierSettings
-from tests.support.nodes.encrypted import outer_file
+from tests.support.nodes.encrypted import OTHER_OUTER, OUTER, outer_file
 from tests.support.nodes.node_harness import MIB, SESSION, TENANT, Sample, sample
 from tests.support.ray_start import start_small_ray
 
@@ -58,8 +62,18 @@ def until(what: str, poll: Callable[[], object]) -> Any:
     return value
 
 
+def answers(keys: Keys) -> bool:
+    """A machine with much to do takes longer to start an actor than a call waits."""
+    try:
+        keys.check()
+    except TierError:
+        return False
+    return True
+
+
 def test_keys_outlive_their_actor_and_destroyed_ones_do_not_come_back(tmp_path: Path, outer: Path) -> None:
     keys, other = (cluster_keys(outer, tmp_path / "kv", 1.0) for _ in range(2))
+    until("it is there", partial(answers, keys))
     gone, stays = keys.key_for(TENANT, SESSION), keys.key_for(TENANT, b"another!" * 2)
     assert other.key_for(TENANT, SESSION) == gone  # of another process
     assert keys.destroy([Clear(TENANT, SESSION)]) == 1
@@ -78,6 +92,50 @@ def test_keys_outlive_their_actor_and_destroyed_ones_do_not_come_back(tmp_path: 
     outer.unlink()
     with pytest.raises(TierError, match="cannot be read"):
         cluster_keys(outer, tmp_path / "kv", 1.0).check()
+
+
+def test_tenants_keys_are_wrapped_by_the_actor_and_its_operators_key_stays_there(
+    tmp_path: Path, outer: Path
+) -> None:
+    sealing = cluster_sealing(outer, tmp_path / "kv", 1.0)
+    until("the actor is there", partial(answers, sealing.sessions))
+    tenants = sealing.tenants
+    wrapped, proof = tenants.wrap(b"a name", b"secret")
+    assert tenants.unwrap(b"a name", wrapped, proof) == Unwrapped(b"secret", is_current=True)
+    with pytest.raises(TierError, match="was changed"):
+        tenants.unwrap(b"another", wrapped, proof)
+    outer_file(tmp_path, OTHER_OUTER, OUTER)
+    assert tenants.unwrap(b"a name", wrapped, proof) == Unwrapped(b"secret", is_current=False)
+    outer_file(tmp_path, OTHER_OUTER)
+    assert tenants.unwrap(b"a name", wrapped, proof) is None
+    outer.unlink()
+    with pytest.raises(TierError, match="cannot be read"):
+        tenants.wrap(b"a name", b"secret")
+
+
+def test_replies_are_sealed_on_the_heads_disk_and_there_after_a_restart(tmp_path: Path, outer: Path) -> None:
+    path, body = tmp_path / "kv" / "replies.sqlite", b"the eagle lands at noon"
+    until("the keys are there", partial(answers, cluster_keys(outer, tmp_path / "kv", 1.0)))
+    bounds = ItemBounds(path=path, sealed_by=outer)
+    actor = session_actor(100, 4, 5.0, kept=bounds)
+    now_s = time.time()
+    one = Item(TENANT, SESSION, "reply", b"r", body, now_s, now_s + 999, is_durable=True)
+
+    def recalled() -> Any:
+        with suppress(ray.exceptions.RayError):
+            return ray.get(actor.recall.remote(TENANT, SESSION), timeout=WAIT_S).replies
+
+    try:
+        assert ray.get(actor.keep.remote([one], []), timeout=WAIT_S) == 1
+        raw = b"".join(file.read_bytes() for file in path.parent.glob("replies.sqlite*"))
+        assert SEALED_MAGIC in raw
+        assert body not in raw
+        ray.kill(actor, no_restart=False)
+        assert until("it is back", recalled) == (one,)
+        ray.get(actor.forget.remote([SessionsCleared(TENANT, SESSION, now_s + 1)]), timeout=WAIT_S)
+        assert recalled() == ()
+    finally:
+        ray.kill(actor, no_restart=True)
 
 
 def stored() -> Sample:

@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from samovar.cache_tiers.blocks import tenant_tag
 from samovar.configs.optional_sections import CompactionSettings
 from samovar.configs.settings import Settings
 from samovar.replicas.turns import FairQueue
@@ -23,7 +24,7 @@ from samovar.router.context.compaction.errands import Errands, Served
 from samovar.router.context.compaction.fitter import SUMMARY_SHARE, Fitted, Fitter, Wish
 from samovar.router.context.compaction.memory import CutMemory, Owner
 from samovar.router.context.compaction.planner import NEVER, Cut, Talk, leading_system, next_cut
-from samovar.router.context.compaction.summaries import FILE_NAME, SummaryStore
+from samovar.router.context.compaction.summaries import FILE_NAME, SummarySeal, SummaryStore
 from samovar.router.context.compaction.tokens import MessageTokens
 from samovar.router.context.knowledge import KnowledgeError, open_embedder
 from samovar.router.generation import AnsweredTurn, AskedTurn, Context, PromptStage
@@ -31,6 +32,9 @@ from samovar.router.metrics import Metrics
 from samovar.router.openai import ChatMessage, InvalidValue, ParsedChat, Unavailable
 from samovar.router.prompt import PromptBuilder, chars_of
 from samovar.router.routing import ReplicaClient, SessionDirectory
+
+if TYPE_CHECKING:
+    from samovar.cache_tiers.encryption import Sealing
 
 logger = logging.getLogger(__name__)
 
@@ -474,6 +478,7 @@ def open_compaction(
     client: ReplicaClient,
     directory: SessionDirectory,
     served: Served,
+    sealing: Sealing | None,
     metrics: Metrics,
     window_tokens: Callable[[], int],
     has_entries: Callable[[str, Collection[str]], bool] = lambda tenant, entries: True,
@@ -482,7 +487,8 @@ def open_compaction(
 
     A file of summaries that cannot be opened does not keep the ingress from starting: conversations are then
     cut without them. `window_tokens`: tells the longest prompt and answer that is served now.
-    `has_entries`: whether none of a tenant's entries of knowledge was erased.
+    `has_entries`: whether none of a tenant's entries of knowledge was erased. `sealing`: what summaries are
+    sealed with in their file; None: they are not.
     """
     own = settings.compaction
     folder = (own.dir or settings.model.cache_dir / "compaction").expanduser()
@@ -491,6 +497,7 @@ def open_compaction(
         of_session_max=own.summaries_per_session,
         rows_max=own.summaries_max,
         busy_s=own.busy_s,
+        seal=None if sealing is None else _sealed_summaries(sealing, served.secret),
     )
 
     def count(prompt_tokens: int, written_tokens: int) -> None:
@@ -514,3 +521,9 @@ def open_compaction(
         lambda mode: metrics.compactions.labels(mode).inc(),
         lambda outcome: metrics.compaction_jobs.labels(outcome).inc(),
     )
+
+
+def _sealed_summaries(sealing: Sealing, secret: bytes) -> SummarySeal:
+    from samovar.router.context.sealed import SealedSummaries  # who has no key does not load it
+
+    return SealedSummaries(sealing, partial(tenant_tag, secret))

@@ -1,4 +1,7 @@
-"""Summaries of conversations, in a SQLite file: what a cut without them would not know after a restart."""
+"""Summaries of conversations, in a SQLite file: what a cut without them would not know after a restart.
+
+Where records are encrypted, a summary is sealed with its session's key. Nothing is searched in the file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Protocol
 
+from samovar.cache_tiers.blocks import SEALED_TEXT
 from samovar.configs.json_text import parse_json
 from samovar.router.context.compaction.compose import Summary
 from samovar.router.context.compaction.memory import Owner
@@ -25,10 +30,23 @@ ALTER TABLE summaries ADD COLUMN entries TEXT;
 """
 
 
+class SummarySeal(Protocol):
+    """Seals summaries with keys of their sessions. Raises `KnowledgeError` if these cannot be had."""
+
+    def sealed(self, owner: Owner, link: bytes, messages: int, text: str, at_s: float) -> str:
+        """Return the text of a summary as the file holds it."""
+        ...
+
+    def opened(self, owner: Owner, link: bytes, messages: int, text: str) -> str | None:
+        """Return a summary's text; None: its key is gone, or it was changed."""
+        ...
+
+
 class SummaryStore:
     """Keeps the last summaries of each session. Methods block. They raise `KnowledgeError`. Thread-safe.
 
-    `of_session_max`, `rows_max`: the oldest go. `wall_clock`: Unix seconds.
+    `of_session_max`, `rows_max`: the oldest go. `seal`: None: they are plain text. Those that are not as they
+    are to be, sealed or plain, are not read. `wall_clock`: Unix seconds.
     """
 
     def __init__(
@@ -38,11 +56,13 @@ class SummaryStore:
         of_session_max: int,
         rows_max: int,
         busy_s: float,
+        seal: SummarySeal | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._file = SqliteFile(path, (SCHEMA, WITH_ENTRIES), busy_s, must_open=False)
         self._of_session_max = of_session_max
         self._rows_max = rows_max
+        self._seal = seal
         self._wall_clock = wall_clock
 
     def latest(self, owner: Owner, links: Sequence[bytes]) -> Summary | None:
@@ -50,22 +70,28 @@ class SummaryStore:
         with self._file.reading() as db:
             rows = db.execute(
                 "SELECT messages, link, text, entries FROM summaries WHERE tenant = ? AND session = ?"
-                " AND messages < ? ORDER BY messages DESC",
-                (*owner, len(links)),
+                " AND messages < ? AND (substr(text, 1, ?) = ?) = ? ORDER BY messages DESC",
+                (*owner, len(links), len(SEALED_TEXT), SEALED_TEXT, self._seal is not None),
             ).fetchall()
-        return next(
-            (
-                Summary(count, text, tuple(parse_json(entries or "[]")))
-                for count, link, text, entries in rows
-                if links[count] == link
-            ),
-            None,
-        )
+        for count, link, text, entries in rows:
+            if links[count] == link:
+                said = text if self._seal is None else self._seal.opened(owner, link, count, text)
+                if said is not None:
+                    return Summary(count, said, tuple(parse_json(entries or "[]")))
+        return None
 
     def put(self, owner: Owner, link: bytes, summary: Summary) -> None:
         """Store a summary of the messages that `link` stands for."""
         tenant, session = owner
+        at_s, text = self._wall_clock(), summary.text
+        if self._seal is not None:
+            text = self._seal.sealed(owner, link, summary.messages, text, at_s)
         with self._file.transaction() as db:
+            # Of before a key was set, or was taken away: it is not read, and is not to stay.
+            db.execute(
+                "DELETE FROM summaries WHERE tenant = ? AND session = ? AND (substr(text, 1, ?) = ?) <> ?",
+                (tenant, session, len(SEALED_TEXT), SEALED_TEXT, self._seal is not None),
+            )
             db.execute(
                 "INSERT OR REPLACE INTO summaries(tenant, session, link, messages, text, at_s, entries)"
                 " VALUES(?, ?, ?, ?, ?, ?, ?)",
@@ -74,8 +100,8 @@ class SummaryStore:
                     session,
                     link,
                     summary.messages,
-                    summary.text,
-                    self._wall_clock(),
+                    text,
+                    at_s,
                     json.dumps(summary.entries),
                 ),
             )

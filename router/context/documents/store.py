@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from samovar.cache_tiers.blocks import SEALED_TEXT
 from samovar.configs.json_text import parse_json
 from samovar.router.context.documents.document import Document, Quota
 from samovar.router.context.knowledge import EntryNotFound, QuotaExceeded, Rows, Tables
@@ -45,10 +47,10 @@ UNKNOWN = "there is no such document"
 class DocumentStore:
     """Documents in the tables of `SCHEMAS`, which several ingresses may use at once. Thread-safe.
 
-    `tables`: see `KnowledgeStore.beside`. A tenant sees its own only. Every call blocks and raises
-    `KnowledgeError`. `clock`: Unix time. Work on a document is leased: an ingress that began it and is gone
-    loses it to another one after `lease_s`. What is written as `owner` is not if the lease is another's: that
-    is told as if there were no document.
+    `tables`: see `KnowledgeStore.beside`; if they have a sealer, titles and texts are sealed. A tenant sees
+    its own only. Every call blocks and raises `KnowledgeError`. `clock`: Unix time. Work on a document is
+    leased: an ingress that began it and is gone loses it to another one after `lease_s`. What is written as
+    `owner` is not if the lease is another's: that is told as if there were no document.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class DocumentStore:
                 raise QuotaExceeded(f"there are {count} documents (documents.documents_max)")
             _check_bytes(int(nbytes) + len(source), quota)
             row = _row(document) | {"lease": "", "lease_until_s": 0.0}
+            row["title"] = self._sealed(document.tenant, document.id, "title", document.title)
             del row["seq"]
             names, marks = ", ".join(row), ", ".join("?" * len(row))
             ((seq,),) = db.execute(
@@ -81,7 +84,7 @@ class DocumentStore:
             ).fetchall()
             db.execute(
                 "INSERT INTO texts(tenant, id, source) VALUES(?, ?, ?)",
-                (document.tenant, document.id, source),
+                (document.tenant, document.id, self._sealed_source(document, source)),
             )
             return replace(document, seq=seq)
 
@@ -93,7 +96,7 @@ class DocumentStore:
             ).fetchone()
         if row is None:
             raise EntryNotFound(UNKNOWN)
-        return _document(row)
+        return self._document(row)
 
     def all(self, tenant: str, limit: int, after: str = "") -> list[Document]:
         """Return a tenant's documents by id."""
@@ -102,17 +105,18 @@ class DocumentStore:
                 f"SELECT {LISTED} FROM documents WHERE tenant = ? AND id > ? ORDER BY id LIMIT ?",
                 (tenant, after, limit),
             ).fetchall()
-        return [_document(row) for row in rows]
+        return [self._document(row) for row in rows]
 
     def text(self, tenant: str, document: str) -> str | None:
         """Return a document's text; None before it is read. Raises `EntryNotFound`."""
         found: str | None = self._part("text", tenant, document)
-        return found
+        return found if found is None else self._opened(tenant, document, "text", found)
 
     def source(self, tenant: str, document: str) -> bytes | None:
         """Return what was sent; None once the text is read. Raises `EntryNotFound`."""
         found: bytes | None = self._part("source", tenant, document)
-        return found
+        sealer = self._tables.sealer
+        return found if found is None or sealer is None else sealer.open(tenant, (document, "source"), found)
 
     def _part(self, name: str, tenant: str, document: str) -> Any:
         with self._tables.reading(tenant) as db:
@@ -136,7 +140,7 @@ class DocumentStore:
             _check_bytes(int(nbytes), quota)
             db.execute(
                 "UPDATE texts SET source = NULL, text = ? WHERE tenant = ? AND id = ?",
-                (text, tenant, document),
+                (self._sealed(tenant, document, "text", text), tenant, document),
             )
 
     def change(self, tenant: str, document: str, *, owner: str | None = None, **fields: Any) -> Document:
@@ -187,7 +191,7 @@ class DocumentStore:
             ).fetchone()
             if row is None:
                 return None
-            found = _document(row)
+            found = self._document(row)
             db.execute(
                 "UPDATE documents SET lease = ?, lease_until_s = ? WHERE seq = ?",
                 (owner, now_s + self.lease_s, found.seq),
@@ -263,7 +267,13 @@ class DocumentStore:
 
     def erase(self, tenant: str, document: str) -> None:
         """Erase a document, so that neither the file nor its log holds a byte of it."""
+        sealer = self._tables.sealer
         with self._tables.writing(tenant, WRITES) as db:
+            others = db.execute(
+                "SELECT 1 FROM documents WHERE tenant = ? AND id <> ? LIMIT 1", (tenant, document)
+            ).fetchone()
+            if sealer is not None and others is None:
+                sealer.destroy(tenant)  # of its last document: before the rows
             for table in ("documents", "texts", "uses"):
                 db.execute(f"DELETE FROM {table} WHERE tenant = ? AND id = ?", (tenant, document))
         self._tables.erased()
@@ -276,6 +286,29 @@ class DocumentStore:
         """Close the tables."""
         self._tables.close()
 
+    def _sealed(self, tenant: str, document: str, part: str, text: str) -> str:
+        sealer = self._tables.sealer
+        if sealer is None:
+            return text
+        sealed = sealer.seal(tenant, (document, part), text.encode())
+        return SEALED_TEXT + b64encode(sealed).decode("ascii")
+
+    def _sealed_source(self, document: Document, source: bytes) -> bytes:
+        sealer = self._tables.sealer
+        return source if sealer is None else sealer.seal(document.tenant, (document.id, "source"), source)
+
+    def _opened(self, tenant: str, document: str, part: str, text: str) -> str:
+        """Return a text as it was; empty if its key is gone."""
+        sealer = self._tables.sealer
+        if sealer is None or not text.startswith(SEALED_TEXT):
+            return text
+        return sealer.open(tenant, (document, part), b64decode(text[len(SEALED_TEXT) :])).decode()
+
+    def _document(self, row: tuple[Any, ...]) -> Document:
+        values = dict(zip(COLUMNS, row, strict=True))
+        found = Document(**values | {"entries": tuple(parse_json(values["entries"]))})
+        return replace(found, title=self._opened(found.tenant, found.id, "title", found.title))
+
 
 def _check_bytes(nbytes: int, quota: Quota) -> None:
     if nbytes > quota.bytes_max:
@@ -287,8 +320,3 @@ def _check_bytes(nbytes: int, quota: Quota) -> None:
 def _row(document: Document) -> dict[str, Any]:
     values = {name: getattr(document, name) for name in COLUMNS}
     return values | {"entries": json.dumps(document.entries)}
-
-
-def _document(row: tuple[Any, ...]) -> Document:
-    values = dict(zip(COLUMNS, row, strict=True))
-    return Document(**values | {"entries": tuple(parse_json(values["entries"]))})

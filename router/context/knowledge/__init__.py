@@ -38,6 +38,7 @@ from samovar.router.context.knowledge.entries import (
     RecordKind,
     Records,
     Rows,
+    RowSealer,
     StateChanged,
     StoreBusy,
     Tables,
@@ -80,12 +81,15 @@ from samovar.router.context.knowledge.retrieval import (
     tells,
     words_of,
 )
-from samovar.router.context.knowledge.sqlite_file import SqliteFile
+from samovar.router.context.knowledge.sqlite_file import IN_MEMORY, SqliteFile
+from samovar.router.context.knowledge.sqlite_schema import SCHEMAS
 from samovar.router.context.knowledge.sqlite_store import SqliteStore, store_file, store_folder
 
 __all__ = [
+    "IN_MEMORY",
     "KINDS",
     "RANKINGS",
+    "SCHEMAS",
     "STEM_CHARS",
     "WORD",
     "Approval",
@@ -123,6 +127,7 @@ __all__ = [
     "Records",
     "RevertAllBody",
     "RevertBody",
+    "RowSealer",
     "Rows",
     "SearchBody",
     "SqliteFile",

@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from samovar.cache_tiers.blocks import SEALED_TEXT
+
 Kind = Literal[
     "schema",
     "metric_definition",
@@ -58,6 +60,17 @@ class Content:
     def words(self) -> str:
         """All its text, for an embedding."""
         return "\n".join(part for part in (self.title, " ".join(self.topics), self.text) if part)
+
+    @property
+    def indexed(self) -> tuple[str, str, str]:
+        """Title, text and topics as a store's indexes have them: of what is sealed nothing."""
+        is_sealed = self.text.startswith(SEALED_TEXT)
+        return ("", "", "") if is_sealed else (self.title, self.text, " ".join(self.topics))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it names, of what is indexed."""
+        return names_in(self.words) if any(self.indexed) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +121,10 @@ class Change:
     of_number: int | None = None
     vector: Vector | None = None
 
+    def at(self, ref: EntryRef) -> Change:
+        """Return it as a store is to write it, now that it is known as which version."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedTurn:
@@ -126,12 +143,14 @@ class Limits:
     tags_max: int
 
 
-RecordKind = Literal["turn", "candidate", "log", "questions"]
+RecordKind = Literal["turn", "candidate", "log", "questions", "key"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopRecord:
-    """What the loop keeps of a tenant beside its entries: turns, candidates, rows of its log, its questions.
+    """What is kept of a tenant beside its entries: turns, candidates, rows of the loop's log, its questions.
+
+    And the wrapped keys that its rows are sealed with (`router/context/sealed`).
 
     `body`: JSON. `turn`: the answer that it is about; `session`: the conversation that the answer is of.
     `state`: of a candidate. `key`: a digest by which equal ones are found. `at_s`, `expires_s`: Unix times;
@@ -219,14 +238,32 @@ class Rows(Protocol):
         ...
 
 
+class RowSealer(Protocol):
+    """Seals what rows say with a key of their tenant. Raises `KnowledgeError` where that cannot be had."""
+
+    def seal(self, tenant: str, name: Sequence[str], said: bytes) -> bytes:
+        """Return what a row says, sealed for the row of that name."""
+        ...
+
+    def open(self, tenant: str, name: Sequence[str], sealed: bytes) -> bytes:
+        """Return what a row says; what is not sealed as it is, and nothing if its key is gone."""
+        ...
+
+    def destroy(self, tenant: str) -> None:
+        """Destroy the keys of a tenant: what they have sealed is as good as erased."""
+        ...
+
+
 class Tables(Protocol):
     """Tables of one schema in SQLite or PostgreSQL, for statements that both understand. Thread-safe.
 
     A row with a tenant is seen and changed by statements for that tenant only. Raises `KnowledgeError`.
     `skip_locked`: ends a subquery whose rows are to be changed, and passes over those that another changes.
+    `sealer`: of the texts in them; None: they are as they are.
     """
 
     skip_locked: str
+    sealer: RowSealer | None
 
     def by(self, index: str) -> str:
         """Return what follows a table's name so that rows are looked up by an index, where that needs it."""
@@ -276,6 +313,10 @@ class Records(Protocol):
         after: str = "",
     ) -> list[LoopRecord]:
         """Return records that fit all that is given, the newest first; `after`: from behind that id on."""
+        ...
+
+    def of_all(self, kind: RecordKind) -> list[tuple[str, LoopRecord]]:
+        """Return the records of a kind, of all tenants, each with its tenant."""
         ...
 
     def count(

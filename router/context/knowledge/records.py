@@ -100,6 +100,14 @@ class StoredRecords:
             ).fetchall()
         return [record_of(row, self._embedder) for row in rows]
 
+    def of_all(self, kind: RecordKind) -> list[tuple[str, LoopRecord]]:
+        """Return the records of a kind, of all tenants, each with its tenant."""
+        with self._tables.reading("") as db, self._tables.everyone(db):
+            rows = db.execute(
+                f"SELECT tenant, {COLUMNS} FROM records WHERE kind = ? ORDER BY id", (kind,)
+            ).fetchall()
+        return [(row[0], record_of(row[1:], self._embedder)) for row in rows]
+
     def count(
         self,
         tenant: str,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from samovar.router.context.knowledge.entries import KnowledgeError, Rows, StoreBusy
+from samovar.router.context.knowledge.entries import KnowledgeError, Rows, RowSealer, StoreBusy
 
 logger = logging.getLogger(__name__)
 
@@ -258,6 +258,7 @@ class SqliteTables:
     """See `Tables`: those of a file. `is_own`: it is closed with them."""
 
     skip_locked = ""
+    sealer: RowSealer | None = None
 
     def __init__(self, file: SqliteFile, *, is_own: bool = False) -> None:
         self.file = file

@@ -80,7 +80,7 @@ OLD_PARTS = (
         " AND v.at_s > %s)",
     ),
     ("turns", "%s IS NOT NULL"),  # all: nothing says when they were, and they have no text of their own
-    ("records", "at_s <= %s"),
+    ("records", "at_s <= %s AND kind <> 'key'"),  # keys go by themselves: they open what stays, too
 )
 """What else leaves, before the entries do, and of which table. Tags of states since then stay."""
 
@@ -114,10 +114,9 @@ def make_words(db: sqlite3.Connection, number: int) -> str:
 
 def put_words(db: sqlite3.Connection, table: str, made: EntryVersion) -> None:
     """Write a version into a table of words."""
-    content = made.content
     db.execute(
         f"INSERT INTO main.{table}(rowid, title, text, topics) VALUES(?, ?, ?, ?)",
-        (made.seq, content.title, content.text, " ".join(content.topics)),
+        (made.seq, *made.content.indexed),
     )
 
 

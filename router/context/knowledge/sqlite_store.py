@@ -37,7 +37,6 @@ from samovar.router.context.knowledge.entries import (
     StateChanged,
     Vector,
     VersionConflict,
-    names_in,
     new_entry_id,
 )
 from samovar.router.context.knowledge.records import StoredRecords
@@ -188,13 +187,14 @@ class SqliteStore:
                     f"version {before.ref.number} of {entry} is the newest, and the change is based on "
                     f"{change.base}"
                 )
+        nbytes, change = version_bytes(change), change.at(EntryRef(entry, number))
         content, origin, at_s = change.content, change.provenance, self._clock()
         topics = json.dumps(content.topics, ensure_ascii=False)
         row = (tenant, entry, number, change.operation, content.kind, content.title, content.text, topics)
         cursor = db.execute(
             "INSERT INTO versions(tenant, entry, number, operation, kind, title, text, topics, who, why,"
             " turn, at_s, of_number, nbytes) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*row, origin.who, origin.why, origin.turn, at_s, change.of_number, version_bytes(change)),
+            (*row, origin.who, origin.why, origin.turn, at_s, change.of_number, nbytes),
         )
         seq = cast(int, cursor.lastrowid)
         made = EntryVersion(
@@ -218,7 +218,7 @@ class SqliteStore:
         put_words(db, table, made)
         db.executemany(
             "INSERT INTO names(tenant, name, seq) VALUES(?, ?, ?)",
-            [(tenant, name, made.seq) for name in names_in(made.content.words)],
+            [(tenant, name, made.seq) for name in made.content.names],
         )
         if vector is not None:
             self._put_vector(db, tenant, made.seq, vector)
@@ -232,10 +232,9 @@ class SqliteStore:
     def _unindex(self, db: sqlite3.Connection, table: str, made: EntryVersion) -> None:
         if made.operation == "retire":
             return
-        content = made.content
         db.execute(
             f"INSERT INTO {table}({table}, rowid, title, text, topics) VALUES('delete', ?, ?, ?, ?)",
-            (made.seq, content.title, content.text, " ".join(content.topics)),
+            (made.seq, *made.content.indexed),
         )
         db.execute("DELETE FROM names WHERE seq = ?", (made.seq,))
         db.execute("DELETE FROM vectors WHERE seq = ?", (made.seq,))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from samovar.cache_tiers.encryption.keys import OuterKeys, SessionKeyFile
+from samovar.cache_tiers.encryption.keys import SessionKeyFile
+from samovar.cache_tiers.encryption.outer import OuterKeys
 from samovar.cache_tiers.encryption.tier import EncryptedTier
 from samovar.cache_tiers.media.files import Syscalls
 from samovar.cache_tiers.media.tier import Tier

@@ -41,6 +41,7 @@ class Desk:
         "from tests.support.router.knowledge_desks import postgres\n"
     )
     code: str
+    is_sealed = False
 
     def __init__(self) -> None:
         self.now_s = 1000.0

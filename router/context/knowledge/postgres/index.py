@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samovar.router.context.knowledge.entries import EntryVersion, Vector, names_in
+from samovar.router.context.knowledge.entries import EntryVersion, Vector
 from samovar.router.context.knowledge.postgres.connections import Connection
 from samovar.router.context.knowledge.postgres.words import Tokenizer, columns_of, postings_of
 
@@ -53,7 +53,7 @@ def index(
             ["{" + ",".join(map(str, posting.places)) + "}" for _, posting in postings],
         ),
     )
-    names = [(one.seq, name) for one in live for name in names_in(one.content.words)]
+    names = [(one.seq, name) for one in live for name in one.content.names]
     db.execute(
         "INSERT INTO names(tenant, name, seq) SELECT %s, n.* FROM unnest(%s::text[], %s::bigint[]) AS n",
         (tenant, [name for _, name in names], [seq for seq, _ in names]),

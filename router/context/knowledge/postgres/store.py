@@ -30,6 +30,7 @@ from samovar.router.context.knowledge.entries import (
     PlacedTurn,
     QuotaExceeded,
     Rows,
+    RowSealer,
     StateChanged,
     Vector,
     VersionConflict,
@@ -154,17 +155,18 @@ class PostgresStore:
                     f"{change.base}"
                 )
             heads[entry] = heads.get(entry, 0) + 1
-            numbered.append((EntryRef(entry, heads[entry]), change))
+            ref = EntryRef(entry, heads[entry])
+            numbered.append((ref, change.at(ref), version_bytes(change)))
         cursor = db.cursor()
         cursor.executemany(
             "INSERT INTO versions(tenant, entry, number, operation, kind, title, text, topics, who, why,"
             " turn, at_s, of_number, nbytes) VALUES(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
             " RETURNING seq",
-            [_row(tenant, ref, change, at_s) for ref, change in numbered],
+            [_row(tenant, ref, change, at_s, nbytes) for ref, change, nbytes in numbered],
             returning=True,
         )
         made = []
-        for (ref, change), result in zip(numbered, cursor.results(), strict=True):
+        for (ref, change, _), result in zip(numbered, cursor.results(), strict=True):
             (seq,) = _one(result)
             made.append(
                 EntryVersion(
@@ -510,11 +512,11 @@ def _kinds(kinds: Collection[Kind]) -> tuple[bool, list[Kind]]:
     return not kinds, list(kinds)
 
 
-def _row(tenant: str, ref: EntryRef, change: Change, at_s: float) -> tuple[Any, ...]:
+def _row(tenant: str, ref: EntryRef, change: Change, at_s: float, nbytes: int) -> tuple[Any, ...]:
     content, origin = change.content, change.provenance
     topics = json.dumps(content.topics, ensure_ascii=False)
     said = (change.operation, content.kind, content.title, content.text, topics)
-    made = (origin.who, origin.why, origin.turn, at_s, change.of_number, version_bytes(change))
+    made = (origin.who, origin.why, origin.turn, at_s, change.of_number, nbytes)
     return (tenant, ref.entry, ref.number, *said, *made)
 
 
@@ -537,6 +539,7 @@ class PostgresTables:
     """See `Tables`."""
 
     skip_locked = " FOR UPDATE SKIP LOCKED"
+    sealer: RowSealer | None = None
 
     def __init__(self, database: Database) -> None:
         self._database = database

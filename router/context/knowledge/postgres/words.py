@@ -90,7 +90,7 @@ def postings_of(tokens: Sequence[Token]) -> list[Posting]:
 
 def columns_of(content: Content) -> tuple[str, str, str]:
     """Return what is indexed of an entry."""
-    return content.title, content.text, " ".join(content.topics)
+    return content.indexed
 
 
 # A word of a question may be several tokens (`orders_raw`), which count where they follow each other.

@@ -14,9 +14,9 @@ from samovar.cache_tiers.encryption.keys import (
     LEASE_S,
     SLOT_BYTES,
     LeasedKeys,
-    OuterKeys,
     SessionKeyFile,
 )
+from samovar.cache_tiers.encryption.outer import OuterKeys
 from samovar.cache_tiers.encryption.tier import SessionKey
 from tests.support.clock import Clock
 from tests.support.nodes.encrypted import OTHER_OUTER, OUTER, key_file, outer_file

@@ -14,6 +14,7 @@ from samovar.router.context.documents.document import new_document_id
 from samovar.router.context.documents.store import FILE_NAME, SCHEMAS
 from samovar.router.context.knowledge import EntryNotFound, QuotaExceeded
 from tests.support.router.knowledge_desks import Desk, PostgresDesk, SqliteDesk
+from tests.support.router.sealed_desks import SealedDesk, SealedPostgresDesk
 
 QUOTA = Quota(100, 2**20)
 
@@ -44,11 +45,15 @@ class Shop:
         return self.store.add(document, text, quota)
 
 
-@pytest.fixture(params=["file", "postgres"])
+@pytest.fixture(params=["file", "postgres", "sealed", "sealed-postgres"])
 def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shop]:
     desk: Desk
     if request.param == "file":
         desk = SqliteDesk(tmp_path / "data" / "knowledge.sqlite")
+    elif request.param == "sealed":
+        desk = SealedDesk(tmp_path / "data" / "knowledge.sqlite")
+    elif request.param == "sealed-postgres":
+        desk = SealedPostgresDesk(request.getfixturevalue("postgres_server"), tmp_path / "keys")
     else:
         desk = PostgresDesk(request.getfixturevalue("postgres_server"))
     made = Shop(desk)
