@@ -30,6 +30,9 @@ LISTED = {
     "world-clear-not-noted": 7000025,
     "world-repeated-clear-is-done": 7000025,
     "world-deletion-never-ends": 2,
+    "world-lost-peer-is-waited-for": 9000012,
+    "world-joins-while-reading": 10000118,
+    "world-model-not-flushed": 10000000,
 }
 """Planted bugs (`tests/mutants/world.toml`), and a seed that finds each: every gate lives through these."""
 FOUND = (41742903000047, 5000037, 7000006)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samovar.cache_tiers.forecast import learner
 from samovar.cache_tiers.media import files, s3_client
 from samovar.cache_tiers.node import state as node_state
 from samovar.configs.sections import S3TierSettings, TierSettings
@@ -29,6 +30,7 @@ from tests.world.front import LISTED_S, SETTINGS, WATCH_S, Directory, Front, Rep
 from tests.world.machine import Machine, Shape
 from tests.world.model import Conversation
 from tests.world.network import Network
+from tests.world.returns import YOUNG_TURNS, Returns, learning
 from tests.world.scheduler import Process, Scheduler, Violation
 from tests.world.threads import inhabited
 
@@ -64,6 +66,7 @@ class Life:
     def __init__(self, seed: int, root: Path, plan: Sequence[Fault] | None = None) -> None:
         rng = random.Random(f"settings {seed}")
         self.seed = seed
+        self._root = root
         nodes, has_bucket = rng.choice((1, 2, 2, 3, 4)), rng.random() < 0.6
         tenants, self._clients_count = rng.choice((2, 3)), rng.choice((2, 4, 8))
         preempt_rate = rng.choice((0.0, 0.02, 0.2))
@@ -74,10 +77,14 @@ class Life:
         self.bucket = Bucket(self.here, self.faults)
         self.network = Network(self.here, self.faults)
         shape = _shape(rng, has_bucket)
-        self.machines = [
-            Machine(self.here, self.faults, self.network, shape, number, root / str(number), self.seen)
-            for number in range(nodes)
-        ]
+        learns = random.Random(f"learns {seed}").random() < 0.25
+        if learns:
+            shape = Shape(learning(shape.settings), shape.bytes_max, learns=True)
+        self.machines = [self._machine(shape, number) for number in range(nodes)]
+        self.returns: Returns | None = None
+        if learns:
+            join = partial(self._join, shape)
+            self.returns = Returns(self.here, self.faults, self.machines, self.seen, seed, join)
         self.setting = (
             f"{nodes} nodes, {tenants} tenants, {self._clients_count} clients, preempted {preempt_rate:g}, "
             f"{shape.settings.policy.name}, {', '.join(f'{k} {v}' for k, v in shape.bytes_max.items())}"
@@ -85,10 +92,21 @@ class Life:
         self.desk = Desk(here=self.here, seen=self.seen, seed=seed) if rng.random() < 0.3 else None
         self._fronts_count = rng.choice((0, 1, 2))
         self._rng = random.Random(f"chaos {seed}")
-        self._root = root
         self._tenants = tenants
         self.replicas: list[Replica] = []
         self.fronts: list[Front] = []
+
+    def _machine(self, shape: Shape, number: int) -> Machine:
+        return Machine(
+            self.here, self.faults, self.network, shape, number, self._root / str(number), self.seen
+        )
+
+    def _join(self, shape: Shape) -> Machine:
+        """Put a new node beside the others, which it has nothing to do with so far."""
+        machine = self._machine(shape, len(self.machines))
+        self.machines.append(machine)
+        machine.start()
+        return machine
 
     def run(self) -> Outcome:
         here = self.here
@@ -99,6 +117,7 @@ class Life:
             self.clients = Clients(
                 here, self.faults, self.network, self.machines, self.door, self.seen, self.seed, self._tenants
             )
+            self.clients.tells_turns = self.returns is not None
             if self.desk is not None:
                 self.desk.start()
             users = here.process("clients")
@@ -302,6 +321,8 @@ class Life:
             machine.node.check_integrity()
         if self.fronts and not self.here.violations:
             self._judge_routes()
+        if self.returns is not None and not self.here.violations:
+            self.returns.judge()
 
     def _judge_routes(self) -> None:
         """All is well: a session stays where it was, whichever front it comes to, until its node leaves."""
@@ -399,6 +420,8 @@ class Life:
             (node_state, "Syscalls", self._disk),
             (files, "take_lock", lambda path: self._disk().take_lock(path)),
             (s3_client, "_connect", lambda _settings: self.bucket),
+            (learner, "Syscalls", self._disk),
+            (learner, "JUDGED_MIN", YOUNG_TURNS),
         ]
         before = [getattr(of, name) for of, name, _ in seams]
         for of, name, ours in seams:

@@ -34,10 +34,14 @@ SCAN_S_MAX = 5.0
 
 @dataclass(frozen=True)
 class Shape:
-    """How the machines of a seed are made. `bytes_max`: of each tier that there is."""
+    """How the machines of a seed are made. `bytes_max`: of each tier that there is.
+
+    `learns`: with a predictor that is saved, and told to others; else with one that only counts.
+    """
 
     settings: TierSettings
     bytes_max: dict[TierName, int]
+    learns: bool = False
 
 
 class Machine(Home):
@@ -144,17 +148,30 @@ class Machine(Home):
                 Calls(self._network, self.number),
                 LazyLink(None, "not in this world"),
             ),
-            make_predictor=lambda: TypeKm(settings.predictor),
+            make_predictor=None if self._shape.learns else lambda: TypeKm(settings.predictor),
         )
         node.start(SCAN_S_MAX)
         self.tiers = tiers
         self.node = node
         self._here.tell("up")
+        if self._shape.learns:
+            self._here.spawn(process, "watch", lambda: self._watch(node))
         for number in itertools.count(1):
             self._here.sleep(TICK_S)
             node.tick()
             if number % CHECKED_EVERY == 0:
                 node.check_integrity()
+
+    def _watch(self, node: TierNode) -> None:
+        """Meet nodes that are new, as the watch of a cluster does (`actors/cluster_watch.py`)."""
+        met: set[str] = set()
+        while True:
+            there = {name for name, home in self._network.homes.items() if home.node is not None}
+            came = node.peers.meet(sorted(there - met - {self.name}))
+            met = (met & there) | came
+            if came and node.resumption.is_new:
+                node.resumption.start_from(node.peers.learned(sorted(came)))
+            self._here.sleep(TICK_S)
 
     def _files(self) -> NvmeTier:
         return NvmeTier(
