@@ -76,6 +76,8 @@ class Clients:
         self._seen = seen
         self._rng = random.Random(f"clients {seed}")
         self._number = 0
+        self.pause_s = 1.0
+        """Of each client between two requests, on average."""
         self.tells_turns = False
         """Whether nodes hear of the turns: where they learn who comes back."""
         self.now: dict[tuple[bytes, bytes], Conversation] = {}
@@ -92,7 +94,7 @@ class Clients:
         """One client's life: one request after the other, at any node, of any tenant."""
         kinds = ["turn", "read", "ghost", "stale", "foreign", "demote", "erase", "erase tenant"]
         while self._here.now_s < until_s:
-            self._here.sleep(self._rng.expovariate(1.0))
+            self._here.sleep(self._rng.expovariate(1.0 / self.pause_s))
             kind = self._rng.choices(kinds, [40, 15, 8, 6, 3, 4, 6, 1])[0]
             talked = [one for one in self.now.values() if one.turns or not kind.startswith("erase")]
             conversation = self._rng.choice(talked or list(self.now.values()))

@@ -61,16 +61,22 @@ class Outcome:
 
 
 class Life:
-    """A seed's cluster. `plan`: its faults; None: those of the seed."""
+    """A seed's cluster. `plan`: its faults; None: those of the seed. `lasts_s`: before all is well again."""
 
-    def __init__(self, seed: int, root: Path, plan: Sequence[Fault] | None = None) -> None:
+    pause_s = 1.0
+    """Of each user between two requests, on average."""
+
+    def __init__(
+        self, seed: int, root: Path, plan: Sequence[Fault] | None = None, lasts_s: float = LASTS_S
+    ) -> None:
         rng = random.Random(f"settings {seed}")
         self.seed = seed
         self._root = root
+        self._lasts_s = lasts_s
         nodes, has_bucket = rng.choice((1, 2, 2, 3, 4)), rng.random() < 0.6
         tenants, self._clients_count = rng.choice((2, 3)), rng.choice((2, 4, 8))
         preempt_rate = rng.choice((0.0, 0.02, 0.2))
-        self.plan = drawn(seed, nodes, has_bucket, LASTS_S) if plan is None else list(plan)
+        self.plan = drawn(seed, nodes, has_bucket, lasts_s) if plan is None else list(plan)
         self.here = Scheduler(seed, preempt_rate)
         self.seen: Counter[str] = Counter()
         self.faults = Faults(self.here, self.plan, seed)
@@ -118,11 +124,12 @@ class Life:
                 here, self.faults, self.network, self.machines, self.door, self.seen, self.seed, self._tenants
             )
             self.clients.tells_turns = self.returns is not None
+            self.clients.pause_s = self.pause_s
             if self.desk is not None:
                 self.desk.start()
             users = here.process("clients")
             tasks = [
-                here.spawn(users, f"client-{number}", lambda: self.clients.live(LASTS_S))
+                here.spawn(users, f"client-{number}", lambda: self.clients.live(self._lasts_s))
                 for number in range(self._clients_count)
             ]
             self.directory = Directory(here, self.machines)
@@ -132,7 +139,7 @@ class Life:
             self._chaos()
             while not all(task.is_done for task in tasks) and not here.violations:
                 here.sleep(1.0)
-                if here.now_s > LASTS_S + 2000.0:
+                if here.now_s > self._lasts_s + 2000.0:
                     here.violate("for ever", "a client waits for an answer that does not come")
             if not here.violations:
                 self._settle()
@@ -173,8 +180,8 @@ class Life:
 
     def _chat(self, front: Front) -> None:
         """A user's life before a front."""
-        while self.here.now_s < LASTS_S and not self.here.violations:
-            self.here.sleep(self._rng.expovariate(1.0))
+        while self.here.now_s < self._lasts_s and not self.here.violations:
+            self.here.sleep(self._rng.expovariate(1.0 / self.clients.pause_s))
             front.ask(self._rng.choice(list(self.clients.now.values())))
 
     # -- the life ---------------------------------------------------------------------------
@@ -190,7 +197,7 @@ class Life:
             self.seen[f"fault: {fault.kind}"] += 1
             self.here.tell(f"{fault}")
             self._strike(fault)
-        self._until(LASTS_S)
+        self._until(self._lasts_s)
 
     def _strike(self, fault: Fault) -> None:
         machine = self.machines[fault.target]
@@ -298,7 +305,7 @@ class Life:
                     yield f"{machine.name}: the bucket is not listed"
 
     def _is_old(self, row: Any) -> bool:
-        return bool(row.listed_ago_s > self.here.now_s - LASTS_S)
+        return bool(row.listed_ago_s > self.here.now_s - self._lasts_s)
 
     def _judge(self) -> None:
         """All is quiet: are the books right, is what was erased gone, and is the rest served?"""

@@ -24,6 +24,13 @@ YOUNG_TURNS = 6
 SAVE_S = 3.0
 SAVED_S = 4 * SAVE_S
 """By then everything is saved, where nothing goes on."""
+SMALL = {
+    "save_s": SAVE_S,
+    "learning_turns_min": YOUNG_TURNS,
+    "replay_turns": 100,
+    "saved_turns": 100,
+    "guard_outcomes": 100,
+}
 STARTS_S = 60.0
 ON_DISK = ("disk error", "disk full", "bad read", "torn write")
 """Faults for which a predictor may fail: it could not be saved, or what was saved could not be read."""
@@ -31,7 +38,7 @@ ON_DISK = ("disk error", "disk full", "bad read", "torn write")
 
 def learning(settings: TierSettings) -> TierSettings:
     """Return settings with which nodes learn, soon enough for a life."""
-    predictor = tuned(PredictorSettings(sessions_max=20), save_s=SAVE_S, learning_turns_min=YOUNG_TURNS)
+    predictor = tuned(PredictorSettings(sessions_max=20), **SMALL)
     policy = settings.policy.model_copy(update={"name": "learned"})
     return settings.model_copy(update={"predictor": predictor, "policy": policy})
 
