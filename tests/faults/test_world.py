@@ -33,6 +33,8 @@ LISTED = {
     "world-lost-peer-is-waited-for": 9000012,
     "world-joins-while-reading": 10000118,
     "world-model-not-flushed": 10000000,
+    "world-leaves-with-deletes": 10000098,
+    "world-never-fewer-replicas": 10000098,
 }
 """Planted bugs (`tests/mutants/world.toml`), and a seed that finds each: every gate lives through these."""
 FOUND = (41742903000047, 5000037, 7000006)

@@ -31,10 +31,13 @@ from tests.world.machine import Machine, Shape
 from tests.world.model import Conversation
 from tests.world.network import Network
 from tests.world.returns import YOUNG_TURNS, Returns, learning
+from tests.world.scaling import Scaler
 from tests.world.scheduler import Process, Scheduler, Violation
 from tests.world.threads import inhabited
 
 LASTS_S = 60.0
+SCALES_SHARE = 0.3
+"""Of the lives with fronts: those whose replicas and nodes come and go by what is asked of them."""
 SETTLES_MAX = 60
 SETTLE_S = 20.0
 RECORD_BYTES = 4096
@@ -99,6 +102,8 @@ class Life:
         self._fronts_count = rng.choice((0, 1, 2))
         self._rng = random.Random(f"chaos {seed}")
         self._tenants = tenants
+        self._scales = random.Random(f"scale {seed}").random() < SCALES_SHARE
+        self.scaler: Scaler | None = None
         self.replicas: list[Replica] = []
         self.fronts: list[Front] = []
 
@@ -143,6 +148,8 @@ class Life:
                     here.violate("for ever", "a client waits for an answer that does not come")
             if not here.violations:
                 self._settle()
+            if self.scaler is not None and not here.violations:
+                self._judge_scaling(self.scaler)
             if not here.violations:
                 self._judge()
             outcome = self._outcome()
@@ -177,6 +184,10 @@ class Life:
             for number in range(self._fronts_count)
         ]
         self.here.spawn(self.here.process("directory"), "watch", watch)
+        if self._scales:
+            self.scaler = Scaler(
+                self.here, self.machines, self.replicas, self.directory, self.seen, self.seed
+            )
 
     def _chat(self, front: Front) -> None:
         """A user's life before a front."""
@@ -220,6 +231,8 @@ class Life:
 
     def _restart(self, replica: Replica) -> None:
         replica.crash()
+        if self.scaler is not None:
+            return  # which has another one started, if one is wanted
         self.here.sleep(self._rng.choice((0.1, 3.0, 20.0)) * self._rng.random())
         replica.start()
 
@@ -244,7 +257,7 @@ class Life:
         if machine.lives == life:  # else it crashed while it stopped, and was started after that
             machine.start()
         self.directory.draining.discard(machine.name)
-        for replica in self._beside(machine):
+        for replica in self._beside(machine) if self.scaler is None else ():
             replica.start()
 
     def _until(self, at_s: float) -> None:
@@ -285,10 +298,13 @@ class Life:
             yield "the desk has work left"
         for front in self.fronts:
             held = {name: front.tracker.open_requests(name) for name in front.tracker.nodes}
-            if len(held) < len(self.replicas) or any(held.values()):
+            there = len(self.replicas if self.scaler is None else self.scaler.live)
+            if len(held) < there or any(held.values()):
                 yield f"a front has {held} open at its replicas"
         for machine in self.machines:
             node = machine.node
+            if self.scaler is not None and self.scaler.is_away(machine):
+                continue
             if node is None or not machine.is_up:
                 yield f"{machine.name} is not up"
                 continue
@@ -331,6 +347,21 @@ class Life:
         if self.returns is not None and not self.here.violations:
             self.returns.judge()
 
+    def _judge_scaling(self, scaler: Scaler) -> None:
+        """Nodes leave and come back: sessions go on where a copy is, and all that is judged later holds."""
+        live = [one for one in self.clients.now.values() if one.turns][:4]
+
+        def chat(until_s: float) -> None:
+            while self.here.now_s < until_s and not self.here.violations:
+                self.here.sleep(0.1)  # where all are full, the refusal takes no time
+                self._rng.choice(self.fronts).ask(self._rng.choice(list(self.clients.now.values())))
+
+        scaler.judge(chat)
+        if not self.here.violations:
+            self._judge_resumed(live)
+        scaler.end()
+        self._settle()
+
     def _judge_routes(self) -> None:
         """All is well: a session stays where it was, whichever front it comes to, until its node leaves."""
         live = [one for one in self.clients.now.values() if one.turns][:4]
@@ -351,6 +382,9 @@ class Life:
         """A node leaves: what others have of its sessions, from the beginning on, a next turn finds."""
         self._leave(self.machines[0])
         self.here.sleep(WATCH_S + LISTED_S + 4 * SETTINGS.sync_s)
+        self._judge_resumed(live)
+
+    def _judge_resumed(self, live: Sequence[Conversation]) -> None:
         for one in live:
             begins = [made.header.address for made in one.made.values() if made.header.first_block == 0]
             held = {
