@@ -36,7 +36,9 @@ from tests.world.scheduler import Process, Scheduler, Violation
 from tests.world.threads import inhabited
 
 LASTS_S = 60.0
-SCALES_SHARE = 0.3
+LEARNS, LEARNS_SHARE = "memory known", 0.25
+"""Lives whose nodes learn who comes back. With these words, seeds listed before them are what they were."""
+SCALES, SCALES_SHARE = "tide demand", 0.3
 """Of the lives with fronts: those whose replicas and nodes come and go by what is asked of them."""
 SETTLES_MAX = 60
 SETTLE_S = 20.0
@@ -86,7 +88,7 @@ class Life:
         self.bucket = Bucket(self.here, self.faults)
         self.network = Network(self.here, self.faults)
         shape = _shape(rng, has_bucket)
-        learns = random.Random(f"learns {seed}").random() < 0.25
+        learns = random.Random(f"{LEARNS} {seed}").random() < LEARNS_SHARE
         if learns:
             shape = Shape(learning(shape.settings), shape.bytes_max, learns=True)
         self.machines = [self._machine(shape, number) for number in range(nodes)]
@@ -102,7 +104,7 @@ class Life:
         self._fronts_count = rng.choice((0, 1, 2))
         self._rng = random.Random(f"chaos {seed}")
         self._tenants = tenants
-        self._scales = random.Random(f"scale {seed}").random() < SCALES_SHARE
+        self._scales = random.Random(f"{SCALES} {seed}").random() < SCALES_SHARE
         self.scaler: Scaler | None = None
         self.replicas: list[Replica] = []
         self.fronts: list[Front] = []

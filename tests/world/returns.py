@@ -70,7 +70,7 @@ class Returns:
         self._join = join
 
     def judge(self) -> None:
-        """All is quiet: nothing has failed but for the disk, nothing is lost by a crash, and all of it is told."""
+        """All is quiet: nothing failed but for the disk, a crash loses nothing, and all of it is told."""
         self._here.sleep(SAVED_S)
         learned = [(machine, self._learned(machine)) for machine in self._machines if machine.is_up]
         for machine, _ in learned:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -125,9 +126,9 @@ class Soak(Life):
 
 
 class Held:
-    """What the product holds, by a walk from its parts and its modules; nothing that was there when this began.
+    """What the product holds, by a walk from its parts and modules; nothing that was there when this began.
 
-    Objects of the tests end the walk, and so does what was imported, but for modules' and classes' containers.
+    Objects of the tests end the walk, and what was imported does, but for containers of modules and classes.
     """
 
     def __init__(self) -> None:
@@ -178,28 +179,29 @@ LEAKS: dict[str, tuple[Any, str]] = {
     "threads": (TierNode, "lookup"),
     "rows": (SessionDirectory, "turn_ended"),
 }
-"""Where each is planted, to see that it is noticed: something stays behind with every tenth call."""
+"""Where each is planted, to see that it is noticed: something stays behind with every second call."""
 
 
 def leaking(kind: str, root: Path) -> Callable[..., Any]:
     """Return the method of `LEAKS[kind]`, leaving something behind."""
     of, name = LEAKS[kind]
-    whole, kept, calls = getattr(of, name), list[Any](), [0]
+    whole, calls = getattr(of, name), count()
 
     def leak(self: Any, what: Any) -> Any:
-        calls[0] += 1
-        found = whole(self, what)
-        if calls[0] % 10 == 0:
-            if kind == "memory":
-                kept.append(found)
-            elif kind == "files":
-                kept.append((root / f"left-{calls[0]}").open("wb"))
-            elif kind == "threads":
-                THREADING.Thread(THREADING.Event().wait, name="left").start()
-            else:
-                self.table.turn(
-                    what.tenant, calls[0].to_bytes(20, "big"), home="", node="", tokens=1, now_unix_s=0.0
-                )
+        number, found = next(calls), whole(self, what)
+        left = self.__dict__.setdefault("left", [])
+        if number % 2:
+            return found
+        if kind == "memory":
+            left.append(found)
+        elif kind == "files":
+            left.append((root / f"left-{number}").open("wb"))
+        elif kind == "threads":
+            THREADING.Thread(THREADING.Event().wait, name="left").start()
+        else:
+            self.table.turn(
+                what.tenant, number.to_bytes(20, "big"), home="", node="", tokens=1, now_unix_s=0.0
+            )
         return found
 
     return leak

@@ -276,7 +276,7 @@ def test_a_file_with_other_bins_is_put_aside_with_one_line(
 
 
 def test_what_the_file_held_is_said_once_it_is_read() -> None:
-    """Found by the world, seed 10000118: a node that joined meanwhile took itself for one that had read it."""
+    """Found by the world, seed 10000118: a node that joined meanwhile asked nobody else."""
     said: list[str] = []
 
     def restored(_: object) -> str:
