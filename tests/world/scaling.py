@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,11 +168,11 @@ class Scaler:
         live = self.live
         for replica in self._rng.sample(live, max(0, len(live) - self.target)):
             replica.is_leaving = True
-            self._begin(replica.name, lambda replica=replica: self._stop(replica))
+            self._begin(replica.name, partial(self._stop, replica))
         dead = [one for one in self._replicas if one.process.is_dead and one.name not in self._going]
         coming = sum(one.process.is_dead and one.name in self._going for one in self._replicas)
         for replica in self._rng.sample(dead, min(len(dead), max(0, self.target - len(live) - coming))):
-            self._begin(replica.name, lambda replica=replica: self._bring(replica))
+            self._begin(replica.name, partial(self._bring, replica))
 
     def _begin(self, name: str, run: Callable[[], None]) -> None:
         self._going.add(name)
