@@ -197,10 +197,10 @@ class Scaler:
         """Start a replica, and its node before it, if that has left."""
         machine = replica.machine
         self._leaves[machine.name] = NodeLeave(EMPTY_S, self._here.now_s)
-        if machine.process is None or machine.process.is_dead:
-            machine.start()
         ends_s = self._here.now_s + STARTS_S
         while not machine.is_up and self._here.now_s < ends_s:
+            if machine.process is None or machine.process.is_dead:  # it may just have been leaving
+                machine.start()
             self._here.sleep(LOOK_S)
         self._directory.draining.discard(machine.name)
         replica.start()
@@ -239,7 +239,7 @@ class Scaler:
         node.drain_over()
         self._directory.draining.add(machine.name)
         saved = machine.drained(DRAIN_S, takers(machine.name, homes, ()))
-        is_ours = machine.lives == life and leave is self._leaves[machine.name]
+        is_ours = machine.is_up and machine.lives == life and leave is self._leaves[machine.name]
         is_empty = not any(one.machine is machine and not one.process.is_dead for one in self._replicas)
         may_go = saved is not None and is_ours and is_empty and not is_worth_another(before, saved)
         if may_go and self._may_go(machine) and leave.go():  # again: a clear may have come
