@@ -51,7 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: wheel-vllm release vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-oidc test-dashboards test-chart chart-example test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm release vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-oidc test-dashboards test-chart chart-example test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night world-soak bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -300,6 +300,9 @@ world-night: $(STAMP) ## an hour of new seeds on two cores, with what they did n
 	@status=0; $(PY) -m tests.world --seed $$(date +%s)000000 --minutes 60 --keep-going --coverage $(ARGS) & \
 	$(PY) -m tests.world --seed $$(date +%s)500001 --minutes 60 --keep-going --coverage $(ARGS) || status=$$?; \
 	wait $$! || status=$$?; exit $$status
+
+world-soak: $(STAMP) ## six hours of one simulated cluster, in which nothing may grow (ARGS="--hours 1")
+	$(PY) -m tests.world.soak $(ARGS)
 
 bench: $(STAMP) ## measure the engine on this machine
 	$(PY) -m bench.engine $(ARGS)

@@ -110,26 +110,31 @@ class ClusterWatch:
         homes = self._homes()
         others = alive.keys() - draining.keys() - {self._node_id}
         peers = takers(self._node_id, self._met & others & homes, draining)
-        stats = self._node.stats()
-        may_leave = (
-            self._node_id in alive
-            and HEAD_RESOURCE not in alive[self._node_id]["Resources"]  # Ray never removes the head node
-            and self._node_id not in homes
-            and has_refuge(
-                sum(row.extents for row in stats.tiers if row.name not in TIERS.shared),
-                others=others,
-                takers=peers,
-                s3_is_up=any(row.name in TIERS.shared and row.state == "up" for row in stats.tiers),
+
+        def may_leave() -> bool:
+            stats = self._node.stats()
+            return (
+                self._node_id in alive
+                and HEAD_RESOURCE not in alive[self._node_id]["Resources"]  # Ray never removes the head node
+                and self._node_id not in homes
+                and has_refuge(
+                    sum(row.extents for row in stats.tiers if row.name not in TIERS.shared),
+                    stats.pending_deletes,
+                    others=others,
+                    takers=peers,
+                    s3_is_up=any(row.name in TIERS.shared and row.state == "up" for row in stats.tiers),
+                )
             )
-        )
-        if not may_leave:
+
+        if not may_leave():
             leave.used(now_s)  # postpone the next look
             self._node.drain_over()
         elif leave.empty(now_s):
             logger.info("no replica runs on this node: saving its blocks for at most %.1f s", self._drain_s)
             self._node.drain_over()
+            before = self._node.stats().drained
             saved = self._node.drain(self._drain_s, peers)
-            if not is_worth_another(stats.drained, saved):
+            if not is_worth_another(before, saved) and may_leave():  # again: a clear may have come
                 self._go()
 
     def _go(self) -> None:

@@ -279,9 +279,11 @@ class TurnLearner:
         predictor = self._make()
         if self._file is None or self.restored:  # read once: the file may be what makes it fail
             return predictor
-        self.restored = "rejected"
-        reason = self._file.restore(predictor)
-        self.restored = reason or "restored"
+        reason: str | None = "rejected"
+        try:
+            reason = self._file.restore(predictor)
+        finally:
+            self.restored = reason or "restored"  # not before: who joins asks whether anything was there
         if reason not in (None, NO_FILE):
             logger.warning("the predictor's file is not used, it starts without data: %s", reason)
             self.failures += 1

@@ -280,13 +280,15 @@ def inhabited(actors: Collection[Mapping[str, Any]]) -> set[str]:
     }
 
 
-def has_refuge(extents: int, *, others: Collection[str], takers: Collection[str], s3_is_up: bool) -> bool:
-    """Return whether there is another place for so many extents.
+def has_refuge(
+    extents: int, deletes: int, *, others: Collection[str], takers: Collection[str], s3_is_up: bool
+) -> bool:
+    """Return whether there is another place for so many extents, and no deletion left to do.
 
-    `others`: live nodes; `takers`: those with a replica and tiers. The last node stays, whatever S3 has: the
-    next replica starts on it.
+    `deletes`: those pending here, which no other node knows of. `others`: live nodes; `takers`: those with a
+    replica and tiers. The last node stays, whatever S3 has: the next replica starts on it.
     """
-    return bool(others) and (extents == 0 or s3_is_up or bool(takers))
+    return bool(others) and deletes == 0 and (extents == 0 or s3_is_up or bool(takers))
 
 
 def is_worth_another(before: Mapping[str, int], after: Mapping[str, int]) -> bool:

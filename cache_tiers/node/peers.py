@@ -176,7 +176,8 @@ class NodePeers:
             return own
         for node in dict.fromkeys(lookup.peers):
             left_s = ends_s - state.clock()
-            if asked == PEERS_ASKED_MAX or left_s <= 0 or covers(found.spans, blocks):
+            waited_for = asked - sum(silent.values())  # the lost took no time, and others have what they left
+            if waited_for == PEERS_ASKED_MAX or left_s <= 0 or covers(found.spans, blocks):
                 break
             if node == self._node_id:
                 continue
@@ -247,13 +248,15 @@ class NodePeers:
         calls = self._calls
         if calls is None:
             return b""
-        for node in nodes[:PEERS_ASKED_MAX]:
+        late = 0
+        for node in nodes:
             try:
                 model = calls.learned(node, MEET_S_MAX)
             except PeerError as error:
                 logger.info("node %s does not tell what it has learned: %s", node[:8], error)
-                continue
-            if model:
+                late += not isinstance(error, PeerLost)
+                model = b""
+            if model or late == PEERS_ASKED_MAX:
                 return model
         return b""
 

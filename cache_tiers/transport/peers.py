@@ -31,7 +31,7 @@ Way: TypeAlias = str
 """How a record comes from a node: `nixl`, `ray`, or a shared tier's name."""
 
 PEERS_ASKED_MAX = 2
-"""Nodes asked in one lookup, while the request waits."""
+"""Nodes waited for in one lookup, while the request waits: one that is not there takes no time."""
 
 PEERS_KNOWN_MAX = 256
 """Nodes remembered; above that, the one unheard of the longest is forgotten."""

@@ -30,11 +30,13 @@ from tests.world.faults import Faults
 from tests.world.machine import Machine
 from tests.world.model import SHAPE, Conversation, tag
 from tests.world.network import CLIENT, Network
+from tests.world.returns import over
 from tests.world.scheduler import Scheduler
 
 T = TypeVar("T")
 LOOKUP_S_MAX = 2.0
 OFFER_S_MAX = 1.0
+OVER_S_MAX = 5.0
 SLACK_S = 1.0
 TURNS_MAX = 5
 PLACEMENTS = (
@@ -74,6 +76,10 @@ class Clients:
         self._seen = seen
         self._rng = random.Random(f"clients {seed}")
         self._number = 0
+        self.pause_s = 1.0
+        """Of each client between two requests, on average."""
+        self.tells_turns = False
+        """Whether nodes hear of the turns: where they learn who comes back."""
         self.now: dict[tuple[bytes, bytes], Conversation] = {}
         self.past: list[Conversation] = []
         for tenant in range(tenants):
@@ -88,7 +94,7 @@ class Clients:
         """One client's life: one request after the other, at any node, of any tenant."""
         kinds = ["turn", "read", "ghost", "stale", "foreign", "demote", "erase", "erase tenant"]
         while self._here.now_s < until_s:
-            self._here.sleep(self._rng.expovariate(1.0))
+            self._here.sleep(self._rng.expovariate(1.0 / self.pause_s))
             kind = self._rng.choices(kinds, [40, 15, 8, 6, 3, 4, 6, 1])[0]
             talked = [one for one in self.now.values() if one.turns or not kind.startswith("erase")]
             conversation = self._rng.choice(talked or list(self.now.values()))
@@ -131,6 +137,7 @@ class Clients:
         if conversation.is_closed or not turns:
             return 0
         conversation.looking += 1
+        began_s = self._here.now_s
         self._door.keep(conversation.tenant + conversation.session + conversation.number.to_bytes(4, "big"))
         try:
             found = self._look(conversation, conversation.chain(turns), machine, peers)
@@ -144,6 +151,14 @@ class Clients:
             extent = conversation.extent(number)
             if not have.issuperset(range(extent.first, extent.end)):
                 self._offer(conversation, number, found, machine)
+        if self.tells_turns:
+            told = over(
+                conversation.tenant,
+                conversation.session,
+                conversation.chain(turns),
+                self._here.now_s - began_s,
+            )
+            self._ask(machine, "turn over", lambda node: node.turn_over(told), OVER_S_MAX)
         return loaded
 
     def _look(
@@ -164,7 +179,10 @@ class Clients:
         return found
 
     def _lookup(self, conversation: Conversation, chain: bytes, *peers: str) -> Lookup:
-        return Lookup(conversation.namespace, chain, conversation.tenant, conversation.session, peers)
+        return Lookup(
+            *(conversation.namespace, chain, conversation.tenant, conversation.session, peers),
+            starts_turn=self.tells_turns and conversation.looking > 0,
+        )
 
     def _load(self, conversation: Conversation, span: BlockRange, machine: Machine) -> int:
         """Fetch and verify as a replica does; what it takes is compared with the truth."""

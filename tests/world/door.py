@@ -199,7 +199,8 @@ class Door:
             what = f"{name}: the tiers {tiers} delete their data as soon as they can" if tiers else ""
             return what, done.is_noted
 
-        said = await asyncio.gather(*(asyncio.to_thread(ask, name) for name in self._network.homes))
+        there = [name for name in self._network.homes if name not in self._network.left]
+        said = await asyncio.gather(*(asyncio.to_thread(ask, name) for name in there))
         left = [what for what, _ in said if what]
         if left:
             raise Left("; ".join(left), is_known_there=all(is_noted for _, is_noted in said))

@@ -68,16 +68,23 @@ class Faults:
     def __init__(self, here: Scheduler, plan: Sequence[Fault], seed: int) -> None:
         self._here = here
         self._rng = random.Random(f"dice {seed}")
-        self._lasting = [fault for fault in plan if fault.kind not in AT_ONCE]
+        self._lasting: dict[Kind, list[Fault]] = {}
+        self.take(plan)
         self.struck: Counter[str] = Counter()
         self.is_over = False
+
+    def take(self, plan: Sequence[Fault]) -> None:
+        """Let these strike as well."""
+        for fault in plan:
+            if fault.kind not in AT_ONCE:
+                self._lasting.setdefault(fault.kind, []).append(fault)
 
     def strikes(self, kind: Kind, target: int | None = None) -> bool:
         """Whether a fault of this kind strikes `target`; None: whichever node it is at."""
         now_s = self._here.now_s
-        for fault in self._lasting:
+        for fault in self._lasting.get(kind, ()):
             is_on = not self.is_over and fault.at_s <= now_s < fault.ends_s
-            is_ours = fault.kind == kind and target in (None, fault.target)
+            is_ours = target in (None, fault.target)
             if is_on and is_ours and self._rng.random() < fault.rate:
                 self.struck[kind] += 1
                 self._here.tell(f"strikes: {kind} {target}")

@@ -130,6 +130,8 @@ class Replica:
         self._clients = clients
         self.machine = machine
         self.lives = 0
+        self.is_leaving = False
+        """It ends what it has; fronts that ask who is there are not told of it."""
         self.start()
 
     def start(self) -> None:
@@ -272,7 +274,7 @@ class Front:
 
     def _list(self) -> None:
         """Learn of the replicas that are there, as Serve's controller tells."""
-        there = [one for one in self._replicas if not one.process.is_dead]
+        there = [one for one in self._replicas if not one.process.is_dead and not one.is_leaving]
         nodes = {one.name: one.machine.name for one in there}
         self.tracker.update_replicas(nodes, dict.fromkeys(nodes, PREFILL))
         self.roster.update([ListedReplica(name, "", OPEN_MAX, None) for name in nodes], RankOptions())

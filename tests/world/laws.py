@@ -17,6 +17,8 @@ LAWS: dict[str, tuple[str, ...]] = {
     "deadlock": ("G9", "F18"),
     "livelock": ("G9", "F18"),
     "a thread died": ("G9",),
+    "not learned": (),
+    "not scaled": (),
     "books": ("G10", "F06"),
     "erased and found": ("G12", "F36"),
     "erased and served": ("G12", "F36"),

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samovar.cache_tiers.forecast import learner
 from samovar.cache_tiers.media import files, s3_client
 from samovar.cache_tiers.node import state as node_state
 from samovar.configs.sections import S3TierSettings, TierSettings
@@ -29,10 +30,16 @@ from tests.world.front import LISTED_S, SETTINGS, WATCH_S, Directory, Front, Rep
 from tests.world.machine import Machine, Shape
 from tests.world.model import Conversation
 from tests.world.network import Network
+from tests.world.returns import YOUNG_TURNS, Returns, learning
+from tests.world.scaling import Scaler
 from tests.world.scheduler import Process, Scheduler, Violation
 from tests.world.threads import inhabited
 
 LASTS_S = 60.0
+LEARNS, LEARNS_SHARE = "memory known", 0.25
+"""Lives whose nodes learn who comes back. With these words, seeds listed before them are what they were."""
+SCALES, SCALES_SHARE = "tide demand", 0.3
+"""Of the lives with fronts: those whose replicas and nodes come and go by what is asked of them."""
 SETTLES_MAX = 60
 SETTLE_S = 20.0
 RECORD_BYTES = 4096
@@ -59,25 +66,36 @@ class Outcome:
 
 
 class Life:
-    """A seed's cluster. `plan`: its faults; None: those of the seed."""
+    """A seed's cluster. `plan`: its faults; None: those of the seed. `lasts_s`: before all is well again."""
 
-    def __init__(self, seed: int, root: Path, plan: Sequence[Fault] | None = None) -> None:
+    pause_s = 1.0
+    """Of each user between two requests, on average."""
+
+    def __init__(
+        self, seed: int, root: Path, plan: Sequence[Fault] | None = None, lasts_s: float = LASTS_S
+    ) -> None:
         rng = random.Random(f"settings {seed}")
         self.seed = seed
+        self._root = root
+        self._lasts_s = lasts_s
         nodes, has_bucket = rng.choice((1, 2, 2, 3, 4)), rng.random() < 0.6
         tenants, self._clients_count = rng.choice((2, 3)), rng.choice((2, 4, 8))
         preempt_rate = rng.choice((0.0, 0.02, 0.2))
-        self.plan = drawn(seed, nodes, has_bucket, LASTS_S) if plan is None else list(plan)
+        self.plan = drawn(seed, nodes, has_bucket, lasts_s) if plan is None else list(plan)
         self.here = Scheduler(seed, preempt_rate)
         self.seen: Counter[str] = Counter()
         self.faults = Faults(self.here, self.plan, seed)
         self.bucket = Bucket(self.here, self.faults)
         self.network = Network(self.here, self.faults)
         shape = _shape(rng, has_bucket)
-        self.machines = [
-            Machine(self.here, self.faults, self.network, shape, number, root / str(number), self.seen)
-            for number in range(nodes)
-        ]
+        learns = random.Random(f"{LEARNS} {seed}").random() < LEARNS_SHARE
+        if learns:
+            shape = Shape(learning(shape.settings), shape.bytes_max, learns=True)
+        self.machines = [self._machine(shape, number) for number in range(nodes)]
+        self.returns: Returns | None = None
+        if learns:
+            join = partial(self._join, shape)
+            self.returns = Returns(self.here, self.faults, self.machines, self.seen, seed, join)
         self.setting = (
             f"{nodes} nodes, {tenants} tenants, {self._clients_count} clients, preempted {preempt_rate:g}, "
             f"{shape.settings.policy.name}, {', '.join(f'{k} {v}' for k, v in shape.bytes_max.items())}"
@@ -85,10 +103,23 @@ class Life:
         self.desk = Desk(here=self.here, seen=self.seen, seed=seed) if rng.random() < 0.3 else None
         self._fronts_count = rng.choice((0, 1, 2))
         self._rng = random.Random(f"chaos {seed}")
-        self._root = root
         self._tenants = tenants
+        self._scales = random.Random(f"{SCALES} {seed}").random() < SCALES_SHARE
+        self.scaler: Scaler | None = None
         self.replicas: list[Replica] = []
         self.fronts: list[Front] = []
+
+    def _machine(self, shape: Shape, number: int) -> Machine:
+        return Machine(
+            self.here, self.faults, self.network, shape, number, self._root / str(number), self.seen
+        )
+
+    def _join(self, shape: Shape) -> Machine:
+        """Put a new node beside the others, which it has nothing to do with so far."""
+        machine = self._machine(shape, len(self.machines))
+        self.machines.append(machine)
+        machine.start()
+        return machine
 
     def run(self) -> Outcome:
         here = self.here
@@ -99,11 +130,13 @@ class Life:
             self.clients = Clients(
                 here, self.faults, self.network, self.machines, self.door, self.seen, self.seed, self._tenants
             )
+            self.clients.tells_turns = self.returns is not None
+            self.clients.pause_s = self.pause_s
             if self.desk is not None:
                 self.desk.start()
             users = here.process("clients")
             tasks = [
-                here.spawn(users, f"client-{number}", lambda: self.clients.live(LASTS_S))
+                here.spawn(users, f"client-{number}", lambda: self.clients.live(self._lasts_s))
                 for number in range(self._clients_count)
             ]
             self.directory = Directory(here, self.machines)
@@ -113,10 +146,12 @@ class Life:
             self._chaos()
             while not all(task.is_done for task in tasks) and not here.violations:
                 here.sleep(1.0)
-                if here.now_s > LASTS_S + 2000.0:
+                if here.now_s > self._lasts_s + 2000.0:
                     here.violate("for ever", "a client waits for an answer that does not come")
             if not here.violations:
                 self._settle()
+            if self.scaler is not None and not here.violations:
+                self._judge_scaling(self.scaler)
             if not here.violations:
                 self._judge()
             outcome = self._outcome()
@@ -151,11 +186,15 @@ class Life:
             for number in range(self._fronts_count)
         ]
         self.here.spawn(self.here.process("directory"), "watch", watch)
+        if self._scales:
+            self.scaler = Scaler(
+                self.here, self.machines, self.replicas, self.directory, self.seen, self.seed
+            )
 
     def _chat(self, front: Front) -> None:
         """A user's life before a front."""
-        while self.here.now_s < LASTS_S and not self.here.violations:
-            self.here.sleep(self._rng.expovariate(1.0))
+        while self.here.now_s < self._lasts_s and not self.here.violations:
+            self.here.sleep(self._rng.expovariate(1.0 / self.clients.pause_s))
             front.ask(self._rng.choice(list(self.clients.now.values())))
 
     # -- the life ---------------------------------------------------------------------------
@@ -171,7 +210,7 @@ class Life:
             self.seen[f"fault: {fault.kind}"] += 1
             self.here.tell(f"{fault}")
             self._strike(fault)
-        self._until(LASTS_S)
+        self._until(self._lasts_s)
 
     def _strike(self, fault: Fault) -> None:
         machine = self.machines[fault.target]
@@ -194,6 +233,8 @@ class Life:
 
     def _restart(self, replica: Replica) -> None:
         replica.crash()
+        if self.scaler is not None:
+            return  # which has another one started, if one is wanted
         self.here.sleep(self._rng.choice((0.1, 3.0, 20.0)) * self._rng.random())
         replica.start()
 
@@ -218,7 +259,7 @@ class Life:
         if machine.lives == life:  # else it crashed while it stopped, and was started after that
             machine.start()
         self.directory.draining.discard(machine.name)
-        for replica in self._beside(machine):
+        for replica in self._beside(machine) if self.scaler is None else ():
             replica.start()
 
     def _until(self, at_s: float) -> None:
@@ -259,10 +300,13 @@ class Life:
             yield "the desk has work left"
         for front in self.fronts:
             held = {name: front.tracker.open_requests(name) for name in front.tracker.nodes}
-            if len(held) < len(self.replicas) or any(held.values()):
+            there = len(self.replicas if self.scaler is None else self.scaler.live)
+            if len(held) < there or any(held.values()):
                 yield f"a front has {held} open at its replicas"
         for machine in self.machines:
             node = machine.node
+            if self.scaler is not None and self.scaler.is_away(machine):
+                continue
             if node is None or not machine.is_up:
                 yield f"{machine.name} is not up"
                 continue
@@ -279,7 +323,7 @@ class Life:
                     yield f"{machine.name}: the bucket is not listed"
 
     def _is_old(self, row: Any) -> bool:
-        return bool(row.listed_ago_s > self.here.now_s - LASTS_S)
+        return bool(row.listed_ago_s > self.here.now_s - self._lasts_s)
 
     def _judge(self) -> None:
         """All is quiet: are the books right, is what was erased gone, and is the rest served?"""
@@ -302,6 +346,23 @@ class Life:
             machine.node.check_integrity()
         if self.fronts and not self.here.violations:
             self._judge_routes()
+        if self.returns is not None and not self.here.violations:
+            self.returns.judge()
+
+    def _judge_scaling(self, scaler: Scaler) -> None:
+        """Nodes leave and come back: sessions go on where a copy is, and all that is judged later holds."""
+        live = [one for one in self.clients.now.values() if one.turns][:4]
+
+        def chat(until_s: float) -> None:
+            while self.here.now_s < until_s and not self.here.violations:
+                self.here.sleep(0.1)  # where all are full, the refusal takes no time
+                self._rng.choice(self.fronts).ask(self._rng.choice(list(self.clients.now.values())))
+
+        scaler.judge(chat)
+        if not self.here.violations:
+            self._judge_resumed(live)
+        scaler.end()
+        self._settle()
 
     def _judge_routes(self) -> None:
         """All is well: a session stays where it was, whichever front it comes to, until its node leaves."""
@@ -323,6 +384,9 @@ class Life:
         """A node leaves: what others have of its sessions, from the beginning on, a next turn finds."""
         self._leave(self.machines[0])
         self.here.sleep(WATCH_S + LISTED_S + 4 * SETTINGS.sync_s)
+        self._judge_resumed(live)
+
+    def _judge_resumed(self, live: Sequence[Conversation]) -> None:
         for one in live:
             begins = [made.header.address for made in one.made.values() if made.header.first_block == 0]
             held = {
@@ -399,6 +463,8 @@ class Life:
             (node_state, "Syscalls", self._disk),
             (files, "take_lock", lambda path: self._disk().take_lock(path)),
             (s3_client, "_connect", lambda _settings: self.bucket),
+            (learner, "Syscalls", self._disk),
+            (learner, "JUDGED_MIN", YOUNG_TURNS),
         ]
         before = [getattr(of, name) for of, name, _ in seams]
         for of, name, ours in seams:

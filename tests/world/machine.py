@@ -20,6 +20,7 @@ from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
 from samovar.cache_tiers.transport import LazyLink
 from samovar.configs.sections import TierSettings
+from tests.support.inside import state_of
 from tests.world.disk import Disk
 from tests.world.faults import Faults
 from tests.world.network import Calls, Home, Network
@@ -34,10 +35,14 @@ SCAN_S_MAX = 5.0
 
 @dataclass(frozen=True)
 class Shape:
-    """How the machines of a seed are made. `bytes_max`: of each tier that there is."""
+    """How the machines of a seed are made. `bytes_max`: of each tier that there is.
+
+    `learns`: with a predictor that is saved, and told to others; else with one that only counts.
+    """
 
     settings: TierSettings
     bytes_max: dict[TierName, int]
+    learns: bool = False
 
 
 class Machine(Home):
@@ -77,6 +82,7 @@ class Machine(Home):
         self.lives += 1
         process = self._here.process(f"{self.name}.{self.lives}")
         self.process = process
+        self._network.left.discard(self.name)
         self._here.spawn(process, "start", self._live)
 
     def crash(self, *, power: bool) -> None:
@@ -109,6 +115,30 @@ class Machine(Home):
             self._here.violate("late", f"{self.name} does not stop in 60 s\n{stack}")
         if self.process is process:  # else it crashed while it stopped, and lives again
             self.crash(power=False)
+
+    def drained(self, drain_s: float, peers: tuple[str, ...]) -> dict[str, int] | None:
+        """Save what only it has; return extents by outcome, None if it dies meanwhile."""
+        process, node = self.process, self.node
+        assert process is not None
+        assert node is not None
+        done: list[dict[str, int]] = []
+        task = self._here.spawn(process, "drain", lambda: done.append(node.drain(drain_s, peers)))
+        while not task.is_done and not process.is_dead:
+            self._here.sleep(0.25)
+        return done[0] if done else None
+
+    def leave(self) -> None:
+        """Close the node for good: it is in no list of nodes until it starts again."""
+        node = self.node
+        assert node is not None
+        left = len(state_of(node).pending)
+        if left:
+            self._here.violate("for ever", f"{self.name} leaves with {left} deletes that nobody else does")
+        self._network.left.add(self.name)
+        self.stop([])
+        if "s3" not in self._shape.bytes_max:  # what it comes back with would not have heard of clears
+            (self._folders / f"new {self.lives}" / "kv").mkdir(parents=True)
+            self.disk = Disk(self._here, self._faults, self.number, self._folders / f"new {self.lives}")
 
     def jump(self, seconds: float) -> None:
         """Set the wall clock; it is nobody's but this machine's."""
@@ -144,17 +174,30 @@ class Machine(Home):
                 Calls(self._network, self.number),
                 LazyLink(None, "not in this world"),
             ),
-            make_predictor=lambda: TypeKm(settings.predictor),
+            make_predictor=None if self._shape.learns else lambda: TypeKm(settings.predictor),
         )
         node.start(SCAN_S_MAX)
         self.tiers = tiers
         self.node = node
         self._here.tell("up")
+        if self._shape.learns:
+            self._here.spawn(process, "watch", lambda: self._watch(node))
         for number in itertools.count(1):
             self._here.sleep(TICK_S)
             node.tick()
             if number % CHECKED_EVERY == 0:
                 node.check_integrity()
+
+    def _watch(self, node: TierNode) -> None:
+        """Meet nodes that are new, as the watch of a cluster does (`actors/cluster_watch.py`)."""
+        met: set[str] = set()
+        while True:
+            there = {name for name, home in self._network.homes.items() if home.node is not None}
+            came = node.peers.meet(sorted(there - met - {self.name}))
+            met = (met & there) | came
+            if came and node.resumption.is_new:
+                node.resumption.start_from(node.peers.learned(sorted(came)))
+            self._here.sleep(TICK_S)
 
     def _files(self) -> NvmeTier:
         return NvmeTier(

@@ -38,6 +38,8 @@ class Network:
         self._here = here
         self._faults = faults
         self.homes: dict[str, Home] = {}
+        self.left: set[str] = set()
+        """Nodes that are none any more: no list of nodes has them, as nobody is to wait for them."""
 
     def call(self, caller: int, name: str, what: str, run: Callable[[TierNode], T], timeout_s: float) -> T:
         """Run something at a node. Raises `PeerLost` if it is not there, `PeerLate`, or what `run` raises."""

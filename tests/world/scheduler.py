@@ -64,7 +64,7 @@ class Scheduler:
     def __init__(self, seed: int, preempt_rate: float) -> None:
         self.rng = random.Random(f"order {seed}")
         self.now_s = 0.0
-        self.steps = 0
+        self.steps, self.steps_max = 0, STEPS_MAX
         self.told: deque[str] = deque(maxlen=TOLD_MAX)
         self.violations: list[Violation] = []
         self.processes: list[Process] = []
@@ -200,8 +200,8 @@ class Scheduler:
 
     def _next(self) -> Task:
         self.steps += 1
-        if self.steps > STEPS_MAX and not self.main.is_ready:
-            self.violate("livelock", f"{STEPS_MAX} steps")
+        if self.steps > self.steps_max and not self.main.is_ready:
+            self.violate("livelock", f"{self.steps_max} steps")
             self.steps = 0
             return self._given(self.main)
         if not self._ready:

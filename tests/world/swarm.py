@@ -38,6 +38,8 @@ STATES = (
     *(f"failover: {outcome}" for outcome in ("resumed", "gave_up")),
     *(f"routed: {outcome}" for outcome in ("home", "moved", "spilled", "new")),
     "resumed where a copy was",
+    *("scaled up", "scaled down", "a node left"),
+    *(f"learned: {what}" for what in ("there again", "from a peer")),
     *(f"desk: {what}" for what in ("in turn", "passed on", "no place")),
     *(f"fault: {kind}" for kind in KINDS),
 )

@@ -275,6 +275,34 @@ def test_a_file_with_other_bins_is_put_aside_with_one_line(
     ]
 
 
+def test_what_the_file_held_is_said_once_it_is_read() -> None:
+    """Found by the world, seed 10000118: a node that joined meanwhile asked nobody else."""
+    said: list[str] = []
+
+    def restored(_: object) -> str:
+        said.append(learner.restored)
+        return "no file"
+
+    file = PredictorFile(restored, lambda _: None, 60.0)
+    learner = TurnLearner(lambda: Predictor(SETTINGS), queue_max=10, clock=lambda: 0.0, file=file)
+    assert learner.learned(1.0) == b""
+    assert said == [""]
+    assert learner.restored == "no file"
+
+
+def test_a_file_that_makes_reading_it_fail_is_not_read_again() -> None:
+    reads: list[object] = []
+
+    def fails(predictor: object) -> str:
+        reads.append(predictor)
+        raise RuntimeError("planted")
+
+    file = PredictorFile(fails, lambda _: None, 60.0)
+    learner = TurnLearner(lambda: Predictor(SETTINGS), queue_max=10, clock=lambda: 0.0, file=file)
+    assert learner.learned(1.0) == learner.learned(1.0) == b""
+    assert (len(reads), learner.restored, learner.failures) == (1, "rejected", 1)
+
+
 def test_a_version_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = taught(end_s=100.0)
     for version in (1, VERSION + 1):

@@ -148,20 +148,22 @@ def test_a_node_is_inhabited_by_what_is_not_there_for_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extents", "others", "takers", "s3_is_up", "expected"),
+    ("extents", "deletes", "others", "takers", "s3_is_up", "expected"),
     [
-        (5, [], [], True, False),  # the last node
-        (0, [], [], False, False),
-        (5, ["b"], [], False, False),  # nowhere to go with them
-        (5, ["b"], [], True, True),
-        (5, ["b"], ["b"], False, True),
-        (0, ["b"], [], False, True),
+        (5, 0, [], [], True, False),  # the last node
+        (0, 0, [], [], False, False),
+        (5, 0, ["b"], [], False, False),  # nowhere to go with them
+        (5, 0, ["b"], [], True, True),
+        (5, 0, ["b"], ["b"], False, True),
+        (0, 0, ["b"], [], False, True),
+        (5, 1, ["b"], ["b"], True, False),  # found by the world, seed 10000098: nobody else deletes it
+        (0, 1, ["b"], [], True, False),
     ],
 )
 def test_it_stays_where_there_is_no_other_place(
-    extents: int, others: list[str], takers: list[str], s3_is_up: bool, expected: bool
+    extents: int, deletes: int, others: list[str], takers: list[str], s3_is_up: bool, expected: bool
 ) -> None:
-    assert has_refuge(extents, others=others, takers=takers, s3_is_up=s3_is_up) is expected
+    assert has_refuge(extents, deletes, others=others, takers=takers, s3_is_up=s3_is_up) is expected
 
 
 def test_another_drain_is_worth_it_while_the_last_one_came_on() -> None:

@@ -30,7 +30,7 @@ from samovar.cache_tiers.messages import (
 from samovar.cache_tiers.node.drain import DrainNotice, takers
 from samovar.cache_tiers.node.peers import covers, merged
 from samovar.cache_tiers.transport.link import LinkDown
-from samovar.cache_tiers.transport.peers import LazyLink, PeerLost
+from samovar.cache_tiers.transport.peers import LazyLink, PeerLate, PeerLost
 from samovar.configs.sections import PeerSettings, S3TierSettings, TierSettings
 from tests.support.clock import Clock
 from tests.support.inside import join_scans, learner_of, state_of
@@ -247,6 +247,27 @@ def test_what_a_peer_has_in_s3_alone_is_read_there() -> None:
     assert b.node.stats().peers["a"].pulls == {"s3": 1}
     assert world.calls["read"] == 0
     assert b.node.stats().peers["a"].state == "up"
+
+
+def test_a_node_that_is_gone_takes_no_other_ones_place_among_those_asked() -> None:
+    """Found by the world, seed 9000012: the node that had left was asked, and so not who had its blocks."""
+    world = World()
+    _gone, _empty, taker, asker = (home(world, name) for name in ("gone", "empty", "taker", "asker"))
+    taker.store(wanted := sample(1))
+    world.faults["gone", "lookup"] = PeerLost("it has left")
+    (span,) = asker.look(wanted, "gone", "empty", "taker").spans
+    assert (span.tier, span.node) == ("peer", "taker")
+    assert asker.look(sample(2), "gone", "empty", "taker").has_silent_peer
+
+
+def test_of_those_that_do_not_answer_two_are_waited_for() -> None:
+    world = World()
+    for name in ("late", "later", "taker"):
+        home(world, name).store(sample(1))
+    asker = home(world, "asker")
+    world.faults |= dict.fromkeys((("late", "lookup"), ("later", "lookup")), PeerLate("no answer"))
+    assert asker.look(sample(1), "late", "later", "taker").spans == ()
+    assert world.calls["lookup"] == 2
 
 
 def test_many_who_want_the_same_are_one_pull() -> None:
@@ -695,6 +716,19 @@ def test_a_node_that_joins_begins_with_what_a_peer_has_learned() -> None:
     assert second.node.resumption.learned() != b""
     world.faults["a", "learned"] = PeerLost("gone")
     assert second.node.peers.learned(["a"]) == b""
+
+
+def test_of_many_nodes_the_one_that_has_learned_something_is_found() -> None:
+    world, first, second = two()
+    for number in range(250):
+        turns_at(first, sample(number), 1)
+    others = ["0", "1", "2", "3"]
+    for name in others:
+        home(world, name)  # as new as the one that asks
+    world.faults["0", "learned"] = PeerLost("gone")
+    assert second.node.peers.learned([*others, "a"]) == first.node.resumption.learned() != b""
+    world.faults |= dict.fromkeys((("1", "learned"), ("2", "learned")), PeerLate("no answer"))
+    assert second.node.peers.learned([*others, "a"]) == b"", "two are waited for"
 
 
 class TimedTier(MemoryTier):
