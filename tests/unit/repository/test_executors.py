@@ -73,6 +73,7 @@ REASONS = {
     "replicas/offload/tier_client.py WorkerPools.of_threads": TIERS,
     "replicas/ranks/worker.py Rank.serve": OWN,
     "router/context/compaction/compactor.py Compactor.forget": DELETES,
+    "router/identities/key_routes.py _KeyRoutes._done": "the administrator alone, one call at a time",
     "router/context/compaction/compactor.py Compactor.forget_entries": DELETES,
     "router/context/documents/text.py read_pdf": "one document of a tenant at once, within limits",
     "router/erasure/erasures.py Erasures._save": DELETES,
