@@ -94,6 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sizes-mib", type=int, nargs="+", default=list(SIZES_MIB))
+    ways = ("ray",) if node_tls() is not None else ("nixl", "ray")
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--session-extents", type=int, default=SESSION_EXTENTS)
     arguments = parser.parse_args()
     cases = [(size * MIB, 1) for size in arguments.sizes_mib]
@@ -109,9 +111,8 @@ def main() -> None:
             start_node(raylet, settings, Path(folder) / str(number))
             for number, raylet in enumerate(cluster.list_all_nodes())
         )
-        with_tls = node_tls() is not None
-        for way in ("ray",) if with_tls else ("nixl", "ray"):
-            if way == "ray" and not with_tls:
+        for way in arguments.ways:
+            if way == "ray" and node_tls() is None:
                 ray.get(taker.actor.__ray_call__.remote(break_link), timeout=GET_S)
             rows += [measure(giver, taker, way, nbytes, count, arguments.rounds) for nbytes, count in cases]
         for node in (giver, taker):
