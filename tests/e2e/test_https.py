@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from samovar.configs.tls import TlsFiles
+from tests.house import ROOT
 from tests.support.router.certificates import Authority
 from tests.support.services.service import MODEL, READY, Service, for_served_dtype
 
@@ -88,6 +89,22 @@ def test_real_clients_trust_the_authority(service: Service, tea: Authority) -> N
     # And what it said went over links, and not through Serve for want of them.
     inlets = {port for port, address in ports_of(service).items() if address == HERE} - {service.port}
     assert inlets <= connected(service), "an inlet has no link"
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason="there is no JDK")
+def test_a_client_in_java_trusts_the_authority_alone(service: Service, tea: Authority) -> None:
+    """It offers an upgrade to HTTP/2, as the JDK's does by default."""
+    words = ("java", ROOT / "tests/clients/scripts/Chat.java", service.url)
+    told = run(*words, tea.file, MODEL)
+    first, *events = told.stdout.splitlines()
+    assert first == "200 HTTP_1_1 TLSv1.3", told.stderr
+    assert events[-1] == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+    assert "Paris" in text
+    stranger = run(*words, Authority(tea.folder, "java").file, MODEL)
+    assert stranger.returncode != 0
+    assert "PKIX path" in stranger.stderr
 
 
 def test_our_own_commands_know_the_certificate_of_the_server_here(service: Service) -> None:
