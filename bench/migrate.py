@@ -6,6 +6,8 @@ read. One extent of each size, and a session of several at once. First over NIXL
 the same goes by Ray. Each round moves extents that nobody had before. `pull_ms` is the tier actor's own
 share: the peer's export, the transfer and the check of every byte, without keeping it here.
 
+With Ray's variables for TLS in the environment all of it is encrypted, and NIXL is left out.
+
 Both ways end in the same raylets: between real hosts the network decides, and the ratio is another one.
 """
 
@@ -24,6 +26,7 @@ from bench import _report as report
 from samovar.cache_tiers.messages import Fetch, PeerStats
 from samovar.cache_tiers.pricing.meters import UNKNOWN_PREFILL
 from samovar.configs.sections import MIB, CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
+from samovar.configs.tls import node_tls
 from tests.support.nodes.node_harness import Sample
 from tests.support.services.service import until
 from tests.support.services.two_nodes import GET_S, Node, break_link, digest, start_node, two_raylets
@@ -91,6 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sizes-mib", type=int, nargs="+", default=list(SIZES_MIB))
+    ways = ("ray",) if node_tls() is not None else ("nixl", "ray")
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--session-extents", type=int, default=SESSION_EXTENTS)
     arguments = parser.parse_args()
     cases = [(size * MIB, 1) for size in arguments.sizes_mib]
@@ -106,8 +111,8 @@ def main() -> None:
             start_node(raylet, settings, Path(folder) / str(number))
             for number, raylet in enumerate(cluster.list_all_nodes())
         )
-        for way in ("nixl", "ray"):
-            if way == "ray":
+        for way in arguments.ways:
+            if way == "ray" and node_tls() is None:
                 ray.get(taker.actor.__ray_call__.remote(break_link), timeout=GET_S)
             rows += [measure(giver, taker, way, nbytes, count, arguments.rounds) for nbytes, count in cases]
         for node in (giver, taker):

@@ -9,6 +9,7 @@ from pydantic import Field, PrivateAttr, StringConstraints, model_validator
 
 from samovar.configs.optional_sections import MonitoringSettings
 from samovar.configs.sections import MIB, Section
+from samovar.configs.tls import NodeTls, tls_in
 
 RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9._-]{1,253}:[0-9]{1,5})$")]
 
@@ -117,9 +118,20 @@ class ClusterSettings(Section):
         ge=80 * MIB,
         description="Ray object store of a `local` cluster; empty = tiers.cpu.bytes_max / 0.6 + 256 MiB",
     )
+    tls_dir: Path | None = Field(
+        None,
+        description="directory on every node with ca.crt, tls.crt and tls.key (PEM): Ray and our connections "
+        "between processes speak TLS alone, and both ends show a certificate of that authority; `samovar up` "
+        "makes these files on a rack if it is ~/samovar-tls; empty = no TLS, but for server.tls_certificate",
+    )
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     links: LinkSettings = LinkSettings()
     _others: int = PrivateAttr(0)
+
+    @property
+    def tls(self) -> NodeTls | None:
+        """The files of `tls_dir`, on a node."""
+        return None if self.tls_dir is None else tls_in(self.tls_dir.expanduser())
 
     @property
     def replicas_first(self) -> int:

@@ -283,7 +283,7 @@ class FaultsSettings(Section):
         None, description="the tier actor kills itself (SIGKILL) when a move reaches this state"
     )
     kill_after: int = Field(1, ge=1, description="which occurrence since the actor's start")
-    kill_starts: int = Field(1, ge=1, description="only in the actor's first n starts, so that it recovers")
+    kill_starts: ClassVar[int] = 1  # only in so many of the actor's starts, so that it recovers
 
 
 class PeerSettings(Section):
@@ -291,7 +291,9 @@ class PeerSettings(Section):
 
     enabled: bool = Field(True, description="false = blocks held by another node are recomputed")
     transport: Literal["nixl", "ray"] = Field(
-        "nixl", description="nixl = UCX, with Ray's object transfer as the fallback; ray = only Ray's"
+        "nixl",
+        description="nixl = UCX, with Ray's object transfer as the fallback; ray = only Ray's, as it is with "
+        "cluster.tls_dir",
     )
     arena_bytes: int = Field(64 * MIB, ge=MIB, le=TIB, description="registered memory for blocks in transfer")
     lookup_s_max: float = Field(0.1, gt=0, le=60, description="timeout of a peer's lookup, then a miss")

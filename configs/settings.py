@@ -144,12 +144,16 @@ class ServerSettings(PageSettings):
 
     @property
     def is_loopback(self) -> bool:
-        if self.host.lower() == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False  # a name: it may resolve to anything
+        return _is_loopback(self.host)
+
+
+def _is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: it may resolve to anything
 
 
 class ModelSettings(Section):
@@ -771,6 +775,17 @@ class Settings(OptionalSections):
                 "server.cors_origins holds '*' and auth.api_keys is empty: any web page could use this "
                 "endpoint. Name the origins, or set auth.api_keys"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _events_have_no_tls(self) -> Settings:
+        if self.cluster.tls_dir is not None and self.telemetry.kv_events is not None:
+            host = self.telemetry.kv_events.removeprefix("tcp://").rpartition(":")[0]
+            if not _is_loopback(host.strip("[]")):
+                raise ValueError(
+                    f"telemetry.kv_events={self.telemetry.kv_events} and cluster.tls_dir are both set: "
+                    "routers know KV events without TLS alone. Publish them on 127.0.0.1, or leave one out"
+                )
         return self
 
     @model_validator(mode="after")

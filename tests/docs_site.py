@@ -69,6 +69,7 @@ NAV: dict[str, dict[str, str]] = {
         "Routes": ROUTES_PAGE,
         "Configuration": "configuration.md",
         "Settings": SETTINGS_PAGE,
+        "Compatibility": "compatibility.md",
     },
     "Benchmarks": {
         "Measured": "benchmarks/README.md",

@@ -328,6 +328,7 @@ VERSION_OF_ONE_NETWORK: Final = 4
 VERSION_WITHOUT_LINEAGES: Final = 3
 VERSION_WITHOUT_TURNS: Final = 2
 """Still readable, as are the two above."""
+READABLE: Final = (VERSION_WITHOUT_TURNS, VERSION_WITHOUT_LINEAGES, VERSION_OF_ONE_NETWORK, VERSION)
 
 FILE_NAME: Final = "predictor.bin"
 FILE_BYTES_MAX: Final = 24 * 1024 * 1024
@@ -356,7 +357,7 @@ def decode(data: bytes) -> State:
     magic, version, length, digest = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise BadState("another kind of file")
-    if version not in (VERSION, VERSION_OF_ONE_NETWORK, VERSION_WITHOUT_LINEAGES, VERSION_WITHOUT_TURNS):
+    if version not in READABLE:
         raise BadState(f"version {version}, ours is {VERSION}")
     payload = data[_HEADER.size :]
     if len(payload) != length:

@@ -22,6 +22,7 @@ from samovar.cache_tiers.node.state import put_aside
 from samovar.cache_tiers.transport import LazyLink, NixlLink
 from samovar.configs.json_text import parse_json
 from samovar.configs.sections import FaultSettings, FaultsSettings, PeerSettings, TierSettings
+from samovar.configs.tls import node_tls
 
 if TYPE_CHECKING:
     from samovar.cache_tiers.encryption import Keys
@@ -112,6 +113,8 @@ def build_link(settings: PeerSettings, agent: str) -> LazyLink:
     """Return the link to other nodes' memory, not opened yet. `agent`: "node id:incarnation"."""
     if settings.transport == "ray":
         return LazyLink(None, "as configured")
+    if node_tls() is not None:
+        return LazyLink(None, "between nodes is TLS, which UCX has not")
     return LazyLink(
         lambda: NixlLink(
             agent, arena_bytes=settings.arena_bytes, lease_s=settings.lease_s, clock=time.monotonic

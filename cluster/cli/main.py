@@ -200,11 +200,16 @@ def node_setup_command(
     token_file: Annotated[
         Path | None, typer.Option(help="on a rack: file of Ray's token, with the secrets beside it")
     ] = None,
+    tls_dir: Annotated[
+        Path | None, typer.Option(help="cluster.tls_dir: make this node's certificate, or check it")
+    ] = None,
 ) -> None:
     """Fetch secrets and join the load balancer's targets; `samovar up` runs it on every node before Ray."""
-    from samovar.cluster.launch.node_setup import join_targets, setup_from_file, setup_from_ssm
+    from samovar.cluster.launch.node_setup import join_targets, set_up_tls, setup_from_file, setup_from_ssm
 
     with _known_errors():
+        if tls_dir is not None:
+            set_up_tls(tls_dir.expanduser(), Path.home())
         if token_file is not None:
             setup_from_file(token_file.expanduser(), Path.home())
             return

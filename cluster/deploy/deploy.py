@@ -29,7 +29,7 @@ from samovar.cluster.serve.graph import (
     model_app_name,
     serve_logs,
 )
-from samovar.cluster.serve.preflight import check_certificate, check_extras
+from samovar.cluster.serve.preflight import check_certificate, check_extras, enter_tls
 from samovar.cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
 from samovar.cluster.serve.rollout import (
     EVERY_INTERFACE,
@@ -131,6 +131,7 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     refuse_unfit(settings)
     check_extras(settings)
     check_certificate(settings.server)
+    enter_tls(settings.cluster)
     dashboard = settings.cluster.dashboard
     require_token()
     with httpx.Client(trust_env=False) as stranger:

@@ -13,6 +13,7 @@ import psutil
 from samovar import HOME
 from samovar.cluster.doctor.check import Result
 from samovar.cluster.errors import StartFailed
+from samovar.cluster.serve.preflight import enter_tls
 from samovar.cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret
 from samovar.configs.extras import missing
 from samovar.configs.settings import Settings
@@ -43,6 +44,8 @@ def nixl(settings: Settings, run: Callable[[], Mapping[str, object]] | None = No
         return "ok", "not used (tiers.peer)", ""
     if settings.cluster.ray_address == "local":
         return "ok", "not needed on one machine (cluster.ray_address is local)", ""
+    if settings.cluster.tls is not None:
+        return "ok", "not used: nodes speak TLS, which UCX has not (cluster.tls_dir)", ""
     found = (run or _run_nixl)()
     if found.get("ok"):
         devices = Path("/dev/infiniband")
@@ -87,6 +90,11 @@ def ray_cluster(
         token_file,
     )
 
+    try:
+        enter_tls(settings.cluster)  # a cluster that speaks TLS answers nothing else
+    except StartFailed as error:
+        text, _, fix = str(error).partition(". ")
+        return "error", text, fix
     is_private = settings.cluster.ray_address == "local"
     path = token_file(environ)
     if path is None:

@@ -1,7 +1,8 @@
 """Prepares a node before `ray start`: fetches its secrets and joins the load balancer's targets.
 
 In AWS secrets come from SSM; in a rack `samovar up` has copied them with its files. Writes Ray's token to
-`~/.ray/auth_token` and the secret settings to `~/samovar/secrets.yaml`, both for the owner only.
+`~/.ray/auth_token` and the secret settings to `~/samovar/secrets.yaml`, both for the owner only; with TLS
+between nodes also this node's certificate.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any
 
 import yaml
 
+from samovar.cluster.launch.authority import certify
 from samovar.cluster.launch.aws import SECRETS, TOKEN, asked, get_parameter
-from samovar.cluster.launch.settings import NODE_HOME, SECRETS_FILE
+from samovar.cluster.launch.settings import AUTHORITY_FILE, MADE_TLS_DIR, NODE_HOME, SECRETS_FILE
 from samovar.cluster.serve.secrets import OWNER_ONLY, write_private
+from samovar.configs.tls import CertificateRefused, tls_in
 
 RAY_TOKEN_FILE = Path("~/.ray/auth_token")
 SOMEWHERE = ("8.8.8.8", 80)
@@ -51,6 +54,26 @@ def setup_from_file(token_file: Path, home: Path) -> None:
     except OSError as error:
         raise NodeSetupFailed(f"{error.filename}: {error.strerror}. Run `samovar up` again") from error
     _write(home, RAY_TOKEN_FILE, _checked_token(token, str(token_file)))
+
+
+def set_up_tls(folder: Path, home: Path) -> None:
+    """Certify this node, where `samovar up` has brought the authority; check its certificate in any case.
+
+    `folder`: `cluster.tls_dir`. Raises `NodeSetupFailed`.
+    """
+    authority, files = home / Path(NODE_HOME).relative_to("~") / AUTHORITY_FILE, tls_in(folder)
+    address = own_address()
+    try:
+        if folder == home / MADE_TLS_DIR.relative_to("~"):
+            certify(authority.read_text(), (address, "127.0.0.1", socket.gethostname(), "localhost"), folder)
+            authority.chmod(OWNER_ONLY)
+        files.check(address)
+    except OSError as error:
+        raise NodeSetupFailed(f"{error.filename}: {error.strerror}. Run `samovar up` again") from error
+    except (ValueError, CertificateRefused) as error:
+        raise NodeSetupFailed(
+            f"cluster.tls_dir={folder} has no certificate for this node, at {address}: {error}"
+        ) from error
 
 
 def join_targets(elb: Any, target_group_arn: str, port: int, address: str | None = None) -> None:

@@ -107,7 +107,12 @@ def _node_setup(settings: Settings, outputs: CloudOutputs) -> str:
     words = ["samovar", "node-setup", f"--region={outputs.region}", f"--ssm-prefix={outputs.ssm_prefix}"]
     if outputs.target_group_arn is not None:
         words += [f"--target-group={outputs.target_group_arn}", f"--port={settings.server.port}"]
-    return command(words)
+    return command([*words, *_tls_words(settings)])
+
+
+def _tls_words(settings: Settings) -> list[str]:
+    folder = settings.cluster.tls_dir
+    return [] if folder is None else ["--tls-dir", str(folder)]
 
 
 def _initialization(settings: Settings, outputs: CloudOutputs, *, disks: bool) -> list[str]:
@@ -186,7 +191,8 @@ def render_rack(settings: Settings, node_dir: str) -> ClusterFile:
     launch, rack = settings.launch, settings.launch.rack
     workers_min = _check(settings)
     store_bytes = worker_store_bytes(settings)
-    node_setup = command(["samovar", "node-setup", "--token-file", f"{NODE_HOME}/{TOKEN_FILE}"])
+    words = ["samovar", "node-setup", "--token-file", f"{NODE_HOME}/{TOKEN_FILE}"]
+    node_setup = command([*words, *_tls_words(settings)])
     return ClusterFile(
         cluster_name=launch.name,
         min_workers=workers_min,

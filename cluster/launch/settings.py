@@ -19,6 +19,11 @@ NODE_HOME = "~/samovar"
 CONFIG_FILE = "config.yaml"
 SECRETS_FILE = "secrets.yaml"
 TOKEN_FILE = "ray-token"
+AUTHORITY_FILE = "authority.pem"
+MADE_TLS_DIR = Path("~/samovar-tls")
+"""The `cluster.tls_dir` that nodes of a rack fill themselves, by the authority of `samovar up`.
+
+Not in our directory, which Ray copies from the head to the others: keys stay where they are made."""
 NVME_SCRIPT = "kv-nvme.sh"
 
 
@@ -47,6 +52,7 @@ def node_settings(settings: Settings, outputs: CloudOutputs | None, pod_gpus: in
             f"server.tls_certificate: {who} asks the nodes over HTTP, and can serve HTTPS itself. Leave "
             "server.tls_certificate, tls_key and tls_client_ca out here"
         )
+    _check_tls(settings, is_rack=outputs is None and pod_gpus is None, is_pod=pod_gpus is not None)
     nvme, s3 = tiers.nvme, tiers.s3
     if nvme.dir is None:
         nvme = _with(nvme, dir=Path(launch.kv_dir) / "blocks")
@@ -63,6 +69,24 @@ def node_settings(settings: Settings, outputs: CloudOutputs | None, pod_gpus: in
         launch=_with(launch, name=name),
         **_placement(settings, _gpus(settings, outputs) if pod_gpus is None else pod_gpus),
     )
+
+
+def _check_tls(settings: Settings, *, is_rack: bool, is_pod: bool) -> None:
+    """Raise `RenderFailed` where the nodes would not have the files of `cluster.tls_dir`."""
+    folder = settings.cluster.tls_dir
+    if folder is None or is_rack:
+        return
+    if is_pod:
+        raise RenderFailed(
+            f"cluster.tls_dir={folder}: pods get certificates of their addresses from Kubernetes. Leave it "
+            "out, and set RAY_USE_TLS and its three files in the pods, as KubeRay documents: our own "
+            "connections follow"
+        )
+    if folder == MADE_TLS_DIR:
+        raise RenderFailed(
+            f"cluster.tls_dir={folder}: `samovar up` makes certificates on a rack alone. Name another "
+            "directory, and have launch.setup_commands put ca.crt, tls.crt and tls.key there on every node"
+        )
 
 
 def _gpus(settings: Settings, outputs: CloudOutputs | None) -> int:

@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from samovar.cluster.launch.authority import new_authority
 from samovar.cluster.launch.aws import (
     keep_in_cloud,
     leave_targets,
@@ -39,7 +40,9 @@ from samovar.cluster.launch.commands import command
 from samovar.cluster.launch.node_setup import RAY_TOKEN_FILE
 from samovar.cluster.launch.render import header, render
 from samovar.cluster.launch.settings import (
+    AUTHORITY_FILE,
     CONFIG_FILE,
+    MADE_TLS_DIR,
     NODE_HOME,
     NVME_SCRIPT,
     SECRETS_FILE,
@@ -52,6 +55,7 @@ from samovar.cluster.serve.secrets import DIR_OWNER_ONLY, write_private
 from samovar.configs.cluster import LaunchSettings
 from samovar.configs.fields import Tree, public_tree, secret_tree, setting_fields
 from samovar.configs.settings import Settings
+from samovar.configs.tls import tls_in
 
 LAST_OUTPUT_S = 2.0
 """A connection that ssh keeps for the next command holds the pipe open, so its end is not awaited."""
@@ -153,8 +157,9 @@ def ssh_words(launch: LaunchSettings, host: str, remote: str) -> list[str]:
 
 def cleaning(launch: LaunchSettings) -> str:
     """Return the shell command that stops Ray, removes secrets and GCS's state, and lists what runs."""
-    files = [f"{NODE_HOME}/{SECRETS_FILE}", f"{NODE_HOME}/{TOKEN_FILE}", str(RAY_TOKEN_FILE)]
-    forget = [f"rm -f {command(files)}"]
+    files = [f"{NODE_HOME}/{name}" for name in (SECRETS_FILE, TOKEN_FILE, AUTHORITY_FILE)]
+    made = str(tls_in(MADE_TLS_DIR).key)
+    forget = [f"rm -f {command([*files, str(RAY_TOKEN_FILE), made])}"]
     if launch.gcs.storage == "rocksdb":
         forget.append(f"rm -rf {command([str(launch.gcs.dir)])}")
     stop = "bash --login -ic 'ray stop --force' >/dev/null 2>&1 </dev/null || true"
@@ -248,6 +253,7 @@ def up(launch: Launch, *, restart: bool = False) -> str:
     launch.files.write_node_files(on_nodes)
     if launch.outputs is None:
         launch.files.write_secrets(launch.files.token(), secrets)
+        launch.files.write_authority(is_wanted=on_nodes.cluster.tls_dir == MADE_TLS_DIR)
     launch.files.write_cluster_file(file, header(file, launch.sources))
     launch.show(f"cluster file: {launch.files.cluster_file}")
     limit_s = launch.settings.launch.up_timeout_s
@@ -398,20 +404,28 @@ class ClusterHome:
         write_private(self.node_dir / TOKEN_FILE, token + "\n")
         write_private(self.node_dir / SECRETS_FILE, yaml.safe_dump(secrets, sort_keys=True))
 
+    def write_authority(self, *, is_wanted: bool) -> None:
+        """Write the authority by which nodes of a rack certify themselves, drawn at the first call."""
+        if is_wanted:
+            drawn = self._drawn(AUTHORITY_FILE, lambda: new_authority(self.root.name))
+            write_private(self.node_dir / AUTHORITY_FILE, drawn + "\n")
+        else:
+            (self.node_dir / AUTHORITY_FILE).unlink(missing_ok=True)
+
     def forget_secrets(self) -> None:
         """Delete secrets left by an earlier rack of this name: in AWS they come from SSM."""
-        for name in (TOKEN_FILE, SECRETS_FILE):
+        for name in (TOKEN_FILE, SECRETS_FILE, AUTHORITY_FILE):
             (self.node_dir / name).unlink(missing_ok=True)
 
     def runs(self, file: ClusterFile, secrets: Tree) -> bool:
         """Whether the last `samovar up` succeeded with these, and no `samovar down` has run since."""
         try:
-            return hmac.compare_digest(self._running.read_text().strip(), _digest(file, secrets))
+            return hmac.compare_digest(self._running.read_text().strip(), self._digest(file, secrets))
         except FileNotFoundError:
             return False
 
     def note_running(self, file: ClusterFile, secrets: Tree) -> None:
-        write_private(self._running, _digest(file, secrets) + "\n")
+        write_private(self._running, self._digest(file, secrets) + "\n")
 
     def forget_running(self) -> None:
         self._running.unlink(missing_ok=True)
@@ -419,6 +433,14 @@ class ClusterHome:
     @property
     def _running(self) -> Path:
         return self.root / RUNNING_FILE
+
+    def _digest(self, file: ClusterFile, secrets: Tree) -> str:
+        """Return a digest of all that nodes must restart for. Keyed: API keys cannot be tried on it."""
+        key = str(secrets.get("auth", {}).get("server_secret", "")).encode()
+        authority = self.node_dir / AUTHORITY_FILE
+        text = file.text("") + yaml.safe_dump(secrets, sort_keys=True)
+        text += authority.read_text() if authority.exists() else ""
+        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
     def token(self) -> str:
         """Return Ray's token, drawn at the first call."""
@@ -428,26 +450,19 @@ class ClusterHome:
         """Return `auth.server_secret`, drawn at the first call: blocks survive a new `samovar up`."""
         return self._drawn(SERVER_SECRET_FILE)
 
-    def _drawn(self, name: str) -> str:
+    def _drawn(self, name: str, draw: Callable[[], str] = new_token) -> str:
         path = self.root / name
         self._make()
         try:
             return path.read_text().strip()
         except FileNotFoundError:
-            write_private(path, new_token() + "\n")
+            write_private(path, draw() + "\n")
             return path.read_text().strip()
 
     def _make(self) -> None:
         for path in (self.root, self.node_dir):
             path.mkdir(mode=DIR_OWNER_ONLY, parents=True, exist_ok=True)
             path.chmod(DIR_OWNER_ONLY)
-
-
-def _digest(file: ClusterFile, secrets: Tree) -> str:
-    """Return a digest of all that nodes must restart for. Keyed, so that API keys cannot be tried on it."""
-    key = str(secrets.get("auth", {}).get("server_secret", "")).encode()
-    text = file.text("") + yaml.safe_dump(secrets, sort_keys=True)
-    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
 def cluster_home(name: str, home: Path) -> ClusterHome:

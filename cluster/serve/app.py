@@ -44,6 +44,7 @@ from samovar.cluster.serve.preflight import (
     check_keys_file,
     check_memory,
     check_port,
+    enter_tls,
     free_memory,
     memory_needs,
     named,
@@ -280,6 +281,7 @@ class Service:
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
         os.environ.update(required_environment(settings))  # Ray's processes inherit it
+        enter_tls(settings.cluster)
         private = PRIVATE_ENVIRONMENT if settings.cluster.ray_address == "local" else {}
         for name, value in (PROCESS_ENVIRONMENT | private).items():
             os.environ.setdefault(name, value)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from samovar.configs.sections import GIB, MIB, UNMEASURED_BYTES
 from samovar.configs.settings import Settings
+from samovar.configs.tls import tls_in
 
 TIER_SHARE = 0.6
 
@@ -179,7 +181,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 def ray_environment(settings: Settings) -> dict[str, str]:
     """Return all variables, as `ray start` needs them."""
-    return PROCESS_ENVIRONMENT | required_environment(settings)
+    return PROCESS_ENVIRONMENT | required_environment(settings) | tls_environment(settings.cluster.tls_dir)
 
 
 def required_environment(settings: Settings) -> dict[str, str]:
@@ -187,6 +189,11 @@ def required_environment(settings: Settings) -> dict[str, str]:
     from samovar.router.proxy import proxy_environment  # it takes a second, and sizes are checked before that
 
     return proxy_environment(settings) | TOKEN_MODE | OFFLINE
+
+
+def tls_environment(folder: Path | None) -> dict[str, str]:
+    """Return the variables of TLS between nodes, with the files of `cluster.tls_dir`; none without it."""
+    return {} if folder is None else tls_in(folder).environment()
 
 
 def application_environment() -> dict[str, str]:

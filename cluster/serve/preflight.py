@@ -25,6 +25,7 @@ from samovar.cluster.serve.environment import (
     spare_bytes,
 )
 from samovar.cluster.serve.secrets import SecretRefused, kept_secret
+from samovar.configs.cluster import ClusterSettings
 from samovar.configs.extras import ExtraMissing, require, require_telemetry, require_tiers
 from samovar.configs.sections import GIB
 from samovar.configs.settings import ServerSettings, Settings
@@ -40,6 +41,7 @@ from samovar.replicas.model import (
     why_no_gpu,
 )
 
+LOOPBACK = "127.0.0.1"
 CUDA_FIX = "set engine.device to auto or cpu, or install a CUDA build of torch on a machine with a GPU"
 
 
@@ -70,6 +72,7 @@ def first_look(
         unused += [f"models.{name}: {one}" if name else one for one in unused_settings(own)]
     with_object_store(settings, shm_free_bytes())
     check_certificate(settings.server)
+    check_node_tls(settings.cluster)
     check_port(settings.server.host, settings.server.port)
     return unused + disk_warnings(settings)
 
@@ -277,6 +280,30 @@ def check_certificate(server: ServerSettings) -> None:
         raise StartFailed(
             f"server.tls_certificate: {error}. Name PEM files that this user may read: a certificate that is "
             "valid now with its chain below it, and its key without a passphrase in server.tls_key"
+        ) from error
+
+
+def enter_tls(cluster: ClusterSettings) -> None:
+    """Have this process, and those it starts, speak TLS to the cluster's, if `cluster.tls_dir` is set.
+
+    Raises `StartFailed`.
+    """
+    check_node_tls(cluster)
+    if cluster.tls is not None:
+        os.environ.update(cluster.tls.environment())
+
+
+def check_node_tls(cluster: ClusterSettings) -> None:
+    """Raise `StartFailed` if nodes could not connect with the files of `cluster.tls_dir`; Ray only waits."""
+    if cluster.tls is None:
+        return
+    try:
+        cluster.tls.check(LOOPBACK if cluster.ray_address == "local" else "")
+    except CertificateRefused as error:
+        raise StartFailed(
+            f"cluster.tls_dir: {error}. Put PEM files that this user may read there: ca.crt, and tls.crt "
+            "with tls.key, a certificate by it that is valid now, for servers and clients, and for the "
+            "address that Ray has on this node (127.0.0.1 with cluster.ray_address=local)"
         ) from error
 
 

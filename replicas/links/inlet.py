@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from samovar.configs.cluster import LinkSettings
+from samovar.configs.tls import CertificateRefused, NodeTls, RenewedContext, node_tls
 from samovar.replicas.links.calls import Calls, LinkCall
 from samovar.replicas.links.handshake import PROOF_WAIT_S, Handshake
 from samovar.replicas.links.mailbox import Mailbox
@@ -108,7 +108,8 @@ class Inlet:
     """Listens for links, and sorts what they carry by stream.
 
     Who knows the address may call, if there is a handler (`calls.take`). `host`: the interface.
-    `wait_s_max`: how long payloads may wait for more while the process is busy.
+    `wait_s_max`: how long payloads may wait for more while the process is busy. `tls`: what callers must
+    speak, with a certificate of the same authority.
     """
 
     def __init__(
@@ -117,8 +118,10 @@ class Inlet:
         settings: LinkSettings,
         wait_s_max: float,
         clock: Callable[[], float] = time.monotonic,
+        tls: NodeTls | None = None,
     ) -> None:
         self._host = host
+        self.tls = tls
         self.settings = settings
         self.calls = Calls(settings.calls_max)
         self._clock = clock
@@ -142,7 +145,15 @@ class Inlet:
 
     async def _listen(self) -> ReplyTo:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Incoming(self), self._host, 0)
+        made = partial(loop.create_server, lambda: _Incoming(self), self._host, 0)
+        if self.tls is None:
+            self._server = await made()
+        else:
+            try:
+                context = RenewedContext(self.tls).context
+            except CertificateRefused as error:
+                raise OSError(str(error)) from error
+            self._server = await made(ssl=context, ssl_handshake_timeout=PROOF_WAIT_S)
         port = self._server.sockets[0].getsockname()[1]
         return ReplyTo(self._host, port, self._secret)
 
@@ -255,12 +266,9 @@ class Inlet:
 
 
 def open_inlet(links: LinkSettings, wait_s_max: float) -> Inlet | None:
-    """Return an inlet on Ray's address of this node, loopback in a private cluster; None: without links.
-
-    Links are not encrypted. Where Ray is (RAY_USE_TLS), Serve carries streams and calls.
-    """
-    if not links.enabled or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+    """Return an inlet on Ray's address of this node, loopback in a private cluster; None: without links."""
+    if not links.enabled:
         return None
     import ray  # an engine runs where it is not installed
 
-    return Inlet(ray.util.get_node_ip_address(), links, wait_s_max)
+    return Inlet(ray.util.get_node_ip_address(), links, wait_s_max, tls=node_tls())

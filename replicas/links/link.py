@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from samovar.configs.cluster import LinkSettings
+from samovar.configs.tls import CertificateRefused, NodeTls
 from samovar.replicas.links.handshake import PROOF_WAIT_S, Handshake
 from samovar.replicas.links.wire import CALL, LEAVE, Batch, LinkLost, Parser, notice_loss, packed
 from samovar.replicas.messages import ReplyTo
@@ -210,10 +211,14 @@ class Link(asyncio.Protocol):
 
 
 class Links:
-    """The links of a process to those that listen, by their address. Runs on one event loop."""
+    """The links of a process to those that listen, by their address. Runs on one event loop.
 
-    def __init__(self, settings: LinkSettings, heartbeat_s: float) -> None:
+    `tls`: what is spoken with them; who listens must have a certificate of its address.
+    """
+
+    def __init__(self, settings: LinkSettings, heartbeat_s: float, tls: NodeTls | None = None) -> None:
         self._settings = settings
+        self._tls = tls
         self._heartbeat_s = heartbeat_s
         self._links: dict[ReplyTo, Link] = {}
         self._unreached: dict[ReplyTo, float] = {}
@@ -248,11 +253,13 @@ class Links:
         if to in self._unreached:
             return None
         try:
-            async with asyncio.timeout(self._settings.connect_s):
+            context = None if self._tls is None else self._tls.calling()
+            # A busy process accepts at once, by the kernel, but shakes hands when it has time.
+            async with asyncio.timeout(self._settings.connect_s if context is None else PROOF_WAIT_S):
                 _, link = await loop.create_connection(
-                    lambda: Link(self._settings, to.secret, self._heartbeat_s), to.host, to.port
+                    lambda: Link(self._settings, to.secret, self._heartbeat_s), to.host, to.port, ssl=context
                 )
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, CertificateRefused) as error:
             logger.warning("%s:%d is not reached (%s): Serve carries its streams", to.host, to.port, error)
             self._unreached[to] = now_s + UNREACHED_S
             return None

@@ -30,6 +30,7 @@ from samovar.cache_tiers.messages import NodeStats
 from samovar.configs.imports import collector_paused, keep_collections_short
 from samovar.configs.settings import EngineSettings, Settings
 from samovar.configs.telemetry import Tracer, open_tracer, set_up_logs
+from samovar.configs.tls import node_tls
 from samovar.replicas.links import Inlet, open_inlet
 from samovar.replicas.messages import (
     Admitted,
@@ -114,7 +115,7 @@ class Replica:
         self._kept_spans: dict[int, AnswerSpans] = {}
         self._sweeps: SweepTimer = Sweeps(self._kept, _call_later, clock)
         self._untold: dict[int, AnswerSpans] = {}  # traced requests whose prompt is not computed yet
-        self._links = Links(settings.cluster.links, settings.router.heartbeat_s)
+        self._links = Links(settings.cluster.links, settings.router.heartbeat_s, node_tls())
         self._inlet = inlet
         self._places = places(settings.engine)
         self._compiles = TenantThreads("compile", settings.grammar.threads, places=settings.engine.queue_max)

@@ -32,6 +32,7 @@ from samovar.configs.imports import collector_paused, keep_collections_short, re
 from samovar.configs.optional_sections import INGRESSES_MAX
 from samovar.configs.settings import Settings
 from samovar.configs.telemetry import Tracer, open_tracer, set_up_logs
+from samovar.configs.tls import node_tls
 from samovar.replicas.links import Inlet, Links, open_inlet
 from samovar.replicas.messages import REPLICA_DEPLOYMENT
 from samovar.replicas.model import ModelCard, describe_model, ensure_model, leave_torch_out, load_tokenizer
@@ -685,7 +686,7 @@ class Ingress:
             settings=settings,
             tracer=tracer,
             inlet=inlet,
-            links=Links(links, settings.router.heartbeat_s),
+            links=Links(links, settings.router.heartbeat_s, node_tls()),
         )
         self._service = build_service(
             settings=settings,

@@ -20,7 +20,7 @@ class RequestTaker:
     def __init__(self, inlet: Inlet, heartbeat_s: float) -> None:
         self.app: ASGIApp | None = None
         self._inlet = inlet
-        self._links = Links(inlet.settings, heartbeat_s)
+        self._links = Links(inlet.settings, heartbeat_s, inlet.tls)
 
     async def listen(self) -> dict[str, Any]:
         """Take requests from now on; return what Serve is to tell the proxies."""

@@ -86,7 +86,7 @@ class RequestCarrier:
 
     def __init__(self, inlet: Inlet) -> None:
         self._inlet = inlet
-        self._links = Links(inlet.settings, NO_BEAT_S)
+        self._links = Links(inlet.settings, NO_BEAT_S, inlet.tls)
         self._is_listening = True
 
     async def carry(

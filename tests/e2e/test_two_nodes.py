@@ -1,4 +1,7 @@
-"""Blocks between two raylets of one machine: over NIXL, by Ray where that is broken, from S3 at the end."""
+"""Blocks between two raylets of one machine: over NIXL, by Ray where that is broken, from S3 at the end.
+
+With Ray's variables for TLS in the environment (`test_two_nodes_tls.py`) Ray carries them from the beginning.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from ray._raylet import GcsClient
 from samovar.cache_tiers.blocks.extent import Clear
 from samovar.cache_tiers.messages import Fetched, FetchFailed
 from samovar.configs.sections import MIB, CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
+from samovar.configs.tls import node_tls
 from tests.support.nodes.node_harness import TENANT
 from tests.support.services.rclone import s3_server
 from tests.support.services.service import until
@@ -28,6 +32,8 @@ from tests.support.services.two_nodes import (
 )
 
 pytestmark = pytest.mark.timeout(300)
+WAY = "nixl" if node_tls() is None else "ray"
+WITH_NIXL = pytest.mark.skipif(WAY != "nixl", reason="UCX has no TLS, so NIXL is left out")
 DRAIN_REASON = 2  # DRAIN_NODE_REASON_PREEMPTION: is always accepted
 
 
@@ -61,14 +67,14 @@ def bring(taker: Node, giver: Node, number: int, nbytes: int = MIB) -> None:
     giver.check()
 
 
-def test_blocks_come_over_nixl_in_both_directions_at_once(world: Any) -> None:
+def test_blocks_come_in_both_directions_at_once(world: Any) -> None:
     _, (first, second) = world
     bring(second, first, 1)
     bring(first, second, 2, 4 * MIB)
     for taker, giver in ((second, first), (first, second)):
         stats = taker.stats()
-        assert stats.transport == "nixl"
-        assert stats.peers[giver.node_id].pulls == {"nixl": 1}
+        assert stats.transport == (WAY if WAY == "nixl" else "ray: between nodes is TLS, which UCX has not")
+        assert stats.peers[giver.node_id].pulls == {WAY: 1}
         assert stats.peers[giver.node_id].bad == {}
         assert stats.moves["peer>cpu:committed"] == 1
 
@@ -94,6 +100,7 @@ def test_sessions_are_told(world: Any) -> None:
     assert held[session_of(4)]["cpu"] > MIB
 
 
+@WITH_NIXL
 def test_idle_nodes_burn_no_core_in_nixl(world: Any) -> None:
     """Both have their links open from the tests before."""
     _, nodes = world
@@ -103,6 +110,7 @@ def test_idle_nodes_burn_no_core_in_nixl(world: Any) -> None:
         assert share < 0.03, f"{share:.1%} of a core"
 
 
+@WITH_NIXL
 def test_f10_where_the_link_breaks_ray_carries_the_blocks(world: Any) -> None:
     _, (first, second) = world
     ray.get(second.actor.__ray_call__.remote(break_link), timeout=GET_S)

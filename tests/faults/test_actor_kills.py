@@ -294,7 +294,7 @@ def test_f19_the_object_store_tier_refuses_more_than_its_bytes() -> None:
 
 @pytest.mark.parametrize("state", ["planned", "reserved", "copying", "verified", "committed", "dropping"])
 def test_f17_killed_in_a_state_it_comes_back_with_what_is_on_the_disk(tmp_path: Path, state: str) -> None:
-    faults = FaultsSettings(kill_at=state, kill_after=6, kill_starts=1)  # type: ignore[arg-type]
+    faults = FaultsSettings(kill_at=state, kill_after=6)  # type: ignore[arg-type]
     client = Client(tmp_path / "kv", faults)
     first = until("it is there", lambda: client.call("ping"))
     numbers = iter(range(1000))

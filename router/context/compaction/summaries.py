@@ -28,6 +28,7 @@ CREATE INDEX summaries_of ON summaries(tenant, session, messages);
 WITH_ENTRIES = """
 ALTER TABLE summaries ADD COLUMN entries TEXT;
 """
+SCHEMAS = (SCHEMA, WITH_ENTRIES)
 
 
 class SummarySeal(Protocol):
@@ -59,7 +60,7 @@ class SummaryStore:
         seal: SummarySeal | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._file = SqliteFile(path, (SCHEMA, WITH_ENTRIES), busy_s, must_open=False)
+        self._file = SqliteFile(path, SCHEMAS, busy_s, must_open=False)
         self._of_session_max = of_session_max
         self._rows_max = rows_max
         self._seal = seal

@@ -177,7 +177,7 @@ def test_a_former_name_still_works_and_each_source_warns_of_it(
 def test_there_are_no_more_settings_than_there_were() -> None:
     """A new one is for a machine, a workload or a rule; an inner number of an algorithm is a constant.
 
-    The last one that came: `telemetry.kv_events`, for which `knowledge.budget_tokens_max` became a constant.
+    The last one that came: `cluster.tls_dir`, for which `tiers.faults.kill_starts` became a constant.
     """
     assert len(setting_fields()) <= 379
 

@@ -231,6 +231,10 @@ PLANTED: dict[str, tuple[Planted, CheckState, str, str]] = {
         lambda make, tmp: safety.ray_cluster(make(**JOINED), {"RAY_AUTH_TOKEN": "t"}, lambda address: False),
         *("error", "requires no token", "RAY_AUTH_MODE=token"),
     ),
+    "no certificate for a node": (
+        lambda make, tmp: safety.ray_cluster(make(cluster={"tls_dir": str(tmp)}), {"RAY_AUTH_TOKEN": "t"}),
+        *("error", "cluster.tls_dir: ", "ca.crt"),
+    ),
     "Ray open to the network": (
         lambda make, tmp: safety.open_binds(make(), lambda: [("raylet", "0.0.0.0", 10001, False)]),
         *("error", "raylet on 0.0.0.0:10001", "ray stop"),
@@ -330,6 +334,9 @@ SOUND: dict[str, Planted] = {
     "no s3": lambda make, tmp: media.s3_tier(make()),
     "nixl": lambda make, tmp: safety.nixl(make(**JOINED), lambda: {"ok": True}),
     "one machine": lambda make, tmp: safety.nixl(make()),
+    "nodes that speak TLS": lambda make, tmp: safety.nixl(
+        make(cluster={"ray_address": "127.0.0.1:6379", "tls_dir": str(tmp)})
+    ),
     "no token yet": lambda make, tmp: safety.ray_cluster(make(), {"RAY_AUTH_TOKEN_PATH": str(tmp / "none")}),
     "a private token": lambda make, tmp: safety.ray_cluster(
         make(), {"RAY_AUTH_TOKEN_PATH": str(open_file(tmp / "t", 0o600))}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from samovar.configs.settings import LimitsSettings
+from samovar.configs.tls import CertificateRefused, tls_in
 from samovar.replicas.links import open_inlet
 from samovar.replicas.messages import Admitted, Delta, ReplyTo
 from samovar.router.ingress.app import build_api
@@ -372,8 +374,14 @@ def test_the_proxy_learns_from_its_environment_whether_to_listen(monkeypatch: py
     assert open_inlet(LINKS.model_copy(update={"enabled": False}), 0.02) is None
     assert are_proxies_guarded(proxy_environment(settings))
     assert not are_proxies_guarded(links_environment(settings)), "somebody else's proxies"
-    monkeypatch.setenv("RAY_USE_TLS", "1")  # links are not encrypted
-    assert open_inlet(LINKS, 0.02) is None
+    assert inlet.tls is None
+    for name, value in tls_in(Path("/x")).environment().items():
+        monkeypatch.setenv(name, value)
+    assert (told := open_inlet(LINKS, 0.02)) is not None
+    assert told.tls == tls_in(Path("/x")), "where Ray speaks TLS, links do"
+    monkeypatch.delenv("RAY_TLS_CA_CERT")
+    with pytest.raises(CertificateRefused, match="RAY_TLS_CA_CERT"):
+        open_inlet(LINKS, 0.02)
 
 
 async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> None:
