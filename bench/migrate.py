@@ -64,6 +64,8 @@ def measure(giver: Node, taker: Node, way: str, nbytes: int, count: int, rounds:
             taker.stand.timed.remote(taker.actor, [fetch for _, fetch in asks]), timeout=GET_S
         )
         after = of(taker, giver)
+        if len(came) < len(asks):
+            raise RuntimeError(f"{len(asks) - len(came)} of {len(asks)} fetches were refused, or late")
         if came != [digest(wanted.record) for wanted, _ in asks]:
             raise RuntimeError("other bytes arrived than were stored")
         if after.pulls.get(way, 0) - before.pulls.get(way, 0) != count:

@@ -23,7 +23,7 @@ def test_an_erased_session_is_unreadable_and_the_others_return(tmp_path: Path) -
     flags = {"tiers.encryption-key-file": key}
     erased, kept = Conversation(1), Conversation(2)
     folder = tmp_path / "service"
-    with tier_service(folder, flags) as service:
+    with tier_service(folder, {**flags, "limits.reply-memory-bytes-max": 1 << 22}) as service:
         for _ in range(2):
             service.turn(erased)
             service.turn(kept)
