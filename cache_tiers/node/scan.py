@@ -281,7 +281,7 @@ class RescanCoalescer:
                 if silent[node]:
                     self._seen[node] = None
                     self._again_s.pop(node, None)
-                else:
+                elif node not in self._seen:  # another caller may have found meanwhile that it is lost
                     self._again_s[node] = now_s + AGAIN_S
             for book in (self._seen, self._again_s):
                 while len(book) > NODES_MAX:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -84,10 +84,13 @@ class World:
         self.now_s = 100.0
         self.waits: list[float] = []
         self.works = True
+        self.meanwhile: Callable[[], object] = lambda: None
         self.looks = RescanCoalescer(self._look, lambda: self.now_s)
 
     def _look(self, wait_s: float) -> bool:
         self.waits.append(wait_s)
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
         return self.works
 
     def after(self, **silent: bool) -> bool:
@@ -121,6 +124,14 @@ def test_a_node_that_only_does_not_answer_is_looked_for_now_and_then() -> None:
     assert world.after(a=True)  # now it is lost: what it put there last
     world.now_s += AGAIN_S
     assert not world.after(a=False)
+
+
+def test_two_lookups_may_see_one_node_before_and_behind_its_loss() -> None:
+    world = World()
+    world.meanwhile = lambda: world.after(a=True)
+    assert world.after(a=False)
+    world.now_s += AGAIN_S
+    assert not world.after(a=False), "it is known as lost"
 
 
 def test_nobody_silent_is_no_reason() -> None:
