@@ -58,6 +58,8 @@ LOOKS_MAX = 16
 """Replicas looked at for one of these reasons: they may be full, leaving, or serve another model."""
 CHOSEN_MAX = 65_536
 """Calls whose ranking a router keeps while they are open."""
+OVER_MAX = 4096
+"""Calls that ended last: one that is routed though its caller has left comes seconds later at most."""
 
 
 @dataclass(slots=True)
@@ -211,7 +213,7 @@ class ReplicaLoadTracker:
         self._lock = threading.RLock()
         self._sent: dict[str, _Sent] = {}
         self._others_open = 0  # requests of other ingresses at all replicas
-        self._over: OrderedDict[str, None] = OrderedDict()  # the last CHOSEN_MAX calls that ended
+        self._over: OrderedDict[str, None] = OrderedDict()  # the last OVER_MAX calls that ended
         self._replicas: dict[str, _ReplicaLoad] = {}
         self._on_node: dict[str, list[str]] = {}
         self._least_loaded = _LeastLoaded(rng or random.Random())
@@ -369,7 +371,7 @@ class ReplicaLoadTracker:
         with self._lock:
             self._drop(ticket)
             self._over[ticket] = None
-            while len(self._over) > CHOSEN_MAX:
+            while len(self._over) > OVER_MAX:
                 self._over.popitem(last=False)
 
     def failed(self, ticket: str) -> None:
