@@ -203,7 +203,8 @@ def main(argv: list[str]) -> int:
     wrong = wrong_texts(found)
     path = report.write("service", rows, wrong=wrong, settings={k: str(v) for k, v in vars(args).items()})
     print(f"written: {path}")
-    far = [row for row in rows if abs(row["off"]) > OFF_MAX]
+    # The simulation has the pool only.
+    far = [] if args.cpu_mib else [row for row in rows if abs(row["off"]) > OFF_MAX]
     for session, lineage, number in wrong:
         print(f"WRONG TEXT: session {session}, lineage {lineage}, turn {number} differs between policies")
     for row in far:

@@ -31,7 +31,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a li
 import numpy as np
 
 from samovar.cache_tiers.node import TierNode
-from samovar.router.routing import SessionDirectory
+from samovar.router.routing import SessionDirectory, load_tracker
 from tests.support.inside import state_of
 from tests.world.faults import AT_ONCE, KINDS, Fault, Kind
 from tests.world.life import Life
@@ -45,6 +45,8 @@ FAULT_EVERY_S = 180.0
 SAMPLES = 36
 MARKS_S = 600.0
 """How long the bucket's marks of clears stay; a day would be longer than a soak."""
+REMEMBERED_MAX, OVER_MAX = 1000, 200
+"""Of rings that take days to fill at a world's pace: that they are bounded has tests of its own."""
 PAST_MAX = 20
 """Erased conversations that the clients look for afterwards."""
 ENDS: frozenset[Kind] = frozenset(
@@ -84,7 +86,8 @@ class Soak(Life):
 
     def _machine(self, shape: Shape, number: int) -> Machine:
         s3 = shape.settings.s3.model_copy(update={"clears_retention_s": MARKS_S})
-        settings = shape.settings.model_copy(update={"s3": s3})
+        policy = shape.settings.policy.model_copy(update={"remembered_blocks_max": REMEMBERED_MAX})
+        settings = shape.settings.model_copy(update={"s3": s3, "policy": policy})
         return super()._machine(replace(shape, settings=settings), number)
 
     def _look_into_memory(self) -> None:
@@ -214,6 +217,7 @@ def soak(seed: int, hours: float, leak: str) -> int:
     root = Path(tempfile.mkdtemp(prefix="world-soak-", dir=memory if memory.is_dir() else None))
     try:
         with ExitStack() as planted:
+            planted.enter_context(patch.object(load_tracker, "OVER_MAX", OVER_MAX))
             if leak:
                 of, name = LEAKS[leak]
                 planted.enter_context(patch.object(of, name, leaking(leak, root)))

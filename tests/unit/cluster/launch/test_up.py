@@ -268,7 +268,11 @@ def test_down_cleans_every_machine_of_a_rack(world: World) -> None:
 
 def test_cleaning_removes_secrets_and_what_the_head_remembers() -> None:
     text = cleaning(rack().launch)
-    assert "rm -f ~/samovar/secrets.yaml ~/samovar/ray-token ~/.ray/auth_token; rm -rf ~/samovar-gcs;" in text
+    secrets = "secrets.yaml", "ray-token", "authority.pem"
+    gone = " ".join(
+        (*(f"~/samovar/{name}" for name in secrets), "~/.ray/auth_token", "~/samovar-tls/tls.key")
+    )
+    assert f"rm -f {gone}; rm -rf ~/samovar-gcs;" in text
     assert "ray stop" in text
     assert "samovar-gcs" not in cleaning(rack("--launch.gcs.storage=memory").launch)
     words = ssh_words(rack("--launch.ssh.proxy-command=nc %h %p").launch, "10.0.0.2", "true")

@@ -13,7 +13,7 @@ from samovar.configs.sections import TierSettings
 from samovar.router.context.knowledge import KnowledgeError
 from samovar.router.ingress import app, places
 from tests.support.router.fake_directory import FakeLink
-from tests.support.router.router_harness import MODEL, House, error_of, make_settings, spoken
+from tests.support.router.router_harness import MODEL, TOKENIZER, House, error_of, make_settings, spoken
 from tests.support.router.sealed_desks import KeyRing
 
 MARKER = "the eagle lands at noon: 0123456789abcde"
@@ -65,10 +65,11 @@ async def test_it_answers_as_a_plain_one_and_an_erased_session_takes_its_key_wit
             sent = await client.post("/v1/documents", json=document)
             assert sent.status_code in (200, 201, 202), sent.text
             whole = await talk(client)
-            prompt = made.replicas.calls[-1].prompt_token_ids
+            prompt = TOKENIZER.decode(made.replicas.calls[-1].prompt_token_ids)
+            prompt = prompt.replace(created.json()["id"], "the entry's id")
             (turn,) = made.service.stage("knowledge").store.records.find("local", "turn")  # type: ignore[union-attr]
             assert MARKER in turn.body
-            seen.append((found["data"][0]["text"], len(prompt), whole["choices"][0]["message"]["content"]))
+            seen.append((found["data"][0]["text"], prompt, whole["choices"][0]["message"]["content"]))
             raw = files(folder)
             assert (MARKER.encode() in raw) == (own is None)
             assert (SEALED_TEXT.encode() in raw) == (own is not None)
