@@ -8,6 +8,7 @@ more, it ends for good (`node/drain.py`); a later replica creates a new one.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
@@ -220,6 +221,11 @@ class TierActor:
             self._node, node_id, settings.peer.drain_s, self._leave, end=partial(end_for_good, node_id)
         )
         self._cluster_watch.start()
+        # The first store names a replica's actor, whose class is of Serve: .4 CPU-s of imports, for which the
+        # lookup of the next turn would wait. Nothing else has to be done while the replica loads its weights.
+        threading.Thread(
+            target=importlib.import_module, args=("ray.serve",), name="tiers-imports", daemon=True
+        ).start()
         if settings.node.spot_notice == "aws":
             self._spot_watch = SpotWatch(settings.node, partial(drain_this_node, node_id, "spot notice"))
             self._spot_watch.start()
