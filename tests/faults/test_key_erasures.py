@@ -29,7 +29,7 @@ from samovar.configs.sections import S3TierSettings
 from tests.support.inside import join_scans
 from tests.support.nodes.encrypted import encrypted, key_file
 from tests.support.nodes.node_harness import Bench, Sample, bench, sample
-from tests.support.nodes.nvme_harness import SickCalls
+from tests.support.nodes.nvme_harness import Killed, SickCalls, die, halfway
 from tests.support.services.rclone import plain_client, s3_server
 
 MARKER = b"the eagle lands at noon: 0123456789abcdef"[:40]
@@ -37,10 +37,6 @@ KV_SAMPLE_BYTES = 48
 ERASURES = 10
 STEPS = [("keys", 1), ("keys", 2), ("node", 0), ("node", 1)]
 """At which call of the file of keys (write, flush), or step of the node (a record in each tier)."""
-
-
-class _Killed(BaseException):
-    """The process is dead at this step."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +108,7 @@ class _Node:
         if self.step is not None:
             self.step -= 1
             if self.step < 0:
-                raise _Killed
+                raise Killed
 
     def restart(self) -> None:
         self.step = None
@@ -153,18 +149,6 @@ def place_of(one: Sample) -> str:
     return f"{address.tenant.hex()}/{address.namespace.hex()}/{name[:2]}/{name}.kv"
 
 
-def die(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
-    raise _Killed
-
-
-def halfway(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
-    """Dies in the middle of a write."""
-    if name == "pwrite":
-        fd, data, offset = args
-        calls.really(name, fd, data[: len(data) // 2], offset)
-    raise _Killed
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [die, halfway])
 def test_g12_what_was_erased_is_readable_nowhere_wherever_the_process_died(
@@ -192,7 +176,7 @@ def test_g12_what_was_erased_is_readable_nowhere_wherever_the_process_died(
             node.calls.arm(fault, step)
         else:
             node.step = step
-        with pytest.raises(_Killed):
+        with pytest.raises(Killed):
             node.bench.node.clear(clear)
         node.restart()
         assert node.bench.node.clear(clear).unreachable == ()  # it is wished again, and is over now

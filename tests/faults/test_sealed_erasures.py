@@ -26,7 +26,7 @@ from samovar.router.context.knowledge import Change, KnowledgeError, LoopRecord,
 from samovar.router.context.sealed import SealedSummaries, open_sealed
 from tests.support.clock import Clock
 from tests.support.nodes.encrypted import key_file
-from tests.support.nodes.nvme_harness import SickCalls
+from tests.support.nodes.nvme_harness import Killed, SickCalls, die, halfway
 from tests.support.router.knowledge_desks import LIMITS, ME, content
 from tests.support.router.sealed_desks import tag_of
 
@@ -37,10 +37,6 @@ STEPS = ["keys:1", "keys:2", "replies", "turns", "summaries", "over"]
 """At which call of the file of keys (write, flush), or before which place's step, the process dies."""
 TENANT, KEPT = "tea", b"k" * 8 + bytes(8)
 BOUNDS = RecordBounds(99, 2**22)
-
-
-class _Killed(BaseException):
-    """The process is dead at this step."""
 
 
 class Service:
@@ -102,24 +98,12 @@ class Service:
         }
         for name, step in steps.items():
             if name == self.die_before:
-                raise _Killed
+                raise Killed
             step()
 
     def close(self) -> None:
         for one in (self.items, self.summaries, self.documents, self.base, self.keys):
             one.close()
-
-
-def die(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
-    raise _Killed
-
-
-def halfway(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
-    """Dies in the middle of a write."""
-    if name == "pwrite":
-        fd, data, offset = args
-        calls.really(name, fd, data[: len(data) // 2], offset)
-    raise _Killed
 
 
 def readable(folder: Path) -> list[Path]:
@@ -156,7 +140,7 @@ def test_g12_what_a_session_said_is_readable_nowhere_wherever_the_process_died(
         service.die_before = "" if call else place
         if call:
             service.calls.arm(fault, int(call))
-        with pytest.raises(_Killed):
+        with pytest.raises(Killed):
             service.erase(session)
         dead.append(service)  # its connections close no log, as those of a process that is gone
         crashed = shutil.copytree(service.folder, tmp_path / f"disk-{number + 1}")
@@ -195,7 +179,7 @@ def test_g12_what_a_tenant_taught_goes_with_its_key_wherever_the_process_died(
         if number % 2:
             with monkeypatch.context() as patch:  # dies behind its key's end, before any row is deleted
                 patch.setattr(SqliteStore, "erase_before", lambda *_: die(service.calls, "", ()))
-                with pytest.raises(_Killed):
+                with pytest.raises(Killed):
                     service.base.erase(TENANT, None)
             left = Service(shutil.copytree(service.folder, tmp_path / f"disk-{number}"))
             assert held(left.folder, wrapped) == ["documents.sqlite"]

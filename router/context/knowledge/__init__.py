@@ -69,6 +69,7 @@ from samovar.router.context.knowledge.placement import (
     turn_keys,
 )
 from samovar.router.context.knowledge.postgres import open_store
+from samovar.router.context.knowledge.records import nearest
 from samovar.router.context.knowledge.retrieval import (
     STEM_CHARS,
     WORD,
@@ -152,6 +153,7 @@ __all__ = [
     "fuse",
     "imported",
     "names_in",
+    "nearest",
     "open_embedder",
     "open_store",
     "origin_of",

@@ -136,11 +136,7 @@ class StoredRecords:
                 (*values, self._embedder),
             ).fetchall()
         fitting = [(name, np.frombuffer(raw, "<f4")) for name, raw in rows if len(raw) == 4 * len(vector)]
-        if not fitting:
-            return []
-        cosines = np.stack([row for _, row in fitting]) @ vector
-        near = [row for row in np.argsort(-cosines, kind="stable") if cosines[row] >= cosine_min]
-        return [(fitting[row][0], float(cosines[row])) for row in near[:limit]]
+        return nearest(fitting, vector, cosine_min, limit)
 
     def erase(
         self,
@@ -180,6 +176,17 @@ class StoredRecords:
             parts.append("expires_s > ?")
             values.append(self._clock())
         return " AND ".join(parts), values
+
+
+def nearest(
+    fitting: Sequence[tuple[str, Vector]], vector: Vector, cosine_min: float, limit: int
+) -> list[tuple[str, float]]:
+    """Return ids of the vectors nearest to `vector`, with the cosine; of equal ones in their order."""
+    if not fitting:
+        return []
+    cosines = np.stack([row for _, row in fitting]) @ vector
+    near = [row for row in np.argsort(-cosines, kind="stable") if cosines[row] >= cosine_min]
+    return [(fitting[row][0], float(cosines[row])) for row in near[:limit]]
 
 
 def _marks(values: Sequence[Any]) -> str:

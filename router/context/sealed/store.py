@@ -66,6 +66,7 @@ from samovar.router.context.knowledge import (
     StateChanged,
     Tables,
     Vector,
+    nearest,
 )
 
 logger = logging.getLogger(__name__)
@@ -275,11 +276,7 @@ class SealedRecords:
             for one in reversed(self.find(tenant, kind))
             if one.vector is not None and len(one.vector) == len(vector)
         ]
-        if not fitting:
-            return []
-        cosines = np.stack([row for _, row in fitting]) @ vector
-        near = [row for row in np.argsort(-cosines, kind="stable") if cosines[row] >= cosine_min]
-        return [(fitting[row][0], float(cosines[row])) for row in near[:limit]]
+        return nearest(fitting, vector, cosine_min, limit)
 
     def erase(
         self,
@@ -510,10 +507,16 @@ class SealedStore:
 
     @contextmanager
     def trial(self, tenant: str, changes: Sequence[Change]) -> Iterator[KnowledgeStore]:
+        with self._copy(tenant) as copy:
+            copy.try_out(tenant, changes)
+            yield copy
+
+    @contextmanager
+    def _copy(self, tenant: str) -> Iterator[MirrorStore]:
+        """Give a tenant's newest versions in a store of their own."""
         copy = MirrorStore(self._embedder)
         try:
             copy.take(tenant, (), self._with_vectors(tenant, self._inner.heads(tenant)))
-            copy.try_out(tenant, changes)
             yield copy
         finally:
             copy.close()
@@ -577,19 +580,12 @@ class SealedStore:
             state = self._inner.state(tenant)
             if own.state != state:
                 if self._depth:  # what is not committed must not be kept
-                    return self._once(tenant, search)
+                    with self._copy(tenant) as copy:
+                        return search(copy)
                 self._sync(tenant, own, state)
             made = search(own.store)
         self._make_room(tenant)
         return made
-
-    def _once(self, tenant: str, search: Callable[[MirrorStore], T]) -> T:
-        copy = MirrorStore(self._embedder)
-        try:
-            copy.take(tenant, (), self._with_vectors(tenant, self._inner.heads(tenant)))
-            return search(copy)
-        finally:
-            copy.close()
 
     def _sync(self, tenant: str, own: _Mirror, state: int) -> None:
         """Bring what is in memory up to the store; what does not open is not there."""

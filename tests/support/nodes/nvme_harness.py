@@ -229,3 +229,19 @@ def outcome(action: Callable[[], object]) -> str:
     except (TierError, BadRecord) as error:
         return type(error).__name__
     return "done"
+
+
+class Killed(BaseException):
+    """The process is dead at this step."""
+
+
+def die(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
+    raise Killed
+
+
+def halfway(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
+    """Dies in the middle of a write."""
+    if name == "pwrite":
+        fd, data, offset = args
+        calls.really(name, fd, data[: len(data) // 2], offset)
+    raise Killed
