@@ -42,8 +42,8 @@ from samovar.cluster.cli.options import (
     ReplicasOption,
     UrlOption,
     load_or_exit,
-    load_settings,
     refuse,
+    settings_anew,
 )
 from samovar.cluster.cli.plan import plan
 
@@ -337,6 +337,7 @@ class _ServeForever(Protocol):
         reload: Callable[[], Settings],
         stages: StartStages,
         on_ready: Callable[[str], object],
+        on_end: Callable[[], object],
     ) -> int: ...
 
 
@@ -379,9 +380,6 @@ def serve(
     rest = [*(["--engine.fast-start=true"] if fast_start else []), *rest]
     loaded = load_or_exit(config, host, port, replicas, model, rest)
 
-    def reload() -> Settings:
-        return load_settings(config, host, port, replicas, model, rest).settings
-
     stages = _look_first(loaded.settings, with_s3_demo)
     from samovar.cluster.cli.running import RunningServers
     from samovar.configs.imports import collector_paused, keep_bytecode
@@ -404,14 +402,13 @@ def serve(
         code = serve_forever(
             loaded.settings,
             with_s3_demo=with_s3_demo,
-            reload=reload,
+            reload=functools.partial(settings_anew, config, host, port, replicas, model, rest),
             stages=stages,
             on_ready=functools.partial(servers.announce, tls=loaded.settings.server.tls),
+            on_end=servers.withdraw,
         )
     except ModelRefused as error:
         refuse(f"the model cannot be served: {error}")
-    finally:
-        servers.withdraw()
     raise typer.Exit(code)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter, Parameter
 
     from samovar.configs.loader import LoadedSettings
+    from samovar.configs.settings import Settings
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -112,6 +113,18 @@ def load_settings(
     short = {"--host": host, "--port": port, "--replicas": replicas, "--model": model}
     flags = [f"{flag}={value}" for flag, value in short.items() if value is not None]
     return load(config, os.environ, [*flags, *rest])
+
+
+def settings_anew(
+    config: str | None,
+    host: str | None,
+    port: str | None,
+    replicas: str | None,
+    model: str | None,
+    rest: Sequence[str],
+) -> Settings:
+    """Return the settings as `load_settings` finds them now. Raises `ConfigError`."""
+    return load_settings(config, host, port, replicas, model, rest).settings
 
 
 def load_or_exit(

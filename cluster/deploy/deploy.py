@@ -22,17 +22,13 @@ from rich.table import Table
 from samovar.cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
 from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import application_environment
-from samovar.cluster.serve.graph import (
-    FRONT_APP,
-    INGRESS_DEPLOYMENT,
-    MODEL_APP_PREFIX,
-    model_app_name,
-    serve_logs,
-)
+from samovar.cluster.serve.graph import MODEL_APP_PREFIX, model_app_name, serve_logs
 from samovar.cluster.serve.preflight import check_certificate, check_extras, enter_tls
 from samovar.cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
 from samovar.cluster.serve.rollout import (
     EVERY_INTERFACE,
+    FRONT_APP,
+    INGRESS_DEPLOYMENT,
     Patience,
     exchange,
     http_options,

@@ -8,9 +8,11 @@ and exchanges what is served under traffic (`rollout.py`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,26 +20,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
 import ray
-from ray import serve
+from ray import cloudpickle, serve
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
+from ray.util import list_named_actors
 from rich.console import Console
 
+from samovar import HOME
 from samovar.cache_tiers.actors import rpc, tier_actors
 from samovar.cache_tiers.messages import TierStats
 from samovar.cluster.engines import has_vllm
 from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment
-from samovar.cluster.serve.graph import (
-    FRONT_APP,
-    INGRESS_DEPLOYMENT,
-    FurtherModel,
-    model_app_name,
-    run_targets,
-    serve_logs,
-)
 from samovar.cluster.serve.preflight import (
     check_encryption,
     check_gpus,
@@ -57,6 +55,8 @@ from samovar.cluster.serve.ray_cluster import RayFolder, address_of, base_folder
 from samovar.cluster.serve.rollout import (
     EVERY_INTERFACE,
     FIXED,
+    FRONT_APP,
+    INGRESS_DEPLOYMENT,
     POLL_S,
     LocalServe,
     Missing,
@@ -78,8 +78,11 @@ from samovar.configs.model_reference import DEFAULT_NAME
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
 from samovar.replicas.model import ModelCard, describe_model, ensure_model
-from samovar.replicas.serving.deployment import Replica
 from samovar.replicas.start.start_notes import forget_notes, stage_noted
+
+if TYPE_CHECKING:
+    from samovar.cluster.serve.graph import FurtherModel
+    from samovar.replicas.serving.deployment import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +117,62 @@ class Signals:
             pass  # another handler shares the pipe
         return number
 
+    def sleep(self, command: Sequence[str], children: Collection[int]) -> NoReturn:
+        """Become a process of a few MB that waits for the next signal, or for the end of one of `children`.
+
+        Then it becomes `command`, with the signal's number behind it, still held back from it: the process
+        is the same one all the time, and its children remain its own. What the wakeup pipe holds by now, or
+        gets until the last thread is gone, is read from there.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+        os.set_inheritable(self._reader, True)
+        watched = ",".join(map(str, (self._reader, *children)))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.execv(sys.executable, [sys.executable, *SLEEPER, watched, *command])
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.set_wakeup_fd(self._before)
         os.close(self._writer)
         os.close(self._reader)
+
+
+HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+"""What a process that sleeps is woken by. They wait for the one that it becomes."""
+SLEEPER = (
+    *("-I", "-S", "-c"),
+    """# samovar serve, while nothing is asked of it
+import os, signal, sys
+reader, *children = map(int, sys.argv[1].split(","))
+asked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+def has_died():
+    ended = set()
+    try:
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            ended.add(pid)
+    except ChildProcessError:
+        pass
+    return ended & set(children)
+number = 0
+while number not in asked and (came := os.read(reader, 1)):
+    number = came[0]
+while number not in asked:
+    if has_died():
+        number = signal.SIGCHLD
+        break
+    number = signal.sigwait(asked | {signal.SIGCHLD})
+os.close(reader)
+os.execv(sys.argv[2], [*sys.argv[2:], str(int(number))])
+""",
+)
+"""Options of a Python that imports nothing but this: 3 MB of its own, and no work until a signal comes."""
+WAKE = (
+    *("-P", "-c"),
+    "import gc, sys; sys.path.insert(0, sys.argv[1]); gc.disable();"
+    "from samovar.cluster.serve.app import go_on; sys.exit(go_on(int(sys.argv[2]), int(sys.argv[3])))",
+)
 
 
 def interrupt_on_signals() -> None:
@@ -190,6 +243,8 @@ def further_of(
     `settings`: of the service, whose sections hold for all. `now`: as they are served; what goes on keeps its
     part of the machine, and with autoscaling its replicas.
     """
+    from samovar.cluster.serve.graph import FurtherModel, model_app_name  # a stop needs none of it
+
     found: dict[str, FurtherModel] = {}
     for key, one in models.items():
         if not key:
@@ -236,6 +291,15 @@ class Service:
         self.folder: RayFolder | None = None
         self._has_environments = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is kept of a service while its process sleeps: all but a terminal."""
+        return self.__dict__ | {"stages": None}
+
+    @property
+    def has_own_ray(self) -> bool:
+        """Whether Ray runs below this process, for this service."""
+        return self.folder is not None
+
     @property
     def url(self) -> str:
         return self.settings.server.url_at(self.settings.server.host)
@@ -256,6 +320,8 @@ class Service:
             self.stages.end()
 
     def _start(self) -> None:
+        from samovar.cluster.serve.graph import model_app_name
+
         self.stages.begin("model", has_own_progress=True)  # a conversion's, the first time
         settings = with_server_secret(self.settings)
         check_keys_file(settings)
@@ -329,12 +395,14 @@ class Service:
         self._has_environments = address is not None or any(map(has_vllm, self._settings_of_all()))
         warning = join_ray(cluster, address, self.folder, environments=self._has_environments)
         interrupt_on_signals()  # Ray has installed its own handler
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if warning:
             _warn(warning)
 
     def _deploy(self, model_dir: str) -> Collection[str]:
+        from samovar.cluster.serve.graph import run_targets, serve_logs
+
         settings = self.settings
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             http_options=HTTPOptions(**http_options(settings.server)),
             logging_config=serve_logs(settings),
@@ -353,6 +421,8 @@ class Service:
         removed when its last answer has finished: their blocks have different namespaces, and the old ones
         age out. Raises `ModelRefused` or `StartFailed`; nothing has changed then.
         """
+        from samovar.cluster.serve.graph import model_app_name, run_targets
+
         refuse_what_needs_a_restart(self._given, settings)
         kinds = {one.engine.kind for one in settings.of_models().values()}
         if "vllm" in kinds and not self._has_environments:
@@ -432,7 +502,9 @@ class Service:
 
     def _delete(self, *, is_awaited: bool) -> None:
         """Delete all applications at once: each takes three rounds of Serve's controller, a second apart."""
-        going = set[str]()
+        going, replicas = set[str](), set[str]()
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # then what Serve says is waited for
+            replicas = self._replicas()
         for app in (FRONT_APP, *self._model_apps()):
             try:
                 serve.delete(app, _blocking=False)
@@ -444,11 +516,19 @@ class Service:
         deadline_s, pause = time.monotonic() + DELETE_S, threading.Event()
         try:
             while left := going & serve.status().applications.keys():
+                if replicas and not replicas & self._replicas():
+                    return  # only their names are left, for a round or two
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(f"after {DELETE_S:g} s there are still {sorted(left)}")
                 pause.wait(POLL_S)
-        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+        except (RayServeException, ray.exceptions.RayError, RuntimeError, TimeoutError) as error:
             logger.warning("could not see the applications go: %s", error)
+
+    def _replicas(self) -> set[str]:
+        """Return the names of the actors that serve, of ingresses and models; Ray forgets those that end."""
+        of_apps = tuple(f"{app}#" for app in (FRONT_APP, *self._model_apps()))
+        named = (str(row["name"]).rpartition("::")[2] for row in list_named_actors(all_namespaces=True))
+        return {name for name in named if name.startswith(of_apps)}
 
     def _model_apps(self) -> list[str]:
         return [self.model_app, *(one.app for one in self.further.values())]
@@ -530,59 +610,161 @@ def serve_forever(
     reload: Callable[[], Settings] | None = None,
     stages: StartStages | None = None,
     on_ready: Callable[[str], object] = lambda url: None,
+    on_end: Callable[[], object] = int,
     kind: type[Replica] | None = None,
 ) -> int:
     """Run `samovar serve` until SIGINT or SIGTERM, and return the exit code.
 
     `stages`: shows how far the start is. `on_ready`: is told the address for clients on this machine.
-    `kind`: of the replicas.
+    `on_end`: called when it has ended. `kind`: of the replicas.
 
     A signal before it is ready, or a second one during shutdown, ends it at once. `reload` returns the
-    settings to use after a SIGHUP, or raises `ConfigError`. Raises `ModelRefused`.
+    settings to use after a SIGHUP, or raises `ConfigError`. Raises `ModelRefused`. With a Ray cluster of its
+    own the process sleeps once it is ready (`Signals.sleep`), and this does not return: the same process goes
+    on in `go_on`. `reload` and `on_end` must be such that they can be pickled.
     """
     errors = Console(stderr=True)
     interrupt_on_signals()
     try:
         with s3_demo(settings) if with_s3_demo else contextlib.nullcontext(settings) as complete:
-            return _serve(Service(complete, stages, kind), errors, reload, on_ready)
+            service = Service(complete, stages, kind)
+            # The server of the demo writes its log to this process.
+            return Run(service, reload, on_end, may_sleep=not with_s3_demo).begin(on_ready)
     except (StartFailed, KeyboardInterrupt) as error:  # from the demo
         return _say_ended(errors, error)
-
-
-def _serve(
-    service: Service,
-    errors: Console,
-    reload: Callable[[], Settings] | None,
-    on_ready: Callable[[str], object],
-) -> int:
-    has_failed = True
-    try:
-        service.start()
-        reloads = () if reload is None else (signal.SIGHUP,)
-        with Signals((signal.SIGINT, signal.SIGTERM, *reloads)) as signals:
-            _say_ready(Console(), service)
-            on_ready(service.url_here)
-            while signals.wait() == signal.SIGHUP and reload is not None:
-                _update(service, reload, errors)
-            interrupt_on_signals()
-        errors.print(
-            "stopping: running answers may finish; press Ctrl-C again to stop at once", highlight=False
-        )
-        service.stop()
-        has_failed = False
-    except (StartFailed, KeyboardInterrupt) as error:
-        has_failed = isinstance(error, StartFailed)
-        return _say_ended(errors, error)
-    except SystemExit:  # while Ray starts, it handles SIGTERM itself
-        has_failed = False
-        return _say_ended(errors, KeyboardInterrupt())
     finally:
-        ray.shutdown()  # the private cluster and everything on it
+        on_end()
+
+
+@dataclass(slots=True)
+class Run:
+    """One `samovar serve` from its start to its end.
+
+    Where it `may_sleep`, what is between is spent asleep, if Ray runs below this process: a driver of Ray and
+    all that starts a service are 130 MB and 30 threads that would do nothing. Ray and the service go on
+    without it, as their actors are detached; Ray's processes still end with this one, by the kernel's hand.
+    """
+
+    service: Service
+    reload: Callable[[], Settings] | None
+    on_end: Callable[[], object]
+    may_sleep: bool
+    address: str = ""
+    """Of Ray, once it was left for a sleep."""
+
+    def begin(self, on_ready: Callable[[str], object]) -> int:
+        """Start the service, and run it until it is stopped. Returns the exit code."""
+
+        def start(signals: Signals) -> int:
+            _say_ready(Console(), self.service)
+            on_ready(self.service.url_here)
+            return self._next(signals)
+
+        return self._run(self.service.start, start)
+
+    def go_on(self, number: int) -> int:
+        """Do what a signal asks for that ended a sleep. Returns the exit code."""
+
+        def join() -> None:
+            if number == signal.SIGCHLD:
+                raise StartFailed("a process of Ray has ended, and with it the service. Start it again")
+            if number != signal.SIGHUP:  # a second one may end it at once
+                interrupt_on_signals()
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+            try:
+                join_ray(self.service.settings.cluster, self.address, None)
+            except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+                raise StartFailed(f"Ray does not answer any more: {error}") from error
+            interrupt_on_signals()  # Ray has installed its own handler
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+
+        def woken(_signals: Signals) -> int:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+            return number
+
+        try:
+            return self._run(join, woken)
+        finally:
+            self.on_end()
+
+    def _run(self, begin: Callable[[], object], first: Callable[[Signals], int]) -> int:
+        """Begin, reload as often as it is asked for, and stop. `first`: returns the first signal."""
+        service, errors, has_failed = self.service, Console(stderr=True), True
+        try:
+            begin()
+            reloads = () if self.reload is None else (signal.SIGHUP,)
+            with Signals((signal.SIGINT, signal.SIGTERM, *reloads)) as signals:
+                number = first(signals)
+                while number == signal.SIGHUP and self.reload is not None:
+                    _update(service, self.reload, errors)
+                    number = self._next(signals)
+                interrupt_on_signals()
+            errors.print(
+                "stopping: running answers may finish; press Ctrl-C again to stop at once", highlight=False
+            )
+            service.stop()
+            has_failed = False
+        except (StartFailed, KeyboardInterrupt) as error:
+            has_failed = isinstance(error, StartFailed)
+            return _say_ended(errors, error)
+        except SystemExit:  # while Ray starts, it handles SIGTERM itself
+            has_failed = False
+            return _say_ended(errors, KeyboardInterrupt())
+        finally:
+            ray.shutdown()  # the private cluster and everything on it
+            if self.address:
+                end_children()
+            if service.folder is not None:
+                service.folder.close(keep=has_failed)
+                if has_failed:
+                    errors.print(f"Ray's logs are in {service.folder.path}", highlight=False, soft_wrap=True)
+        return 0
+
+    def _next(self, signals: Signals) -> int:
+        """Wait for the next signal; asleep, if that can be."""
+        service = self.service
+        if not (self.may_sleep and service.has_own_ray and sys.platform == "linux"):
+            return signals.wait()
+        self.address = str(ray.get_runtime_context().gcs_address)
+        kept = os.memfd_create("samovar", 0)  # it has secrets, and no name that another could open
+        with open(kept, "wb", closefd=False) as file:
+            file.write(cloudpickle.dumps(self))
         if service.folder is not None:
-            service.folder.close(keep=has_failed)
-            if has_failed:
-                errors.print(f"Ray's logs are in {service.folder.path}", highlight=False, soft_wrap=True)
-    return 0
+            service.folder.keep_lock()
+        signals.sleep((sys.executable, *WAKE, str(HOME), str(kept)), [child.pid for child in rays_children()])
+
+
+def go_on(kept: int, number: int) -> int:
+    """Go on as the `Run` in the open file `kept`, woken by a signal; returns the exit code."""
+    gc.freeze()  # of all that was imported, nothing goes
+    gc.enable()
+    with open(kept, "rb") as file:
+        file.seek(0)
+        run: Run = cloudpickle.loads(file.read())
+    return run.go_on(number)
+
+
+RAYS = ("raylet", "gcs_server")
+"""The processes of Ray that this one starts, in the order in which they end."""
+GRACE_S, KILLED_S = 1.0, 5.0
+"""How long one of them may take to end, as Ray itself grants it; and how long when it is killed."""
+
+
+def rays_children() -> list[psutil.Process]:
+    """Return the processes of Ray that this one has started, in this program or in one before."""
+    found = [child for child in psutil.Process().children() if child.name() in RAYS]
+    return sorted(found, key=lambda child: RAYS.index(child.name()))
+
+
+def end_children() -> None:
+    """End Ray's processes as `ray.shutdown` does, which knows them no longer after a sleep."""
+    for child in rays_children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+            _, alive = psutil.wait_procs([child], GRACE_S)
+            for one in alive:
+                one.kill()
+            psutil.wait_procs(alive, KILLED_S)
 
 
 def _update(service: Service, reload: Callable[[], Settings], errors: Console) -> None:

@@ -238,6 +238,10 @@ class RayFolder:
             ) from error
         self.path = self._folder / INNER
 
+    def keep_lock(self) -> None:
+        """Leave it locked when this process becomes another program."""
+        os.set_inheritable(self._lock, True)
+
     def close(self, *, keep: bool) -> None:
         """Unlock and remove it; with `keep` it stays until the next start but one. Ray must have ended."""
         if not keep:

@@ -23,13 +23,14 @@ from ray.serve.schema import ApplicationStatus
 
 from samovar.cache_tiers.actors import rpc, tier_actors
 from samovar.cluster.errors import StartFailed
-from samovar.cluster.serve.graph import FRONT_APP
 from samovar.configs.cluster import ClusterSettings
 from samovar.configs.settings import ServerSettings, Settings
 from samovar.configs.tls import CertificateRefused
 
 logger = logging.getLogger(__name__)
 
+FRONT_APP, INGRESS_DEPLOYMENT = "samovar", "Ingress"
+"""Of what takes requests. Not in `graph.py`, which imports all of it: a stop needs the names alone."""
 FIXED = ("server", "auth", "tiers")
 """Sections already read by processes that outlive an update: the HTTP server, the tier actors."""
 ENDED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)

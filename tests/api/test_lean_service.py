@@ -16,6 +16,8 @@ def test_only_replicas_have_torch_and_ray_starts_what_serves(service: Service) -
     roles = {one.role.partition(".")[0] for one in found}
     assert roles >= STARTED
     assert not roles & NOT_STARTED
+    (command,) = (one for one in found if one.role == "samovar")
+    assert (command.threads, command.pss < 10e6) == (1, True), "`samovar serve` sleeps once it is ready"
     with_torch = [one.role for one in found if "torch" in one.libraries]
     assert len(with_torch) == 2, with_torch
     assert all(role.startswith("ray::ServeReplica:samovar-model-") for role in with_torch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -110,7 +111,8 @@ def test_serve_takes_the_model_as_a_word_or_a_flag(
     given: list[Settings] = []
 
     def serve_forever(settings: Settings, *, reload: Callable[[], Settings], **_: object) -> int:
-        given.extend((settings, reload()))
+        kept = pickle.dumps(reload)  # for the program that the process becomes
+        given.extend((settings, pickle.loads(kept)()))  # noqa: S301
         return 0
 
     fake_app(monkeypatch, serve_forever)
@@ -195,11 +197,19 @@ def test_serve_says_why_a_model_is_refused(runner: CliRunner, monkeypatch: pytes
 def test_a_server_is_announced_when_it_is_ready_and_withdrawn_at_its_end(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def serve_forever(settings: Settings, *, on_ready: Callable[[str], object], **_: object) -> int:
+    def serve_forever(
+        settings: Settings,
+        *,
+        on_ready: Callable[[str], object],
+        on_end: Callable[[], object],
+        **_: object,
+    ) -> int:
         assert settings.engine.fast_start
         assert server_url(None, os.environ) == DEFAULT_URL
         on_ready("http://127.0.0.1:8811")
         assert server_url(None, os.environ) == "http://127.0.0.1:8811"
+        end = pickle.loads(pickle.dumps(on_end))  # noqa: S301  # the program that the process becomes has it
+        end()
         raise ModelRefused("it is gone", "start again")
 
     fake_app(monkeypatch, serve_forever)

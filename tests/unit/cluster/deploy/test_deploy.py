@@ -31,10 +31,10 @@ from samovar.cluster.deploy.deploy import (
 )
 from samovar.cluster.serve import rollout
 from samovar.cluster.serve.environment import ray_environment
-from samovar.cluster.serve.graph import FRONT_APP, MODEL_APP_PREFIX
+from samovar.cluster.serve.graph import MODEL_APP_PREFIX
 from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.ray_cluster import asks_for_token, refuse_open_cluster
-from samovar.cluster.serve.rollout import Patience, exchange, steps
+from samovar.cluster.serve.rollout import FRONT_APP, Patience, exchange, steps
 from samovar.configs.fields import merged, public_tree, secret_tree
 from samovar.configs.settings import EngineSettings, Settings
 from samovar.router.proxy import are_proxies_guarded, proxy_environment

@@ -14,15 +14,10 @@ from ray.serve.schema import ApplicationStatus
 
 from samovar.cluster.serve import app, rollout
 from samovar.cluster.serve.app import Service, StartFailed
-from samovar.cluster.serve.graph import (
-    FRONT_APP,
-    build_front_app,
-    build_model_app,
-    model_app_name,
-    run_targets,
-)
+from samovar.cluster.serve.graph import build_front_app, build_model_app, model_app_name, run_targets
 from samovar.cluster.serve.rollout import (
     FIXED,
+    FRONT_APP,
     Apps,
     LocalServe,
     Missing,
@@ -389,7 +384,7 @@ def test_a_hangup_changes_the_service_or_says_why_not_and_it_goes_on(
     class Running:
         def __init__(self, given: Settings, stages: object, kind: object) -> None:
             self.settings, self.url, self.infos = given, "http://127.0.0.1:1", ["info"]
-            self.folder, self.url_here = None, self.url
+            self.folder, self.has_own_ray, self.url_here = None, False, self.url
 
         def start(self) -> None:
             steps.append("start")

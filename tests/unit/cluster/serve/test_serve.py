@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from samovar.cache_tiers.actors import tier as tier_actors
 from samovar.cluster.serve import app, s3_demo
 from samovar.cluster.serve import rollout as flush
-from samovar.cluster.serve.app import EXIT_INTERRUPTED, EXIT_START_FAILED, Signals, StartFailed, serve_forever
-from samovar.cluster.serve.graph import FRONT_APP
+from samovar.cluster.serve.app import (
+    EXIT_INTERRUPTED,
+    EXIT_START_FAILED,
+    HELD_BACK,
+    Signals,
+    StartFailed,
+    serve_forever,
+)
 from samovar.cluster.serve.ray_cluster import RayFolder
+from samovar.cluster.serve.rollout import FRONT_APP
 from samovar.configs.sections import S3TierSettings, TierSettings
 from samovar.configs.settings import ModelSettings, ServerSettings, Settings
+from tests.support.services.service import until
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +58,11 @@ class Stage:
 
         class FakeService:
             folder: RayFolder | None = None
+            has_own_ray = False
             url_here = "http://127.0.0.1:8811"
 
             def __init__(self, settings: Settings, stages: object, kind: object) -> None:
-                stage.settings = settings
+                stage.settings = self.settings = settings
                 self.folder = stage.folder
 
             def start(self) -> None:
@@ -208,6 +224,145 @@ def test_rays_folder_goes_with_it_but_after_a_failure(
     assert (f"Ray's logs are in {stage.folder.path}" in capsys.readouterr().err) == is_kept
 
 
+# Asleep between the start and the end ------------------------------------------------------------
+
+SLEEPS = """
+import os, signal, subprocess, sys
+from samovar.cluster.serve.app import Signals
+children = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+with Signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) as signals:
+    if sys.argv[1:]:
+        signal.raise_signal(signal.SIGUSR2 if sys.argv[1] == "other" else int(sys.argv[1]))
+    print(os.getpid(), *(child.pid for child in children), flush=True)
+    held = "held = sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())));"
+    said = "print(os.getpid(), sys.argv[1], held, len(os.listdir('/proc/self/fd')), flush=True)"
+    signals.sleep([sys.executable, "-c", f"import os, signal, sys; {held} {said}"], [children[0].pid])
+"""
+HELD = sorted(map(int, HELD_BACK))
+SLOW_S = 120.0
+"""For a machine with much else to do: these wait for what comes, and measure nothing."""
+
+
+class Sleeper:
+    """A process that sleeps beside two children, of which it watches one."""
+
+    def __init__(self, *args: str) -> None:
+        command = [sys.executable, "-c", "import signal; signal.signal(12, lambda *_: 0)" + SLEEPS, *args]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.lines = self.process.stdout
+        self.pid, self.watched, self.other = map(int, self.lines.readline().split())
+
+    def is_asleep(self) -> bool:
+        found = psutil.Process(self.pid)
+        return "# samovar serve" in " ".join(found.cmdline()) and found.status() == psutil.STATUS_SLEEPING
+
+    def woken_by(self) -> int:
+        """The number that the program got which the process has become."""
+        pid, number, held = self.lines.readline().split(maxsplit=2)
+        assert int(pid) == self.pid, "one process all the time"
+        assert held.startswith(str(HELD)), "a signal that comes now must wait for who handles it"
+        assert self.process.wait(SLOW_S) == 0
+        return int(number)
+
+    def __enter__(self) -> Sleeper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in (self.watched, self.other, self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.lines.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_one_that_sleeps_is_woken_by_a_signal_as_the_same_process(number: signal.Signals) -> None:
+    with Sleeper() as sleeper:
+        until("it sleeps", sleeper.is_asleep, SLOW_S)
+        assert psutil.Process(sleeper.pid).num_threads() == 1
+        os.kill(sleeper.pid, number)
+        assert sleeper.woken_by() == number
+
+
+def test_a_signal_just_before_the_sleep_is_not_slept_through() -> None:
+    with Sleeper(str(int(signal.SIGHUP))) as sleeper:
+        assert sleeper.woken_by() == signal.SIGHUP
+
+
+def test_a_sleep_ends_with_what_is_watched_and_with_nothing_else() -> None:
+    with Sleeper("other") as sleeper:
+        until("it sleeps", sleeper.is_asleep, SLOW_S)
+        os.kill(sleeper.other, signal.SIGKILL)
+        until("it is reaped", lambda: not psutil.pid_exists(sleeper.other), SLOW_S)
+        until("it sleeps on", sleeper.is_asleep, SLOW_S)
+        os.kill(sleeper.watched, signal.SIGKILL)
+        assert sleeper.woken_by() == signal.SIGCHLD
+
+
+class Asleep:
+    """A run that has slept: what it does when it is woken, and what of Ray then."""
+
+    def __init__(self, stage: Stage, monkeypatch: pytest.MonkeyPatch, joins: BaseException | None) -> None:
+        def join(cluster: object, address: str, folder: object) -> None:
+            stage.steps.append(f"joins {address}")
+            if joins is not None:
+                raise joins
+
+        monkeypatch.setattr(app, "join_ray", join)
+        monkeypatch.setattr(app, "end_children", lambda: stage.steps.append("ray ends"))
+        monkeypatch.setattr(app, "_update", lambda *_: stage.steps.append("update"))
+        service: Any = app.Service(Settings(), None, None)
+        on_end = partial(stage.steps.append, "withdrawn")
+        self.run = app.Run(service, Settings, on_end, may_sleep=False, address="127.0.0.1:6379")
+
+
+ENDS = ["ray stops", "ray ends", "withdrawn"]
+
+
+@pytest.mark.parametrize(
+    ("number", "joins", "code", "steps"),
+    [
+        (signal.SIGTERM, None, 0, ["joins 127.0.0.1:6379", "stop"]),
+        (signal.SIGINT, KeyboardInterrupt(), EXIT_INTERRUPTED, ["joins 127.0.0.1:6379"]),
+        (signal.SIGTERM, ConnectionError("none"), EXIT_START_FAILED, ["joins 127.0.0.1:6379"]),
+        (signal.SIGCHLD, None, EXIT_START_FAILED, []),
+    ],
+)
+def test_one_that_is_woken_stops_what_it_has_started(
+    stage: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    joins: BaseException | None,
+    code: int,
+    steps: list[str],
+) -> None:
+    assert Asleep(stage, monkeypatch, joins).run.go_on(number) == code
+    assert stage.steps == [*steps, *ENDS]
+
+
+def test_one_that_is_woken_to_reload_goes_on_waiting(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep = Asleep(stage, monkeypatch, None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    try:
+        signal.raise_signal(signal.SIGTERM)  # while it is woken: neither lost, nor an end at once
+        assert asleep.run.go_on(signal.SIGHUP) == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    assert stage.steps == ["joins 127.0.0.1:6379", "update", "stop", *ENDS]
+
+
+def test_a_run_goes_on_with_what_it_had(tmp_path: Path) -> None:
+    service = app.Service(Settings(cluster={"replicas": 3}))
+    service.folder, service.model_app = RayFolder(tmp_path), "samovar-model-1"
+    run = app.Run(service, Settings, int, may_sleep=True, address="127.0.0.1:1")
+    again: app.Run = cloudpickle.loads(cloudpickle.dumps(run))
+    assert (again.service.settings, again.service.model_app) == (service.settings, "samovar-model-1")
+    assert again.service.folder is not None
+    again.service.folder.close(keep=False)
+    assert not list(tmp_path.iterdir())
+
+
 # The stop of a real Service over a Serve that only looks like one --------------------------------
 
 
@@ -221,9 +376,12 @@ class FakeServe:
         self.open_at_end = 0
         self.rounds = 2
         self.refused: Collection[str] = ()
+        self.named: list[Collection[str]] = [()]
+        """Actors, at each look; the last answer stays."""
         monkeypatch.setattr(app.serve, "get_deployment_handle", lambda name, application: _Handle(self, name))
         monkeypatch.setattr(app.serve, "delete", self.delete)
         monkeypatch.setattr(app.serve, "status", self.status)
+        monkeypatch.setattr(app, "list_named_actors", self.actors)
         monkeypatch.setattr(app, "POLL_S", 0.001)
         monkeypatch.setattr(app, "flush_tiers", self.flush_tiers)
 
@@ -238,6 +396,11 @@ class FakeServe:
         assert not self.open_at_end, "what has had its time is not waited for"
         self.rounds -= 1
         return SimpleNamespace(applications=dict.fromkeys((FRONT_APP, "") if self.rounds else self.refused))
+
+    def actors(self, all_namespaces: bool) -> list[dict[str, str]]:
+        assert all_namespaces, "Serve's are in its own"
+        now = self.named.pop(0) if self.named[1:] else self.named[0]
+        return [{"name": name, "namespace": "serve"} for name in now]
 
     def flush_tiers(self, flush_s: float) -> dict[str, int]:
         assert 0 <= flush_s <= 20
@@ -290,6 +453,20 @@ def test_all_applications_go_at_once_and_are_waited_for(monkeypatch: pytest.Monk
     house = FakeServe(monkeypatch)
     app.Service(Settings()).stop()
     assert house.rounds == 0
+
+
+def test_what_has_ended_is_not_waited_for_until_serve_has_forgotten_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house = FakeServe(monkeypatch)
+    house.rounds = 100
+    service = app.Service(Settings())
+    service.model_app = "samovar-model-1"
+    ours = ("SERVE_REPLICA::samovar#Ingress#a", "SERVE_REPLICA::samovar-model-1#Replica#b")
+    others = ("tiers:1", "SERVE_REPLICA::samovar-model-2#Replica#c")
+    house.named = [(*ours, *others), (*ours, *others), (ours[1], *others), others]
+    service.stop()
+    assert house.rounds == 97, "as long as one of ours lives"
 
 
 def test_one_that_cannot_be_deleted_keeps_no_other_and_is_not_waited_for(

@@ -13,8 +13,9 @@ from samovar.cluster.errors import StartFailed
 from samovar.cluster.launch.settings import RenderFailed, node_settings
 from samovar.cluster.serve import app, preflight
 from samovar.cluster.serve.app import described, further_of, weights_of_each
-from samovar.cluster.serve.graph import FRONT_APP, FurtherModel, model_app_name, run_targets
+from samovar.cluster.serve.graph import FurtherModel, model_app_name, run_targets
 from samovar.cluster.serve.preflight import check_gpus, check_memory, first_look, memory_needs
+from samovar.cluster.serve.rollout import FRONT_APP
 from samovar.configs.sections import GIB
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import ModelRefused

@@ -20,7 +20,8 @@ from samovar.cluster.serve.autoscale import (
     one_ingress_per_node,
     one_per_node,
 )
-from samovar.cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, build_front_app
+from samovar.cluster.serve.graph import build_front_app
+from samovar.cluster.serve.rollout import FRONT_APP, INGRESS_DEPLOYMENT
 from samovar.configs.settings import LimitsSettings, Settings
 from samovar.replicas.messages import GenerateRequest, Route, SamplingParams
 from samovar.replicas.serving.ingress_loads import IngressLoad, IngressLoads, others_load
