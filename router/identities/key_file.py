@@ -1,7 +1,8 @@
-"""API keys in a file, as digests: who has which, since when and until when.
+"""API keys that come and go, as digests: who has which, since when and until when.
 
-`samovar keys` and the administrator's routes write it, all ingresses follow it. The file is replaced as a
-whole under a lock beside it, so a reader needs no lock.
+`samovar keys` and the administrator's routes write them, all ingresses follow them. In a file, which is
+replaced as a whole under a lock beside it, so a reader needs no lock; or in PostgreSQL
+(`router/context/knowledge/postgres/database.py` `KeyTable`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import secrets
 import stat
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,6 +26,8 @@ from samovar.configs.json_text import parse_json
 from samovar.configs.settings import TenantName
 
 KEYS_MAX = 10_000
+LASTS_S_MAX = 3650 * 86400
+"""The longest time that a key is made for."""
 FILE_BYTES_MAX = 8 << 20
 KEY_BEGIN = "smv-"
 KEY_BYTES = 32
@@ -42,6 +46,11 @@ Seconds = Annotated[int, Field(ge=0, le=1 << 40)]
 
 class KeysRefused(Exception):
     """The file must not be used, or a change is not possible; the message says why and what to do."""
+
+
+def has_one_owner(tenant: str | None, admin: bool) -> bool:
+    """Return whether a key would be a tenant's or the administrator's: not of both, nor of neither."""
+    return admin != (tenant is not None)
 
 
 class NoSuchKey(KeysRefused):
@@ -89,49 +98,29 @@ class _Content(BaseModel):
     keys: Annotated[list[KeyRecord], Field(max_length=KEYS_MAX)]
 
 
-class KeyFile:
-    """The file at `path`. Thread-safe, and safe beside other processes. `clock`: Unix time."""
+class KeyStore(ABC):
+    """Keys in one place that all ingresses read. Thread-safe, and safe beside other processes.
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self.path = path.expanduser()
+    `name`: of the place, for messages. `grace_s`: how long keys that were read are good while it cannot be
+    read. `clock`: Unix time.
+    """
+
+    grace_s = 0.0
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self.name = name
         self._clock = clock
 
-    def mark(self) -> tuple[int, int, int]:
-        """Return what changes with each write: it costs no reading. Raises `OSError`."""
-        found = self.path.stat()
-        return found.st_ino, found.st_mtime_ns, found.st_size
+    @abstractmethod
+    def mark(self) -> tuple[int, ...]:
+        """Return what changes with each write: it costs little. Raises `OSError`, `KeysRefused`."""
 
+    @abstractmethod
     def read(self) -> tuple[KeyRecord, ...]:
-        """Return all keys. Raises `OSError`, `KeysRefused`.
-
-        Root may own it, and others may read it, as where Kubernetes mounts a Secret; but no other user may
-        be able to write keys into it.
-        """
-        # O_NONBLOCK: opening a pipe would block for ever.
-        file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(file, "rb") as opened:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
-                raise KeysRefused(f"{self.path} is not a file. Give another auth.keys_file")
-            if found.st_uid not in (0, os.geteuid()) or found.st_mode & TOO_OPEN:
-                mode = stat.S_IMODE(found.st_mode)
-                raise KeysRefused(
-                    f"others may write to {self.path} (owner {found.st_uid}, mode {mode:04o}), and so "
-                    "make keys. See that it has no foreign ones, chmod 600 it, and use it as its owner"
-                )
-            data = opened.read(FILE_BYTES_MAX + 1)
-        if len(data) > FILE_BYTES_MAX:
-            raise KeysRefused(f"{self.path} is larger than {FILE_BYTES_MAX} bytes: it is no file of keys")
-        try:
-            return tuple(_Content.model_validate(parse_json(data)).keys)
-        except ValidationError as error:
-            at = ".".join(map(str, error.errors(include_url=False, include_input=False)[0]["loc"]))
-            raise KeysRefused(f"{self.path} is no file of `samovar keys`: see {at}") from None
-        except ValueError:
-            raise KeysRefused(f"{self.path} is no JSON. Restore it, or move it away") from None
+        """Return all keys. Raises `OSError`, `FileNotFoundError` where none was ever made, `KeysRefused`."""
 
     def read_if_there(self) -> tuple[KeyRecord, ...]:
-        """Return all keys, none if there is no file yet. Raises `OSError`, `KeysRefused`."""
+        """Return all keys, none if there is no place for them yet. Raises `OSError`, `KeysRefused`."""
         try:
             return self.read()
         except FileNotFoundError:
@@ -181,7 +170,7 @@ class KeyFile:
         now_s = int(self._clock())
         keys[:] = [key for key in keys if now_s - _over(key, now_s) < KEPT_S]
         if len(keys) >= KEYS_MAX:
-            raise KeysRefused(f"{self.path} has {KEYS_MAX} keys, and no more may be in a file")
+            raise KeysRefused(f"{self.name} has {KEYS_MAX} keys, and no more may be in one place")
         key = KEY_BEGIN + secrets.token_urlsafe(KEY_BYTES)
         record = KeyRecord(
             id=f"key_{secrets.token_hex(6)}",
@@ -194,9 +183,53 @@ class KeyFile:
         keys.append(record)
         return record, key
 
+    @abstractmethod
+    def _changing(self) -> AbstractContextManager[list[KeyRecord]]:
+        """Give the keys, and write back what was changed of them, while no other process writes."""
+
+
+class KeyFile(KeyStore):
+    """Keys in the file at `path`. `clock`: Unix time."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = path.expanduser()
+        super().__init__(str(self.path), clock)
+
+    def mark(self) -> tuple[int, int, int]:
+        found = self.path.stat()
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def read(self) -> tuple[KeyRecord, ...]:
+        """Return all keys; see `KeyStore`.
+
+        Root may own it, and others may read it, as where Kubernetes mounts a Secret; but no other user may
+        be able to write keys into it.
+        """
+        # O_NONBLOCK: opening a pipe would block for ever.
+        file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(file, "rb") as opened:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise KeysRefused(f"{self.path} is not a file. Give another auth.keys_file")
+            if found.st_uid not in (0, os.geteuid()) or found.st_mode & TOO_OPEN:
+                mode = stat.S_IMODE(found.st_mode)
+                raise KeysRefused(
+                    f"others may write to {self.path} (owner {found.st_uid}, mode {mode:04o}), and so "
+                    "make keys. See that it has no foreign ones, chmod 600 it, and use it as its owner"
+                )
+            data = opened.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            raise KeysRefused(f"{self.path} is larger than {FILE_BYTES_MAX} bytes: it is no file of keys")
+        try:
+            return tuple(_Content.model_validate(parse_json(data)).keys)
+        except ValidationError as error:
+            at = ".".join(map(str, error.errors(include_url=False, include_input=False)[0]["loc"]))
+            raise KeysRefused(f"{self.path} is no file of `samovar keys`: see {at}") from None
+        except ValueError:
+            raise KeysRefused(f"{self.path} is no JSON. Restore it, or move it away") from None
+
     @contextmanager
     def _changing(self) -> Iterator[list[KeyRecord]]:
-        """Give the keys, and write them back if they were changed, while no other process writes."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.path.resolve()  # of a link what it leads to is replaced, not the link
         with lock_beside(path, LOCK_S):

@@ -72,7 +72,9 @@ from samovar.router.openai.parse import (
     cursor,
     declared_bytes,
     no_such_cursor,
+    page_limit,
     read_body,
+    read_model,
     whole_number,
 )
 from samovar.router.openai.schema import (
@@ -156,9 +158,11 @@ __all__ = [
     "left_out",
     "names_here",
     "no_such_cursor",
+    "page_limit",
     "passed_fields",
     "place_here",
     "read_body",
+    "read_model",
     "readable_arguments",
     "rename",
     "retry_after_header",
