@@ -10,7 +10,7 @@ import platform
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -30,16 +30,21 @@ class BuildWithLibraries(build_py):
             print(f"compiled: {compiled_library(source, shipped, wait_s=WAIT_S).name}")
 
 
+class WithLibraries(Distribution):
+    """What is installed where libraries of one kind of machine are."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 class WheelOfMachine(bdist_wheel):
     """A wheel for this kind of machine, and any Python 3."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
-has_libraries = os.environ.get("SAMOVAR_WHEEL_LIBRARIES") == "1"
-setup(cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": WheelOfMachine} if has_libraries else {})
+if os.environ.get("SAMOVAR_WHEEL_LIBRARIES") == "1":
+    setup(distclass=WithLibraries, cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": WheelOfMachine})
+else:
+    setup()

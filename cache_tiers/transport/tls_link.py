@@ -52,12 +52,12 @@ REST_S = 0.1
 @dataclass(slots=True)
 class _Shared:
     data: Bytes
-    number: int  # nobody finds it out
+    number: int  # drawn; a caller proves by it that it was told
     ends_s: float
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _IdleConnection:
     connection: SSLSocket
     began_s: float
     used_s: float
@@ -89,7 +89,7 @@ class TlsLink:
         self._strangers: dict[SSLSocket, None] = {}  # the oldest first
         self._callers: set[SSLSocket] = set()
         self._pulls: set[SSLSocket] = set()
-        self._kept: dict[str, list[_Kept]] = {}
+        self._kept: dict[str, list[_IdleConnection]] = {}
         try:
             self._context = RenewedContext(tls).context
             self._listener = socket.create_server(
@@ -131,7 +131,7 @@ class TlsLink:
             self._pulling_bytes += export.nbytes
         try:
             data = np.empty(export.nbytes, np.uint8)
-            self._pull(export, memoryview(data), ends_s)
+            self._pull(export, data.data, ends_s)
         except TimeoutError:
             late = f"{export.nbytes} bytes of {export.agent} not within {deadline_s:.3f} s"
             raise LinkLate(late) from None
@@ -207,7 +207,7 @@ class TlsLink:
             else:
                 connection.close()
 
-    def _connect(self, place: str, ends_s: float) -> _Kept:
+    def _connect(self, place: str, ends_s: float) -> _IdleConnection:
         """Raises `CertificateRefused`, `OSError`, `ValueError`."""
         host, _, port = place.partition(" ")
         began_s = time.monotonic()
@@ -220,9 +220,9 @@ class TlsLink:
             connection = self._tls.calling().wrap_socket(plain, server_hostname=host)
         finally:
             plain.close()  # of no effect where the other has taken it over
-        return _Kept(connection, began_s, began_s)
+        return _IdleConnection(connection, began_s, began_s)
 
-    def _take(self, place: str) -> _Kept | None:
+    def _take(self, place: str) -> _IdleConnection | None:
         """Return a connection that was kept, and close those that are no good any more."""
         now_s = time.monotonic()
         with self._lock:
@@ -236,7 +236,7 @@ class TlsLink:
                 one.connection.close()
         return taken
 
-    def _keep(self, place: str, kept: _Kept) -> None:
+    def _keep(self, place: str, kept: _IdleConnection) -> None:
         kept.used_s = time.monotonic()
         with self._lock:
             is_kept = self._down is None and len(self._kept.get(place, ())) < KEPT_MAX
@@ -315,7 +315,7 @@ class TlsLink:
             _send(connection, memoryview(GONE), now_s + HANDSHAKE_S)
             return
         _send(connection, memoryview(GIVEN), shared.ends_s)
-        _send(connection, memoryview(shared.data), shared.ends_s)
+        _send(connection, shared.data.data, shared.ends_s)
 
 
 def _send(connection: SSLSocket, data: memoryview, ends_s: float) -> None:
@@ -343,7 +343,7 @@ def _whole(connection: SSLSocket, move: Callable[[int], int], nbytes: int, ends_
 
 
 def _end(connection: socket.socket) -> None:
-    """Wake whoever waits on a connection, which then ends for him.
+    """Wake the thread that waits on a connection, which then ends.
 
     Not by the method of TLS' sockets: these would go on without TLS afterwards.
     """

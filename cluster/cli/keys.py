@@ -144,8 +144,7 @@ def _done(config: str | None, args: list[str], work: Callable[[KeyStore], Done],
     `change`: what it does to keys, for the audit log; empty: nothing.
     """
     from samovar.configs.extras import ExtraMissing
-    from samovar.router.context.knowledge.postgres import open_keys
-    from samovar.router.identities import KeysRefused
+    from samovar.router.identities import KeysRefused, open_keys
 
     settings = load_or_exit(config, None, None, None, None, args).settings
     auth = settings.auth

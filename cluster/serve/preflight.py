@@ -134,11 +134,10 @@ def with_server_secret(settings: Settings) -> Settings:
 
 
 def check_keys_file(settings: Settings) -> None:
-    """Raise `StartFailed` if API keys are to be in a file or table that cannot be read: nobody could call."""
+    """Raise `StartFailed` if API keys are to be read where none can be: no client could call."""
     if settings.auth.keys_file is None:
         return
-    from samovar.router.context.knowledge.postgres import open_keys
-    from samovar.router.identities import KeysRefused  # who has no such keys needs none of it
+    from samovar.router.identities import KeysRefused, open_keys  # who has no such keys needs none of it
 
     name = str(settings.auth.keys_file)
     try:

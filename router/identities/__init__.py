@@ -9,6 +9,7 @@ from samovar.router.identities.key_file import (
     KeysRefused,
     KeyStore,
     has_one_owner,
+    open_keys,
 )
 from samovar.router.identities.key_routes import KeyBody, RotateBody, key_routes
 from samovar.router.identities.tokens import IssuerKeys, TokenKeys, TokenVerifier
@@ -31,4 +32,5 @@ __all__ = [
     "TokenVerifier",
     "has_one_owner",
     "key_routes",
+    "open_keys",
 ]

@@ -59,6 +59,8 @@ from samovar.router.openai.messages import (
     split_front,
 )
 from samovar.router.openai.parse import (
+    PAGE_DEFAULT,
+    PAGE_MAX,
     AnswerExtras,
     CacheWish,
     CompactionWish,
@@ -92,6 +94,8 @@ from samovar.router.openai.schema import (
 )
 
 __all__ = [
+    "PAGE_DEFAULT",
+    "PAGE_MAX",
     "PING",
     "PING_BEHIND_IDS",
     "AnswerExtras",

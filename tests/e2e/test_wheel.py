@@ -121,7 +121,7 @@ def test_a_wheel_with_libraries_needs_no_compiler_and_is_the_same_each_time(tmp_
             **outside(),
             "PYTHONPATH": str(tmp_path / "installed"),
             "PATH": "/nowhere",
-            "SAMOVAR_MODEL__CACHE_DIR": str(tmp_path / "cache"),
+            "HOME": str(tmp_path / "home"),
         },
         capture_output=True,
         text=True,

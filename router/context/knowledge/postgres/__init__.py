@@ -1,5 +1,5 @@
 """The knowledge base of several machines, in PostgreSQL. Its client is loaded where it is used."""
 
-from samovar.router.context.knowledge.postgres.opening import open_keys, open_store
+from samovar.router.context.knowledge.postgres.opening import open_store
 
-__all__ = ["open_keys", "open_store"]
+__all__ = ["open_store"]

@@ -1,23 +1,17 @@
-"""Transactions of one tenant in PostgreSQL, and the tables, which are made and migrated when first needed.
-
-Beside them the table of API keys, which belongs to no tenant.
-"""
+"""Transactions of one tenant in PostgreSQL, and the tables, which are made and migrated when first needed."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Literal, LiteralString
 
 import psycopg
 from psycopg import sql
-from pydantic import ValidationError
 
 from samovar.configs.optional_sections import PostgresSettings
 from samovar.router.context.knowledge.entries import KnowledgeError
@@ -31,7 +25,6 @@ from samovar.router.context.knowledge.postgres.schema import (
     VECTORS,
     VECTORS_TABLE,
 )
-from samovar.router.identities import KeyRecord, KeysRefused, KeyStore
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +35,6 @@ MODES: dict[Mode, LiteralString] = {
     "write": "READ COMMITTED READ WRITE",
 }
 REWRITE_S = 24 * 3600.0
-KEYS_FORMAT = 1
-KEYS_GRACE_S = 300.0
-"""How long keys are good that were read before the database went away: as long a revoked one may be."""
-KEY_COLUMNS = ("id", "tenant", "sha256", "shown", "created", "expires", "used", "revoked")
-KEY_TABLES = """
-CREATE SCHEMA IF NOT EXISTS {schema};
-CREATE TABLE {schema}.api_keys_state(format integer NOT NULL, changes bigint NOT NULL);
-CREATE TABLE {schema}.api_keys(place bigint GENERATED ALWAYS AS IDENTITY UNIQUE,
-    id text COLLATE "C" PRIMARY KEY, tenant text COLLATE "C", sha256 text COLLATE "C" NOT NULL UNIQUE,
-    shown text NOT NULL, created bigint NOT NULL, expires bigint, used bigint, revoked bigint);
-INSERT INTO {schema}.api_keys_state VALUES (1, 0);
-"""
 NO_VECTOR = (
     "the database has no extension `vector`: install pgvector and let a superuser run CREATE EXTENSION "
     "vector in it, or set knowledge.embedder=none"
@@ -309,102 +290,6 @@ class Database:
         except (psycopg.errors.FeatureNotSupported, psycopg.errors.InsufficientPrivilege) as error:
             logger.warning("no extension `vector`: %s", error.diag.message_primary)
             raise KnowledgeError(NO_VECTOR) from None
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._connections.close()
-
-
-class KeyTable(KeyStore):
-    """API keys in a table, as a file has them: their digests, and the first characters of each.
-
-    `busy_s`: how long a change waits for another's. Raises `KeysRefused`.
-    """
-
-    grace_s = KEYS_GRACE_S
-
-    def __init__(
-        self, settings: PostgresSettings, busy_s: float, clock: Callable[[], float] = time.time
-    ) -> None:
-        super().__init__(f"table {settings.schema_name}.api_keys", clock)
-        self._schema = settings.schema_name
-        self._busy_s = busy_s
-        try:
-            self._connections = Connections(settings, busy_s)
-        except KnowledgeError as error:
-            raise KeysRefused(str(error)) from None
-
-    def mark(self) -> tuple[int, ...]:
-        with self._leased() as db:
-            return (self._changes(db),)
-
-    def read(self) -> tuple[KeyRecord, ...]:
-        with self._leased() as db:
-            self._changes(db)
-            return self._all(db)
-
-    @contextmanager
-    def _changing(self) -> Iterator[list[KeyRecord]]:
-        with self._leased() as db, db.transaction():
-            db.execute("SELECT set_config('lock_timeout', %s, true)", (f"{round(1000 * self._busy_s)}ms",))
-            # One at a time, from before there is a table: in a namespace of its own.
-            db.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 1)", (f"samovar keys {self._schema}",))
-            try:
-                self._changes(db)
-            except FileNotFoundError:
-                db.execute(KEY_TABLES.format(schema=self._schema).encode())
-            before = self._all(db)
-            keys = list(before)
-            yield keys
-            self._write(db, {key.id: key for key in before}, {key.id: key for key in keys})
-
-    def _write(self, db: Connection, before: Mapping[str, KeyRecord], now: Mapping[str, KeyRecord]) -> None:
-        table, names = f"{self._schema}.api_keys", ", ".join(KEY_COLUMNS)
-        gone = list(before.keys() - now.keys())
-        changed = [key for name, key in now.items() if before.get(name) != key]
-        if not gone and not changed:
-            return
-        db.execute(f"DELETE FROM {table} WHERE id = ANY(%s)".encode(), (gone,))
-        places = ", ".join(["%s"] * len(KEY_COLUMNS))
-        new = ", ".join(f"{name} = excluded.{name}" for name in KEY_COLUMNS)
-        for key in changed:
-            db.execute(
-                f"INSERT INTO {table}({names}) VALUES ({places})"
-                f" ON CONFLICT (id) DO UPDATE SET {new}".encode(),
-                [getattr(key, name) for name in KEY_COLUMNS],
-            )
-        db.execute(f"UPDATE {self._schema}.api_keys_state SET changes = changes + 1".encode())
-
-    def _changes(self, db: Connection) -> int:
-        """Return how often they were changed. Raises `FileNotFoundError` where there is no table yet."""
-        query = "SELECT FROM pg_catalog.pg_tables WHERE schemaname = %s AND tablename = 'api_keys_state'"
-        if db.execute(query, (self._schema,)).fetchone() is None:
-            raise FileNotFoundError(errno.ENOENT, "no key was made yet", self.name)
-        row = db.execute(f"SELECT format, changes FROM {self._schema}.api_keys_state".encode()).fetchone()
-        if row is None or row[0] != KEYS_FORMAT:
-            raise KeysRefused(f"{self.name} is of another release: this one reads format {KEYS_FORMAT}")
-        return int(row[1])
-
-    def _all(self, db: Connection) -> tuple[KeyRecord, ...]:
-        names = ", ".join(KEY_COLUMNS)
-        rows = db.execute(f"SELECT {names} FROM {self._schema}.api_keys ORDER BY place".encode()).fetchall()
-        try:
-            return tuple(KeyRecord(**dict(zip(KEY_COLUMNS, row, strict=True))) for row in rows)
-        except ValidationError as error:
-            at = ".".join(map(str, error.errors(include_url=False, include_input=False)[0]["loc"]))
-            raise KeysRefused(f"{self.name} has what is no key: see {at}") from None
-
-    @contextmanager
-    def _leased(self) -> Iterator[Connection]:
-        try:
-            with self._connections.lease(_ping) as connection:
-                try:
-                    yield connection
-                except psycopg.Error as error:
-                    raise self._connections.told(error) from None
-        except KnowledgeError as error:
-            said = str(error).replace("the knowledge base", "the table of API keys")
-            raise KeysRefused(f"{said} (auth.keys_file, knowledge.postgres.url)") from None
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,35 +1,13 @@
-"""Opens what the settings name: a file of this machine, or a PostgreSQL that several share."""
+"""Opens the store that the settings name: a file of this machine, or a PostgreSQL that several share."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from samovar.configs.extras import require
 from samovar.configs.optional_sections import KnowledgeSettings
-from samovar.configs.settings import Settings
 from samovar.router.context.knowledge.entries import KnowledgeStore
 from samovar.router.context.knowledge.sqlite_store import SqliteStore, store_file
-
-if TYPE_CHECKING:
-    from samovar.router.identities import KeyStore
-
-
-def open_keys(settings: Settings) -> KeyStore | None:
-    """Return where API keys are that come and go (`auth.keys_file`); None: nowhere. Reads nothing yet.
-
-    Raises `ExtraMissing` if PostgreSQL's client is not installed, `KeysRefused` if its URL is none.
-    """
-    if settings.auth.keys_file is None:
-        return None
-    if settings.auth.has_key_table:
-        require("psycopg", "auth.keys_file=postgres:")
-        from samovar.router.context.knowledge.postgres.database import KeyTable
-
-        return KeyTable(settings.knowledge.postgres, settings.knowledge.busy_s)
-    from samovar.router.identities import KeyFile
-
-    return KeyFile(settings.auth.keys_file)
 
 
 def open_store(

@@ -19,8 +19,8 @@ from samovar.cluster.serve.preflight import check_keys_file
 from samovar.configs.optional_sections import PostgresSettings
 from samovar.configs.settings import Settings
 from samovar.router.auth import Caller
-from samovar.router.context.knowledge.postgres.database import KEYS_GRACE_S, KeyTable
 from samovar.router.identities import FollowedKeys, KeyFile, KeysRefused, KeyStore
+from samovar.router.identities.key_file import GRACE_S, KeyTable
 from samovar.router.openai import AuthenticationFailed, Unavailable
 from tests.support.clock import Clock
 from tests.support.router.knowledge_desks import postgres_settings
@@ -178,14 +178,14 @@ def test_while_the_database_is_away_known_keys_are_good_for_a_while(clock: Clock
         _, key = table.create("kitchen")
         followed = FollowedKeys(table, 1.0, clock)
         server.stop()
-        clock.now_s += KEYS_GRACE_S - 1
+        clock.now_s += GRACE_S - 1
         followed.look()
         assert followed.owner(key.encode()) is not None
         clock.now_s += 2
         followed.look()
         with pytest.raises(Unavailable, match=r"auth\.keys_file"):
             followed.owner(key.encode())
-        with pytest.raises(KeysRefused, match=r"cannot be reached.*knowledge\.postgres\.url"):
+        with pytest.raises(KeysRefused, match=r"auth\.keys_file, knowledge\.postgres\.url"):
             table.create("kitchen")
         server.start()
         followed.look()
@@ -233,6 +233,6 @@ def test_a_database_that_does_not_answer_is_named_and_no_password(tmp_path: Path
             "knowledge": {"postgres": {"url": SecretStr(f"postgresql://tea:sweet@/x?host={tmp_path}")}},
         }
     )
-    with pytest.raises(StartFailed, match="cannot be reached") as failed:
+    with pytest.raises(StartFailed, match="the database of API keys") as failed:
         check_keys_file(settings)
     assert "sweet" not in str(failed.value)
