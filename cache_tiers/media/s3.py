@@ -208,6 +208,10 @@ SCAN_FAILURES_MAX = 3
 
 DELETES_PER_PROBE = 64
 PROBE_BYTES = 64
+Pages = Callable[[str], Iterator[Listed]]
+PROBE_OLD_S = 600.0
+"""A probe's object that is older is what a failed probe has left. Where clocks differ, one may be deleted
+while it is read back: that probe fails, and is tried again."""
 
 
 BAD_SLACK_S = 600.0
@@ -276,6 +280,39 @@ class S3Quarantine:
             self._ledger.set_bad(address, None)
 
 
+class S3Probes:
+    """Tries whether a bucket works. `pages`: lists a key prefix; `wall_clock`: Unix seconds."""
+
+    def __init__(
+        self, objects: S3Objects, keys: S3Keys, pages: Pages, wall_clock: Callable[[], float]
+    ) -> None:
+        self._objects = objects
+        self._keys = keys
+        self._pages = pages
+        self._wall_clock = wall_clock
+
+    def run(self) -> None:
+        """Put an object, read it back, delete it and what failed probes have left. Raises `TierError`."""
+        key, deadline = self._keys.probes + secrets.token_hex(8), self._objects.deadline()
+        data = secrets.token_bytes(PROBE_BYTES)
+        self._objects.put(key, data, deadline, only_new=False)
+        is_there = _is_there(self._objects, key, data, deadline)
+        self._objects.delete(key, deadline)
+        if not is_there:
+            raise TierError("probe: other bytes were read back")
+        for item in list(self._pages(self._keys.probes))[:DELETES_PER_PROBE]:
+            if item.modified_unix_s < self._wall_clock() - PROBE_OLD_S:  # no book has it
+                self._objects.delete(item.key, self._objects.deadline())
+
+
+def _is_there(objects: S3Objects, key: str, data: bytes, deadline: Deadline) -> bool:
+    try:
+        found, total = objects.get(key, 0, len(data), deadline)
+    except (TierMiss, BadRecord):
+        return False
+    return total == len(data) and np.array_equal(found, np.frombuffer(data, dtype=np.uint8))
+
+
 class S3Tier(Tier):
     """Stores extents in one bucket. `wall_clock`: Unix seconds.
 
@@ -296,6 +333,7 @@ class S3Tier(Tier):
         self._ledger = S3Ledger(settings.bytes_max)
         self._bad = S3Quarantine(self._objects, self._keys, self._ledger, self._lock)
         self._clears = S3Clears(self._objects, self._keys, self._pages, settings)
+        self._probes = S3Probes(self._objects, self._keys, self._pages, wall_clock)
         self._unsettled: set[bytes] = set()  # tenants that the last listing did not judge in full
         self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
         """Called by every scan with what is marked as cleared, before its records are yielded."""
@@ -436,7 +474,7 @@ class S3Tier(Tier):
 
     def probe(self) -> None:
         """Check that the tier works, and delete what earlier failures left behind."""
-        self._try(self._keys.probes + secrets.token_hex(8), self._objects.deadline())
+        self._probes.run()
         with self._lock:
             pending = self._ledger.pending[:DELETES_PER_PROBE]
         for address in pending:
@@ -457,20 +495,13 @@ class S3Tier(Tier):
     def _send(self, key: str, data: bytes, deadline: Deadline) -> None:
         """Put and read back; replaces an existing object unless it is the same."""
         was_new = self._objects.put(key, data, deadline, only_new=True)
-        if self._is_there(key, data, deadline):
+        if _is_there(self._objects, key, data, deadline):
             return
         if not was_new:  # sealed by another node, or garbage: the directory will know this record
             self._objects.put(key, data, deadline, only_new=False)
-            if self._is_there(key, data, deadline):
+            if _is_there(self._objects, key, data, deadline):
                 return
         raise TierError("put: other bytes were read back")
-
-    def _is_there(self, key: str, data: bytes, deadline: Deadline) -> bool:
-        try:
-            found, total = self._objects.get(key, 0, len(data), deadline)
-        except (TierMiss, BadRecord):
-            return False
-        return total == len(data) and np.array_equal(found, np.frombuffer(data, dtype=np.uint8))
 
     def _undo(self, address: Address) -> None:
         """Delete the object of a failed put: it must not stay."""
@@ -607,14 +638,6 @@ class S3Tier(Tier):
         is_cleared = self._clears.is_cleared(header.tenant, header.session, modified_unix_s)
         return Scanned(header, total, min(max(modified_unix_s, 0.0), now_unix_s), is_cleared)
 
-    def _try(self, key: str, deadline: Deadline) -> None:
-        data = secrets.token_bytes(PROBE_BYTES)
-        self._objects.put(key, data, deadline, only_new=False)
-        is_there = self._is_there(key, data, deadline)
-        self._objects.delete(key, deadline)
-        if not is_there:
-            raise TierError("probe: other bytes were read back")
-
 
 def _nobody_listens(_clears: Sequence[Clear]) -> None:
     """Ignore marks; the default of `on_marks`."""
@@ -629,8 +652,6 @@ What is newer than a mark by less than this counts as older.
 
 LOOKS_MAX = 32
 """Maximum number of remembered looks, which bound the age of marks from below."""
-
-Pages = Callable[[str], Iterator[Listed]]
 
 
 class S3Clears:

@@ -11,10 +11,21 @@ import pytest
 from samovar.cache_tiers.blocks import Clear
 from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss, decode_header
 from samovar.cache_tiers.media.guard import TierLate
-from samovar.cache_tiers.media.s3 import SCAN_FAILURES_MAX, S3Tier
+from samovar.cache_tiers.media.s3 import PROBE_OLD_S, SCAN_FAILURES_MAX, S3Tier
 from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
-from tests.faults.test_s3_faults import HEADER, RECORD, WELL_S, error, guarded, make, put, read, stub
+from tests.faults.test_s3_faults import (
+    HEADER,
+    NOW_UNIX_S,
+    RECORD,
+    WELL_S,
+    error,
+    guarded,
+    make,
+    put,
+    read,
+    stub,
+)
 from tests.support.nodes.s3_extents import sealed
 from tests.support.nodes.s3_stub import Answering, Misbehaviour, Request, Stub
 
@@ -325,6 +336,28 @@ def test_a_pending_delete_is_made_up_for(stub: Stub, tier: S3Tier) -> None:
     tier.probe()
     assert stub.objects == {}
     assert tier.bytes_held() == 0
+
+
+@pytest.mark.guarantee("G10")
+def test_g10_what_a_failed_probe_leaves_is_deleted_by_a_later_one(stub: Stub, tier: S3Tier) -> None:
+    def no_deletes(to: Answering, request: Request) -> None:
+        if request.method == "DELETE":
+            to.error(500, "InternalError")
+        else:
+            stub.behave(to, request)
+
+    stub.misbehave = no_deletes
+    with pytest.raises(TierError):
+        tier.probe()
+    ((left, (data, _)),) = stub.objects.items()
+    stub.objects[left] = (data, NOW_UNIX_S)
+    stub.misbehave = stub.behave
+    tier.probe()
+    assert stub.objects.keys() == {left}, "another node's probe may be under way"
+    stub.objects[left] = (data, NOW_UNIX_S - PROBE_OLD_S - 5)
+    stub.objects["samovar/kv/probe-of-theirs"] = (b"not ours", 0.0)
+    tier.probe()
+    assert stub.objects.keys() == {"samovar/kv/probe-of-theirs"}
 
 
 def test_what_is_put_again_is_no_longer_pending(stub: Stub, tier: S3Tier) -> None:
