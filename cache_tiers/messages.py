@@ -327,7 +327,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """What came from one other node: `pulls`, `nbytes` and `seconds` by way (nixl | ray | s3).
+    """What came from one other node: `pulls`, `nbytes` and `seconds` by way (nixl | tls | ray | s3).
 
     `failures`: by way and reason; `bad`: invalid records, by kind. Neither was served.
     """
@@ -402,9 +402,10 @@ class ResumptionStats:
 class NodeStats:
     """One node's cache tiers.
 
-    `peers`: other nodes it has dealt with; `transport`: how their blocks come here (nixl | ray: REASON |
-    off). `drained`: extents by outcome, once the node is `draining`. `bad_files`: its own state files that
-    could not be read at its start and were put aside. `pending_deletes`: deletes that failed and are retried;
+    `peers`: other nodes it has dealt with; `transport`: how their blocks come here (nixl | tls |
+    ray: REASON | off). `drained`: extents by outcome, once the node is `draining`. `bad_files`: its own state
+    files that could not be read at its start and were put aside. `pending_deletes`: deletes that failed and
+    are retried;
     `forgotten_deletes`: those there was no room to remember, whose bytes stay accounted until a restart.
     """
 

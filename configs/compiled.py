@@ -1,7 +1,8 @@
 """Compiles C++ for this machine, once: a shared library in a folder of the user's cache.
 
 The library's name has digests of the sources, the flags and the compiler. What prevents it is one sentence,
-and no reason not to serve: who wants a library has another way without it.
+and no reason not to serve: who wants a library has another way without it. A wheel for one kind of machine
+has them compiled (`setup.py`, which reads this without torch): these serve, and no compiler is asked.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from pathlib import Path
 
 from samovar.configs.imports import is_ours, is_private
 
+REFUSED = ".refused"
 COMPILERS = ("c++", "g++", "clang++")
 FAILED_KEEP_S = 600.0
 """A compiler that has failed is not tried again before: those who waited for it would start too late."""
 LIBRARIES_MAX = 32
 """Of a name in a folder: of two dtypes, of some compilers and versions, and what tests plant."""
 ERROR_CHARS_MAX = 300
+SHIPPED = Path(__file__).with_name("shipped")
+"""Where a wheel has libraries, if it has any."""
 
 
 class NotCompiled(Exception):
@@ -63,6 +67,68 @@ class LibrarySource:
         return _digest(*self.flags, *(path.read_text() for path in self.files), *machine)
 
 
+PACKAGES = Path(__file__).resolve().parents[1]
+STEP = PACKAGES / "replicas" / "native"
+STEP_FILES = ("step.cpp", "attention.h", "weights.h", "crew.h", "exponential.h", "kernels.h")
+NUMBERS = {"bfloat16": "bf16", "float32": "float"}
+"""Of the weights, by torch's names."""
+STEP_FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    # No multiplication is fused with an addition unless the source says so: bits must not depend on how a
+    # loop was compiled.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+INT8_FLAGS = ("-DSAMOVAR_WEIGHT=int8_t",)
+"""For a library whose weights are rounded to int8."""
+PAIR_FLAGS = ("-DSAMOVAR_WEIGHT=pair",)
+"""For a library that multiplies in bfloat16, pairs of weights with pairs of activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Instructions that a library may use. `name`: as the start table says it."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+AVX512 = Variant(
+    "AVX-512",
+    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
+)
+AVX512_BF16 = Variant("AVX512-BF16", (*AVX512.flags, "-mavx512bf16"))
+"""With the CPU's dot products, for libraries of `PAIR_FLAGS`; other variants compute the same, slowly."""
+AVX2 = Variant("AVX2", ("-mavx2", "-mfma"))
+NEON = Variant("NEON", ())
+PLAIN = Variant("plain C++", ())
+"""Without vectors, for comparison: the same bits, slowly."""
+
+SUMS = LibrarySource(
+    "sums",
+    (PACKAGES / "cache_tiers" / "blocks" / "layer_sums.cpp",),
+    ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    same_bits=True,
+)
+
+
+def step_source(variant: Variant, number: str, more_flags: Sequence[str] = ()) -> LibrarySource:
+    """Return what the native step is made of. `number`: torch's name of the weights' dtype."""
+    flags = (*STEP_FLAGS, *variant.flags, f"-DSAMOVAR_NUMBER={NUMBERS[number]}", *more_flags)
+    return LibrarySource("step", tuple(STEP / name for name in STEP_FILES), flags)
+
+
+def shipped_sources(machine: str) -> Iterator[LibrarySource]:
+    """Yield what a wheel for a machine has compiled: all that may be chosen at a start there."""
+    is_arm = machine in ("aarch64", "arm64")
+    for variant in (NEON,) if is_arm else (AVX2, AVX512):
+        for number in NUMBERS:
+            for flags in ((), INT8_FLAGS):
+                yield step_source(variant, number, flags)
+    if not is_arm:
+        yield step_source(AVX512_BF16, "bfloat16", PAIR_FLAGS)
+    yield SUMS
+
+
 def find_compiler(environment: Mapping[str, str], *, wait_s: float) -> Compiler:
     """Return $CXX, or the first compiler on the PATH. Raises `NotCompiled`."""
     path, named = environment.get("PATH", os.defpath), environment.get("CXX")
@@ -89,13 +155,16 @@ def compiled_library(
 
     `wait_s`: what one call of the compiler may take. Of processes that want it at the same time one
     compiles, and the others wait for it; if it fails, they fail, too, for `FAILED_KEEP_S`. Where nothing can
-    be compiled any more, a library that was compiled from the same sources before serves.
+    be compiled any more, a library that was compiled from the same sources before serves. One that came with
+    the wheel serves before all others: so do all machines with that wheel compute the same.
     """
     begin = f"{source.name}-{source.digest}-"
     try:
         _prepare(folder)
         there = _newest_first(folder, begin)
-        if source.same_bits and there:
+        if (shipped := _shipped(folder, begin)) is not None:
+            library = shipped
+        elif source.same_bits and there:
             library = there[0]
         else:
             try:
@@ -127,6 +196,9 @@ def load_library(path: Path) -> ctypes.CDLL:
     except OSError as error:
         # Torn, or made for another C library: it would keep every later start from compiling its own.
         path.unlink(missing_ok=True)
+        if (SHIPPED / path.name).exists():
+            # Else it would come again, instead of one that is compiled here.
+            path.with_suffix(REFUSED).touch()
         raise NotCompiled(f"its library does not load: {str(error)[:ERROR_CHARS_MAX]}") from error
 
 
@@ -187,6 +259,19 @@ def _compiled(
     return library
 
 
+def _shipped(folder: Path, begin: str) -> Path | None:
+    """Return the folder's copy of a library that came with the wheel, but for one that did not load."""
+    for found in sorted(SHIPPED.glob(f"{begin}*.so")):
+        copy = folder / found.name
+        if copy.with_suffix(REFUSED).exists():
+            continue
+        if not copy.exists():
+            with tempfile.TemporaryDirectory(dir=folder, prefix="copy-") as scratch:
+                _put(Path(shutil.copyfile(found, Path(scratch) / found.name)), copy)
+        return copy
+    return None
+
+
 def _newest_first(folder: Path, begin: str) -> list[Path]:
     found = folder.glob(f"{begin}*.so")
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -217,10 +302,14 @@ def _compile(command: tuple[str, ...], library: Path, environment: Mapping[str, 
             _run((*command, "-o", str(draft)), environment, wait_s)
         except subprocess.SubprocessError as error:
             raise NotCompiled(f"{shlex.join(command[:1])} does not compile it: {_in_short(error)}") from error
-        draft.chmod(0o755)  # beforehand by root, perhaps, for whom serves
-        with draft.open("rb") as written:
-            os.fsync(written.fileno())  # a name without its bytes would keep every start from compiling
-        draft.replace(library)
+        _put(draft, library)
+
+
+def _put(draft: Path, library: Path) -> None:
+    draft.chmod(0o755)  # beforehand by root, perhaps, for whom serves
+    with draft.open("rb") as written:
+        os.fsync(written.fileno())  # a name without its bytes would keep every start from compiling
+    draft.replace(library)
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], wait_s: float) -> str:

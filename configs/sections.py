@@ -287,15 +287,15 @@ class FaultsSettings(Section):
 
 
 class PeerSettings(Section):
-    """Transfer of blocks from other nodes' tiers, over NIXL or Ray."""
+    """Transfer of blocks from other nodes' tiers, over NIXL, TLS or Ray."""
 
     enabled: bool = Field(True, description="false = blocks held by another node are recomputed")
     transport: Literal["nixl", "ray"] = Field(
         "nixl",
-        description="nixl = UCX, with Ray's object transfer as the fallback; ray = only Ray's, as it is with "
-        "cluster.tls_dir",
+        description="nixl = UCX (with cluster.tls_dir TLS), and Ray's object transfer as the fallback; "
+        "ray = only Ray's",
     )
-    arena_bytes: int = Field(64 * MIB, ge=MIB, le=TIB, description="registered memory for blocks in transfer")
+    arena_bytes: int = Field(64 * MIB, ge=MIB, le=TIB, description="memory for blocks in transfer")
     lookup_s_max: float = Field(0.1, gt=0, le=60, description="timeout of a peer's lookup, then a miss")
     pull_s_max: float = Field(
         10.0, gt=0, le=600, description="timeout of one extent, then the next transport"

@@ -458,7 +458,8 @@ class AuthSettings(Section):
     keys_file: Path | None = Field(
         None,
         description="file of API keys, by their digests, that `samovar keys` writes and a running service "
-        "follows; on several nodes it must be the same file on each; empty = only auth.api_keys",
+        "follows; on several nodes it must be the same file on each; postgres: = a table of "
+        "knowledge.postgres.url; empty = only auth.api_keys",
     )
     audit_file: Path | None = Field(
         None,
@@ -481,6 +482,11 @@ class AuthSettings(Section):
     def has_keys(self) -> bool:
         """Whether callers must say who they are, by a key of these settings or of the file, or a token."""
         return bool(self.api_keys) or self.is_followed
+
+    @property
+    def has_key_table(self) -> bool:
+        """Whether keys that come and go are in PostgreSQL."""
+        return str(self.keys_file) == "postgres:"
 
     @property
     def is_followed(self) -> bool:
@@ -774,6 +780,15 @@ class Settings(OptionalSections):
             raise ValueError(
                 "server.cors_origins holds '*' and auth.api_keys is empty: any web page could use this "
                 "endpoint. Name the origins, or set auth.api_keys"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_table_of_keys_has_a_database(self) -> Settings:
+        if self.auth.has_key_table and self.knowledge.postgres.url is None:
+            raise ValueError(
+                "auth.keys_file=postgres: and knowledge.postgres.url is empty: there is no database for "
+                "API keys. Set the URL (SAMOVAR_KNOWLEDGE__POSTGRES__URL), or name a file"
             )
         return self
 

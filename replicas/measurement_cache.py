@@ -50,6 +50,10 @@ _VALUES: TypeAdapter[dict[str, Any]] = TypeAdapter(
 CODE_FILES = ("*.py", "*.cpp", "*.h")
 
 
+class NotMeasured(Exception):
+    """What could not be measured this time; the message says why."""
+
+
 class MeasurementCache:
     """The measurements of one model on one machine, in one JSON file; the values are plain data.
 
@@ -80,6 +84,7 @@ class MeasurementCache:
     def get(self, name: str, kind: TypeAdapter[T], measure: Callable[[], T], unmeasured: T) -> T:
         """Return the kept value of `name`, or measure it now; `unmeasured` if nothing shall be measured.
 
+        `measure` may raise `NotMeasured`: that is not kept, so that the next start tries again.
         Blocks while another process measures the same, until it has saved or ended; `server.start_timeout_s`
         bounds the start as a whole.
         """
@@ -92,7 +97,11 @@ class MeasurementCache:
                 logger.warning("%s: %s is measured again: %s", self._path, name, error)
         if not self._measures:
             return unmeasured
-        value = measure()
+        try:
+            value = measure()
+        except NotMeasured as why:
+            logger.info("%s: not measured: %s", name, why)
+            return unmeasured
         self._values[name] = kind.dump_python(value, mode="json")
         self._is_new = True
         return value

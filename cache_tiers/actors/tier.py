@@ -200,7 +200,7 @@ class TierActor:
             call_for=CallClient(settings.store_s_max),
             reach=KillPoint(settings.faults, starts),
             peer_calls=PeerActors(actor_name),
-            link=build_link(settings.peer, f"{node_id}:{incarnation}"),
+            link=build_link(settings.peer, f"{node_id}:{incarnation}", ray.util.get_node_ip_address()),
         )
         if telemetry.kv_events is not None:
             from samovar.cache_tiers.catalog import announced_catalog

@@ -10,21 +10,15 @@ import numpy as np
 
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
 from samovar.cache_tiers.blocks.record import PIECE_BYTES, STEP, Words, plain_sums
-from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library, load_library
+from samovar.configs.compiled import SUMS, NotCompiled, compiled_library, load_library
 
-SOURCE = LibrarySource(
-    "sums",
-    (Path(__file__).with_name("layer_sums.cpp"),),
-    ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
-    same_bits=True,
-)
 THREAD_BYTES_MIN = 4 * 1024 * 1024
 """What a thread computes takes ten times as long as starting it."""
 
 
 def sums_library(folder: Path, wait_s: float) -> Path:
     """Return the compiled library, from the folder if it is there. Raises `NotCompiled`."""
-    return compiled_library(SOURCE, folder, wait_s=wait_s)
+    return compiled_library(SUMS, folder, wait_s=wait_s)
 
 
 class CompiledSums:

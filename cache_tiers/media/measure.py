@@ -6,6 +6,7 @@ What a load takes is measured by the replica that loads (`replicas/start/measure
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from statistics import median
 
@@ -119,7 +120,7 @@ def random_record(
         keys=[os.urandom(KEY_BYTES) for _ in range(blocks)],
         token_counts=[shape.block_tokens] * blocks,
         placement=Placement(min_ttl_s=0.0, ttl_s=ttl_s),
-        created_unix_s=0.0,
+        created_unix_s=time.time(),
     )
     return header, Record(data)
 

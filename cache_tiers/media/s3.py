@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
+import math
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
@@ -51,23 +52,29 @@ T = TypeVar("T")
 PENDING_MAX = 1024
 """Maximum remembered deletes; the next scan finds any others."""
 
+LISTING_LAG_S = 60.0
+"""How long after a put a listing may still miss the object: not all servers list what they have at once."""
+
 
 class S3Ledger:
     """Accounts bytes, quarantine and pending deletes of one bucket prefix, up to `bytes_max`.
 
     The accounts are never below what is there: bytes are counted before they are sent and removed after the
-    delete. Pure and not thread-safe.
+    delete, and a listing takes nothing away that it may not show yet. `clock`: monotonic seconds. Pure and
+    not thread-safe.
     """
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._bytes_max = bytes_max
+        self._clock = clock
         self._sizes: dict[Address, int] = {}
         self._sizes_bytes = 0
         self._bad: dict[Address, int] = {}
         self._unindexed_bytes = 0
         self._is_listed = False
-        self._changed: set[Address] | None = None  # since the listing in progress began
-        self._bad_changed: set[Address] = set()  # as well, in quarantine
+        self._began_s = math.inf  # when the listing in progress began; infinite: there is none
+        self._changed_s: dict[Address, float] = {}  # when, oldest first: what a listing may not show yet
+        self._bad_changed_s: dict[Address, float] = {}  # as well, in quarantine
         self._pending: dict[Address, None] = {}
 
     @property
@@ -112,8 +119,13 @@ class S3Ledger:
         if nbytes is not None:
             self._sizes[address] = nbytes
             self._sizes_bytes += nbytes
-        if self._changed is not None:
-            self._changed.add(address)
+        self._note(self._changed_s, address)
+
+    def gone(self, address: Address, asked_s: float = math.inf) -> None:
+        """Count the record as gone, unless it changed since `asked_s`, when the server was asked."""
+        if self._changed_s.get(address, -math.inf) < asked_s:
+            self.set(address, None)
+            self.settle(address)
 
     def add_pending(self, address: Address) -> None:
         """Remember a failed delete: the record counts, and is deleted when the tier works again."""
@@ -130,24 +142,21 @@ class S3Ledger:
         self._bad.pop(address, None)
         if nbytes is not None:
             self._bad[address] = nbytes
-        if self._changed is not None:
-            self._bad_changed.add(address)
+        self._note(self._bad_changed_s, address)
 
     def begin_listing(self) -> None:
         """Begin a listing: what is counted from here on is newer than the listing."""
-        self._changed = set()
-        self._bad_changed = set()
+        self._began_s = self._clock()
 
     def end_listing(
         self, listed: Mapping[Address, int], unindexed_bytes: int, bad: Mapping[Address, int]
     ) -> None:
-        """Replace the accounts by the listing, except for what changed since it began."""
-        changed = self._changed or set()
-        self._changed = None
-        self._sizes = _newer(self._sizes, listed, changed)
+        """Replace the accounts by the listing, except for what it may not show yet."""
+        began_s, self._began_s = self._began_s, math.inf
+        self._sizes = _newer(self._sizes, listed, self._changed_s, began_s)
         self._sizes_bytes = sum(self._sizes.values())
         self._unindexed_bytes = unindexed_bytes
-        self._bad = _newer(self._bad, bad, self._bad_changed)
+        self._bad = _newer(self._bad, bad, self._bad_changed_s, began_s)
         self._is_listed = True
 
     def check_integrity(self) -> None:
@@ -156,17 +165,39 @@ class S3Ledger:
         assert all(size >= 0 for size in self._sizes.values()), "a record of less than no bytes"
         assert len(self._pending) <= PENDING_MAX, f"{len(self._pending)} pending deletes"
 
+    def _note(self, changed_s: dict[Address, float], address: Address) -> None:
+        """Note a change, and forget those that a listing shows which is in progress or begins now."""
+        now_s = self._clock()
+        changed_s.pop(address, None)
+        changed_s[address] = now_s
+        old_s = min(now_s, self._began_s) - LISTING_LAG_S
+        while changed_s[(oldest := next(iter(changed_s)))] < old_s:
+            del changed_s[oldest]
+
     @property
     def _bytes(self) -> int:
         return self._sizes_bytes + self._unindexed_bytes + sum(self._bad.values())
 
 
 def _newer(
-    known: Mapping[Address, int], listed: Mapping[Address, int], changed: Set[Address]
+    known: Mapping[Address, int],
+    listed: Mapping[Address, int],
+    changed_s: Mapping[Address, float],
+    began_s: float,
 ) -> dict[Address, int]:
-    """Return the listed sizes, but what is known of those that changed since the listing began."""
-    kept = {address: size for address, size in known.items() if address in changed}
-    return {address: size for address, size in listed.items() if address not in changed} | kept
+    """Return the listed sizes, but what is known of those that changed since the listing began.
+
+    And of those put so shortly before that a listing may miss them. What was deleted shortly before and is
+    listed counts: another node may have put it again.
+    """
+    late = {address for address, at_s in changed_s.items() if at_s >= began_s}
+    young = {address for address, at_s in changed_s.items() if at_s >= began_s - LISTING_LAG_S}
+    kept = {
+        address: size
+        for address, size in known.items()
+        if address in late or (address in young and address not in listed)
+    }
+    return {address: size for address, size in listed.items() if address not in late} | kept
 
 
 QUARANTINE_MAX = 64
@@ -177,6 +208,10 @@ SCAN_FAILURES_MAX = 3
 
 DELETES_PER_PROBE = 64
 PROBE_BYTES = 64
+Pages = Callable[[str], Iterator[Listed]]
+PROBE_OLD_S = 600.0
+"""A probe's object that is older is what a failed probe has left. Where clocks differ, one may be deleted
+while it is read back: that probe fails, and is tried again."""
 
 
 BAD_SLACK_S = 600.0
@@ -245,6 +280,39 @@ class S3Quarantine:
             self._ledger.set_bad(address, None)
 
 
+class S3Probes:
+    """Tries whether a bucket works. `pages`: lists a key prefix; `wall_clock`: Unix seconds."""
+
+    def __init__(
+        self, objects: S3Objects, keys: S3Keys, pages: Pages, wall_clock: Callable[[], float]
+    ) -> None:
+        self._objects = objects
+        self._keys = keys
+        self._pages = pages
+        self._wall_clock = wall_clock
+
+    def run(self) -> None:
+        """Put an object, read it back, delete it and what failed probes have left. Raises `TierError`."""
+        key, deadline = self._keys.probes + secrets.token_hex(8), self._objects.deadline()
+        data = secrets.token_bytes(PROBE_BYTES)
+        self._objects.put(key, data, deadline, only_new=False)
+        is_there = _is_there(self._objects, key, data, deadline)
+        self._objects.delete(key, deadline)
+        if not is_there:
+            raise TierError("probe: other bytes were read back")
+        for item in list(self._pages(self._keys.probes))[:DELETES_PER_PROBE]:
+            if item.modified_unix_s < self._wall_clock() - PROBE_OLD_S:  # no book has it
+                self._objects.delete(item.key, self._objects.deadline())
+
+
+def _is_there(objects: S3Objects, key: str, data: bytes, deadline: Deadline) -> bool:
+    try:
+        found, total = objects.get(key, 0, len(data), deadline)
+    except (TierMiss, BadRecord):
+        return False
+    return total == len(data) and np.array_equal(found, np.frombuffer(data, dtype=np.uint8))
+
+
 class S3Tier(Tier):
     """Stores extents in one bucket. `wall_clock`: Unix seconds.
 
@@ -265,6 +333,7 @@ class S3Tier(Tier):
         self._ledger = S3Ledger(settings.bytes_max)
         self._bad = S3Quarantine(self._objects, self._keys, self._ledger, self._lock)
         self._clears = S3Clears(self._objects, self._keys, self._pages, settings)
+        self._probes = S3Probes(self._objects, self._keys, self._pages, wall_clock)
         self._unsettled: set[bytes] = set()  # tenants that the last listing did not judge in full
         self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
         """Called by every scan with what is marked as cleared, before its records are yielded."""
@@ -362,18 +431,19 @@ class S3Tier(Tier):
         return self._bad.purge(tenant, self._pages(self._keys.quarantine_of(tenant)))
 
     def _headers(self, newest: deque[tuple[Address, float]]) -> Iterator[Scanned]:
-        window: deque[tuple[Address, Callable[[], Scanned]]] = deque()
+        window: deque[tuple[Address, float, Callable[[], Scanned]]] = deque()
         failures = 0
         width = max(1, self._settings.connections // 2)  # so that reads and writes can continue meanwhile
         while newest or window:
             while newest and len(window) < width:
-                address, modified_unix_s = newest.popleft()
-                window.append((address, self._begin(partial(self._scanned, address, modified_unix_s))))
-            address, result = window.popleft()
+                (address, modified_unix_s), asked_s = newest.popleft(), time.monotonic()
+                result = self._begin(partial(self._scanned, address, modified_unix_s))
+                window.append((address, asked_s, result))
+            address, asked_s, result = window.popleft()
             try:
                 scanned = result()
             except TierMiss:
-                self._is_gone(address)
+                self._is_gone(address, asked_s)
                 continue
             except ForeignRecord:
                 continue  # it is left alone: other nodes may have our setting not yet, or no longer
@@ -404,11 +474,13 @@ class S3Tier(Tier):
 
     def probe(self) -> None:
         """Check that the tier works, and delete what earlier failures left behind."""
-        self._try(self._keys.probes + secrets.token_hex(8), self._objects.deadline())
+        self._probes.run()
         with self._lock:
             pending = self._ledger.pending[:DELETES_PER_PROBE]
         for address in pending:
-            self.delete(address)
+            asked_s = time.monotonic()  # a put of it may be under way by now
+            self._objects.delete(self._keys.record(address), self._objects.deadline())
+            self._is_gone(address, asked_s)
 
     def close(self) -> None:
         """Close the tier; calls in flight end on their own, within boto3's time limits."""
@@ -423,20 +495,13 @@ class S3Tier(Tier):
     def _send(self, key: str, data: bytes, deadline: Deadline) -> None:
         """Put and read back; replaces an existing object unless it is the same."""
         was_new = self._objects.put(key, data, deadline, only_new=True)
-        if self._is_there(key, data, deadline):
+        if _is_there(self._objects, key, data, deadline):
             return
         if not was_new:  # sealed by another node, or garbage: the directory will know this record
             self._objects.put(key, data, deadline, only_new=False)
-            if self._is_there(key, data, deadline):
+            if _is_there(self._objects, key, data, deadline):
                 return
         raise TierError("put: other bytes were read back")
-
-    def _is_there(self, key: str, data: bytes, deadline: Deadline) -> bool:
-        try:
-            found, total = self._objects.get(key, 0, len(data), deadline)
-        except (TierMiss, BadRecord):
-            return False
-        return total == len(data) and np.array_equal(found, np.frombuffer(data, dtype=np.uint8))
 
     def _undo(self, address: Address) -> None:
         """Delete the object of a failed put: it must not stay."""
@@ -449,10 +514,9 @@ class S3Tier(Tier):
         else:
             self._is_gone(address)
 
-    def _is_gone(self, address: Address) -> None:
+    def _is_gone(self, address: Address, asked_s: float = math.inf) -> None:
         with self._lock:
-            self._ledger.set(address, None)
-            self._ledger.settle(address)
+            self._ledger.gone(address, asked_s)
 
     def _found_bad(self, address: Address, bad: BadRecord) -> None:
         with self._lock:
@@ -471,14 +535,14 @@ class S3Tier(Tier):
     ) -> bool:
         """See `purge`. Raises a failure once the rest of its page is done."""
         width = max(1, self._settings.connections // 2)
-        window: deque[tuple[Address | None, Callable[[], None]]] = deque()
+        window: deque[tuple[Address | None, float, Callable[[], None]]] = deque()
 
         def settled(most: int) -> None:
             while len(window) > most:
-                address, result = window.popleft()
+                address, asked_s, result = window.popleft()
                 result()
                 if address is not None:
-                    self._is_gone(address)
+                    self._is_gone(address, asked_s)
 
         for prefix in (self._keys.records_of(tenant), self._keys.quarantine_of(tenant)):
             for item in self._pages(prefix):
@@ -490,7 +554,8 @@ class S3Tier(Tier):
                     continue
                 if address is None and self._keys.parse_bad(item.key) is None:
                     continue  # not ours: leave it alone
-                window.append((address, self._begin(partial(self._objects.delete, item.key))))
+                asked_s = time.monotonic()
+                window.append((address, asked_s, self._begin(partial(self._objects.delete, item.key))))
                 settled(width - 1)
             settled(0)
         return True
@@ -573,14 +638,6 @@ class S3Tier(Tier):
         is_cleared = self._clears.is_cleared(header.tenant, header.session, modified_unix_s)
         return Scanned(header, total, min(max(modified_unix_s, 0.0), now_unix_s), is_cleared)
 
-    def _try(self, key: str, deadline: Deadline) -> None:
-        data = secrets.token_bytes(PROBE_BYTES)
-        self._objects.put(key, data, deadline, only_new=False)
-        is_there = self._is_there(key, data, deadline)
-        self._objects.delete(key, deadline)
-        if not is_there:
-            raise TierError("probe: other bytes were read back")
-
 
 def _nobody_listens(_clears: Sequence[Clear]) -> None:
     """Ignore marks; the default of `on_marks`."""
@@ -595,8 +652,6 @@ What is newer than a mark by less than this counts as older.
 
 LOOKS_MAX = 32
 """Maximum number of remembered looks, which bound the age of marks from below."""
-
-Pages = Callable[[str], Iterator[Listed]]
 
 
 class S3Clears:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from samovar.cache_tiers.media import (
 )
 from samovar.cache_tiers.node.manager import NodeMedia
 from samovar.cache_tiers.node.state import put_aside
-from samovar.cache_tiers.transport import LazyLink, NixlLink
+from samovar.cache_tiers.transport import LazyLink, NixlLink, TlsLink
 from samovar.configs.json_text import parse_json
 from samovar.configs.sections import FaultSettings, FaultsSettings, PeerSettings, TierSettings
 from samovar.configs.tls import node_tls
@@ -109,12 +110,17 @@ def _encrypt(built: NodeMedia, keys: Keys) -> None:
             built.off[name] = "its records would not be encrypted (tiers.encryption_key_file)"
 
 
-def build_link(settings: PeerSettings, agent: str) -> LazyLink:
-    """Return the link to other nodes' memory, not opened yet. `agent`: "node id:incarnation"."""
+def build_link(settings: PeerSettings, agent: str, host: str) -> LazyLink:
+    """Return the link to other nodes' memory, not opened yet.
+
+    `agent`: "node id:incarnation"; `host`: this node's address, on which TLS listens.
+    """
     if settings.transport == "ray":
         return LazyLink(None, "as configured")
-    if node_tls() is not None:
-        return LazyLink(None, "between nodes is TLS, which UCX has not")
+    tls = node_tls()
+    if tls is not None:  # which UCX has not
+        made = partial(TlsLink, agent, tls, host, bytes_max=settings.arena_bytes, lease_s=settings.lease_s)
+        return LazyLink(made, way="tls")
     return LazyLink(
         lambda: NixlLink(
             agent, arena_bytes=settings.arena_bytes, lease_s=settings.lease_s, clock=time.monotonic

@@ -224,7 +224,7 @@ class NodePeers:
         """
         if self._calls is None or not nodes:
             return set()
-        if self._link.state == "nixl":
+        if self._link.is_usable:
             try:
                 self._link.get()
             except LinkDown as error:
@@ -329,9 +329,9 @@ class PeerExports:
         self._agent = agent
 
     def export(self, ask: ExtentRequest) -> Export | FetchFailed:
-        """Put a copy of the record where the requester can pull it.
+        """Put the record where the requester can pull it.
 
-        Fails as `_whole` does, and with: down (no NIXL here), no room (in the arena), in s3 (look there).
+        Fails as `_whole` does, and with: down (no link here), no room (in the arena), in s3 (look there).
         """
         ends_s = self._state.clock() + ask.deadline_s
         if self._is_only_in_s3(ask):
@@ -341,15 +341,7 @@ class PeerExports:
             data = self._whole(ask.address, ends_s)
             if isinstance(data, FetchFailed):
                 return data
-            lease = link.lease(data.nbytes, expires=True)
-            if lease is None:
-                return FetchFailed(NO_ROOM, f"for {data.nbytes} bytes in the arena")
-            try:
-                lease.view[: data.nbytes] = data
-                return link.export(lease)
-            except LinkError:
-                link.release(lease.generation)
-                raise
+            return link.share(data) or FetchFailed(NO_ROOM, f"for {data.nbytes} bytes in the arena")
         except LinkDown as error:
             self._link.down(error)
             return FetchFailed("down", str(error))
@@ -455,10 +447,10 @@ class _NotThisWay(Exception):
 class PeerPulls:
     """Pulls whole, verified extents from other nodes into a tier of this one.
 
-    Tries, within one deadline, NIXL from the peer's memory, Ray's object transfer, then S3 if both nodes
-    reach it. Only the very record that was requested is handed out or kept, and nothing that was cleared
-    here. Concurrent requests for the same extent share one pull. Nodes are called through `PeerCalls`.
-    `lost`: set when a node turns out to be gone.
+    Tries, within one deadline, the link to the peer's memory (NIXL or TLS), Ray's object transfer, then S3 if
+    both nodes reach it. Only the very record that was requested is handed out or kept, and nothing that was
+    cleared here. Concurrent requests for the same extent share one pull. Nodes are called through
+    `PeerCalls`. `lost`: set when a node turns out to be gone.
     """
 
     def __init__(
@@ -542,9 +534,9 @@ class PeerPulls:
         state = self._state
         with state.lock:
             is_up = self._peers.allows(node)
-            by_link = is_up and self._link.state == "nixl" and self._peers.allows_link(node)
+            by_link = is_up and self._link.is_usable and self._peers.allows_link(node)
         if by_link:
-            yield "nixl"
+            yield self._link.way
         if is_up:
             yield "ray"
         guard = state.guards.get(SHARED_TIER)
@@ -558,7 +550,7 @@ class PeerPulls:
         left_s = min(ends_s - self._state.clock(), self._settings.pull_s_max)
         ask = ExtentRequest(address, left_s, reads_s3=SHARED_TIER in self._state.guards)
         try:
-            data = self._by_link(node, ask) if way == "nixl" else self._by_ray(node, ask)
+            data = self._by_ray(node, ask) if way == "ray" else self._by_link(node, ask)
             header = verified(data, address, data.nbytes)
         except PeerError as error:
             self._answer(partial(self._peers.failed, node, f"{way}:{type(error).__name__}"))
@@ -575,30 +567,24 @@ class PeerPulls:
         return data, header
 
     def _by_link(self, node: str, ask: ExtentRequest) -> Bytes:
-        """Pull the record over NIXL. Raises `PeerError`, `BadRecord`, `_NotThisWay`."""
-        ends_s = self._state.clock() + ask.deadline_s
+        """Pull the record over the link. Raises `PeerError`, `BadRecord`, `_NotThisWay`."""
+        ends_s, way = self._state.clock() + ask.deadline_s, self._link.way
         reply: Export | FetchFailed | None = None
         try:
             link = self._link.get()
             reply = self._calls.export(node, ask, ask.deadline_s)
             if isinstance(reply, FetchFailed):
-                raise self._refused(node, "nixl", reply)
+                raise self._refused(node, way, reply)
             if reply.nbytes <= 0:
                 raise BadRecord("truncated", f"an export of {reply.nbytes} bytes")
-            lease = link.lease(reply.nbytes, expires=False)
-            if lease is None:
-                self._answer(partial(self._peers.could_not, node, "nixl:arena full"))
+            data = link.bring(reply, ends_s - self._state.clock())
+            if data is None:
+                self._answer(partial(self._peers.could_not, node, f"{way}:arena full"))
                 raise _NotThisWay("error", f"no room in the arena for {reply.nbytes} bytes")
-            try:
-                link.pull(reply, lease, ends_s - self._state.clock())
-                # A private copy, so that it cannot be written to after verification.
-                data: Bytes = lease.view[: reply.nbytes].copy()
-            finally:
-                link.release(lease.generation)
         except LinkError as error:
             if isinstance(error, LinkDown):
                 self._link.down(error)
-            self._answer(partial(self._peers.link_failed, node, f"nixl:{type(error).__name__}"))
+            self._answer(partial(self._peers.link_failed, node, f"{way}:{type(error).__name__}"))
             raise _NotThisWay("error", f"{type(error).__name__}: {error}") from None
         finally:
             if isinstance(reply, Export):
@@ -618,8 +604,8 @@ class PeerPulls:
         with self._state.lock:
             self._peers.could_not(node, f"{way}:{reply.reason}")
             self._peers.succeeded(node)
-            if way == "nixl" and reply.reason == "down":
-                self._peers.link_failed(node, "nixl:down there")
+            if way != "ray" and reply.reason == "down":
+                self._peers.link_failed(node, f"{way}:down there")
         skip: tuple[Way, ...] = ("ray",) if reply.reason in ("gone", IN_S3) else ()
         return _NotThisWay("gone" if reply.reason == IN_S3 else reply.reason, reply.message, skip)
 

@@ -1,4 +1,4 @@
-"""Transfers of bytes between nodes, over NIXL."""
+"""Transfers of bytes between nodes, over NIXL or TLS."""
 
 from samovar.cache_tiers.transport.arena import Arena
 from samovar.cache_tiers.transport.link import Export, LinkDown, LinkError, NixlLink
@@ -13,6 +13,7 @@ from samovar.cache_tiers.transport.peers import (
     PeerTable,
     Way,
 )
+from samovar.cache_tiers.transport.tls_link import TlsLink
 
 __all__ = [
     "PEERS_ASKED_MAX",
@@ -27,6 +28,7 @@ __all__ = [
     "PeerLate",
     "PeerLost",
     "PeerTable",
+    "TlsLink",
     "Way",
     "map_memory",
 ]

@@ -26,6 +26,7 @@ import atexit
 import logging
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -58,7 +59,7 @@ class Export:
 
     agent: str  # the exporting agent's name: f"{node_id}:{incarnation}"
     metadata: bytes  # what a peer's agent needs to connect
-    address: int  # of the bytes in the exporter's memory
+    address: int  # of the bytes in the exporter's memory; over TLS a number drawn for them
     nbytes: int
     generation: int  # of the lease; never used twice by an agent
 
@@ -106,7 +107,47 @@ class _RemoteAgent:
     leaves: str | None = None  # why the peer is dropped once that transfer has ended
 
 
-class NixlLink:
+class ArenaLink(ABC):
+    """What a node does with a link whose two ends lease pieces of their memory."""
+
+    @abstractmethod
+    def lease(self, nbytes: int, *, expires: bool) -> ArenaLease | None: ...
+
+    @abstractmethod
+    def release(self, generation: int) -> None: ...
+
+    @abstractmethod
+    def export(self, lease: ArenaLease) -> Export: ...
+
+    @abstractmethod
+    def pull(self, export: Export, into: ArenaLease, deadline_s: float) -> None: ...
+
+    def share(self, data: Bytes) -> Export | None:
+        """Return what a peer needs to pull a copy of `data`; None: no room for it. Raises `LinkError`."""
+        lease = self.lease(data.nbytes, expires=True)
+        if lease is None:
+            return None
+        try:
+            lease.view[: data.nbytes] = data
+            return self.export(lease)
+        except LinkError:
+            self.release(lease.generation)
+            raise
+
+    def bring(self, export: Export, deadline_s: float) -> Bytes | None:
+        """Pull the exported bytes, unverified; None: no room for them. Blocks. Raises `LinkError`."""
+        lease = self.lease(export.nbytes, expires=False)
+        if lease is None:
+            return None
+        try:
+            self.pull(export, lease, deadline_s)
+            # A private copy, so that it cannot be written to after verification.
+            return lease.view[: export.nbytes].copy()
+        finally:
+            self.release(lease.generation)
+
+
+class NixlLink(ArenaLink):
     """`arena_bytes` of registered memory, leased in pieces, and the pulls into it. Thread-safe."""
 
     def __init__(self, name: str, *, arena_bytes: int, lease_s: float, clock: Callable[[], float]) -> None:

@@ -22,13 +22,13 @@ from samovar.cache_tiers.messages import (
     PeerStats,
     PushRequest,
 )
-from samovar.cache_tiers.transport.link import ArenaLease, Export, LinkDown
+from samovar.cache_tiers.transport.link import Export, LinkDown
 from samovar.configs.sections import PeerSettings
 
 logger = logging.getLogger(__name__)
 
 Way: TypeAlias = str
-"""How a record comes from a node: `nixl`, `ray`, or a shared tier's name."""
+"""How a record comes from a node: `nixl`, `tls`, `ray`, or a shared tier's name."""
 
 PEERS_ASKED_MAX = 2
 """Nodes waited for in one lookup, while the request waits: one that is not there takes no time."""
@@ -58,7 +58,7 @@ class PeerCalls(Protocol):
     def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> LookupResult: ...
 
     def export(self, node: str, ask: ExtentRequest, timeout_s: float) -> Export | FetchFailed:
-        """Copy the whole record into the peer's registered memory and export it."""
+        """Have the peer share the whole record over its link."""
         ...
 
     def release(self, node: str, export: Export) -> None:
@@ -83,15 +83,13 @@ class PeerCalls(Protocol):
 
 
 class PeerLink(Protocol):
-    """The part of `link.NixlLink` that is used; see there."""
+    """What is used of `link.NixlLink` and `tls_link.TlsLink`; see there."""
 
-    def lease(self, nbytes: int, *, expires: bool) -> ArenaLease | None: ...
+    def share(self, data: Bytes) -> Export | None: ...
+
+    def bring(self, export: Export, deadline_s: float) -> Bytes | None: ...
 
     def release(self, generation: int) -> None: ...
-
-    def export(self, lease: ArenaLease) -> Export: ...
-
-    def pull(self, export: Export, into: ArenaLease, deadline_s: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -100,7 +98,7 @@ class PeerLink(Protocol):
 
 @dataclass(slots=True)
 class _PeerHealth:
-    """`breaker`: of the node as such; `link_breaker`: only of the NIXL way to it."""
+    """`breaker`: of the node as such; `link_breaker`: only of the link to it."""
 
     breaker: Breaker
     link_breaker: Breaker
@@ -132,7 +130,7 @@ class PeerTable:
         peer.failures[what] += 1
 
     def allows_link(self, node: str) -> bool:
-        """Return whether NIXL may be tried. If so, report `link_succeeded` or `link_failed`."""
+        """Return whether the link may be tried. If so, report `link_succeeded` or `link_failed`."""
         return self._of(node).link_breaker.allows()
 
     def link_succeeded(self, node: str) -> None:
@@ -198,10 +196,13 @@ class LazyLink:
     """The node's link, opened on first use, and abandoned for good when it is down. Thread-safe.
 
     Most nodes never need one, and NIXL takes a second to start. `open_link`: raises `LinkDown`; None:
-    there is no link, for `reason`.
+    there is no link, for `reason`. `way`: what it is.
     """
 
-    def __init__(self, open_link: Callable[[], PeerLink] | None, reason: str = "") -> None:
+    def __init__(
+        self, open_link: Callable[[], PeerLink] | None, reason: str = "", *, way: Way = "nixl"
+    ) -> None:
+        self.way = way
         self._open_link = open_link
         self._lock = threading.Lock()
         self._link: PeerLink | None = None
@@ -209,8 +210,13 @@ class LazyLink:
 
     @property
     def state(self) -> str:
-        """Current way for transfers: nixl | ray: REASON."""
-        return f"ray: {self._reason}" if self._reason else "nixl"
+        """Current way for transfers: nixl | tls | ray: REASON."""
+        return f"ray: {self._reason}" if self._reason else self.way
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is up, or has not been needed yet."""
+        return not self._reason
 
     def get(self) -> PeerLink:
         """Return the link. Blocks while it is being opened. Raises `LinkDown`."""
@@ -252,4 +258,4 @@ class LazyLink:
 
     def _gone(self, error: LinkDown) -> None:
         self._reason = str(error) or type(error).__name__
-        logger.warning("no NIXL on this node, other nodes' blocks come by Ray: %s", self._reason)
+        logger.warning("no %s on this node, other nodes' blocks come by Ray: %s", self.way, self._reason)

@@ -29,12 +29,11 @@ from samovar.cluster.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from samovar.router.identities import KeyFile, KeyRecord
+    from samovar.router.identities import KeyRecord, KeyStore
 
 Done = TypeVar("Done")
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-LASTS_S_MAX = 3660 * 86400
 
 keys = typer.Typer(
     name="keys",
@@ -67,8 +66,9 @@ def create(
     from pydantic import TypeAdapter, ValidationError
 
     from samovar.configs.settings import TenantName
+    from samovar.router.identities import has_one_owner
 
-    if admin == (tenant is not None):
+    if not has_one_owner(tenant, admin):
         refuse("give the tenant whose key it is, or --admin")
     if tenant is not None:
         try:
@@ -127,6 +127,8 @@ def revoke(ctx: typer.Context, key: IdArgument, config: ConfigOption = None) -> 
 
 def seconds_of(text: str) -> int:
     """Return a time such as 90d in seconds; ends the command if it is none."""
+    from samovar.router.identities import LASTS_S_MAX
+
     match = re.fullmatch(r"(\d{1,9})([smhd])", text)
     if match is None:
         refuse(f"{text[:40]!r} is no time. Give a number and s, m, h or d, such as 90d")
@@ -136,26 +138,29 @@ def seconds_of(text: str) -> int:
     return found
 
 
-def _done(config: str | None, args: list[str], work: Callable[[KeyFile], Done], change: str = "") -> Done:
-    """Return what `work` does with the file that the settings name; ends the command if that fails.
+def _done(config: str | None, args: list[str], work: Callable[[KeyStore], Done], change: str = "") -> Done:
+    """Return what `work` does with the keys that the settings name; ends the command if that fails.
 
     `change`: what it does to keys, for the audit log; empty: nothing.
     """
-    from samovar.router.identities import KeyFile, KeysRefused
+    from samovar.configs.extras import ExtraMissing
+    from samovar.router.identities import KeysRefused, open_keys
 
-    auth = load_or_exit(config, None, None, None, None, args).settings.auth
-    path = auth.keys_file
-    if path is None:
+    settings = load_or_exit(config, None, None, None, None, args).settings
+    auth = settings.auth
+    if auth.keys_file is None:
         refuse(
             "auth.keys_file is empty. Set it for the service and for this command, in its configuration "
             "(--config), or by SAMOVAR_AUTH__KEYS_FILE"
         )
     try:
-        done = work(KeyFile(path))
-    except KeysRefused as error:
+        store = open_keys(settings)
+        assert store is not None
+        done = work(store)
+    except (KeysRefused, ExtraMissing) as error:
         refuse(str(error))
     except OSError as error:
-        refuse(f"{path}: {error.strerror}")
+        refuse(f"{auth.keys_file}: {error.strerror}")
     if change and auth.audit_file is not None:
         _note(auth.audit_file, change, done[0] if isinstance(done, tuple) else done)
     return done

@@ -17,6 +17,7 @@ from samovar.cluster.serve.preflight import enter_tls
 from samovar.cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret
 from samovar.configs.extras import missing
 from samovar.configs.settings import Settings
+from samovar.configs.tls import NodeTls
 
 CHILD_S_MAX = 20.0
 OTHERS = 0o077
@@ -45,7 +46,7 @@ def nixl(settings: Settings, run: Callable[[], Mapping[str, object]] | None = No
     if settings.cluster.ray_address == "local":
         return "ok", "not needed on one machine (cluster.ray_address is local)", ""
     if settings.cluster.tls is not None:
-        return "ok", "not used: nodes speak TLS, which UCX has not (cluster.tls_dir)", ""
+        return _tls_between_nodes(settings.cluster.tls)
     found = (run or _run_nixl)()
     if found.get("ok"):
         devices = Path("/dev/infiniband")
@@ -53,6 +54,18 @@ def nixl(settings: Settings, run: Callable[[], Mapping[str, object]] | None = No
     why = str(found.get("why", "no answer"))
     fix = f"{missing('nixl', 'peer transport')}; without it blocks of other nodes come by Ray, slower"
     return "warning", why, fix
+
+
+def _tls_between_nodes(tls: NodeTls) -> Result:
+    """Listen for a moment as a node does whose blocks other nodes pull."""
+    from samovar.cache_tiers.transport import LinkDown, TlsLink
+
+    try:
+        TlsLink("doctor:0", tls, "127.0.0.1", bytes_max=1, lease_s=1.0).close()
+    except LinkDown as error:
+        fix = "see docs/configuration.md, TLS between nodes; so blocks of other nodes come by Ray, slower"
+        return "warning", str(error), fix
+    return "ok", "not used: blocks between nodes go over TLS (cluster.tls_dir)", ""
 
 
 def _run_nixl() -> Mapping[str, object]:

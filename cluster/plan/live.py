@@ -101,12 +101,11 @@ def load_table(sizing: LiveSizing) -> Table:
     table = _table("Loading a context, or computing it", head)
     for tier in sizing.tiers:
         wins = wins_in_words(tier.wins_from, sizing.context_tokens_max)
-        cells = [
-            TIER_WORDS.get(tier.name, tier.name),
-            in_seconds(tier.latency_s),
-            f"{tier.bytes_per_s / 1e9:.3g}",
-        ]
-        table.add_row(*map(Text, [*cells, wins, *(in_seconds(tier.load_s[at]) for at in fitting)]))
+        cells = [in_seconds(tier.latency_s), f"{tier.bytes_per_s / 1e9:.3g}", wins]
+        cells += [in_seconds(tier.load_s[at]) for at in fitting]
+        if math.isinf(tier.bytes_per_s):  # no load has come from it yet
+            cells = ["-", "-", "not measured", *("-" for _ in fitting)]
+        table.add_row(*map(Text, [TIER_WORDS.get(tier.name, tier.name), *cells]))
     computing = [in_seconds(sizing.prefill.seconds(tokens, 0)) for tokens in contexts]
     table.add_row(*map(Text, ["computing", "", "", "", *computing]))
     return table

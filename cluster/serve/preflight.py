@@ -134,20 +134,23 @@ def with_server_secret(settings: Settings) -> Settings:
 
 
 def check_keys_file(settings: Settings) -> None:
-    """Raise `StartFailed` if there is to be a file of API keys and none can be read: no client could call."""
+    """Raise `StartFailed` if API keys are to be read where none can be: no client could call."""
     if settings.auth.keys_file is None:
         return
-    from samovar.router.identities import KeyFile, KeysRefused  # who has no such file needs none of it
+    from samovar.router.identities import KeysRefused, open_keys  # who has no such keys needs none of it
 
-    file = KeyFile(settings.auth.keys_file)
+    name = str(settings.auth.keys_file)
     try:
-        file.read()
+        store = open_keys(settings)
+        assert store is not None
+        name = store.name
+        store.read()
     except FileNotFoundError as error:
         raise StartFailed(
-            f"there is no {file.path} (auth.keys_file). Make a first key: samovar keys create <tenant>"
+            f"there is no {name} (auth.keys_file). Make a first key: samovar keys create <tenant>"
         ) from error
     except OSError as error:
-        raise StartFailed(f"cannot read {file.path} (auth.keys_file): {error.strerror}") from error
+        raise StartFailed(f"cannot read {name} (auth.keys_file): {error.strerror}") from error
     except KeysRefused as error:
         raise StartFailed(str(error)) from error
 

@@ -6,6 +6,7 @@ A replica reports the model, the tiers of this node what they are: one that is o
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping
 
@@ -99,8 +100,10 @@ def load_rows(info: ReplicaInfo, prices: Mapping[str, TierPrice]) -> list[tuple[
         wins = wins_in_words(
             break_even_tokens(price, info.prefill, info.bytes_per_token), info.context_tokens_max
         )
-        loading = loading_in_words(price, info.bytes_per_token)
-        value = f"pays {wins}: loading {loading}, computing {computing_in_words(info.prefill)}"
+        loading = f"pays {wins}: loading {loading_in_words(price, info.bytes_per_token)}"
+        if math.isinf(price.bytes_per_s):
+            loading = "not measured yet, its first loads tell"
+        value = f"{loading}, computing {computing_in_words(info.prefill)}"
         rows.append((f"load from {TIER_WORDS.get(name, name)}", value))
     return rows
 

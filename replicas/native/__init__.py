@@ -1,8 +1,6 @@
 """A step compiled for this CPU: linear layers and paged attention in C++, exact by construction."""
 
 from samovar.replicas.native.build import (
-    INT8_FLAGS,
-    PAIR_FLAGS,
     build_library,
     pair_variant_here,
     variant_here,
@@ -20,9 +18,7 @@ from samovar.replicas.native.native_step import (
 
 __all__ = [
     "BITS_VERSION",
-    "INT8_FLAGS",
     "PAIR_BITS_VERSION",
-    "PAIR_FLAGS",
     "NativeForward",
     "NativeStep",
     "NotNative",

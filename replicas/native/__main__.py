@@ -3,13 +3,14 @@
 import torch
 
 from samovar.cache_tiers.blocks import SumsSetup, compile_sums
+from samovar.configs.compiled import NUMBERS, PAIR_FLAGS
 from samovar.configs.settings import Settings
-from samovar.replicas.native.build import NUMBERS, PAIR_FLAGS, build_library, pair_variant_here, variant_here
+from samovar.replicas.native.build import build_library, pair_variant_here, variant_here
 from samovar.replicas.native.native_step import NotNative
 
 
 def main() -> None:
-    kinds = [(NUMBERS[dtype], dtype, variant_here, ()) for dtype in NUMBERS]
+    kinds = [(NUMBERS[name], getattr(torch, name), variant_here, ()) for name in NUMBERS]
     for name, dtype, choose, flags in [
         *kinds,
         ("bf16 in pairs", torch.bfloat16, pair_variant_here, PAIR_FLAGS),

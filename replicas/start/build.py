@@ -8,7 +8,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 
-from samovar.cache_tiers.blocks import TIERS, SumsSetup, TierName, compile_sums, namespace_digest
+from samovar.cache_tiers.blocks import TIERS, SumsSetup, compile_sums, namespace_digest
 from samovar.cache_tiers.forecast import fast_clock
 from samovar.cache_tiers.messages import LookupResult
 from samovar.cache_tiers.policy import make_policy
@@ -182,7 +182,7 @@ REASON_CHARS_MAX = 200
 REGISTER_S_MAX = 30.0
 """What is not registered with the GPU by then is while the replica serves; loads are slower meanwhile."""
 GEMM, SAMPLES = TypeAdapter(GemmSeconds), TypeAdapter(list[Sample])
-COPY, ROADS = TypeAdapter(TierPrice | None), TypeAdapter(Mapping[TierName, TierPrice])
+PRICE = TypeAdapter(TierPrice | None)
 """The forms in which measurements are kept."""
 
 
@@ -646,15 +646,19 @@ def _offload(
     if settings.engine.preemption == "price" and swap.has_room:
         measure = partial(measure_copy, io, shape, pages=pages, bytes_max=of.swap_bytes_max)
         sample_bytes = min(of.swap_bytes_max, SAMPLE_BYTES, pages * geometry.block_bytes)
-        copy = kept.get(f"swap of {sample_bytes} bytes", COPY, measure, None)
+        copy = kept.get(f"swap of {sample_bytes} bytes", PRICE, measure, None)
         if copy is not None:
             swap.meter.measured(copy)
     if measures_loads:
         roads = Roads(tiers, io, shape, pages=pages, extents=of.io_threads)
         # What a tier holds beyond the largest samples says nothing, and differs from start to start.
         room = [min(of.sizes[tier], 2 * ROAD_BYTES_MAX) for tier in TIERS.local]
-        sizes = of.io_threads, roads.blocks_max, *room, str(settings.nvme_dir)
-        tiers.link.measured(kept.get(f"loads {sizes}", ROADS, roads.measure, {}), ())
+        is_encrypted = of.encryption_key_file is not None
+        sizes = of.io_threads, roads.blocks_max, *room, str(settings.nvme_dir), is_encrypted
+        for tier in [tier for tier in TIERS.local if of.sizes[tier]]:
+            price = kept.get(f"loads from {tier}, {sizes}", PRICE, partial(roads.measure, tier), None)
+            if price is not None:
+                tiers.link.measured({tier: price}, ())
     return (
         build_offload(tiers, settings, geometry, page_pool, io, meter, swap),
         preemption_policy(

@@ -18,6 +18,7 @@ from samovar.configs.sections import MIB
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.forward import Runner
 from samovar.replicas.kv import TRASH_PAGE, KvPool, PageIo
+from samovar.replicas.measurement_cache import NotMeasured
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import is_memory_short
 from samovar.replicas.offload import (
@@ -236,16 +237,21 @@ class Roads:
         self.blocks_max = most // extents
         self._loaded_blocks = 0
 
-    def measure(self) -> dict[TierName, TierPrice]:
-        """Return the prices of local tiers with room for samples; others are priced by their first load."""
-        prices = {tier: price for tier in TIERS.local if (price := self._price(tier)) is not None}
+    def measure(self, tier: TierName) -> TierPrice:
+        """Return the price of a local tier's road.
+
+        Raises `NotMeasured` if it has no room for samples, or if a load of them failed: its first load tells.
+        """
+        self._loaded_blocks = 0
+        price = self._price(tier)
         zeros = np.zeros(self._shape.block_bytes, dtype=np.uint8)
         for page in range(self._first_page, self._first_page + self._loaded_blocks):
             self._io.begin_in(zeros, [page], self._io.mark()).wait()
-        return prices
+        if price is None:
+            raise NotMeasured("it has no room for samples, or a load of them failed")
+        return price
 
     def _price(self, tier: TierName) -> TierPrice | None:
-        """Return the price of a tier's road; None: it has no room for samples, or a load of them failed."""
         blocks = min(max(2, ROAD_BYTES // (self._extents * self._shape.block_bytes)), self.blocks_max)
         if blocks < 2:
             return None

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from pydantic import TypeAdapter
 
+from samovar.configs.compiled import INT8_FLAGS, PAIR_FLAGS
 from samovar.configs.imports import return_freed_memory
 from samovar.configs.json_text import parse_json
 from samovar.configs.settings import EngineSettings
@@ -42,9 +43,7 @@ from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model import ModelSpec, in_a_line, is_device_lost
 from samovar.replicas.native import (
     BITS_VERSION,
-    INT8_FLAGS,
     PAIR_BITS_VERSION,
-    PAIR_FLAGS,
     NativeStep,
     NotNative,
     build_library,

@@ -1,6 +1,6 @@
-"""Who may call beside the owners of keys in the settings: keys of a file, and tokens of an issuer.
+"""Who may call beside the owners of keys in the settings: keys that come and go, and tokens of an issuer.
 
-Background threads look at the file and fetch the issuer's keys, so that no request waits for a disk.
+Background threads look at the keys and fetch the issuer's keys, so that no request waits for a disk.
 """
 
 from __future__ import annotations
@@ -8,36 +8,39 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from samovar.configs.settings import AuthSettings
 from samovar.router.auth import Caller
-from samovar.router.identities.key_file import USED_STEP_S, KeyFile, KeyRecord, KeysRefused
+from samovar.router.identities.key_file import USED_STEP_S, KeyRecord, KeysRefused, KeyStore
 from samovar.router.identities.tokens import IssuerKeys, TokenVerifier, is_token
 from samovar.router.openai import AuthenticationFailed, Unavailable
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often the file is looked at: so long a key that was revoked is good at most."""
+"""How often the keys are looked at: so long a key that was revoked is good at most."""
 WRITE_S = 60.0
 """Time between two writes of last uses: they come together."""
 STOP_S = 5.0
 
 
 class FollowedKeys:
-    """The keys of a file as they are now. `look` reads what has changed; all else only looks into memory.
+    """The keys of a store as they are now. `look` reads what has changed; all else only looks into memory.
 
-    A file that cannot be read has no keys: what it may have revoked is not known. `clock`: Unix time.
+    One that cannot be read for longer than its `grace_s` has no keys: what it may have revoked is not known.
+    `clock`: Unix time.
     """
 
-    def __init__(self, file: KeyFile, retry_after_s: float, clock: Callable[[], float] = time.time) -> None:
-        self._file = file
+    def __init__(self, store: KeyStore, retry_after_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
         self._retry_after_s = retry_after_s
         self._clock = clock
-        self._mark: tuple[int, int, int] | None = None
+        self._mark: tuple[int, ...] | None = None
+        self._read_s = -math.inf  # when it could be read
         self._keys: Mapping[bytes, KeyRecord] | None = None  # by their digests; None: they are not known
         self._used: dict[str, float] = {}
         self._write_s = 0.0
@@ -50,13 +53,13 @@ class FollowedKeys:
         return tuple(dict.fromkeys(key.tenant for key in (self._keys or {}).values() if key.tenant))
 
     def owner(self, secret: bytes) -> Caller | None:
-        """Return whose key that is; None: it is not in the file.
+        """Return whose key that is; None: it is none of these.
 
         Raises `AuthenticationFailed` if it is over, `Unavailable` if the keys are not known.
         """
         keys, now_s = self._keys, self._clock()
         if keys is None:
-            raise Unavailable("The file of API keys (auth.keys_file) cannot be read.", self._retry_after_s)
+            raise Unavailable("The API keys (auth.keys_file) cannot be read.", self._retry_after_s)
         digest = hashlib.sha256(secret).digest()
         # A table finds it: how long that takes depends on the digest, and a wanted digest cannot be made.
         key = keys.get(digest)
@@ -69,17 +72,19 @@ class FollowedKeys:
         return Caller(key.tenant, is_admin=key.tenant is None, credential=key.id)
 
     def look(self) -> None:
-        """Read the file if it has changed, and write down last uses if that is due. Never raises."""
+        """Read the keys if they have changed, and write down last uses if that is due. Never raises."""
         try:
-            mark = self._file.mark()
+            mark = self._store.mark()
             if mark != self._mark or self._keys is None:
-                self._keys = {bytes.fromhex(key.sha256): key for key in self._file.read()}
+                self._keys = {bytes.fromhex(key.sha256): key for key in self._store.read()}
                 self._mark = mark  # from before: what was written since is read at the next look
-            self._problem = ""
+            self._problem, self._read_s = "", self._clock()
         except (OSError, KeysRefused) as error:
-            self._keys = None
+            left_s = self._read_s + self._store.grace_s - self._clock()
+            if left_s <= 0:
+                self._keys = None
             if str(error) != self._problem:  # not once a second
-                logger.error("no key of auth.keys_file is accepted: %s", error)
+                logger.error("in %.0f s no key of auth.keys_file is accepted: %s", max(left_s, 0.0), error)
             self._problem = str(error)
             return
         self._note_used()
@@ -98,7 +103,7 @@ class FollowedKeys:
             return
         self._write_s = now_s + WRITE_S
         try:
-            self._file.note_used(due)
+            self._store.note_used(due)
         except (OSError, KeysRefused) as error:  # a mount that is only read
             self._write_s = now_s + USED_STEP_S
             logger.warning("the last use of API keys is not written down: %s", error)
@@ -111,13 +116,17 @@ class Identities:
     """
 
     def __init__(
-        self, settings: AuthSettings, retry_after_s: float, clock: Callable[[], float] = time.time
+        self,
+        settings: AuthSettings,
+        keys: KeyStore | None,
+        retry_after_s: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         looks: list[Callable[[], None]] = []
         self._keys: FollowedKeys | None = None
         self.tokens: TokenVerifier | None = None
-        if settings.keys_file is not None:
-            self._keys = FollowedKeys(KeyFile(settings.keys_file, clock), retry_after_s, clock)
+        if keys is not None:
+            self._keys = FollowedKeys(keys, retry_after_s, clock)
             looks.append(self._keys.look)
         if settings.oidc.issuer is not None:
             issuer = IssuerKeys(settings.oidc.issuer)

@@ -1,4 +1,4 @@
-"""The administrator's routes for the keys of a file: the same as `samovar keys`, without a shell there."""
+"""The administrator's routes for keys that come and go: the same as `samovar keys`, without a shell there."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from samovar.configs.settings import LimitsSettings, TenantName
 from samovar.router.auth import require_admin
-from samovar.router.identities.key_file import KeyFile, KeyIsOver, KeyRecord, KeysRefused, NoSuchKey
+from samovar.router.identities.key_file import (
+    LASTS_S_MAX,
+    KeyIsOver,
+    KeyRecord,
+    KeysRefused,
+    KeyStore,
+    NoSuchKey,
+    has_one_owner,
+)
 from samovar.router.openai import (
     ApiError,
     InvalidValue,
     Unavailable,
-    check_structure,
-    error_of,
-    read_body,
-    whole_number,
+    page_limit,
+    read_model,
 )
 from samovar.router.paths import KEY_ROUTE, KEYS, ROTATE_ROUTE
 
-LASTS_S_MAX = 3650 * 86400
 KEEP_S = 86400
 """How long a key that was rotated stays good, if the caller does not say."""
-PAGE_DEFAULT, PAGE_MAX = 100, 1000
 
 Done = TypeVar("Done")
-Body = TypeVar("Body", bound=BaseModel)
 
 
 class KeyBody(BaseModel):
@@ -47,7 +50,7 @@ class KeyBody(BaseModel):
 
     @model_validator(mode="after")
     def _check_owner(self) -> KeyBody:
-        if self.admin == (self.tenant is not None):
+        if not has_one_owner(self.tenant, self.admin):
             raise ValueError("give the tenant whose key it is, or admin: true")
         return self
 
@@ -61,7 +64,7 @@ class RotateBody(BaseModel):
 
 
 class KeyNotFound(ApiError):
-    """404: the file has no key of that id."""
+    """404: there is no key of that id."""
 
     def __init__(self, param: str = "key_id") -> None:
         super().__init__(
@@ -69,9 +72,11 @@ class KeyNotFound(ApiError):
         )
 
 
-def key_routes(file: KeyFile, limits: LimitsSettings, clock: Callable[[], float] = time.time) -> list[Route]:
-    """Return the routes over a file of keys. `clock`: Unix time."""
-    keys = _KeyRoutes(file, limits, clock)
+def key_routes(
+    store: KeyStore, limits: LimitsSettings, clock: Callable[[], float] = time.time
+) -> list[Route]:
+    """Return the routes over kept keys. `clock`: Unix time."""
+    keys = _KeyRoutes(store, limits, clock)
     return [
         Route(KEYS, keys.all, methods=["GET"]),
         Route(KEYS, keys.create, methods=["POST"]),
@@ -81,10 +86,10 @@ def key_routes(file: KeyFile, limits: LimitsSettings, clock: Callable[[], float]
 
 
 class _KeyRoutes:
-    """The handlers. One at a time is at the file, whose lock others may hold for seconds."""
+    """The handlers. One at a time is at the keys, whose lock others may hold for seconds."""
 
-    def __init__(self, file: KeyFile, limits: LimitsSettings, clock: Callable[[], float]) -> None:
-        self._file = file
+    def __init__(self, store: KeyStore, limits: LimitsSettings, clock: Callable[[], float]) -> None:
+        self._store = store
         self._limits = limits
         self._clock = clock
         self._turn = asyncio.Lock()
@@ -92,8 +97,8 @@ class _KeyRoutes:
     async def all(self, request: Request) -> Response:
         """Handle GET /v1/keys?limit=&after=: all keys in the order of making, without secrets."""
         require_admin(request.scope)
-        limit = whole_number(request.query_params, "limit", PAGE_DEFAULT, PAGE_MAX)
-        keys = await self._done(self._file.read_if_there)
+        limit = page_limit(request.query_params)
+        keys = await self._done(self._store.read_if_there)
         after, first = request.query_params.get("after"), 0
         if after is not None:
             place = next((place for place, key in enumerate(keys) if key.id == after), None)
@@ -108,19 +113,20 @@ class _KeyRoutes:
     async def create(self, request: Request) -> Response:
         """Handle POST /v1/keys."""
         require_admin(request.scope)
-        body = await self._body(request, KeyBody)
-        return self._made(request, await self._done(partial(self._file.create, body.tenant, body.lasts_s)))
+        body = await read_model(request, KeyBody, self._limits)
+        return self._made(request, await self._done(partial(self._store.create, body.tenant, body.lasts_s)))
 
     async def rotate(self, request: Request) -> Response:
         """Handle POST /v1/keys/{key_id}/rotate."""
         require_admin(request.scope)
-        body, key_id = await self._body(request, RotateBody), request.path_params["key_id"]
-        return self._made(request, await self._done(partial(self._file.rotate, key_id, body.keep_s)))
+        body = await read_model(request, RotateBody, self._limits)
+        key_id = request.path_params["key_id"]
+        return self._made(request, await self._done(partial(self._store.rotate, key_id, body.keep_s)))
 
     async def revoke(self, request: Request) -> Response:
         """Handle DELETE /v1/keys/{key_id}: within seconds no ingress takes it any more."""
         require_admin(request.scope)
-        record = await self._done(partial(self._file.revoke, request.path_params["key_id"]))
+        record = await self._done(partial(self._store.revoke, request.path_params["key_id"]))
         self._note(request, record)
         return JSONResponse({"object": "key", **record.told(self._clock())})
 
@@ -145,13 +151,5 @@ class _KeyRoutes:
             raise InvalidValue("key_id", f"{error}.") from None
         except (KeysRefused, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            message = f"The file of API keys (auth.keys_file) cannot be used: {why}."
+            message = f"The API keys (auth.keys_file) cannot be used: {why}."
             raise Unavailable(message, self._limits.retry_after_s) from None
-
-    async def _body(self, request: Request, shape: type[Body]) -> Body:
-        raw = await read_body(request.receive, request.headers, self._limits)
-        check_structure(raw, self._limits)
-        try:
-            return shape.model_validate_json(raw if raw.strip() else b"{}")
-        except ValidationError as refused:
-            raise error_of(refused) from None

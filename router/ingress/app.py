@@ -173,9 +173,12 @@ def build_service(
     directory.report = None if ingresses is None else shares
     identities = None
     if settings.auth.is_followed:
-        from samovar.router.identities import Identities  # who has keys in the settings only needs none
+        from samovar.router.identities import (  # who has keys in the settings only needs none
+            Identities,
+            open_keys,
+        )
 
-        identities = Identities(settings.auth, settings.limits.retry_after_s)
+        identities = Identities(settings.auth, open_keys(settings), settings.limits.retry_after_s)
     metrics, stages, sealing = Metrics(), list[PromptStage](), open_sealing(settings)
     has_entries: dict[str, Any] = {}
     if settings.knowledge.enabled:
@@ -401,9 +404,11 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
         clears = service.clears
         routes += document_routes(service, partial(forget_sessions, clears), partial(forget_made, clears))
     if settings.auth.keys_file is not None:
-        from samovar.router.identities import KeyFile, key_routes
+        from samovar.router.identities import key_routes, open_keys
 
-        routes += key_routes(KeyFile(settings.auth.keys_file), limits)
+        keys = open_keys(settings)
+        assert keys is not None
+        routes += key_routes(keys, limits)
     app.router.routes.extend(routes)
     app.state.live = hub
     app.add_exception_handler(HTTPException, _http_exception)

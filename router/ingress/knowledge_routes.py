@@ -50,12 +50,11 @@ from samovar.router.openai import (
     ApiError,
     InvalidValue,
     ParsedChat,
-    check_structure,
     cursor,
     no_such_cursor,
-    read_body,
+    page_limit,
+    read_model,
     shown,
-    validated,
     whole_number,
 )
 from samovar.router.prompt import PromptBuilder
@@ -64,7 +63,6 @@ if TYPE_CHECKING:
     from samovar.cache_tiers.encryption import Sealing
 
 KNOWLEDGE = "/v1/knowledge"
-PAGE_DEFAULT, PAGE_MAX = 100, 1000
 VERSION_MAX = 2**31 - 1
 
 Result = TypeVar("Result")
@@ -190,7 +188,7 @@ class KnowledgeRoutes:
     async def all(self, request: Request) -> Response:
         """Handle GET /v1/knowledge?kind=&limit=&after=: entries by id, with their newest version."""
         tenant, params = tenant_of(request.scope), request.query_params
-        limit = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX)
+        limit = page_limit(params)
         kinds = [kind for kind in KINDS if kind == params.get("kind", kind)]
         if not kinds:
             raise InvalidValue("kind", f"kind={shown(params['kind'])} is none of {', '.join(KINDS)}.")
@@ -244,7 +242,7 @@ class KnowledgeRoutes:
     async def history(self, request: Request) -> Response:
         """Handle GET /v1/knowledge/{id}/history?limit=&after=: its versions, the newest first."""
         tenant, params = tenant_of(request.scope), request.query_params
-        limit = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX)
+        limit = page_limit(params)
         after = whole_number(params, "after", VERSION_MAX, VERSION_MAX)
         entry = request.path_params["entry"]
         work = partial(self._base.store.history, tenant, entry, limit=limit + 1, before=after)
@@ -368,10 +366,8 @@ class KnowledgeRoutes:
             return await self._base.run(tenant, work, is_long=is_long)
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
-        tenant, limits = tenant_of(request.scope), self._service.settings.limits
-        raw = await read_body(request.receive, request.headers, limits)
-        check_structure(raw, limits)
-        return tenant, validated(model, raw or b"{}")
+        tenant = tenant_of(request.scope)
+        return tenant, await read_model(request, model, self._service.settings.limits)
 
 
 def _card(version: EntryVersion) -> dict[str, Any]:

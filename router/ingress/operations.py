@@ -23,10 +23,17 @@ from samovar.router.ingress.middleware import (
     RESPONSE_ROUTE,
     SESSIONS_ROUTE,
 )
-from samovar.router.ingress.operator_routes import PAGE_DEFAULT, PAGE_MAX, ClearBody, HintBody
+from samovar.router.ingress.operator_routes import ClearBody, HintBody
 from samovar.router.ingress.routes import ITEMS_DEFAULT, ITEMS_MAX
 from samovar.router.metrics import CONTENT_TYPE
-from samovar.router.openai import DetokenizeBody, bounded_chat, bounded_completion, bounded_tokenize
+from samovar.router.openai import (
+    PAGE_DEFAULT,
+    PAGE_MAX,
+    DetokenizeBody,
+    bounded_chat,
+    bounded_completion,
+    bounded_tokenize,
+)
 from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, KEY_ROUTE, KEYS, PREFILL_ROUTE, ROTATE_ROUTE
 from samovar.router.reference import Operation, QueryParameter, answers, build_document
 from samovar.router.responses import bounded_responses_body

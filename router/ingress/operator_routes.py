@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -31,10 +31,8 @@ from samovar.router.openai import (
     InvalidValue,
     MissingField,
     SessionNotFound,
-    check_structure,
-    error_of,
-    read_body,
-    whole_number,
+    page_limit,
+    read_model,
 )
 from samovar.router.routing import (
     SESSION_PREFIX,
@@ -47,7 +45,6 @@ from samovar.router.routing import (
 logger = logging.getLogger(__name__)
 
 
-PAGE_DEFAULT, PAGE_MAX = 100, 1000
 RETURN_S_MAX = 30 * 86400.0
 SOON_S = 60.0
 """A client expected back within this time finds its blocks in main memory."""
@@ -103,7 +100,7 @@ class SessionRoutes:
     async def all(self, request: Request) -> Response:
         """Handle GET /v1/sessions?limit=&after=: the most recently used first."""
         caller: Caller = request.scope["state"]["caller"]
-        limit = whole_number(request.query_params, "limit", PAGE_DEFAULT, PAGE_MAX)
+        limit = page_limit(request.query_params)
         after = self._after(caller, request.query_params.get("after"))
         with self._service.reads.lease(caller.tenant or ADMIN):
             page = self._service.directory.table.page(self._tag(caller), limit + 1, after)
@@ -152,13 +149,7 @@ class SessionRoutes:
     async def hint(self, request: Request) -> Response:
         """Handle POST /v1/sessions/{id}/hint: see `HintBody`."""
         caller: Caller = request.scope["state"]["caller"]
-        limits = self._service.settings.limits
-        raw = await read_body(request.receive, request.headers, limits)
-        check_structure(raw, limits)
-        try:
-            body = HintBody.model_validate_json(raw)
-        except ValidationError as refused:
-            raise error_of(refused) from None
+        body = await read_model(request, HintBody, self._service.settings.limits)
         if body.event is None and body.expected_return_s is None:
             raise MissingField("event")
         view = self._view(request, caller)
@@ -341,13 +332,7 @@ class CacheRoutes:
         One that has none any more has no replies here; its blocks are cleared by name.
         """
         require_admin(request.scope)
-        limits = self._service.settings.limits
-        raw = await read_body(request.receive, request.headers, limits)
-        check_structure(raw, limits)
-        try:
-            body = ClearBody.model_validate_json(raw) if raw.strip() else ClearBody()
-        except ValidationError as refused:
-            raise error_of(refused) from None
+        body = await read_model(request, ClearBody, self._service.settings.limits)
         if body.tenant is None and self._service.settings.auth.oidc.issuer is not None:
             raise InvalidValue(
                 "tenant", "Name the tenant: an issuer's tokens name tenants that have no list here."

@@ -59,6 +59,8 @@ from samovar.router.openai.messages import (
     split_front,
 )
 from samovar.router.openai.parse import (
+    PAGE_DEFAULT,
+    PAGE_MAX,
     AnswerExtras,
     CacheWish,
     CompactionWish,
@@ -72,7 +74,9 @@ from samovar.router.openai.parse import (
     cursor,
     declared_bytes,
     no_such_cursor,
+    page_limit,
     read_body,
+    read_model,
     whole_number,
 )
 from samovar.router.openai.schema import (
@@ -90,6 +94,8 @@ from samovar.router.openai.schema import (
 )
 
 __all__ = [
+    "PAGE_DEFAULT",
+    "PAGE_MAX",
     "PING",
     "PING_BEHIND_IDS",
     "AnswerExtras",
@@ -156,9 +162,11 @@ __all__ = [
     "left_out",
     "names_here",
     "no_such_cursor",
+    "page_limit",
     "passed_fields",
     "place_here",
     "read_body",
+    "read_model",
     "readable_arguments",
     "rename",
     "retry_after_header",

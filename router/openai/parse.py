@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import Receive
 
 from samovar.configs.sections import ProfileName
@@ -684,7 +685,24 @@ def check_structure(body: bytes, limits: LimitsSettings, prompt_ids_max: int = 0
     )
 
 
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_model(request: Request, model: type[Body], limits: LimitsSettings) -> Body:
+    """Return the body as `model` has it; none at all is an empty object. Raises `ApiError`."""
+    raw = await read_body(request.receive, request.headers, limits)
+    check_structure(raw, limits)
+    return validated(model, raw if raw.strip() else b"{}")
+
+
 DIGITS_MAX = 10
+PAGE_DEFAULT, PAGE_MAX = 100, 1000
+"""Items of one answer of a list."""
+
+
+def page_limit(params: Mapping[str, str]) -> int:
+    """Return how many items a list's answer may have (`limit`). Raises `InvalidValue`."""
+    return whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX)
 
 
 def whole_number(params: Mapping[str, str], name: str, default: int, most: int) -> int:

@@ -1,6 +1,6 @@
 """Blocks between two raylets of one machine: over NIXL, by Ray where that is broken, from S3 at the end.
 
-With Ray's variables for TLS in the environment (`test_two_nodes_tls.py`) Ray carries them from the beginning.
+With Ray's variables for TLS in the environment (`test_two_nodes_tls.py`) TLS of our own takes NIXL's place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.services.two_nodes import (
 )
 
 pytestmark = pytest.mark.timeout(300)
-WAY = "nixl" if node_tls() is None else "ray"
+WAY = "nixl" if node_tls() is None else "tls"
 WITH_NIXL = pytest.mark.skipif(WAY != "nixl", reason="UCX has no TLS, so NIXL is left out")
 DRAIN_REASON = 2  # DRAIN_NODE_REASON_PREEMPTION: is always accepted
 
@@ -73,7 +73,7 @@ def test_blocks_come_in_both_directions_at_once(world: Any) -> None:
     bring(first, second, 2, 4 * MIB)
     for taker, giver in ((second, first), (first, second)):
         stats = taker.stats()
-        assert stats.transport == (WAY if WAY == "nixl" else "ray: between nodes is TLS, which UCX has not")
+        assert stats.transport == WAY
         assert stats.peers[giver.node_id].pulls == {WAY: 1}
         assert stats.peers[giver.node_id].bad == {}
         assert stats.moves["peer>cpu:committed"] == 1
@@ -110,7 +110,6 @@ def test_idle_nodes_burn_no_core_in_nixl(world: Any) -> None:
         assert share < 0.03, f"{share:.1%} of a core"
 
 
-@WITH_NIXL
 def test_f10_where_the_link_breaks_ray_carries_the_blocks(world: Any) -> None:
     _, (first, second) = world
     ray.get(second.actor.__ray_call__.remote(break_link), timeout=GET_S)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
 import venv
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import psutil
 import pytest
 
+from samovar.configs.compiled import shipped_sources
 from tests.house import PACKAGES, ROOT
 from tests.support.services.service import MODEL, for_served_dtype, serving
 from tests.support.wheel import build_wheel, copy_of_checkout
@@ -97,3 +100,33 @@ def test_a_second_turn_is_cached(bare: Path, tmp_path: Path, monkeypatch: pytest
                 places.add(process.cwd())
         assert places
         assert str(ROOT) not in places
+
+
+def test_a_wheel_with_libraries_needs_no_compiler_and_is_the_same_each_time(tmp_path: Path) -> None:
+    """Any Python 3 takes it, on this kind of machine; both builds compile all of it."""
+    wheels = [
+        build_wheel(copy_of_checkout(tmp_path / name), tmp_path / f"dist-{name}", has_libraries=True)
+        for name in ("one", "another-place")
+    ]
+    assert wheels[0].name == wheels[1].name == f"samovar-0.1.0-py3-none-linux_{platform.machine()}.whl"
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+    with ZipFile(wheels[0]) as files:
+        files.extractall(tmp_path / "installed")
+        names = [name for name in files.namelist() if name.startswith("samovar/configs/shipped/")]
+    assert len(names) == len(list(shipped_sources(platform.machine())))
+    done = subprocess.run(
+        [sys.executable, "-m", "samovar.replicas.native"],
+        cwd=tmp_path,
+        env={
+            **outside(),
+            "PYTHONPATH": str(tmp_path / "installed"),
+            "PATH": "/nowhere",
+            "HOME": str(tmp_path / "home"),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = {Path(line.rpartition(": ")[2]).name for line in done.stdout.splitlines() if line.endswith(".so")}
+    assert len(found) >= 3, done.stdout  # bfloat16, float32, checksums; in pairs where the CPU has it
+    assert found <= {Path(name).name for name in names}

@@ -12,7 +12,7 @@ import pytest
 from samovar.cache_tiers.blocks.extent import Address, Clear
 from samovar.cache_tiers.blocks.record import TierError
 from samovar.cache_tiers.media.memory import HeapTier
-from samovar.cache_tiers.media.s3 import S3Ledger
+from samovar.cache_tiers.media.s3 import LISTING_LAG_S, S3Ledger
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.messages import BadReport
 from samovar.cache_tiers.node.manager import TierNode
@@ -275,7 +275,8 @@ def test_g12_a_record_that_is_put_aside_during_its_clear_is_not_kept() -> None:
 
 def test_g12_a_bad_object_is_known_that_a_listing_did_not_see_yet() -> None:
     """Of the bucket: what is put aside while it is listed would else be found by no clear."""
-    ledger, first, second = S3Ledger(100), sample(1).header.address, sample(2).header.address
+    now = [0.0]
+    ledger, first, second = S3Ledger(100, lambda: now[0]), sample(1).header.address, sample(2).header.address
     ledger.set_bad(second, 7)
     ledger.begin_listing()
     ledger.set_bad(first, 5)
@@ -283,6 +284,10 @@ def test_g12_a_bad_object_is_known_that_a_listing_did_not_see_yet() -> None:
     ledger.end_listing({}, 0, {second: 7})
     assert ledger.bad_of(TENANT) == [first]
     assert ledger.bytes_held == 5
+    ledger.begin_listing()
+    ledger.end_listing({}, 0, {})
+    assert ledger.bad_of(TENANT) == [first], "a listing may miss what is young"
+    now[0] = LISTING_LAG_S + 1
     ledger.begin_listing()
     ledger.end_listing({}, 0, {})
     assert ledger.bad_count == 0

@@ -8,12 +8,24 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from samovar.cache_tiers.blocks import Clear
 from samovar.cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss, decode_header
 from samovar.cache_tiers.media.guard import TierLate
-from samovar.cache_tiers.media.s3 import SCAN_FAILURES_MAX, S3Tier
+from samovar.cache_tiers.media.s3 import PROBE_OLD_S, SCAN_FAILURES_MAX, S3Tier
 from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
-from tests.faults.test_s3_faults import HEADER, RECORD, WELL_S, error, guarded, make, put, read, stub
+from tests.faults.test_s3_faults import (
+    HEADER,
+    NOW_UNIX_S,
+    RECORD,
+    WELL_S,
+    error,
+    guarded,
+    make,
+    put,
+    read,
+    stub,
+)
 from tests.support.nodes.s3_extents import sealed
 from tests.support.nodes.s3_stub import Answering, Misbehaviour, Request, Stub
 
@@ -326,6 +338,28 @@ def test_a_pending_delete_is_made_up_for(stub: Stub, tier: S3Tier) -> None:
     assert tier.bytes_held() == 0
 
 
+@pytest.mark.guarantee("G10")
+def test_g10_what_a_failed_probe_leaves_is_deleted_by_a_later_one(stub: Stub, tier: S3Tier) -> None:
+    def no_deletes(to: Answering, request: Request) -> None:
+        if request.method == "DELETE":
+            to.error(500, "InternalError")
+        else:
+            stub.behave(to, request)
+
+    stub.misbehave = no_deletes
+    with pytest.raises(TierError):
+        tier.probe()
+    ((left, (data, _)),) = stub.objects.items()
+    stub.objects[left] = (data, NOW_UNIX_S)
+    stub.misbehave = stub.behave
+    tier.probe()
+    assert stub.objects.keys() == {left}, "another node's probe may be under way"
+    stub.objects[left] = (data, NOW_UNIX_S - PROBE_OLD_S - 5)
+    stub.objects["samovar/kv/probe-of-theirs"] = (b"not ours", 0.0)
+    tier.probe()
+    assert stub.objects.keys() == {"samovar/kv/probe-of-theirs"}
+
+
 def test_what_is_put_again_is_no_longer_pending(stub: Stub, tier: S3Tier) -> None:
     stub.misbehave = error(500, "InternalError")
     with pytest.raises(TierError):
@@ -391,6 +425,49 @@ def test_what_is_put_or_deleted_during_a_listing_counts(stub: Stub, make: MakeTi
     assert found == {third[0].extent_id}
     tier.check_integrity()
     assert tier.bytes_held() == second[1].nbytes + third[1].nbytes
+
+
+@pytest.mark.guarantee("G10")
+def test_g10_what_a_listing_does_not_show_yet_counts(stub: Stub, tier: S3Tier) -> None:
+    put(tier)
+    (there,) = stub.objects.items()
+    stub.objects.clear()  # for the listing alone
+    assert list(tier.rescan(lambda _address: True)) == []
+    stub.objects.update([there])
+    assert tier.bytes_held() == N
+    assert list(tier.rescan(lambda _address: True)) == []
+    assert tier.bytes_held() == N
+    tier.delete(HEADER.address)
+    assert tier.bytes_held() == 0
+
+
+@pytest.mark.guarantee("G10")
+@pytest.mark.parametrize("asks", ["GET", "DELETE"])
+def test_g10_what_is_put_while_the_server_says_that_it_is_gone_counts(
+    stub: Stub, tier: S3Tier, asks: str
+) -> None:
+    stub.objects[KEY] = (BYTES, 1000.0)
+
+    def put_meanwhile(to: Answering, request: Request) -> None:
+        if (request.method, request.key) != (asks, KEY):
+            stub.behave(to, request)
+            return
+        stub.misbehave = stub.behave
+        del stub.objects[KEY]
+        put(tier)
+        if asks == "GET":
+            to.error(404, "NoSuchKey")
+        else:
+            to.answer(204)
+
+    stub.misbehave = put_meanwhile
+    if asks == "GET":
+        assert list(tier.scan()) == []
+    else:
+        tier.mark_cleared([Clear(HEADER.tenant)], Deadline(WELL_S))
+        assert tier.purge(HEADER.tenant, lambda _address: False, Deadline(WELL_S))
+    assert stub.objects[KEY][0] == BYTES
+    assert tier.bytes_held() == N
 
 
 def test_an_object_that_goes_during_a_scan(stub: Stub, make: MakeTier) -> None:

@@ -17,8 +17,11 @@ import pytest
 
 from samovar.cache_tiers.blocks import record as records
 from samovar.cache_tiers.blocks.extent import Clear
+from samovar.cache_tiers.encryption.sealer import BadSeal, key_id_of, of_text, open_row
+from samovar.cache_tiers.encryption.tier import EncryptedTier, decode_front
 from samovar.cache_tiers.forecast.learner import restore
 from samovar.cache_tiers.forecast.predictor import Predictor
+from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.node.state import PendingDeletes
 from samovar.cache_tiers.recording import read_header, read_row
 from samovar.cache_tiers.sessions import item_file
@@ -35,7 +38,10 @@ from tests.support.formats import (
     FOLDER,
     FORMATS,
     LINK,
+    ROW,
+    SAID,
     Format,
+    kept_keys,
     open_summaries,
 )
 from tests.support.nodes.node_harness import SESSION, TENANT, sample
@@ -67,6 +73,44 @@ def _record(path: Path, version: int) -> None:
     assert came[-len(wanted.payload) :].tobytes() == wanted.payload.tobytes()
     check(again)
     again.close()
+
+
+def _session_keys(path: Path, version: int) -> None:
+    with kept_keys(path.parent / "keys") as keys:
+        before = keys.live()
+        key = keys.key_for(TENANT, SESSION)
+        assert {key.key_id} == before == keys.live(), "another key was made: the one that is there opens not"
+        assert keys.find(TENANT, SESSION, key.key_id) == key
+        keys.check_integrity()
+
+
+def _encrypted(path: Path, version: int) -> None:
+    """As the nvme tier of a former version has left it in its directory, with the file of keys."""
+    data, wanted = np.frombuffer(path.read_bytes(), np.uint8), sample(7)
+    header = decode_front(data, record_bytes=len(data))
+    assert header.address == wanted.header.address
+    with kept_keys(path.parent / "keys") as keys:
+        inner = open_tier(path.parent / "kv")
+        place = path_of(inner, header.address)
+        place.parent.mkdir(parents=True)
+        place.write_bytes(path.read_bytes())
+        tier = EncryptedTier(inner, keys)
+        (found,) = tier.scan()
+        assert (found.header.address, found.nbytes) == (wanted.header.address, wanted.record.nbytes)
+        came = tier.read(header.address, 0, found.nbytes, deadline=Deadline(60.0))
+        assert np.array_equal(came, wanted.record)
+        tier.close()
+
+
+def _sealed(path: Path, version: int) -> None:
+    sealed = of_text(path.read_text())
+    assert sealed is not None
+    with kept_keys(path.parent / "keys") as keys:
+        key = keys.find(TENANT, SESSION, key_id_of(sealed) or b"")
+        assert key is not None
+        assert open_row(key, ROW, sealed) == SAID
+        with pytest.raises(BadSeal):
+            open_row(key, ROW + b"?", sealed)
 
 
 def _predictor(path: Path, version: int) -> None:
@@ -141,6 +185,9 @@ def _summaries(path: Path, version: int) -> None:
 
 READ: dict[str, Callable[[Path, int], None]] = {
     "record": _record,
+    "session_keys": _session_keys,
+    "encrypted": _encrypted,
+    "sealed": _sealed,
     "predictor": _predictor,
     "deletes": _deletes,
     "items": _items,

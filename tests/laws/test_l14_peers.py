@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.media.tier import Tier
-from samovar.cache_tiers.transport.link import LinkLate
+from samovar.cache_tiers.transport.link import Export, LinkLate
 from samovar.cache_tiers.transport.peers import LazyLink, PeerLate
+from samovar.cache_tiers.transport.tls_link import TlsLink
+from samovar.cluster.launch.authority import certify, new_authority
+from samovar.configs.tls import NodeTls, tls_in
 from samovar.replicas.messages import GenerateRequest, Route
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, receipt_of, same, tiered
@@ -38,14 +42,16 @@ def engine_of(
     model: Path,
     folder: Path,
     *,
+    tls: NodeTls | None = None,
     tiers: dict[TierName, Tier] | None = None,
     **engine_settings: object,
 ) -> Tiered:
-    """An engine on a node of its own; its requests name both nodes as peers."""
-    link: dict[str, Any] = {
-        "peer_calls": world,
-        "link": LazyLink(lambda: FakeLink(f"{name}:link", world, 16 * MIB)),
-    }
+    """An engine on a node of its own; its requests name both nodes as peers. `tls`: they speak it."""
+    way = LazyLink(lambda: FakeLink(f"{name}:link", world, 16 * MIB))
+    if tls is not None:
+        made = partial(TlsLink, f"{name}:link", tls, "127.0.0.1", bytes_max=16 * MIB, lease_s=60.0)
+        way = LazyLink(made, way="tls")
+    link: dict[str, Any] = {"peer_calls": world, "link": way}
     tiers = tiers or {"cpu": HeapTier(64 * MIB)}
     engine = tiered(model, folder / name, tiers=tiers, node=link, **engine_settings)
     engine.node.peers._node_id = name
@@ -104,6 +110,57 @@ def test_l14_a_turn_that_went_to_another_node_is_the_same(
     same(again, truth(tiny_llama, tmp_path, prompt, kv_dtype))
     assert receipt_of(again[0]).tokens.get("peer", 0) == 0
     assert receipt_of(again[0]).tokens["cpu"] >= length + 7
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_l14_a_turn_that_came_over_tls_is_the_same(tiny_llama: Path, tmp_path: Path, kv_dtype: str) -> None:
+    certify(new_authority("tea"), ("127.0.0.1",), tmp_path / "tls")
+    world, tls = World(), tls_in(tmp_path / "tls")
+    a, b = (engine_of(world, name, tiny_llama, tmp_path, tls=tls, kv_dtype=kv_dtype) for name in "ab")
+    prompt = first_turn(a, 90)
+    returned = prefill(b, prompt)
+    same(returned, truth(tiny_llama, tmp_path, prompt, kv_dtype))
+    assert receipt_of(returned[0]).tokens["peer"] == 90 + 8 - 1
+    assert b.node.stats().peers["a"].pulls == {"tls": 1}
+    for one in (a, b):
+        one.node.peers.close()
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_l14_fires_when_other_bytes_come_over_tls_and_nobody_checks(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_checked: bool
+) -> None:
+    """The planted bug, with the checks (it comes by Ray, and is the same) and without."""
+    certify(new_authority("tea"), ("127.0.0.1",), tmp_path / "tls")
+    world, tls = World(), tls_in(tmp_path / "tls")
+    a, b = (engine_of(world, name, tiny_llama, tmp_path, tls=tls) for name in "ab")
+    prompt = first_turn(a, 60)
+    real = TlsLink.bring
+
+    def spoilt(self: TlsLink, export: Export, deadline_s: float) -> Bytes | None:
+        data = real(self, export, deadline_s)
+        assert data is not None
+        wrong_blocks(data)
+        return data
+
+    monkeypatch.setattr(TlsLink, "bring", spoilt)
+    if not is_checked:
+        monkeypatch.setattr(
+            "samovar.replicas.offload.load.good_blocks", lambda header, payload, first: header.blocks - first
+        )
+        monkeypatch.setattr(
+            "samovar.cache_tiers.node.peers.verified", lambda data, address, nbytes: decode_header(data)
+        )
+    returned, wanted = prefill(b, prompt), truth(tiny_llama, tmp_path, prompt)
+    assert receipt_of(returned[0]).tokens["peer"] > 0
+    if is_checked:
+        same(returned, wanted)
+        assert b.node.stats().peers["a"].pulls == {"ray": 1}
+    else:
+        with pytest.raises(AssertionError, match="the KV differs"):
+            same(returned, wanted)
+    for one in (a, b):
+        one.node.peers.close()
 
 
 def test_l14_what_came_is_not_stored_again_and_what_did_not_come_is(tiny_llama: Path, tmp_path: Path) -> None:

@@ -4,23 +4,32 @@
 of former formats (2026-11-28) were written by the last commit that wrote each: records 1 and 2 by 9bc1b67e
 and 01cf15f6; predictors 2, 3 and 4 by 0a6a44b2, 4aa5ba95 and d3e98d86; the first format of knowledge,
 documents and summaries by cf28b175, 052ceff8 and the parent of e11e4bb4.
+
+What is encrypted opens by the keys in the fixture `session_keys`, which the tests' own outer key wraps
+(`tests/support/nodes/encrypted.py` `OUTER`).
 """
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import sqlite3
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import load as load_tensors
 
+from samovar.cache_tiers.blocks import SEALED_MAGIC, SEALED_TEXT
 from samovar.cache_tiers.blocks import record as records
 from samovar.cache_tiers.blocks.extent import Address, Clear
+from samovar.cache_tiers.encryption import tier as encryption
+from samovar.cache_tiers.encryption.keys import SLOT_BYTES, SessionKeyFile
+from samovar.cache_tiers.encryption.sealer import as_text, seal_row
 from samovar.cache_tiers.forecast import learner
 from samovar.cache_tiers.forecast.predictor import Predictor
 from samovar.cache_tiers.node import state
@@ -40,6 +49,7 @@ from samovar.router.context.documents.store import DocumentStore
 from samovar.router.context.knowledge import sqlite_schema
 from samovar.router.identities.key_file import KeyFile
 from tests.house import ROOT
+from tests.support.nodes.encrypted import key_file
 from tests.support.nodes.node_harness import SESSION, TENANT, sample
 from tests.support.router.knowledge_desks import SqliteDesk
 from tests.support.turn_streams import Rule, stream
@@ -49,6 +59,7 @@ FIXTURE_BYTES_MAX = 40 * 1024
 ADDRESS = Address(TENANT, b"n" * 32, b"e" * 32)
 LINK = b"l" * 32
 TURNS = 100
+ROW, SAID = b"the name of a row", b"they spoke of tea"
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,37 @@ def _predictor(path: Path) -> None:
         predictor.arrived(turn.session, turn.started_s)
         predictor.ended(turn)
     path.write_bytes(learner.encode(predictor))
+
+
+def _session_keys(path: Path) -> None:
+    made = key_file(path.parent)
+    made.key_for(TENANT, SESSION)
+    made.close()
+    (path.parent / "session-keys").rename(path)
+
+
+@contextmanager
+def kept_keys(folder: Path) -> Iterator[SessionKeyFile]:
+    """The keys of the fixture, and the operator's, in `folder`."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / "session-keys").write_bytes(gzip.decompress(KEYS_FIXTURE.read_bytes()))
+    keys = key_file(folder)
+    try:
+        yield keys
+    finally:
+        keys.close()
+
+
+def _encrypted(path: Path) -> None:
+    wanted = sample(7)
+    with kept_keys(path.parent / "keys") as keys:
+        key = keys.key_for(TENANT, SESSION)
+    path.write_bytes(encryption.encrypt(wanted.record, encryption.geometry_of(wanted.header), key).tobytes())
+
+
+def _sealed(path: Path) -> None:
+    with kept_keys(path.parent / "keys") as keys:
+        path.write_text(as_text(seal_row(keys.key_for(TENANT, SESSION), ROW, SAID)))
 
 
 def _deletes(path: Path) -> None:
@@ -160,6 +202,23 @@ def _head_of(data: bytes) -> Any:
     return data[: records.header_bytes(3, 2)]
 
 
+def _envelope_of(data: bytes) -> Any:
+    """All in front of the blocks but the key's id, random bytes and the tag."""
+    head = encryption.ENVELOPE_BYTES + records.header_bytes(3, 2)
+    return data[:16], data[72:head], len(data)
+
+
+def _slots(data: bytes) -> Any:
+    """Of each slot its kind, tenant and session."""
+    return [data[at : at + 36] for at in range(0, len(data), SLOT_BYTES)]
+
+
+def _seal(data: bytes) -> Any:
+    text = data.decode()
+    sealed = base64.b64decode(text.removeprefix(SEALED_TEXT))
+    return text.startswith(SEALED_TEXT), sealed.startswith(SEALED_MAGIC), len(sealed)
+
+
 def _arrays(data: bytes) -> Any:
     payload = load_tensors(data[52:])
     return {name: (str(one.dtype), one.shape[1:]) for name, one in payload.items()}
@@ -196,6 +255,9 @@ def _upto(current: int) -> tuple[int, ...]:
 
 FORMATS = (
     Format("record", records.VERSION, records.READABLE, _record, _head_of),
+    Format("session_keys", 1, (1,), _session_keys, _slots),
+    Format("encrypted", encryption.VERSION, (encryption.VERSION,), _encrypted, _envelope_of),
+    Format("sealed", 1, (1,), _sealed, _seal),
     Format("predictor", learner.VERSION, learner.READABLE, _predictor, _arrays),
     Format("deletes", state.VERSION, (state.VERSION,), _deletes, _names),
     Format("items", item_file.VERSION, (item_file.VERSION,), _items, _tables),
@@ -211,6 +273,9 @@ FORMATS = (
     Format("documents", len(documents.SCHEMAS), _upto(len(documents.SCHEMAS)), _documents, _tables),
     Format("summaries", len(summaries.SCHEMAS), _upto(len(summaries.SCHEMAS)), _summaries, _tables),
 )
+
+
+KEYS_FIXTURE = next(one for one in FORMATS if one.name == "session_keys").fixture(1)
 
 
 def main() -> None:

@@ -71,6 +71,11 @@ def link_of(of: Any) -> Any:
     return of._link
 
 
+def callers_of(of: Any) -> Any:
+    """Return the connections over which nodes pull blocks from a link."""
+    return of._callers
+
+
 def idle_in(of: Any) -> Any:
     """Return the sessions whose return is awaited."""
     return of._sessions

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.house import PACKAGES, ROOT
 
-BESIDE = ("pyproject.toml", "README.md", "LICENSE")
+BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
 
@@ -26,13 +26,22 @@ def copy_of_checkout(target: Path) -> Path:
     return target
 
 
-def build_wheel(checkout: Path, target: Path, unix_s: int = 1_700_000_000) -> Path:
-    """The wheel of a checkout, as `pip wheel --no-deps .` makes it. `unix_s`: the time of all files in it."""
+def build_wheel(
+    checkout: Path, target: Path, unix_s: int = 1_700_000_000, has_libraries: bool = False
+) -> Path:
+    """The wheel of a checkout, as `pip wheel --no-deps .` makes it. `unix_s`: the time of all files in it.
+
+    `has_libraries`: with our C++ compiled.
+    """
     target.mkdir(exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(target)],
         cwd=checkout,
-        env={**os.environ, "SOURCE_DATE_EPOCH": str(unix_s)},
+        env={
+            **os.environ,
+            "SOURCE_DATE_EPOCH": str(unix_s),
+            "SAMOVAR_WHEEL_LIBRARIES": str(int(has_libraries)),
+        },
         capture_output=True,
         text=True,
         check=False,

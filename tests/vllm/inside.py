@@ -185,7 +185,7 @@ def main() -> None:
     worth.LOOKUP_SHARE = 1e6  # however busy the machine is
     try:
         engine = Engine(folder)
-        check(engine)
+        check(engine, process)
     finally:
         process.close()
     assert engine.matched(Request.of("dead", list(range(100)), "a")) == 0  # nobody is there: computed
@@ -193,7 +193,7 @@ def main() -> None:
     print(f"vLLM {vllm.__version__}: as it should be")
 
 
-def check(engine: Engine) -> None:
+def check(engine: Engine, process: TierProcess) -> None:
     """Store a request, load it elsewhere, and look at what was told of it."""
     ids = [at * 7 % 1000 for at in range(6 * TOKENS + 1)]
     first = Request.of("first", ids, "a")
@@ -211,6 +211,9 @@ def check(engine: Engine) -> None:
     while engine.scheduler.has_pending_push_work():
         engine.step()
         assert time.monotonic() < ends_s
+        time.sleep(0.002)
+    while sum(tier.extents for tier in process.stats().tiers if tier.name == "cpu") < len(engine.tensors):
+        assert time.monotonic() < ends_s  # what was taken is not there before it is copied
         time.sleep(0.002)
 
     second, others = Request.of("second", ids, "a"), [11, 12, 13, 14, 15, 16, 17]

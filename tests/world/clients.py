@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from samovar.cache_tiers.blocks import BadRecord, Placement
+from samovar.cache_tiers.blocks import Address, BadRecord, Placement
 from samovar.cache_tiers.blocks import record as codec
 from samovar.cache_tiers.blocks.extent import KEY_BYTES
 from samovar.cache_tiers.messages import (
@@ -25,6 +25,7 @@ from samovar.cache_tiers.node import TierNode
 from samovar.cache_tiers.transport import PeerError, PeerLate
 from samovar.router.erasure import Erasure
 from samovar.router.openai import ApiError
+from tests.support.inside import state_of
 from tests.world.door import Door
 from tests.world.faults import Faults
 from tests.world.machine import Machine
@@ -88,7 +89,8 @@ class Clients:
 
     @property
     def all(self) -> list[Conversation]:
-        return [*self.now.values(), *self.past]
+        named = [*self.now.values(), *self.past]
+        return [*named, *(other for one in named for other in one.others.values())]
 
     def live(self, until_s: float) -> None:
         """One client's life: one request after the other, at any node, of any tenant."""
@@ -118,6 +120,10 @@ class Clients:
             self._demote(conversation, machine)
         else:
             self.erase(conversation.tenant, None if kind == "erase tenant" else conversation.session)
+
+    def has(self, machine: Machine, address: Address) -> bool:
+        """Whether a node knows of an extent, in any tier that it can read."""
+        return machine.node is not None and bool(state_of(machine.node).catalog.copies(address))
 
     # -- requests of a replica --------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.cache_tiers.sessions import SessionTable, Sync, Synced
 from samovar.cache_tiers.transport import PeerError
+from samovar.cluster.serve.graph import MODEL_APP_PREFIX
 from samovar.configs.settings import RouterSettings
 from samovar.replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, SamplingParams
 from samovar.router.generation.failover import resuming
@@ -124,11 +125,23 @@ class _Open:
 class Replica:
     """One replica's lives, beside `machine`. It computes a turn with its node's tiers, and answers."""
 
-    def __init__(self, here: Scheduler, faults: Faults, clients: Clients, machine: Machine) -> None:
+    app = model = ""
+    """Which application of Serve it is of, and whose K and V it computes."""
+
+    def __init__(
+        self,
+        here: Scheduler,
+        faults: Faults,
+        clients: Clients,
+        machine: Machine,
+        app: str = "",
+        model: str = "",
+    ) -> None:
         self._here = here
         self._faults = faults
         self._clients = clients
         self.machine = machine
+        self.app, self.model = app, model
         self.lives = 0
         self.is_leaving = False
         """It ends what it has; fronts that ask who is there are not told of it."""
@@ -139,7 +152,8 @@ class Replica:
         if self.lives and not self.process.is_dead:
             return
         self.lives += 1
-        self.name = f"replica-{self.machine.number}.{self.lives}"
+        of = self.app.removeprefix(MODEL_APP_PREFIX) if self.app else ""
+        self.name = f"replica-{self.machine.number}.{self.lives}{of and '.' + of}"
         self.process: Process = self._here.process(self.name)
         self.open: list[_Open] = []
 
@@ -174,7 +188,8 @@ class Replica:
     def _serve(self, call: _Open, name: str) -> None:
         ask = call.request
         try:
-            loaded = self._clients.turn(call.conversation, self.machine, peers=ask.route.peers)
+            told = call.conversation.of(self.model)
+            loaded = self._clients.turn(told, self.machine, peers=ask.route.peers)
         except PeerError:  # its node is not there: it computes
             loaded = 0
         call.tell([Admitted(name, loaded, 0.0)])
@@ -188,7 +203,8 @@ class Replica:
             if call.is_given_up:
                 return
             is_last = at + 1 == ask.sampling.max_tokens
-            call.tell([Delta(0, "", (token(ask.request_id, at),), finish_reason="stop" if is_last else None)])
+            said_now = token(ask.request_id + self.model, at)
+            call.tell([Delta(0, "", (said_now,), finish_reason="stop" if is_last else None)])
 
 
 @dataclass(frozen=True)
@@ -211,8 +227,13 @@ class Front:
         seen: Counter[str],
         number: int,
         seed: int,
+        app: str = "",
+        model: str = "",
     ) -> None:
         self._here = here
+        self.app, self._model = app, model
+        self.asked = 0
+        """Requests that have no end yet."""
         self._replicas = replicas
         self._seen = seen
         self._number = number
@@ -234,8 +255,19 @@ class Front:
         self._loop: Loop | None = None
         here.spawn(self.process, "front", self._live)
 
+    @property
+    def is_ready(self) -> bool:
+        return self._loop is not None
+
     def ask(self, conversation: Conversation) -> Answer:
         """Have a turn answered; return who ended it, no replica after a typed error."""
+        self.asked += 1
+        try:
+            return self._ask(conversation)
+        finally:
+            self.asked -= 1
+
+    def _ask(self, conversation: Conversation) -> Answer:
         while self._loop is None:
             self._here.sleep(0.1)
         promise = Promise()
@@ -275,6 +307,7 @@ class Front:
     def _list(self) -> None:
         """Learn of the replicas that are there, as Serve's controller tells."""
         there = [one for one in self._replicas if not one.process.is_dead and not one.is_leaving]
+        there = [one for one in there if one.app == self.app]
         nodes = {one.name: one.machine.name for one in there}
         self.tracker.update_replicas(nodes, dict.fromkeys(nodes, PREFILL))
         self.roster.update([ListedReplica(name, "", OPEN_MAX, None) for name in nodes], RankOptions())
@@ -315,7 +348,7 @@ class Front:
                             said += event.token_ids
         finally:
             del self._of[request_id]
-        if said != [token(request_id, at) for at in range(ask.sampling.max_tokens)]:
+        if said != [token(request_id + self._model, at) for at in range(ask.sampling.max_tokens)]:
             self._here.violate("another answer", f"request {request_id} of {conversation.name}: {said}")
         self._seen["request: answered"] += 1
         if not conversation.is_closed:

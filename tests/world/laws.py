@@ -19,6 +19,7 @@ LAWS: dict[str, tuple[str, ...]] = {
     "a thread died": ("G9",),
     "not learned": (),
     "not scaled": (),
+    "not rolled out": ("F27",),
     "books": ("G10", "F06"),
     "erased and found": ("G12", "F36"),
     "erased and served": ("G12", "F36"),

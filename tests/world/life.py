@@ -30,7 +30,9 @@ from tests.world.front import LISTED_S, SETTINGS, WATCH_S, Directory, Front, Rep
 from tests.world.machine import Machine, Shape
 from tests.world.model import Conversation
 from tests.world.network import Network
+from tests.world.recovery import Recovery
 from tests.world.returns import YOUNG_TURNS, Returns, learning
+from tests.world.rollout import Fleet, Rollout
 from tests.world.scaling import Scaler
 from tests.world.scheduler import Process, Scheduler, Violation
 from tests.world.threads import inhabited
@@ -40,6 +42,8 @@ LEARNS, LEARNS_SHARE = "memory known", 0.25
 """Lives whose nodes learn who comes back. With these words, seeds listed before them are what they were."""
 SCALES, SCALES_SHARE = "tide demand", 0.3
 """Of the lives with fronts: those whose replicas and nodes come and go by what is asked of them."""
+ROLLS_SHARE = 0.3
+"""Of the lives with fronts: those that end with other versions of everything."""
 SETTLES_MAX = 60
 SETTLE_S = 20.0
 RECORD_BYTES = 4096
@@ -105,6 +109,7 @@ class Life:
         self._rng = random.Random(f"chaos {seed}")
         self._tenants = tenants
         self._scales = random.Random(f"{SCALES} {seed}").random() < SCALES_SHARE
+        self._rolls = random.Random(f"rolls {seed}").random() < ROLLS_SHARE
         self.scaler: Scaler | None = None
         self.replicas: list[Replica] = []
         self.fronts: list[Front] = []
@@ -154,6 +159,8 @@ class Life:
                 self._judge_scaling(self.scaler)
             if not here.violations:
                 self._judge()
+            if not here.violations:
+                self._judge_afterwards()
             outcome = self._outcome()
             self._end(users)
         return outcome
@@ -401,6 +408,30 @@ class Life:
                 self.here.violate("not resumed", what)
             elif is_held:
                 self.seen["resumed where a copy was"] += 1
+
+    def _judge_afterwards(self) -> None:
+        """What belongs to no fault: sessions that come and return, and another version of everything."""
+        self.directory.draining.clear()
+        Recovery(self.here, self.clients, self.machines, self._tenants, self.seen, self.seed).run()
+        if not self.fronts or not self._rolls or self.here.violations:
+            return
+        here, clients = self.here, self.clients
+        for replica in self.replicas:
+            replica.start()
+
+        def make_replica(machine: Machine, app: str, model: str) -> Replica:
+            return Replica(here, self.faults, clients, machine, app, model)
+
+        def make_front(app: str, model: str) -> Front:
+            self._fronts_count += 1
+            names = self._fronts_count, self.seed, app, model
+            return Front(here, self.faults, self.replicas, self.directory, self.seen, *names)
+
+        rng = random.Random(f"fleet {self.seed}")
+        homes = [replica.machine for replica in self.replicas]
+        fleet = Fleet(here, homes, self.replicas, self.fronts, make_replica, make_front, rng)
+        live = [one for one in clients.now.values() if one.turns][-4:]
+        Rollout(here, clients, fleet, live, self.seen, self.seed).judge()
 
     def _judge_books(self, machine: Machine) -> None:
         assert machine.node is not None

@@ -73,6 +73,10 @@ class Machine(Home):
         network.homes[self.name] = self
 
     @property
+    def settings(self) -> TierSettings:
+        return self._shape.settings
+
+    @property
     def is_up(self) -> bool:
         return self.node is not None and self.process is not None and not self.process.is_dead
 

@@ -21,13 +21,13 @@ def tag(*names: object) -> bytes:
     return hashlib.sha256(repr(names).encode()).digest()[:TAG_BYTES]
 
 
-def namespace_of(tenant: bytes) -> bytes:
-    return hashlib.sha256(b"a model for " + tenant).digest()
+def namespace_of(tenant: bytes, model: str = "") -> bytes:
+    return hashlib.sha256(b"a model for " + tenant + model.encode()).digest()
 
 
-def kv(tenant: bytes, prefix: Tokens) -> bytes:
-    """K and V of a prefix's last block: a function of the tenant and of every token up to its end."""
-    said = tenant + np.asarray(prefix, dtype=np.int64).tobytes()
+def kv(tenant: bytes, prefix: Tokens, model: str = "") -> bytes:
+    """K and V of a prefix's last block: a function of tenant, model, and every token up to its end."""
+    said = tenant + model.encode() + np.asarray(prefix, dtype=np.int64).tobytes()
     return hashlib.shake_128(said).digest(SHAPE.block_bytes)
 
 
@@ -74,10 +74,24 @@ class Conversation:
     goes_on: bool = False
     """A door has said that its erasure is not done, and goes on by itself."""
     made: dict[int, Extent] = field(default_factory=dict)
+    model: str = ""
+    others: dict[str, Conversation] = field(default_factory=dict)
+    """What it is for other models, which have seen the same tokens."""
 
     @property
     def namespace(self) -> bytes:
-        return namespace_of(self.tenant)
+        return namespace_of(self.tenant, self.model)
+
+    def of(self, model: str) -> Conversation:
+        """Return what it is for this model: the same turns, and other K and V."""
+        if model == self.model:
+            return self
+        if model not in self.others:
+            whose = (self.tenant, self.session, self.number, self.sizes, self.placement)
+            self.others[model] = Conversation(*whose, model=model)
+        other = self.others[model]
+        other.turns = self.turns = max(self.turns, other.turns)
+        return other
 
     @property
     def name(self) -> str:
@@ -102,7 +116,7 @@ class Conversation:
             at = block * SHAPE.block_tokens
             end = at + SHAPE.block_tokens
             keys.append(block_key(self.namespace, keys[-1] if keys else parent, tokens[at:end]))
-            payload += kv(self.tenant, tokens[:end])
+            payload += kv(self.tenant, tokens[:end], self.model)
         record = np.zeros(codec.header_bytes(blocks, SHAPE.layers) + len(payload), dtype=np.uint8)
         record[-len(payload) :] = np.frombuffer(payload, dtype=np.uint8)
         header = codec.seal(

@@ -11,9 +11,14 @@ from collections.abc import Iterator
 
 from tests.world.faults import KINDS, Fault
 from tests.world.life import Outcome, live
+from tests.world.recovery import FOUND, POSSIBLE
+from tests.world.rollout import INTERRUPTIONS
 
 TRIES_MAX = 60
 TOLD_EVERY = 20
+RECOVERED_MIN = 0.97
+"""Of what returning sessions find in the same worlds without faults, all seeds together. One world alone may
+be off by more, either way: what was there before takes other room."""
 
 STATES = (
     *(f"move: {state}" for state in ("planned", "reserved", "copying", "verified", "committed", "dropping")),
@@ -38,6 +43,8 @@ STATES = (
     *(f"failover: {outcome}" for outcome in ("resumed", "gave_up")),
     *(f"routed: {outcome}" for outcome in ("home", "moved", "spilled", "new")),
     "resumed where a copy was",
+    "resumed behind a rollout",
+    *(f"rollout: {what}" for what in INTERRUPTIONS),
     *("scaled up", "scaled down", "a node left"),
     *(f"learned: {what}" for what in ("there again", "from a peer")),
     *(f"desk: {what}" for what in ("in turn", "passed on", "no place")),
@@ -80,7 +87,22 @@ def coverage(seen: Counter[str]) -> None:
     print("uncovered:", ", ".join(name for name in STATES if not seen[name]) or "nothing")
 
 
-def _stay_on_one_core(seed: int) -> None:
+def recovery(seen: Counter[str], without: Counter[str] | None) -> bool:
+    """Print what returning sessions found after the faults; False: too little beside worlds `without` any."""
+    found, possible = seen[FOUND], max(1, seen[POSSIBLE])
+    line = f"after the faults {found:,} of {possible:,} tokens were found again ({found / possible:.1%})"
+    if without is None:
+        print(line)
+        return True
+    like = without[FOUND] / max(1, without[POSSIBLE])
+    is_enough = found / possible >= RECOVERED_MIN * like
+    print(f"{line}, without any {without[FOUND]:,} of {without[POSSIBLE]:,} ({like:.1%})")
+    if not is_enough:
+        print(f"TOO FEW: at least {RECOVERED_MIN:.0%} of what worlds without faults find")
+    return is_enough
+
+
+def stay_on_one_core(seed: int) -> None:
     """One thread runs at a time: a baton handed to another core costs several times the life itself."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[seed % len(cores)]})
@@ -115,17 +137,25 @@ def main() -> int:
     parser.add_argument(
         "--no-shrink", action="store_true", help="leave the faults of a failing seed as drawn"
     )
+    parser.add_argument(
+        "--twins",
+        action="store_true",
+        help="live each seed without faults, too: is as much found afterwards?",
+    )
     parser.add_argument("--coverage", action="store_true", help="print how often each state was reached")
     parser.add_argument("--events", type=int, default=40, help="how many of the last events to print")
     asked = parser.parse_args()
-    _stay_on_one_core(asked.seed[0])
+    stay_on_one_core(asked.seed[0])
     began_s, failed, done, seen = time.monotonic(), list[int](), 0, Counter[str]()
+    without: Counter[str] | None = Counter() if asked.twins else None
     digests: list[str] = []
     for seed in _seeds(asked.seed):
         outcome = live(seed)
         done += 1
         seen += outcome.seen
         digests.append(f"{outcome.seed}:{outcome.digest}")
+        if without is not None:
+            without += live(seed, []).seen
         if outcome.violations:
             failed.append(outcome.seed)
             report(outcome, asked.events)
@@ -144,7 +174,8 @@ def main() -> int:
     took_s = time.monotonic() - began_s
     if asked.coverage:
         coverage(seen)
+    has_recovered = recovery(seen, without)
     if done <= 3:
         print(*(f"digest {one}" for one in digests), sep="\n")
     print(f"{done} seeds in {took_s:.1f} s ({done / took_s:.1f} a second), failing: {failed or 'none'}")
-    return 1 if failed else 0
+    return 0 if has_recovered and not failed else 1

@@ -288,7 +288,12 @@ TIME = SimpleNamespace(
     time=lambda: WALL_S + scheduler().now_s,
     sleep=lambda seconds: scheduler().sleep(seconds),
 )
-PREFIXES = ("samovar.cache_tiers.", "samovar.configs.atomic_file", "samovar.replicas.turns.")
+PREFIXES = (
+    "samovar.cache_tiers.",
+    "samovar.cluster.serve.rollout",
+    "samovar.configs.atomic_file",
+    "samovar.replicas.turns.",
+)
 
 
 @contextmanager

@@ -29,17 +29,13 @@ from samovar.router.openai import (
     InvalidValue,
     MissingField,
     StrictModel,
-    check_structure,
     cursor,
-    read_body,
-    validated,
-    whole_number,
+    page_limit,
+    read_model,
 )
 from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
 from samovar.router.prompt import PromptBuilder
 from samovar.router.routing import ReplicaClient, SessionDirectory
-
-PAGE_DEFAULT, PAGE_MAX = 100, 1000
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -113,7 +109,7 @@ class DocumentRoutes:
     async def all(self, request: Request) -> Response:
         """Handle GET /v1/documents?limit=&after=: documents by id."""
         tenant, params = tenant_of(request.scope), request.query_params
-        limit, after = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX), cursor(params)
+        limit, after = page_limit(params), cursor(params)
         with self._reads.lease(tenant):
             page = await self._shelf.all(tenant, limit + 1, after)
         data = [one.card() for one in page[:limit]]
@@ -144,9 +140,7 @@ class DocumentRoutes:
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
         tenant = tenant_of(request.scope)
-        raw = await read_body(request.receive, request.headers, self._limits)
-        check_structure(raw, self._limits)
-        return tenant, validated(model, raw or b"{}")
+        return tenant, await read_model(request, model, self._limits)
 
 
 PIECE_CHARS = 4 * 65536

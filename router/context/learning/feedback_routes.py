@@ -25,18 +25,15 @@ from samovar.router.context.learning.learning import LearningLoop
 from samovar.router.generation import IngressServices
 from samovar.router.openai import (
     InvalidValue,
-    check_structure,
     cursor,
-    read_body,
+    page_limit,
+    read_model,
     shown,
-    validated,
-    whole_number,
 )
 
 FEEDBACK = "/v1/feedback"
 CANDIDATES = "/v1/knowledge/candidates"
 QUESTIONS = "/v1/knowledge/questions"
-PAGE_DEFAULT, PAGE_MAX = 100, 1000
 
 Result = TypeVar("Result")
 Body = TypeVar("Body", bound=BaseModel)
@@ -131,7 +128,7 @@ class FeedbackRoutes:
 
     async def _page(self, request: Request, read: Callable[[int, str], list[dict[str, Any]]]) -> Response:
         tenant, params = tenant_of(request.scope), request.query_params
-        limit = whole_number(params, "limit", PAGE_DEFAULT, PAGE_MAX)
+        limit = page_limit(params)
         found = await self._run(tenant, partial(read, limit + 1, cursor(params)))
         return JSONResponse({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
 
@@ -140,10 +137,8 @@ class FeedbackRoutes:
             return await self._base.run(tenant, work, is_long=is_long)
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
-        limits = self._service.settings.limits
-        raw = await read_body(request.receive, request.headers, limits)
-        check_structure(raw, limits)
-        return tenant_of(request.scope), validated(model, raw or b"{}")
+        body = await read_model(request, model, self._service.settings.limits)
+        return tenant_of(request.scope), body
 
 
 def _one_of(request: Request, name: str, words: tuple[str, ...]) -> str | None:

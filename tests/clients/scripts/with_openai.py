@@ -78,8 +78,8 @@ def stream() -> None:
 @call("stream helper")
 def stream_helper() -> None:
     with client.chat.completions.stream(
-        model=MODEL, messages=turn(FIRST), max_tokens=4 * OBJECT_TOKENS
-    ) as events:  # one that is cut off is an error here
+        model=MODEL, messages=turn(FIRST), max_tokens=4 * OBJECT_TOKENS, stop=["."]
+    ) as events:  # one that is cut off is an error here, and how long an answer gets is drawn
         kinds = {event.type for event in events}
         assert {"chunk", "content.delta", "content.done"} <= kinds, kinds
         assert events.get_final_completion().choices[0].message.content

@@ -10,20 +10,22 @@ from pathlib import Path
 
 import torch
 
-from samovar.configs.compiled import find_compiler
+from samovar.configs.compiled import (
+    AVX2,
+    AVX512,
+    INT8_FLAGS,
+    PAIR_FLAGS,
+    PLAIN,
+    STEP_FLAGS,
+    Variant,
+    find_compiler,
+)
 from samovar.configs.settings import Settings
 from samovar.replicas import native
 from samovar.replicas.forward.inputs import StepPacker
 from samovar.replicas.forward.plain import PlainModel
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
 from samovar.replicas.native.build import (
-    AVX2,
-    AVX512,
-    FLAGS,
-    INT8_FLAGS,
-    PAIR_FLAGS,
-    PLAIN,
-    Variant,
     build_library,
     pair_variant_here,
     variant_here,
@@ -60,7 +62,7 @@ def widest_here() -> Variant:
 def compile_program(source: Path, program: Path, *flags: str) -> Path:
     """Compile a program over the native step's sources, quickly."""
     without = ("-O3", "-shared", "-fvisibility=hidden")
-    of_all = [flag for flag in FLAGS if flag not in without]
+    of_all = [flag for flag in STEP_FLAGS if flag not in without]
     command = [*find_compiler(os.environ, wait_s=60).command, *of_all, *flags, "-O1"]
     include = f"-I{Path(native.__file__).parent}"
     subprocess.run([*command, include, str(source), "-o", str(program)], check=True, timeout=600)

@@ -26,7 +26,7 @@ from samovar.cache_tiers.messages import (
 )
 from samovar.cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
 from samovar.cache_tiers.transport.arena import Arena
-from samovar.cache_tiers.transport.link import ArenaLease, Export, LinkError, PeerGone
+from samovar.cache_tiers.transport.link import ArenaLease, ArenaLink, Export, LinkError, PeerGone
 from samovar.cache_tiers.transport.peers import LazyLink, PeerError
 from samovar.configs.sections import TierSettings
 from tests.support.clock import Clock
@@ -34,7 +34,7 @@ from tests.support.inside import state_of
 from tests.support.nodes.node_harness import MIB, Sample, records_of
 
 
-class FakeLink:
+class FakeLink(ArenaLink):
     """As `link.Link`. `fault`: raised by the next pulls; `spoil`: gets the bytes that arrived."""
 
     def __init__(self, name: str, world: World, arena_bytes: int) -> None:

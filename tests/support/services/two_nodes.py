@@ -52,7 +52,7 @@ def big(number: int, nbytes: int = MIB, placement: Placement | None = None) -> S
 
 
 def break_link(actor: Any) -> None:
-    """Runs in a tier actor's process: NIXL cannot work there any more."""
+    """Runs in a tier actor's process: its link cannot work there any more."""
     link_of(actor._node.peers).get().close()
 
 
@@ -79,17 +79,20 @@ class Stand:
         data: Bytes = reply.data if reply.data is not None else ray.get(reply.ref[0], timeout=GET_S)
         return Fetched(reply.first, None, [], reply.tier, reply.is_kept), digest(data)
 
-    def timed(self, actor: Any, fetches: list[Fetch]) -> tuple[float, list[bytes]]:
-        """Fetch all at once: seconds until the last can be read, and the digests of what came."""
+    def timed(self, actor: Any, fetches: list[Fetch]) -> tuple[float, list[bytes | FetchFailed]]:
+        """Fetch all at once: seconds until the last can be read, and the digest of each, or why it failed."""
         began_s = time.perf_counter()
         replies = ray.get([actor.fetch.remote(fetch) for fetch in fetches], timeout=GET_S)
         came = [
-            reply.data if reply.data is not None else ray.get(reply.ref[0], timeout=GET_S)
+            reply
+            if isinstance(reply, FetchFailed)
+            else reply.data
+            if reply.data is not None
+            else ray.get(reply.ref[0], timeout=GET_S)
             for reply in replies
-            if isinstance(reply, Fetched)
         ]
         took_s = time.perf_counter() - began_s
-        return took_s, [digest(data) for data in came]
+        return took_s, [data if isinstance(data, FetchFailed) else digest(data) for data in came]
 
 
 def digest(data: Bytes) -> bytes:

@@ -252,3 +252,50 @@ def test_a_library_that_does_not_load_is_removed(tmp_path: Path) -> None:
     with pytest.raises(NotCompiled, match="does not load"):
         load_library(torn)
     assert not torn.exists()
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, compilers: Compilers, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of another machine's compiler, as a wheel has it."""
+    script = compilers.add("g++", version="of the wheel")
+    library = compilers.build(tmp_path / "shipped")
+    script.unlink()
+    compilers.calls.unlink()
+    monkeypatch.setattr(compiled, "SHIPPED", library.parent)
+    return library
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_a_library_of_the_wheel_serves_and_no_compiler_is_asked(
+    tmp_path: Path, compilers: Compilers, shipped: Path, has_compiler: bool
+) -> None:
+    folder = tmp_path / "native"
+    if has_compiler:
+        compilers.add("c++")
+    shipped.chmod(0o644)  # as pip may write it
+    for _ in range(2):
+        found = compilers.build(folder)
+        assert (found.parent, found.name) == (folder, shipped.name)
+        assert found.read_bytes() == shipped.read_bytes()
+    assert not compilers.called()
+    assert [path.name for path in folder.iterdir()] == [shipped.name]
+
+
+def test_a_library_of_the_wheel_is_not_that_of_other_flags(
+    tmp_path: Path, compilers: Compilers, shipped: Path
+) -> None:
+    with pytest.raises(NotCompiled, match="no C"):
+        compilers.build(tmp_path / "native", 60.0, "-DSUGAR")
+
+
+def test_a_library_of_the_wheel_that_does_not_load_makes_way(
+    tmp_path: Path, compilers: Compilers, shipped: Path
+) -> None:
+    """As one for another C library: it stays in the wheel, and one is compiled here from then on."""
+    with pytest.raises(NotCompiled, match="does not load"):  # it is empty
+        load_library(compilers.build(tmp_path / "native"))
+    assert shipped.exists()
+    compilers.add("c++")
+    found = compilers.build(tmp_path / "native")
+    assert found.name != shipped.name
+    assert compilers.called() == ["c++"]

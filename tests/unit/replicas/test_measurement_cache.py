@@ -18,7 +18,7 @@ from samovar.configs.settings import EngineSettings, ModelSettings, Settings
 from samovar.replicas import measurement_cache
 from samovar.replicas.engine import Probe, ProbeResult
 from samovar.replicas.forward import GatherSdpa
-from samovar.replicas.measurement_cache import MeasurementCache
+from samovar.replicas.measurement_cache import MeasurementCache, NotMeasured
 from samovar.replicas.start.build import BuiltEngine, Start
 from tests.support.clock import Clock
 
@@ -51,6 +51,18 @@ def test_a_price_of_loads_of_any_size_comes_back(tmp_path: Path, caplog: pytest.
         assert kept.get("swap", kind, measures, None) == price
         kept.save()
     assert not caplog.messages
+
+
+def test_what_could_not_be_measured_is_tried_again(tmp_path: Path) -> None:
+    """A load of samples that failed once would else be a road without a price for a month."""
+
+    def failing() -> float:
+        raise NotMeasured("no room")
+
+    kept = MeasurementCache(tmp_path, DAY_S, wall_clock=Clock(1.7e9))
+    assert kept.get("number", NUMBER, failing, 0.0) == 0.0
+    kept.save()
+    assert measured(tmp_path, Clock(1.7e9), value=2.0) == 2.0
 
 
 @pytest.mark.parametrize("passed_s", [DAY_S, 30 * DAY_S, -1.0], ids=["a day", "a month", "a clock set back"])

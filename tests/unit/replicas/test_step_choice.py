@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from samovar.configs.compiled import AVX512_BF16
 from samovar.configs.settings import EngineSettings
 from samovar.replicas.engine.audit import Probe, ProbeResult
 from samovar.replicas.forward.loading import load_model
@@ -19,7 +20,6 @@ from samovar.replicas.measurement_cache import MeasurementCache
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.spec import inspect_model
 from samovar.replicas.native import NotNative
-from samovar.replicas.native.build import AVX512_BF16
 from samovar.replicas.start.checkpoint import PlainRecipe
 from samovar.replicas.start.step_choice import ChosenStep, StepChoice, expects_native, layers_of_all_kinds
 from tests.support.engines.engines import small_engine

@@ -53,6 +53,9 @@ REASONS = {
     "cache_tiers/node/scan.py TierScans.start": COMMAND,
     "cache_tiers/recording.py TurnRecorder.__init__": "a line a turn, for the file; a full queue drops it",
     "cache_tiers/transport/link.py NixlLink.__init__": TIERS,
+    "cache_tiers/transport/tls_link.py TlsLink.__init__": OWN,
+    "cache_tiers/transport/tls_link.py TlsLink._listen": "one a connection of another node; so many, "
+    "and each pull ends with its export's time",
     "replicas/serving/deployment.py Replica.clear": DELETES,
     "replicas/serving/deployment.py Replica.__del__": END,
     "replicas/serving/served_engine.py OwnEngine.close": END,

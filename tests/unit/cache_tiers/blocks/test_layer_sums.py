@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks import record as records
-from samovar.cache_tiers.blocks.compiled_sums import SOURCE, THREAD_BYTES_MIN, CompiledSums
+from samovar.cache_tiers.blocks.compiled_sums import THREAD_BYTES_MIN, CompiledSums
 from samovar.cache_tiers.blocks.extent import BlockShape, Bytes, Checksums
 from samovar.cache_tiers.blocks.record import (
     PIECE_BYTES,
@@ -22,7 +22,7 @@ from samovar.cache_tiers.blocks.record import (
     compile_sums,
     plain_sums,
 )
-from samovar.configs.compiled import LibrarySource, NotCompiled, compiled_library
+from samovar.configs.compiled import SUMS, LibrarySource, NotCompiled, compiled_library
 from samovar.configs.settings import Settings
 from tests.support.nodes.damages import damages
 
@@ -56,7 +56,7 @@ def by_definition(layer: bytes, seed: int, number: int) -> int:
 
 
 def library(*flags: str) -> Path:
-    source = replace(SOURCE, flags=(*SOURCE.flags, *flags))
+    source = replace(SUMS, flags=(*SUMS.flags, *flags))
     try:
         return compiled_library(source, Settings().native_dir, wait_s=600)
     except NotCompiled as why:
@@ -253,11 +253,11 @@ def test_without_a_compiler_numpy_serves_and_the_log_says_so(
 def test_a_library_with_other_bits_is_not_taken(tmp_path: Path, find: str, put: str) -> None:
     """A planted bug, or a compiler's: what it seals, no other machine would read."""
     library()
-    text = SOURCE.files[0].read_text()
+    text = SUMS.files[0].read_text()
     assert text.count(find) == 1
     planted = tmp_path / "planted.cpp"
     planted.write_text(text.replace(find, put))
-    made = compiled_library(LibrarySource("planted", (planted,), SOURCE.flags), tmp_path, wait_s=600)
+    made = compiled_library(LibrarySource("planted", (planted,), SUMS.flags), tmp_path, wait_s=600)
     with pytest.raises(NotCompiled, match="other bits"):
         CompiledSums(made, 1)
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samovar.cache_tiers.blocks.compiled_sums import SOURCE
-from samovar.configs.compiled import NotCompiled, find_compiler
+from samovar.configs.compiled import SUMS, NotCompiled, find_compiler
 
 
 @pytest.mark.slow
@@ -21,9 +20,9 @@ def test_nothing_is_found(tmp_path: Path, sanitizers: str, flags: tuple[str, ...
     except NotCompiled as why:
         pytest.skip(str(why))
     program, driver = tmp_path / "driver", Path(__file__).with_name("sums_driver.cpp")
-    of_all = [flag for flag in SOURCE.flags if flag != "-shared"]
+    of_all = [flag for flag in SUMS.flags if flag != "-shared"]
     sanitized = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g", "-O1")
-    command = [*compiler.command, *of_all, *sanitized, *flags, str(SOURCE.files[0]), str(driver)]
+    command = [*compiler.command, *of_all, *sanitized, *flags, str(SUMS.files[0]), str(driver)]
     subprocess.run([*command, "-o", str(program)], check=True, timeout=600)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr

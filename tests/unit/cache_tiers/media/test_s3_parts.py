@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from samovar.cache_tiers.blocks.extent import Address
 from samovar.cache_tiers.blocks.record import TierError, TierFull
-from samovar.cache_tiers.media.s3 import PENDING_MAX, S3Ledger
+from samovar.cache_tiers.media.s3 import LISTING_LAG_S, PENDING_MAX, S3Ledger
 from samovar.cache_tiers.media.s3_client import S3Keys
 
 
@@ -156,3 +156,64 @@ def test_a_wrong_account_is_found() -> None:
     ledger._sizes[address(2)] = 4
     with pytest.raises(AssertionError, match="3 bytes accounted"):
         ledger.check_integrity()
+
+
+class LaggingMachine(RuleBasedStateMachine):
+    """Against a dict of what lies in the bucket, whose listings are late by up to `LISTING_LAG_S`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.ledger = S3Ledger(1000, lambda: self.now_s)
+        self.there: dict[Address, int] = {}
+        self.was: list[tuple[float, dict[Address, int]]] = [(0.0, {})]
+
+    @rule(number=st.integers(0, 3), size=st.integers(1, 200))
+    def put(self, number: int, size: int) -> None:
+        if address(number) in self.there:  # a record is put where none is
+            return
+        self.ledger.reserve(address(number), size)
+        self.there[address(number)] = size
+        self.was.append((self.now_s, dict(self.there)))
+
+    @rule(number=st.integers(0, 3))
+    def delete(self, number: int) -> None:
+        self.ledger.gone(address(number))
+        self.there.pop(address(number), None)
+        self.was.append((self.now_s, dict(self.there)))
+
+    @rule(seconds=st.sampled_from((1.0, 20.0, 70.0)))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(late=st.floats(0.0, 1.0))
+    def listing(self, late: float) -> None:
+        self.ledger.begin_listing()
+        shown_s = self.now_s - late * LISTING_LAG_S
+        shown = [there for at_s, there in self.was if at_s <= shown_s]
+        self.ledger.end_listing(shown[-1] if shown else {}, 0, {})
+
+    @invariant()
+    def is_never_below(self) -> None:
+        self.ledger.check_integrity()
+        for one, size in self.there.items():
+            assert self.ledger.size_of(one) is not None, f"{size} bytes are not counted"
+
+    def teardown(self) -> None:
+        self.now_s += LISTING_LAG_S + 1.0
+        self.ledger.begin_listing()
+        self.ledger.end_listing(self.there, 0, {})
+        assert self.ledger.bytes_held == sum(self.there.values()), "nor is it for ever above"
+
+
+TestLagging = LaggingMachine.TestCase
+TestLagging.settings = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def test_changes_are_forgotten_that_every_listing_shows() -> None:
+    now_s = 0.0
+    ledger = S3Ledger(10**9, lambda: now_s)
+    for number in range(1000):
+        now_s = float(number)
+        ledger.set(Address(b"", b"", number.to_bytes(4, "big")), 1)
+    assert len(ledger._changed_s) == LISTING_LAG_S + 1

@@ -7,21 +7,37 @@ from pathlib import Path
 import pytest
 
 from samovar.cache_tiers.node.build import build_link
-from samovar.cache_tiers.transport import LinkDown
+from samovar.cache_tiers.transport import LinkDown, TlsLink
+from samovar.cluster.launch.authority import certify, new_authority
 from samovar.configs.sections import PeerSettings
 from samovar.configs.tls import tls_in
 
 
 def test_nixl_is_the_way_where_nodes_speak_no_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_USE_TLS", raising=False)
-    assert build_link(PeerSettings(), "node:1").state == "nixl"
-    assert build_link(PeerSettings(transport="ray"), "node:1").state == "ray: as configured"
+    assert build_link(PeerSettings(), "node:1", "127.0.0.1").state == "nixl"
+    assert build_link(PeerSettings(transport="ray"), "node:1", "127.0.0.1").state == "ray: as configured"
 
 
-def test_nixl_is_left_out_where_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in tls_in(Path("/x")).environment().items():
+@pytest.fixture
+def speaks_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certify(new_authority("tea"), ("127.0.0.1",), tmp_path)
+    for name, value in tls_in(tmp_path).environment().items():
         monkeypatch.setenv(name, value)
-    link = build_link(PeerSettings(transport="nixl"), "node:1")
-    assert link.state == "ray: between nodes is TLS, which UCX has not"
-    with pytest.raises(LinkDown, match="TLS"):
+
+
+@pytest.mark.usefixtures("speaks_tls")
+def test_where_they_do_it_is_tls_of_our_own() -> None:
+    link = build_link(PeerSettings(transport="nixl"), "node:1", "127.0.0.1")
+    assert link.state == "tls"
+    assert isinstance(link.get(), TlsLink)
+    link.close()
+    assert build_link(PeerSettings(transport="ray"), "node:1", "127.0.0.1").state == "ray: as configured"
+
+
+@pytest.mark.usefixtures("speaks_tls")
+def test_without_a_port_ray_carries_them_which_speaks_tls_too() -> None:
+    link = build_link(PeerSettings(), "node:1", "192.0.2.1")  # no address of this machine
+    with pytest.raises(LinkDown, match="no TLS between nodes"):
         link.get()
+    assert link.state.startswith("ray: no TLS between nodes: ")

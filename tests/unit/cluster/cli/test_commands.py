@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -455,6 +456,8 @@ def test_the_table_at_start_says_when_a_load_pays_and_a_tier_that_is_smaller_tha
         "pays from 61,397 tokens on: loading 77.1 us a token after 1 ms, computing 34.6 us a token of 8k"
     )
     assert rows["load from disk"].startswith("pays from 313 tokens on: loading 21.8 us a token after 2 ms")
+    ((_, unknown),) = load_rows(made, {"nvme": TierPrice(0.0, math.inf, is_proved=False)})
+    assert unknown == "not measured yet, its first loads tell, computing 34.6 us a token of 8k"
     assert load_rows(info(), prices) == [], "what computing takes is not told"
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(startup_table(made, 2, settings, None, prices))

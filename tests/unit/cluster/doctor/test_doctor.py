@@ -19,6 +19,7 @@ from samovar.cache_tiers.pricing import PrefillPrice, TierPrice
 from samovar.cluster.doctor import doctor, media, safety
 from samovar.cluster.doctor.check import CheckState, MachineCheck, Result, run_check
 from samovar.cluster.engines.environment import STAMP, recipe_for
+from samovar.cluster.launch.authority import certify, new_authority
 from samovar.configs.sections import GIB, MIB
 from samovar.configs.settings import Settings
 from samovar.replicas.model.device import why_no_gpu
@@ -47,6 +48,12 @@ def make(tmp_path: Path) -> Callable[..., Settings]:
         return Settings.model_validate(sections)
 
     return settings
+
+
+def certified(folder: Path) -> Path:
+    """A node's directory of `cluster.tls_dir`."""
+    certify(new_authority("tea"), ("127.0.0.1",), folder)
+    return folder
 
 
 def no_package(name: str) -> str:
@@ -217,6 +224,12 @@ PLANTED: dict[str, tuple[Planted, CheckState, str, str]] = {
         lambda make, tmp: safety.nixl(make(**JOINED), lambda: {"ok": False, "why": "no plugin UCX"}),
         *("warning", "no plugin UCX", "samovar[nixl]"),
     ),
+    "no files for TLS between nodes": (
+        lambda make, tmp: safety.nixl(
+            make(cluster={"ray_address": "127.0.0.1:6379", "tls_dir": str(tmp / "no")})
+        ),
+        *("warning", str(Path("no") / "tls.crt"), "TLS between nodes"),
+    ),
     "an open token": (
         lambda make, tmp: safety.ray_cluster(
             make(), {"RAY_AUTH_TOKEN_PATH": str(open_file(tmp / "t", 0o644))}
@@ -335,7 +348,7 @@ SOUND: dict[str, Planted] = {
     "nixl": lambda make, tmp: safety.nixl(make(**JOINED), lambda: {"ok": True}),
     "one machine": lambda make, tmp: safety.nixl(make()),
     "nodes that speak TLS": lambda make, tmp: safety.nixl(
-        make(cluster={"ray_address": "127.0.0.1:6379", "tls_dir": str(tmp)})
+        make(cluster={"ray_address": "127.0.0.1:6379", "tls_dir": str(certified(tmp))})
     ),
     "no token yet": lambda make, tmp: safety.ray_cluster(make(), {"RAY_AUTH_TOKEN_PATH": str(tmp / "none")}),
     "a private token": lambda make, tmp: safety.ray_cluster(

@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from samovar.configs.compiled import AVX2, AVX512, NEON, PAIR_FLAGS
 from samovar.configs.settings import ModelSettings, Settings
 from samovar.replicas.messages import ModelRefused
-from samovar.replicas.native import build
 from samovar.replicas.native.build import (
-    AVX2,
-    AVX512,
-    NEON,
     pair_variant_here,
     variant_here,
     variant_of,
@@ -120,7 +117,7 @@ def test_a_cpu_whose_dot_products_are_others_multiplies_in_float32(
 ) -> None:
     """Or its blocks would be another CPU's."""
     monkeypatch.setattr(step_choice, "pair_variant_here", native_steps.widest_here)
-    monkeypatch.setattr(step_choice, "PAIR_FLAGS", (*build.PAIR_FLAGS, "-O1", "-DSAMOVAR_FAULT=3"))
+    monkeypatch.setattr(step_choice, "PAIR_FLAGS", (*PAIR_FLAGS, "-O1", "-DSAMOVAR_FAULT=3"))
     step = small_engine(tiny_llama, dtype="bfloat16").info.step
     assert step.startswith("native, compiled for")
     assert "native-bf16: it does not start: this CPU's dot products in bf16 have other bits" in step

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from samovar.configs.compiled import AVX2, AVX512, INT8_FLAGS, PAIR_FLAGS
 from samovar.replicas.engine.audit import Probe
 from samovar.replicas.forward.plain import PlainModel
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
-from samovar.replicas.native.build import AVX2, AVX512, INT8_FLAGS, PAIR_FLAGS, variant_here
+from samovar.replicas.native.build import variant_here
 from samovar.replicas.native.native_step import NativeStep, NotNative
 from tests.support.engines.native_steps import CPU, StepBench, library, pair_library, same, variants_here
 from tests.support.engines.plain_models import Shape, in_int8, random_plain, reference

@@ -272,7 +272,7 @@ def test_the_thread_looks_by_itself(file: KeyFile, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("samovar.router.identities.identities.LOOK_S", 0.01)
     file = KeyFile(file.path)
     record, key = file.create("kitchen")
-    found = wing.Identities(AuthSettings(keys_file=file.path), 1.0)
+    found = wing.Identities(AuthSettings(keys_file=file.path), file, 1.0)
     found.start()
     assert found.owner(key.encode()) == Caller("kitchen")
     file.revoke(record.id)

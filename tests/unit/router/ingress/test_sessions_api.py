@@ -13,7 +13,8 @@ from samovar.cache_tiers.blocks import session_of, tenant_tag
 from samovar.cache_tiers.messages import Cleared
 from samovar.cache_tiers.sessions.session_table import SessionRow
 from samovar.replicas.messages import Admitted, Delta
-from samovar.router.ingress.operator_routes import LATE_S, PAGE_MAX, SOON_S, move_of
+from samovar.router.ingress.operator_routes import LATE_S, SOON_S, move_of
+from samovar.router.openai.parse import PAGE_MAX
 from tests.support.router.fake_directory import FakeLink
 from tests.support.router.fake_replica import INFO, Script, say
 from tests.support.router.router_harness import (
