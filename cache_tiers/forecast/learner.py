@@ -377,9 +377,13 @@ def decode(data: bytes) -> State:
 def save(path: Path, predictor: Predictor, calls: Syscalls | None = None) -> None:
     """Write the predictor's learned state to `path`. Raises `OSError`.
 
-    Creates no directory: a removed one is the nvme tier's, which must notice that it is gone.
+    Creates no directory: a removed one is the nvme tier's, which must notice that it is gone. Removes what
+    earlier writes have left that failed, on a disk that did not remove it either.
     """
-    atomic_write(path, encode(predictor), calls=calls or Syscalls())
+    calls = calls or Syscalls()
+    with suppress(OSError):  # leftovers only take space
+        _sweep(path, calls)
+    atomic_write(path, encode(predictor), calls=calls)
 
 
 def restore(path: Path, predictor: Predictor, calls: Syscalls | None = None) -> str | None:

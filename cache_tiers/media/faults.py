@@ -123,6 +123,10 @@ class FaultyTier(TierAround):
         self._begin("purge")
         return self.inner.purge(tenant, is_known, deadline)
 
+    def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
+        self._begin("is_marked")
+        return self.inner.is_marked(address, session, deadline)
+
     def settle(self) -> None:
         self._begin("settle")
         self.inner.settle()

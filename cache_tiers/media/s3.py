@@ -420,6 +420,10 @@ class S3Tier(Tier):
         at_unix_s = self._clears.whole_at(tenant)
         return at_unix_s is None or self._purge(tenant, at_unix_s, is_known, deadline)
 
+    def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
+        put_unix_s = self._objects.put_at(self._keys.record(address), deadline)
+        return self._clears.is_marked(address.tenant, session, put_unix_s)
+
     def settle(self) -> None:
         """Delete old marks after the last scan was taken in completely. Raises `TierError`."""
         gone = self._clears.settle(self._unsettled)
@@ -730,6 +734,15 @@ class S3Clears:
         marks = self._pages(self._keys.clears_of(tenant))
         times = [item.modified_unix_s for item in marks if Clear(tenant) in self._keys.parse_mark(item.key)]
         return max(times, default=None)
+
+    def is_marked(self, tenant: bytes, session: bytes, put_unix_s: float) -> bool:
+        """Ask the bucket whether what was put then is cleared. Raises `TierError`."""
+        gone = (Clear(tenant), Clear(tenant, session))
+        return any(
+            put_unix_s <= item.modified_unix_s + SLACK_S
+            for item in self._pages(self._keys.clears_of(tenant))
+            if any(clear in gone for clear in self._keys.parse_mark(item.key))
+        )
 
     def latest(self, tenant: bytes) -> float:
         """Return when, as of the last look, the tenant or a session of it was last cleared; -inf: never."""

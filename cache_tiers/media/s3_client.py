@@ -150,6 +150,13 @@ class S3Objects:
                     raise S3Error("get", "another range than was asked for", 206)
                 return _read(body, nbytes, deadline), total
 
+    def put_at(self, key: str, deadline: Deadline) -> float:
+        """Return when an object was put, by the server's clock, in Unix seconds. Raises `TierMiss`."""
+        with self._connected("get", deadline) as client:
+            answer = client.get_object(Bucket=self._bucket, Key=key, Range="bytes=0-0")
+            answer["Body"].close()
+            return answer["LastModified"].timestamp()
+
     def delete(self, key: str, deadline: Deadline) -> None:
         """Delete an object. Idempotent."""
         try:

@@ -182,6 +182,13 @@ class Tier(ABC):
         """
         return True
 
+    def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
+        """Return whether what a shared tier holds at `address` was put there before a clear that it marks.
+
+        Asks the medium: for a record that no scan of this node has judged. Raises `TierError`.
+        """
+        return False
+
     def settle(self) -> None:  # noqa: B027 - optional
         """Drop the marks of a shared tier that are no longer needed. Raises `TierError`.
 
@@ -259,6 +266,9 @@ class TierAround(Tier):
 
     def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
         return self.inner.purge(tenant, is_known, deadline)
+
+    def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
+        return self.inner.is_marked(address, session, deadline)
 
     def settle(self) -> None:
         self.inner.settle()

@@ -35,7 +35,7 @@ from samovar.cache_tiers.blocks import (
     record_bytes,
 )
 from samovar.cache_tiers.catalog import TAILS_MAX, Source, Transfer
-from samovar.cache_tiers.media import TierDown, TierLate
+from samovar.cache_tiers.media import Deadline, TierDown, TierLate
 from samovar.cache_tiers.messages import (
     BlockRange,
     ExtentRequest,
@@ -610,7 +610,10 @@ class PeerPulls:
         return _NotThisWay("gone" if reply.reason == IN_S3 else reply.reason, reply.message, skip)
 
     def _by_s3(self, address: Address, ends_s: float) -> tuple[Bytes, ExtentHeader]:
-        """Read the record from S3 by address, even if unknown here. Raises `_NotThisWay`."""
+        """Read the record from S3 by address, though this node does not know it. Raises `_NotThisWay`.
+
+        What is marked there as cleared counts as gone: no listing of this node has judged the record.
+        """
         guard, clock = self._state.guards[SHARED_TIER], self._state.clock
         try:
             head = guard.read(address, 0, HEADER_ALIGN, ends_s - clock())
@@ -620,7 +623,10 @@ class PeerPulls:
             header = decode_header(head)
             nbytes = record_bytes(header.blocks, header.shape)
             data = guard.read(address, 0, nbytes, ends_s - clock())
-            return data, verified(data, address, nbytes)
+            header, until = verified(data, address, nbytes), Deadline(ends_s - clock())
+            if guard.call(partial(guard.tier.is_marked, address, header.session, until), until):
+                raise TierMiss("its session was erased")
+            return data, header
         except BadRecord as error:
             guard.count(f"bad:{error.kind}")
             raise _NotThisWay("error", str(error)) from None

@@ -220,6 +220,27 @@ class FailingCalls(Syscalls):
         super().rename(old, new)
 
 
+class RemovesNothing(Syscalls):
+    """A disk that fails, and keeps what it has."""
+
+    def fsync(self, fd: int) -> None:
+        raise OSError(errno.EIO, "it fails")
+
+    def unlink(self, path: str) -> None:
+        raise OSError(errno.EIO, "it fails")
+
+
+@pytest.mark.guarantee("G10")
+def test_f29_what_failed_writes_have_left_goes_with_the_next(taught: Predictor, tmp_path: Path) -> None:
+    path = tmp_path / "predictor.bin"
+    for _ in range(3):
+        with pytest.raises(OSError, match="it fails"):
+            save(path, taught, RemovesNothing())
+    assert len(os.listdir(tmp_path)) == 3
+    save(path, taught)
+    assert os.listdir(tmp_path) == [path.name]
+
+
 def test_f29_a_write_that_fails_leaves_the_old_file_or_the_new(taught: Predictor, tmp_path: Path) -> None:
     path = tmp_path / "predictor.bin"
     old, new = encode(Predictor(SETTINGS)), encode(taught)

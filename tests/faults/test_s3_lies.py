@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -468,6 +469,27 @@ def test_g10_what_is_put_while_the_server_says_that_it_is_gone_counts(
         assert tier.purge(HEADER.tenant, lambda _address: False, Deadline(WELL_S))
     assert stub.objects[KEY][0] == BYTES
     assert tier.bytes_held() == N
+
+
+@pytest.mark.guarantee("G12")
+def test_g12_the_bucket_is_asked_whether_a_record_was_cleared_after_it_was_put(
+    stub: Stub, tier: S3Tier
+) -> None:
+    address, session, now_s = HEADER.address, HEADER.session, time.time()
+    stub.objects[KEY] = (BYTES, now_s - 100.0)
+    assert not tier.is_marked(address, session, Deadline(WELL_S))
+    tier.mark_cleared([Clear(HEADER.tenant, bytes(reversed(session)))], Deadline(WELL_S))
+    assert not tier.is_marked(address, session, Deadline(WELL_S)), "another session's"
+    tier.mark_cleared([Clear(HEADER.tenant, session)], Deadline(WELL_S))
+    assert tier.is_marked(address, session, Deadline(WELL_S))
+    stub.objects[KEY] = (BYTES, now_s + 100.0)
+    assert not tier.is_marked(address, session, Deadline(WELL_S)), "it was put again"
+    tier.mark_cleared([Clear(HEADER.tenant)], Deadline(WELL_S))
+    stub.objects[KEY] = (BYTES, now_s - 100.0)
+    assert tier.is_marked(address, bytes(reversed(session)), Deadline(WELL_S)), "all of the tenant's"
+    stub.misbehave = lambda to, request: to.error(500, "InternalError")
+    with pytest.raises(TierError):
+        tier.is_marked(address, session, Deadline(WELL_S))
 
 
 def test_an_object_that_goes_during_a_scan(stub: Stub, make: MakeTier) -> None:

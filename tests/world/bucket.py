@@ -58,7 +58,8 @@ class Bucket:
             part[at // 8] ^= 1 << at % 8
         self._after("GetObject")
         ranged = f"bytes {first}-{first + len(part) - 1}/{len(stored.data)}"
-        return {"Body": _Body(bytes(part)), "ContentRange": ranged}
+        put_at = datetime.datetime.fromtimestamp(stored.at_s, datetime.UTC)
+        return {"Body": _Body(bytes(part)), "ContentRange": ranged, "LastModified": put_at}
 
     def delete_object(self, **asked: Any) -> dict[str, Any]:
         self._before("DeleteObject")
@@ -140,6 +141,9 @@ class _Body:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._data = b""
+
+    def close(self) -> None:
         self._data = b""
 
     def read1(self, nbytes: int) -> bytes:

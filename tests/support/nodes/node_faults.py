@@ -108,10 +108,18 @@ class SharedBucket(MemoryTier):
         for address, data in there:
             if not is_known(address):
                 self.headers += 1
-                header, marks = decode_header(data), self.state.marks
-                put_at = self.state.put_at[address]
-                times = (marks.get(Clear(header.tenant, one), 0) for one in (None, header.session))
-                yield Scanned(header, data.nbytes, 1.0, is_cleared=put_at <= max(times))
+                header = decode_header(data)
+                is_cleared = self._is_cleared(address, header.session)
+                yield Scanned(header, data.nbytes, 1.0, is_cleared=is_cleared)
+
+    def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
+        self._ask()
+        return self._is_cleared(address, session)
+
+    def _is_cleared(self, address: Address, session: bytes) -> bool:
+        marks = self.state.marks
+        times = (marks.get(Clear(address.tenant, one), 0) for one in (None, session))
+        return self.state.put_at[address] <= max(times)
 
     def mark_cleared(self, clears: Sequence[Clear], deadline: Deadline) -> None:
         self._ask()

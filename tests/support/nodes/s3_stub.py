@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -168,7 +169,9 @@ class Stub:
         if start >= len(body):
             return to.error(416, "InvalidRange")
         part = body[start:stop]
-        return to.answer(206, part, {"Content-Range": self.content_range(start, len(part), len(body))})
+        ranged = self.content_range(start, len(part), len(body))
+        put_at = formatdate(found[1], usegmt=True)
+        return to.answer(206, part, {"Content-Range": ranged, "Last-Modified": put_at})
 
     def _list(self, to: Answering, request: Request) -> None:
         prefix = request.query.get("prefix", [""])[0]

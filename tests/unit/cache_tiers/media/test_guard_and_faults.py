@@ -63,6 +63,10 @@ class Memory(Tier):
         self.log.append("purge")
         return False
 
+    def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
+        self.log.append("is_marked")
+        return True
+
     def settle(self) -> None:
         self.log.append("settle")
 
@@ -102,6 +106,7 @@ def _call_all(tier: Tier) -> None:
     list(tier.rescan(bool))
     tier.mark_cleared([Clear(bytes(16))], Deadline(1.0))
     assert tier.purge(bytes(16), bool, Deadline(1.0)) is False
+    assert tier.is_marked(ADDRESS, bytes(16), Deadline(1.0))
     tier.settle()
     assert tier.purge_quarantine(bytes(16)) == 1
     tier.touch(ADDRESS)
@@ -125,7 +130,7 @@ def test_without_faults_it_is_the_tier_itself() -> None:
     assert tier.keeps_bad
     assert tier.calls == {
         **dict.fromkeys(["put", "quarantine", "scan", "probe", "delete"], 1),
-        **dict.fromkeys(["rescan", "mark_cleared", "purge", "settle", "purge_quarantine"], 1),
+        **dict.fromkeys(["rescan", "mark_cleared", "purge", "is_marked", "settle", "purge_quarantine"], 1),
         "read": 2,
     }
     tier.close()
@@ -141,8 +146,8 @@ def test_a_miss_stays_a_miss() -> None:
 def test_delays() -> None:
     tier, _, slept = _filled(FaultSettings(delay_s=5.0))
     _call_all(tier)
-    assert slept == [5.0] * 11  # not `touch`
-    assert tier.struck == {"delay": 11}
+    assert slept == [5.0] * 12  # not `touch`
+    assert tier.struck == {"delay": 12}
 
 
 CALLS: dict[str, Callable[[Tier], object]] = {
@@ -155,6 +160,7 @@ CALLS: dict[str, Callable[[Tier], object]] = {
     "rescan": lambda tier: list(tier.rescan(bool)),
     "mark_cleared": lambda tier: tier.mark_cleared([], Deadline(1.0)),
     "purge": lambda tier: tier.purge(bytes(16), bool, Deadline(1.0)),
+    "is_marked": lambda tier: tier.is_marked(ADDRESS, bytes(16), Deadline(1.0)),
     "settle": lambda tier: tier.settle(),
     "purge_quarantine": lambda tier: tier.purge_quarantine(bytes(16)),
 }

@@ -236,6 +236,23 @@ def test_a_dead_peers_blocks_come_from_s3() -> None:
     assert stats.moves["s3>cpu:committed"] == 1
 
 
+@pytest.mark.guarantee("G12")
+def test_what_was_erased_is_not_read_from_s3_by_its_address() -> None:
+    """Found by the world, seed 10000000: no listing of this node had shown the record."""
+    world, bucket = World(), SharedBucket(4 * MIB)
+    a = home(world, "a", tiers=[HeapTier(4 * MIB), bucket])
+    b = home(world, "b", tiers=[HeapTier(4 * MIB), SharedBucket(4 * MIB, bucket)])
+    for number, is_erased in ((1, False), (2, True)):
+        a.store(wanted := sample(number, placement=S3_TOO))
+        (span_there,) = b.look(wanted, "a").spans
+        world.faults["a", "export"] = PeerLost("killed")
+        if is_erased:
+            bucket.mark_cleared([Clear(TENANT, SESSION)], Deadline(20.0))
+        fetched = b.fetch(wanted, span_there)
+        assert isinstance(fetched, FetchFailed) == is_erased
+        del world.faults["a", "export"]
+
+
 def test_what_a_peer_has_in_s3_alone_is_read_there() -> None:
     world = World()
     bucket = MemoryTier("s3", 4 * MIB)
