@@ -16,7 +16,7 @@ from samovar.cache_tiers.media.s3 import S3Clears, S3Tier
 from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
 from samovar.configs.sections import S3TierSettings, TierSettings
-from tests.support.inside import clears_of, join_scans, state_of
+from tests.support.inside import clears_of, join_scans, scans_of, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
 from tests.support.nodes.node_harness import (
     MIB,
@@ -479,7 +479,8 @@ def test_g12_what_was_cleared_before_a_scan_is_not_taken_in_though_that_is_settl
     number = pending.add_clear("s3", clear)
     assert number is not None
     bucket.between = lambda: pending.settle_clear("s3", clear, number)  # type: ignore[method-assign]
-    tick(node)
+    scans_of(node.node).look(20.0)  # and not `tick`, which goes on with the clear beside it
+    join_scans(node.node, 20)
     assert pending.clears_of("s3") == []
     assert node.copies(wanted) == ()
     assert bucket.bytes_held() == 0

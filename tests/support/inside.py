@@ -196,6 +196,11 @@ def free_in(of: Any) -> Any:
     return of._free
 
 
+def scans_of(of: Any) -> Any:
+    """What looks through the media of a node."""
+    return of._scans
+
+
 def join_scans(of: Any, timeout_s: float) -> None:
     """Wait until a node has looked through its tiers."""
     of._scans.join(timeout_s)
