@@ -58,10 +58,7 @@ class NodeClears:
         self._scans = scans
         self._forget = forget
         self._clear_s_max = settings.load_s_max  # for all that one clear deletes
-        self._unpurged_max = settings.tombstones_max
         self._under_way = 0
-        self._unpurged: dict[tuple[TierName, bytes], None] = {}
-        """Tiers and tenants whose bad records are still to be deleted; bounded as pending clears are."""
         self._retrying: threading.Thread | None = None
         self._stopped = threading.Event()
         scans.on_marks(self.heed)
@@ -189,7 +186,7 @@ class NodeClears:
     def _drop_clears(self, name: TierName) -> None:
         """Drop the clears of a scanned tier without pending deletes. Requires the state's lock."""
         pending = self._state.pending
-        is_unpurged = any(tier == name for tier, _ in self._unpurged)
+        is_unpurged = any(tier == name for tier, _ in self._state.unpurged)
         if self._under_way == 0 and pending.forgotten == 0 and not pending.of(name) and not is_unpurged:
             pending.scanned(name)
 
@@ -274,12 +271,8 @@ class NodeClears:
             while left and self._purge_bad(name, left[0], ends_s):
                 left.popleft()
             failed |= {name} if left else set()
-            with self._state.lock:
-                for tenant in left:
-                    if len(self._unpurged) < self._unpurged_max:
-                        self._unpurged[name, tenant] = None
-                    else:
-                        self._state.pending.forgotten += 1
+            for tenant in left:
+                self._state.leave_bad(name, tenant)
         with self._state.lock:
             for name in sorted(failed - {name for name, _, _ in pending}):
                 pending += [(name, one, self._state.pending.add_clear(name, one)) for one in clears]
@@ -293,13 +286,13 @@ class NodeClears:
             logger.warning("%s tier: bad records could not be deleted yet: %s", name, error)
             return False
         with self._state.lock:
-            self._unpurged.pop((name, tenant), None)
+            self._state.unpurged.pop((name, tenant), None)
         return True
 
     def _purge_rest(self) -> None:
         """Delete the bad records whose delete has failed, of each tier until one fails again."""
         with self._state.lock:
-            left = list(self._unpurged)
+            left = list(self._state.unpurged)
         failed = {name for name, _ in left if not self._state.guards[name].is_up}
         for name, tenant in left:
             ends_s = self._state.clock() + self._clear_s_max

@@ -297,6 +297,7 @@ def _digest(text: Any, length: int) -> bytes:
 
 
 DELETES_A_TICK = 256
+UNPURGED_MAX = 10_000
 
 
 class NodeState:
@@ -331,6 +332,8 @@ class NodeState:
         self._save_lock = threading.Lock()
         self.stores: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
+        self.unpurged: dict[tuple[TierName, bytes], None] = {}
+        """Tiers and tenants whose bad records are still to be deleted: `NodeClears` goes on with them."""
         self._delete_s_max = delete_s_max
         self._late_pending_path = late_pending_path
         self.pending.not_ours = self.not_ours()
@@ -420,7 +423,7 @@ class NodeState:
 
         def undo() -> None:
             self.drop([eviction], ends_s - self.clock())
-            self._purge_again(guard, address.tenant, clears)
+            self._purge_again(guard, address.tenant, clears, ends_s)
 
         try:
             if most_s <= 0:
@@ -431,21 +434,30 @@ class NodeState:
         except (TierError, BadRecord):
             undo()
             return
-        if not self._purge_again(guard, address.tenant, clears):
+        if not self._purge_again(guard, address.tenant, clears, ends_s):
             self.drop([eviction], ends_s - self.clock())
             return
         with self.lock:
             self.catalog.dropped(eviction)
 
-    def _purge_again(self, guard: GuardedTier, tenant: bytes, clears: int) -> bool:
-        """Delete bad records if there was a clear since, which did not know of all; False: it failed."""
+    def _purge_again(self, guard: GuardedTier, tenant: bytes, clears: int, ends_s: float) -> bool:
+        """Delete bad records if there was a clear since, which did not know of all; False: it goes on."""
         if self.catalog.clears.seq == clears or not guard.tier.keeps_bad:
             return True
         try:
-            guard.purge_quarantine(tenant, self._delete_s_max)
+            guard.purge_quarantine(tenant, max(0.0, ends_s - self.clock()))
         except (TierError, BadRecord):
+            self.leave_bad(guard.name, tenant)
             return False
         return True
+
+    def leave_bad(self, tier: TierName, tenant: bytes) -> None:
+        """Remember that bad records of a tenant are still to be deleted; without room it is counted."""
+        with self.lock:
+            if len(self.unpurged) < UNPURGED_MAX:
+                self.unpurged[tier, tenant] = None
+            else:
+                self.pending.forgotten += 1
 
     def retry_deletes(self) -> None:
         """Retry the pending deletes of tiers that are up."""

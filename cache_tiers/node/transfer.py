@@ -140,11 +140,11 @@ class TransferRunner:
         state.reach("reserved")
         return answer
 
-    def abort(self, transfer: Transfer) -> None:
-        """Abandon a transfer of which nothing was written."""
+    def abort(self, transfer: Transfer, ends_s: float = math.inf) -> None:
+        """Abandon a transfer of which nothing was written; what is not deleted by `ends_s` is pending."""
         with self._state.lock:
             self._state.catalog.abandon(transfer)
-        self._state.drop(transfer.victims)
+        self._state.drop(transfer.victims, ends_s - self._state.clock())
 
     def run(
         self,
@@ -168,7 +168,7 @@ class TransferRunner:
             self._advance(transfer, "copying")
             record, header = obtain()
         except BaseException:
-            self.abort(transfer)
+            self.abort(transfer, ends_s)
             raise
         self._write(transfer, record, ends_s)
         try:
@@ -217,14 +217,16 @@ class TransferRunner:
             except TierLate:
                 raise  # `_undo` runs when the write ends: until then its bytes are accounted
             except TierDown:
-                self.abort(transfer)
+                self.abort(transfer, ends_s)
                 raise
             except TierFull as error:
-                if is_retry or not self._squeeze(transfer):
+                if not is_retry and self._squeeze(transfer, ends_s):
+                    continue
+                if self._state.clock() < ends_s:  # else there was no time to make room
                     logger.warning("%s tier: read-only from now on: %s", guard.name, error)
                     guard.read_only = True
-                    self.abort(transfer)
-                    raise
+                self.abort(transfer, ends_s)
+                raise
             except (TierError, BadRecord):
                 self._undo(transfer, ends_s)
                 raise
@@ -244,12 +246,12 @@ class TransferRunner:
         if found.address != address:
             raise BadRecord("key", "read back as another extent")
 
-    def _squeeze(self, transfer: Transfer) -> bool:
+    def _squeeze(self, transfer: Transfer, ends_s: float) -> bool:
         """Evict as much again as is to be written, because the medium has less room than its budget."""
         state = self._state
         with state.lock:
             victims = state.catalog.squeeze(transfer.tier, transfer.address.tenant, transfer.nbytes)
-        return bool(victims) and not state.drop(victims)
+        return bool(victims) and not state.drop(victims, ends_s - state.clock())
 
     def _undo(self, transfer: Transfer, ends_s: float) -> None:
         """Delete what may have been written; only then is its room free again. Without time it is pending."""

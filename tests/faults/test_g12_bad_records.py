@@ -17,6 +17,7 @@ from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.messages import BadReport
 from samovar.cache_tiers.node.manager import TierNode
 from samovar.configs.sections import FaultSettings, TierSettings
+from tests.support.inside import clears_of
 from tests.support.nodes.node_faults import FAILING, MemoryTier, faulty
 from tests.support.nodes.node_harness import (
     MIB,
@@ -242,6 +243,7 @@ class Inspected(MemoryTier):
     """Keeps bad records. `node`: is cleared while one is put aside."""
 
     keeps_bad = True
+    is_stuck = sticks = False
     node: TierNode | None = None
 
     def __init__(self) -> None:
@@ -253,14 +255,20 @@ class Inspected(MemoryTier):
         self.node.clear(Clear(TENANT))
         super().quarantine(address)
         self.kept.add(address)
+        self.is_stuck = self.sticks
 
     def purge_quarantine(self, tenant: bytes) -> int:
+        if self.is_stuck:
+            raise TierError("stuck")
         self.kept = {address for address in self.kept if address.tenant != tenant}
         return 0
 
 
-def test_g12_a_record_that_is_put_aside_during_its_clear_is_not_kept() -> None:
+@pytest.mark.parametrize("sticks", [False, True])
+def test_g12_a_record_that_is_put_aside_during_its_clear_is_not_kept(sticks: bool) -> None:
+    """Nor where it cannot be deleted at once, or where who has found it has no more time for that."""
     tier = Inspected()
+    tier.sticks = sticks
     node = bench([HeapTier(MIB), tier], bytes_max=MIB)
     wanted = sample(1)
     node.store(wanted)
@@ -269,6 +277,10 @@ def test_g12_a_record_that_is_put_aside_during_its_clear_is_not_kept() -> None:
     tier.node = node.node
     assert node.copies(wanted) == ("nvme",)
     found_bad(node, wanted)
+    assert bool(tier.kept) == sticks
+    tier.is_stuck = False
+    node.node.tick()
+    clears_of(node.node).join(20)
     assert tier.kept == set()
     node.node.close()
 

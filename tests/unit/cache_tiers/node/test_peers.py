@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from samovar.cache_tiers.blocks import ChainMarks
 from samovar.cache_tiers.blocks.extent import KEY_BYTES, Address, Clear, Placement
-from samovar.cache_tiers.blocks.record import Record
+from samovar.cache_tiers.blocks.record import Record, TierFull
 from samovar.cache_tiers.catalog.gone import Clears
 from samovar.cache_tiers.forecast.features import SessionHistory
 from samovar.cache_tiers.media.memory import HeapTier
@@ -33,7 +33,7 @@ from samovar.cache_tiers.transport.link import LinkDown
 from samovar.cache_tiers.transport.peers import LazyLink, PeerLate, PeerLost
 from samovar.configs.sections import PeerSettings, S3TierSettings, TierSettings
 from tests.support.clock import Clock
-from tests.support.inside import join_scans, learner_of, state_of
+from tests.support.inside import guards_of, join_scans, learner_of, state_of
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
 from tests.support.nodes.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, Sample, nvme, sample
 from tests.support.nodes.peer_harness import Home, World, home, same
@@ -769,3 +769,37 @@ def test_g9_a_fetch_waits_no_longer_for_the_disk_that_keeps_it_than_it_has_time(
     assert same(b.fetch(wanted, span, deadline_s=3.0), wanted)
     assert len(disk.seconds) == 1
     assert disk.seconds[0] <= 3.0 < TierSettings().store_s_max
+
+
+class FullTier(MemoryTier):
+    """Has no room for the next write, whatever its budget says."""
+
+    is_full = False
+
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        if self.is_full:
+            self.is_full = False
+            raise TierFull("less room than was said")
+        super().put(address, record, deadline=deadline)
+
+
+def test_g9_nor_for_the_room_that_is_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the world, seed 911000000938: what was evicted was deleted with a store's time."""
+    disk = FullTier("nvme", MIB)
+    _world, a, b = two(tiers=[disk])
+    a.store(wanted := sample(1))
+    b.store(sample(2))
+    (span,) = b.look(wanted, "a").spans
+    guard, given = guards_of(b.node)["nvme"], list[float]()
+    delete = guard.delete
+
+    def deleted(address: Address, deadline_s: float) -> None:
+        given.append(deadline_s)
+        delete(address, deadline_s)
+
+    monkeypatch.setattr(guard, "delete", deleted)
+    disk.is_full = True
+    assert same(b.fetch(wanted, span, deadline_s=1.5), wanted)
+    assert given
+    assert max(given) <= 1.5 < TierSettings().load_s_max
+    assert not guard.read_only
