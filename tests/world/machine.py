@@ -133,13 +133,15 @@ class Machine(Home):
 
     def leave(self) -> None:
         """Close the node for good: it is in no list of nodes until it starts again."""
-        node = self.node
+        node, life = self.node, self.lives
         assert node is not None
         left = len(state_of(node).pending)
         if left:
             self._here.violate("for ever", f"{self.name} leaves with {left} deletes that nobody else does")
-        self._network.left.add(self.name)
         self.stop([])
+        if self.lives != life:  # its power was cut as it left, and it lives again, with the disk it had
+            return
+        self._network.left.add(self.name)
         if "s3" not in self._shape.bytes_max:  # what it comes back with would not have heard of clears
             (self._folders / f"new {self.lives}" / "kv").mkdir(parents=True)
             self.disk = Disk(self._here, self._faults, self.number, self._folders / f"new {self.lives}")

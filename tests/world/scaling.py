@@ -62,7 +62,7 @@ class Scaler:
         self._policy = KvPressurePolicy(lambda: here.now_s, **self.limits.model_dump(mode="json"))
         self._state: dict[str, Any] = {}
         self._said: dict[str, list[SimpleNamespace]] = {}
-        self._leaves = {machine.name: NodeLeave(EMPTY_S, here.now_s) for machine in machines}
+        self._leaves: dict[tuple[str, int], NodeLeave] = {}
         self._going: set[str] = set()
         self.target = len(replicas)
         self._is_over = False
@@ -74,7 +74,7 @@ class Scaler:
 
     def is_away(self, machine: Machine) -> bool:
         """Whether it has left, and nothing has called it back."""
-        return self._leaves[machine.name].stage == "gone"
+        return self._leave_of(machine).stage == "gone"
 
     def end(self) -> None:
         """Have everything there again, and leave it so."""
@@ -83,6 +83,13 @@ class Scaler:
             self._here.sleep(LOOK_S)
         for replica in self._replicas:
             self._bring(replica)
+
+    def _leave_of(self, machine: Machine) -> NodeLeave:
+        """Of this life of the machine: who starts after it was gone (a fault did that) has decided nothing.
+
+        The product's is a part of the tiers' actor, and new with each.
+        """
+        return self._leaves.setdefault((machine.name, machine.lives), NodeLeave(EMPTY_S, self._here.now_s))
 
     # -- what is judged ---------------------------------------------------------------------
 
@@ -196,9 +203,9 @@ class Scaler:
     def _bring(self, replica: Replica) -> None:
         """Start a replica, and its node before it, if that has left."""
         machine = replica.machine
-        self._leaves[machine.name] = NodeLeave(EMPTY_S, self._here.now_s)
+        self._leave_of(machine).used(self._here.now_s)
         ends_s = self._here.now_s + STARTS_S
-        while not machine.is_up and self._here.now_s < ends_s:
+        while (not machine.is_up or self.is_away(machine)) and self._here.now_s < ends_s:
             if machine.process is None or machine.process.is_dead:  # it may just have been leaving
                 machine.start()
             self._here.sleep(LOOK_S)
@@ -220,7 +227,7 @@ class Scaler:
 
     def _look_around(self, machine: Machine) -> None:
         """As a node does that no replica has used for long (`actors/cluster_watch.py`)."""
-        leave, now_s, node = self._leaves[machine.name], self._here.now_s, machine.node
+        leave, now_s, node = self._leave_of(machine), self._here.now_s, machine.node
         assert node is not None
         if any(one.machine is machine and not one.process.is_dead for one in self._replicas):
             leave.used(now_s)
@@ -239,7 +246,7 @@ class Scaler:
         node.drain_over()
         self._directory.draining.add(machine.name)
         saved = machine.drained(DRAIN_S, takers(machine.name, homes, ()))
-        is_ours = machine.is_up and machine.lives == life and leave is self._leaves[machine.name]
+        is_ours = machine.is_up and machine.lives == life
         is_empty = not any(one.machine is machine and not one.process.is_dead for one in self._replicas)
         may_go = saved is not None and is_ours and is_empty and not is_worth_another(before, saved)
         if may_go and self._may_go(machine) and leave.go():  # again: a clear may have come
