@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -332,24 +332,29 @@ class Clients:
         names = None if session is None else (session.hex(),)
         what = Erasure("sessions", tenant.hex(), names, at_s=self._here.now_s)
         for _ in range(self._rng.choice((1, 3, 8))):
+            lives = {machine.name: machine.lives for machine in self._machines if machine.is_up}
             outcome, message = self._wish(what)
             self._seen[f"erasure: {outcome}"] += 1
             self._here.tell(f"erasure of {[one.name for one in closed]}: {outcome}")
             if outcome == "goes on":
                 for one in closed:
                     one.goes_on = True
-                    self._others_are_clear(one, message)
+                    self._others_are_clear(one, message, lives)
             if outcome == "done":
                 for one in closed:
                     one.erased_s = self._here.now_s
                 return
             self._here.sleep(self._rng.choice((0.2, 3.0)))
 
-    def _others_are_clear(self, conversation: Conversation, message: str) -> None:
-        """One place that fails stops no other: what the answer does not name is clear."""
+    def _others_are_clear(self, conversation: Conversation, message: str, lives: Mapping[str, int]) -> None:
+        """One place that fails stops no other: what the answer does not name is clear.
+
+        `lives`: of the nodes that were up when it was asked. One that has come since was not asked, and hears
+        of it as the erasure goes on.
+        """
         for machine in self._machines:
-            node = machine.node
-            if node is None or not machine.is_up or machine.name in message or not conversation.turns:
+            was_asked = machine.is_up and lives.get(machine.name) == machine.lives
+            if machine.node is None or not was_asked or machine.name in message or not conversation.turns:
                 continue
             lookup = self._lookup(conversation, conversation.chain(conversation.turns))
             look = partial(_look_here, lookup)
