@@ -45,7 +45,9 @@ def tensors_held() -> dict[int, int]:
     """The bytes of each memory that a tensor of such numbers as weights lies in, by its address."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    there = [one for one in tensors if one.device.type == "cpu" and one.is_floating_point()]
+    # Of some layouts, as oneDNN's, which other tests may have left, storage cannot be seen.
+    dense = [one for one in tensors if one.layout is torch.strided]
+    there = [one for one in dense if one.device.type == "cpu" and one.is_floating_point()]
     return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
 
 
@@ -92,9 +94,9 @@ def test_what_loads_take_is_measured_once_whatever_memory_is_free(starts: Starts
     assert "cpu" in starts.sampled
     starts.sampled.clear()
     starts.start(11 * GIB).run()
-    assert starts.sampled == []
+    assert "cpu" not in starts.sampled, "the disk gave no samples, so that is tried again"
     starts.start(MIB).run()
-    assert starts.sampled, "it holds no large samples: another road"
+    assert "cpu" in starts.sampled, "it holds no large samples: another road"
 
 
 def test_none_of_the_pools_memory_is_taken_by_what_a_start_measures(starts: Starts) -> None:
