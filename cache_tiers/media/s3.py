@@ -422,7 +422,8 @@ class S3Tier(Tier):
 
     def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
         put_unix_s = self._objects.put_at(self._keys.record(address), deadline)
-        return self._clears.is_marked(address.tenant, session, put_unix_s)
+        marks = self._pages(self._keys.clears_of(address.tenant), deadline)
+        return self._clears.is_marked(address.tenant, session, put_unix_s, marks)
 
     def settle(self) -> None:
         """Delete old marks after the last scan was taken in completely. Raises `TierError`."""
@@ -606,10 +607,11 @@ class S3Tier(Tier):
         times = {address: item.modified_unix_s for address, item in bad.items()}
         return deque((address, at_unix_s) for address, at_unix_s, _ in found), set(self._unsettled), times
 
-    def _pages(self, prefix: str) -> Iterator[Listed]:
+    def _pages(self, prefix: str, deadline: Deadline | None = None) -> Iterator[Listed]:
+        """List a prefix. `deadline`: of all pages together; None: each has its own."""
         token: str | None = None
         while True:
-            objects, token = self._begin(partial(self._objects.page, prefix, token))()
+            objects, token = self._begin(partial(self._objects.page, prefix, token), deadline)()
             yield from objects
             if token is None:
                 return
@@ -621,9 +623,9 @@ class S3Tier(Tier):
             self._objects.get(self._keys.probes + "warm", 0, 1, deadline)
         return time.monotonic() - began_s
 
-    def _begin(self, operate: Callable[[Deadline], T]) -> Callable[[], T]:
+    def _begin(self, operate: Callable[[Deadline], T], deadline: Deadline | None = None) -> Callable[[], T]:
         """Begin a call beside others; returns the function that waits for its result."""
-        deadline = self._objects.deadline()
+        deadline = deadline or self._objects.deadline()
         future = self._executor.submit(partial(operate, deadline), deadline)
         return partial(self._executor.wait, future, deadline)
 
@@ -735,12 +737,12 @@ class S3Clears:
         times = [item.modified_unix_s for item in marks if Clear(tenant) in self._keys.parse_mark(item.key)]
         return max(times, default=None)
 
-    def is_marked(self, tenant: bytes, session: bytes, put_unix_s: float) -> bool:
-        """Ask the bucket whether what was put then is cleared. Raises `TierError`."""
+    def is_marked(self, tenant: bytes, session: bytes, put_unix_s: float, marks: Iterable[Listed]) -> bool:
+        """Return whether what was put then is cleared. `marks`: the tenant's, as they are listed."""
         gone = (Clear(tenant), Clear(tenant, session))
         return any(
             put_unix_s <= item.modified_unix_s + SLACK_S
-            for item in self._pages(self._keys.clears_of(tenant))
+            for item in marks
             if any(clear in gone for clear in self._keys.parse_mark(item.key))
         )
 

@@ -422,8 +422,8 @@ class NodeState:
         ends_s = self.clock() + most_s
 
         def undo() -> None:
+            self._purge_again(guard, address, clears, ends_s)
             self.drop([eviction], ends_s - self.clock())
-            self._purge_again(guard, address.tenant, clears, ends_s)
 
         try:
             if most_s <= 0:
@@ -434,20 +434,28 @@ class NodeState:
         except (TierError, BadRecord):
             undo()
             return
-        if not self._purge_again(guard, address.tenant, clears, ends_s):
+        if not self._purge_again(guard, address, clears, ends_s):
             self.drop([eviction], ends_s - self.clock())
             return
         with self.lock:
             self.catalog.dropped(eviction)
 
-    def _purge_again(self, guard: GuardedTier, tenant: bytes, clears: int, ends_s: float) -> bool:
-        """Delete bad records if there was a clear since, which did not know of all; False: it goes on."""
+    def _purge_again(self, guard: GuardedTier, address: Address, clears: int, ends_s: float) -> bool:
+        """Delete bad records if there was a clear since, which did not know of all; False: it goes on.
+
+        Of a disk also after a restart: the delete of `address` takes what is bad there, and is written down.
+        """
         if self.catalog.clears.seq == clears or not guard.tier.keeps_bad:
             return True
+        left_s = ends_s - self.clock()
         try:
-            guard.purge_quarantine(tenant, max(0.0, ends_s - self.clock()))
+            if left_s <= 0:
+                raise TierError("no time left for it")
+            guard.purge_quarantine(address.tenant, left_s)
         except (TierError, BadRecord):
-            self.leave_bad(guard.name, tenant)
+            self.leave_bad(guard.name, address.tenant)
+            with self.lock:
+                self.pending.add(guard.name, address, cleared=True)
             return False
         return True
 

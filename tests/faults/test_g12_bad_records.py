@@ -17,6 +17,7 @@ from samovar.cache_tiers.media.tier import Deadline
 from samovar.cache_tiers.messages import BadReport
 from samovar.cache_tiers.node.manager import TierNode
 from samovar.configs.sections import FaultSettings, TierSettings
+from tests.support.clock import Clock
 from tests.support.inside import clears_of
 from tests.support.nodes.node_faults import FAILING, MemoryTier, faulty
 from tests.support.nodes.node_harness import (
@@ -282,6 +283,56 @@ def test_g12_a_record_that_is_put_aside_during_its_clear_is_not_kept(sticks: boo
     node.node.tick()
     clears_of(node.node).join(20)
     assert tier.kept == set()
+    node.node.close()
+
+
+class Slow(Inspected):
+    """Takes its time to put aside. `clock`: what it takes that from."""
+
+    clock: Clock | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.purges, self.is_stuck = 0, False
+
+    def quarantine(self, address: Address) -> None:
+        super().quarantine(address)
+        assert self.clock is not None
+        self.clock.now_s += 1.0
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        self.purges += 1
+        return super().purge_quarantine(tenant)
+
+    def delete(self, address: Address) -> None:
+        if self.is_stuck:
+            raise TierError("stuck")
+        super().delete(address)
+        self.kept.discard(address)
+
+
+def test_g9_a_fetch_waits_no_longer_for_bad_records_than_it_has_time(tmp_path: Path) -> None:
+    """Found by the world: after a clear it purged as long as a delete may take, with no time left."""
+    tier, pending = Slow(), tmp_path / "owed.json"
+    node = bench([HeapTier(MIB), tier], bytes_max=MIB, pending_path=pending)
+    wanted = sample(1)
+    node.store(wanted)
+    node.node.sessions.demote(TENANT, wanted.header.session)
+    node.work()
+    (span,) = node.look(wanted).spans
+    address = wanted.header.address
+    tier.spoil(address)
+    tier.node, tier.clock = node.node, node.clock
+    node.fetch(wanted, span, deadline_s=1.0)
+    assert tier.purges == 1, "the clear's own: the fetch has no time for another"
+    assert tier.kept == {address}
+    tier.is_stuck = True
+    node.node.tick()
+    assert pending.read_text() != "", "a restart knows of it"
+    tier.is_stuck = False
+    node.node.tick()
+    assert tier.kept == set()
+    assert pending.read_text() == ""
     node.node.close()
 
 

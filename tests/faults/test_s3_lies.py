@@ -27,6 +27,7 @@ from tests.faults.test_s3_faults import (
     read,
     stub,
 )
+from tests.support.clock import Clock
 from tests.support.nodes.s3_extents import sealed
 from tests.support.nodes.s3_stub import Answering, Misbehaviour, Request, Stub
 
@@ -490,6 +491,28 @@ def test_g12_the_bucket_is_asked_whether_a_record_was_cleared_after_it_was_put(
     stub.misbehave = lambda to, request: to.error(500, "InternalError")
     with pytest.raises(TierError):
         tier.is_marked(address, session, Deadline(WELL_S))
+
+
+@pytest.mark.guarantee("G9")
+def test_g9_asking_whether_a_record_was_cleared_lists_no_longer_than_there_is_time(
+    stub: Stub, tier: S3Tier
+) -> None:
+    now, listed = Clock(), list[str]()
+    stub.objects[KEY] = (BYTES, time.time())
+    for name in (b"a", b"b", b"c"):
+        tier.mark_cleared([Clear(HEADER.tenant, 16 * name)], Deadline(WELL_S))
+    stub.page_keys = 1
+
+    def late(to: Answering, request: Request) -> None:
+        if "prefix" in request.query:
+            listed.append(request.query["prefix"][0])
+            now.now_s += WELL_S
+        stub.behave(to, request)
+
+    stub.misbehave = late
+    with pytest.raises(TierError):
+        tier.is_marked(HEADER.address, HEADER.session, Deadline(WELL_S, now))
+    assert len(listed) == 1
 
 
 def test_an_object_that_goes_during_a_scan(stub: Stub, make: MakeTier) -> None:
