@@ -264,7 +264,7 @@ class EncryptedTier(TierAround):
         header = record_format.decode_header(record.data, record_bytes=record.nbytes)
         geometry = geometry_of(header)
         key = self._keys.key_for(header.tenant, header.session)
-        if key.after_unix_s and header.created_unix_s <= key.after_unix_s:
+        if header.created_unix_s <= key.after_unix_s:
             raise TierMiss("it was on its way when its session was erased")
         sealed = encrypt(record.data, geometry, key)
         deadline.check()

@@ -733,18 +733,17 @@ class S3Clears:
 
     def whole_at(self, tenant: bytes) -> float | None:
         """Ask the bucket when a tenant was last cleared as a whole. Raises `TierError`."""
-        marks = self._pages(self._keys.clears_of(tenant))
-        times = [item.modified_unix_s for item in marks if Clear(tenant) in self._keys.parse_mark(item.key)]
-        return max(times, default=None)
+        return self._newest(self._pages(self._keys.clears_of(tenant)), {Clear(tenant)})
 
     def is_marked(self, tenant: bytes, session: bytes, put_unix_s: float, marks: Iterable[Listed]) -> bool:
         """Return whether what was put then is cleared. `marks`: the tenant's, as they are listed."""
-        gone = (Clear(tenant), Clear(tenant, session))
-        return any(
-            put_unix_s <= item.modified_unix_s + SLACK_S
-            for item in marks
-            if any(clear in gone for clear in self._keys.parse_mark(item.key))
-        )
+        at_unix_s = self._newest(marks, {Clear(tenant), Clear(tenant, session)})
+        return at_unix_s is not None and put_unix_s <= at_unix_s + SLACK_S
+
+    def _newest(self, marks: Iterable[Listed], clears: set[Clear]) -> float | None:
+        """Return when the newest of the marks was put that mark one of `clears`."""
+        fitting = (item for item in marks if not clears.isdisjoint(self._keys.parse_mark(item.key)))
+        return max((item.modified_unix_s for item in fitting), default=None)
 
     def latest(self, tenant: bytes) -> float:
         """Return when, as of the last look, the tenant or a session of it was last cleared; -inf: never."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from samovar.configs.tls import TlsFiles
+from samovar.configs.tls import NodeTls, TlsFiles
 
 DAY = timedelta(days=1)
 
@@ -71,3 +72,41 @@ class Authority:
         listed = x509.CertificateRevocationListBuilder(_named(self.name), now - DAY, now + DAY)
         listed = listed.add_revoked_certificate(one)
         return listed.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def node(authority: Authority, name: str, *, days: int = 1, host: str = "127.0.0.1") -> NodeTls:
+    """A node with a certificate by `authority`, whom it trusts."""
+    files = authority.issue(name, days=days, host=host)
+    return NodeTls(authority.file, files.certificate, files.key)
+
+
+class Anonymous(NodeTls):
+    """Trusts the authority, and has no certificate that it shows."""
+
+    def calling(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=self.ca)
+
+
+def _none(tea: Authority, other: Authority) -> NodeTls:
+    files = node(tea, "none")
+    return Anonymous(tea.file, files.certificate, files.key)
+
+
+def _expired(tea: Authority, other: Authority) -> NodeTls:
+    return node(tea, "late", days=-1)
+
+
+def _of_another(tea: Authority, other: Authority) -> NodeTls:
+    files = other.issue("stranger")
+    return NodeTls(tea.file, files.certificate, files.key)
+
+
+def _revoked(tea: Authority, other: Authority) -> NodeTls:
+    files = node(tea, "bad")
+    listed = tea.folder / "one.ca"
+    listed.write_bytes(tea.file.read_bytes() + tea.revoke("bad"))
+    return files
+
+
+WRONG = (_none, _expired, _of_another, _revoked)
+"""Nodes whom one with an authority `tea` must not believe. The first only as callers."""

@@ -25,7 +25,7 @@ from samovar.configs.tls import NodeTls
 from tests.support.inside import callers_of
 from tests.support.nodes.node_harness import MIB, sample
 from tests.support.nodes.peer_harness import Home, World, home, same
-from tests.support.router.certificates import Authority
+from tests.support.router.certificates import WRONG, Authority, node
 from tests.support.services.service import until
 
 HERE = "127.0.0.1"
@@ -36,12 +36,6 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture
 def tea(tmp_path: Path) -> Authority:
     return Authority(tmp_path, "tea")
-
-
-def node(authority: Authority, name: str, *, days: int = 1, host: str = HERE) -> NodeTls:
-    """A node with a certificate by `authority`, whom it trusts."""
-    files = authority.issue(name, days=days, host=host)
-    return NodeTls(authority.file, files.certificate, files.key)
 
 
 @contextmanager
@@ -137,35 +131,6 @@ def test_what_travels_is_not_read_on_the_way(tea: Authority) -> None:
     assert b"secret" not in seen
 
 
-class Anonymous(NodeTls):
-    """Trusts the authority, and has no certificate of its own."""
-
-    def calling(self) -> ssl.SSLContext:
-        return ssl.create_default_context(cafile=self.ca)
-
-
-def _none(tea: Authority, other: Authority) -> NodeTls:
-    files = node(tea, "none")
-    return Anonymous(tea.file, files.certificate, files.key)
-
-
-def _expired(tea: Authority, other: Authority) -> NodeTls:
-    return node(tea, "late", days=-1)
-
-
-def _of_another(tea: Authority, other: Authority) -> NodeTls:
-    files = other.issue("stranger")
-    return NodeTls(tea.file, files.certificate, files.key)
-
-
-def _revoked(tea: Authority, other: Authority) -> NodeTls:
-    files = node(tea, "bad")
-    listed = tea.folder / "one.ca"
-    listed.write_bytes(tea.file.read_bytes() + tea.revoke("bad"))
-    return files
-
-
-WRONG = [_none, _expired, _of_another, _revoked]
 Wrong = Callable[[Authority, Authority], NodeTls]
 
 
