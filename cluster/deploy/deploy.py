@@ -22,7 +22,7 @@ from rich.table import Table
 from samovar.cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
 from samovar.cluster.errors import StartFailed
 from samovar.cluster.serve.environment import application_environment
-from samovar.cluster.serve.graph import MODEL_APP_PREFIX, model_app_name, serve_logs
+from samovar.cluster.serve.graph import model_app_name, serve_logs
 from samovar.cluster.serve.preflight import check_certificate, check_extras, enter_tls
 from samovar.cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
 from samovar.cluster.serve.rollout import (
@@ -32,6 +32,7 @@ from samovar.cluster.serve.rollout import (
     Patience,
     exchange,
     http_options,
+    is_ours,
     not_running,
     unhealthy_here,
 )
@@ -232,9 +233,7 @@ def applications(
 
 def of_others(apps: Mapping[str, Application]) -> dict[str, Application]:
     """Return the applications that are not ours: they stay as they are."""
-    return {
-        name: app for name, app in apps.items() if name != FRONT_APP and not name.startswith(MODEL_APP_PREFIX)
-    }
+    return {name: app for name, app in apps.items() if not is_ours(name)}
 
 
 def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from samovar.cache_tiers.sessions import ON_HEAD
 from samovar.cluster.engines import vllm_python
 from samovar.cluster.serve.autoscale import autoscaling_config, one_ingress_per_node
 from samovar.cluster.serve.preflight import uses_gpu
-from samovar.cluster.serve.rollout import FRONT_APP, INGRESS_DEPLOYMENT
+from samovar.cluster.serve.rollout import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX
 from samovar.configs.imports import OWN_PYTHON
 from samovar.configs.settings import Settings
 from samovar.replicas.messages import REPLICA_DEPLOYMENT
@@ -29,7 +29,6 @@ from samovar.replicas.vllm import VllmReplica
 from samovar.router.ingress import app as ingress_app
 from samovar.router.ingresses import ingress_count
 
-MODEL_APP_PREFIX = "samovar-model-"
 REQUEST_ROUTERS = {
     "samovar": "samovar.router.routing.request_router.SessionRouter",
     "consistent_hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 FRONT_APP, INGRESS_DEPLOYMENT = "samovar", "Ingress"
 """Of what takes requests. Not in `graph.py`, which imports all of it: a stop needs the names alone."""
+MODEL_APP_PREFIX = "samovar-model-"
 FIXED = ("server", "auth", "tiers")
 """Sections already read by processes that outlive an update: the HTTP server, the tier actors."""
 ENDED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
@@ -93,14 +94,23 @@ def exchange(now: Apps, wanted: Apps, target: Target, wait: Callable[[Missing], 
     before = now
     try:
         for apps in steps(now, wanted):
+            # Those that another step replaces are not waited for, nor others': one of them may be broken.
+            ours = [name for name in apps if is_ours(name) and apps[name] == wanted.get(name)]
+            if apps.get(FRONT_APP) != before.get(FRONT_APP) or before.keys() - apps.keys():
+                # What is there already may not run yet: whoever began an exchange may have died in it.
+                wait(partial(target.missing, [name for name in ours if before.get(name) == apps[name]]))
             begun = _put(target, before, apps)
             before = apps
-            # Those that another step replaces are not waited for: one of them may be broken.
-            wait(partial(target.missing, begun or list(apps)))
+            wait(partial(target.missing, begun or ours))
     except StartFailed:
         if now:
             _put(target, before, now)  # without waiting: the old ones have not gone yet
         raise
+
+
+def is_ours(name: str) -> bool:
+    """Whether an application of Serve is one of Samovar's."""
+    return name == FRONT_APP or name.startswith(MODEL_APP_PREFIX)
 
 
 def _put(target: Target, before: Apps, apps: Apps) -> list[str]:

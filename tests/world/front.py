@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.cache_tiers.sessions import SessionTable, Sync, Synced
 from samovar.cache_tiers.transport import PeerError
-from samovar.cluster.serve.graph import MODEL_APP_PREFIX
+from samovar.cluster.serve.rollout import MODEL_APP_PREFIX
 from samovar.configs.settings import RouterSettings
 from samovar.replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, SamplingParams
 from samovar.router.generation.failover import resuming

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from samovar.cluster.errors import StartFailed
-from samovar.cluster.serve.graph import FRONT_APP, MODEL_APP_PREFIX
-from samovar.cluster.serve.rollout import Apps, Patience, exchange, not_running
+from samovar.cluster.serve.rollout import FRONT_APP, MODEL_APP_PREFIX, Apps, Patience, exchange, not_running
 from tests.world.clients import Clients
 from tests.world.front import LISTED_S, Front, Replica
 from tests.world.machine import Machine

@@ -31,10 +31,9 @@ from samovar.cluster.deploy.deploy import (
 )
 from samovar.cluster.serve import rollout
 from samovar.cluster.serve.environment import ray_environment
-from samovar.cluster.serve.graph import MODEL_APP_PREFIX
 from samovar.cluster.serve.preflight import StartFailed
 from samovar.cluster.serve.ray_cluster import asks_for_token, refuse_open_cluster
-from samovar.cluster.serve.rollout import FRONT_APP, Patience, exchange, steps
+from samovar.cluster.serve.rollout import FRONT_APP, MODEL_APP_PREFIX, Patience, exchange, steps
 from samovar.configs.fields import merged, public_tree, secret_tree
 from samovar.configs.settings import EngineSettings, Settings
 from samovar.router.proxy import are_proxies_guarded, proxy_environment
@@ -261,6 +260,49 @@ class TestRollout:
         with pytest.raises(StartFailed, match="why"):
             self.exchange(api)
         assert api.sent == [{OLD, NEW, FRONT_APP}, {OLD, FRONT_APP}]
+
+    @pytest.mark.parametrize(
+        ("mark", "late", "sent"),
+        [("", NEW, [{OLD, NEW, FRONT_APP}, {NEW, FRONT_APP}]), ("2", FRONT_APP, [{NEW, FRONT_APP}])],
+    )
+    def test_an_exchange_that_its_deployer_left_is_gone_on_with_once_what_it_began_runs(
+        self, monkeypatch: pytest.MonkeyPatch, mark: str, late: str, sent: list[set[str]]
+    ) -> None:
+        """Found by the world, seed 88001056000025: an ingress was sent to a model that was not up yet.
+
+        And where the ingress was being replaced, the model that the old one still asked was taken away.
+        """
+        monkeypatch.setattr(rollout, "POLL_S", 0.001)
+
+        class Left(FakeServe):
+            def deployed(self) -> Deployed:
+                status = dict.fromkeys((NEW, OLD, FRONT_APP), "RUNNING")
+                if not self.sent and late not in seen:
+                    seen.append(late)
+                    status[late] = "DEPLOYING"
+                return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {})
+
+            def deploy(self, config: dict[str, Any]) -> None:
+                assert seen, f"{late} does not run yet"
+                super().deploy(config)
+
+        seen: list[str] = []
+        api, patience = Left("RUNNING"), Patience(60.0, "launch.up_timeout_s")
+        wanted = apps(NEW, FRONT_APP, mark="2")
+        now = apps(OLD) | {NEW: wanted[NEW], FRONT_APP: apps(FRONT_APP, mark=mark)[FRONT_APP]}
+        exchange(now, wanted, ServeRest(api, settings_of()), patience.wait)
+        assert api.sent == sent
+
+    def test_another_application_that_does_not_run_stops_nothing(self) -> None:
+        class Others(FakeServe):
+            def deployed(self) -> Deployed:
+                status = {OLD: "RUNNING", FRONT_APP: "RUNNING", "theirs": "DEPLOY_FAILED"}
+                return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {})
+
+        now = apps(OLD, FRONT_APP, "theirs")
+        api, patience = Others("RUNNING"), Patience(60.0, "launch.up_timeout_s")
+        exchange(now, dict(now), ServeRest(api, settings_of()), patience.wait)
+        assert api.sent == [{OLD, FRONT_APP, "theirs"}]
 
     def test_an_ingress_that_is_broken_is_replaced_after_its_model(self) -> None:
         class Broken(FakeServe):
