@@ -350,13 +350,10 @@ class Catalog:
         }
         for tier, books in self._books.items():
             books.check_integrity([copy for (place, _), copy in copies.items() if place == tier])
-        self.transfers.check_integrity(copies)
+        self.transfers.check_integrity(copies, self._registry.get)
         for extent in self._registry:
             is_coming = bool(self.transfers.into_tiers(extent))
             assert extent.copies or is_coming, "an extent that is nowhere is remembered"
-        for transfer in self.transfers.with_room():
-            known = self._registry.get(transfer.address)
-            assert transfer.is_fenced or known is transfer.extent, "a transfer's extent is forgotten"
 
     def _reserve(
         self, tier: TierName, extent: HeldExtent, nbytes: int, source: Source, now_s: float

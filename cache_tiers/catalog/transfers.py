@@ -338,9 +338,14 @@ class TransferTable:
     def is_full(self) -> bool:
         return len(self) >= self._transfers_max
 
-    def with_room(self) -> Iterator[Transfer]:
-        """Yield the transfers that hold room: fenced and failed ones included, committed ones not."""
-        return (claim for claim in self._claims.values() if isinstance(claim, Transfer))
+    def unwanted(self, tenant: bytes) -> list[Place]:
+        """Return where a tenant has what its fenced transfers leave, or what was evicted, not by a clear."""
+        return [
+            place
+            for place, claim in self._claims.items()
+            if place[1].tenant == tenant
+            and (claim.is_fenced if isinstance(claim, Transfer) else claim.eviction.reason != "cleared")
+        ]
 
     def into_tiers(self, extent: HeldExtent) -> list[Transfer]:
         """Return the transfers of an extent that hold room and are not fenced."""
@@ -448,8 +453,10 @@ class TransferTable:
         if not self._pins[pin.generation]:
             del self._pins[pin.generation]
 
-    def check_integrity(self, copies: Mapping[Place, HeldCopy]) -> None:
-        """Raise `AssertionError` naming what is wrong. `copies`: all that are held."""
+    def check_integrity(
+        self, copies: Mapping[Place, HeldCopy], extent_at: Callable[[Address], HeldExtent | None]
+    ) -> None:
+        """Raise `AssertionError` naming what is wrong. `copies`: all that are held. `extent_at`: as known."""
         assert len(self) <= self._transfers_max, "too many transfers"
         for (tier, address), claim in self._claims.items():
             mine = claim if isinstance(claim, Transfer) else claim.eviction
@@ -458,7 +465,9 @@ class TransferTable:
             assert NEXT[transfer.state], "a transfer that is over was left behind"
             has_room = "failed" in NEXT[transfer.state]
             assert self._has_room(transfer) == has_room, "a transfer's state and its room disagree"
-        for transfer in self.with_room():
+        for transfer in self._with_room():
+            is_known = extent_at(transfer.address) is transfer.extent
+            assert transfer.is_fenced or is_known, "a transfer's extent is forgotten"
             is_over = transfer not in self._under_way
             assert is_over == (transfer.state == "failed"), "room is kept for a transfer that needs none"
         assert not self._claims.keys() & copies.keys(), "an extent is held and claimed in the same tier"
@@ -474,7 +483,7 @@ class TransferTable:
             self._check_ledger(tier, ledger)
 
     def _check_ledger(self, tier: TierName, ledger: Ledger) -> None:
-        transfers = [transfer for transfer in self.with_room() if transfer.tier == tier]
+        transfers = [transfer for transfer in self._with_room() if transfer.tier == tier]
         drops = [claim for (at, _), claim in self._claims.items() if at == tier and isinstance(claim, _Drop)]
         reserved = sum(transfer.nbytes for transfer in transfers)
         assert ledger.reserved == reserved, f"{tier}: bytes reserved are wrong"
@@ -485,6 +494,10 @@ class TransferTable:
             assert transfer.victims_bytes == found, f"{tier}: a transfer's victims are wrong"
         promised = sum(min(transfer.nbytes, transfer.victims_bytes) for transfer in transfers)
         assert ledger.promised == promised, f"{tier}: bytes promised are wrong"
+
+    def _with_room(self) -> Iterator[Transfer]:
+        """Yield the transfers that hold room: fenced and failed ones included, committed ones not."""
+        return (claim for claim in self._claims.values() if isinstance(claim, Transfer))
 
     def _has_room(self, transfer: Transfer) -> bool:
         return self._claims.get((transfer.tier, transfer.address)) is transfer

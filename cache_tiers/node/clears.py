@@ -106,13 +106,14 @@ class NodeClears:
     def _left_of(self, tenant: bytes, *, is_noted: bool) -> set[TierName]:
         """Return the tiers that still have something of a tenant to delete, also of earlier clears.
 
-        What is being written is deleted by its writer, if a restart would know of it, too.
+        What is being written is deleted by its writer, and what makes room by what needs it, if a restart
+        would know of it, too.
         """
         state = self._state
         with state.lock:
-            is_writing = state.catalog.transfers.is_writing
+            is_busy, has_failed = state.catalog.transfers.is_busy, state.pending.has_failed
             left = state.pending.cleared_of(tenant)
-            return {name for name, address in left if not (is_noted and is_writing(name, address))}
+            return {name for name, at in left if not (is_noted and is_busy(name, at)) or has_failed(name, at)}
 
     def heed(self, clears: Sequence[Clear]) -> None:
         """Apply clears that other nodes have marked and this one missed, because it was down or is new."""
@@ -174,13 +175,15 @@ class NodeClears:
         self._stopped.set()
 
     def _forgotten(self, clear: Clear, *, is_marked: bool) -> list[Eviction]:
-        """Clear in the catalog, under the lock; writes in flight are fenced, their deletes pending."""
+        """Clear in the catalog, under the lock; writes in flight are fenced, their deletes pending.
+
+        So is what was evicted before: its session is not known any more, so all of the tenant's.
+        """
         state = self._state
         evictions = state.catalog.clear(clear)
         self._scans.cleared(clear, is_marked=is_marked)
-        for transfer in state.catalog.transfers.with_room():
-            if transfer.is_fenced and transfer.address.tenant == clear.tenant:
-                state.pending.add(transfer.tier, transfer.address, cleared=True)
+        for tier, address in state.catalog.transfers.unwanted(clear.tenant):
+            state.pending.add(tier, address, cleared=True)
         return evictions
 
     def _drop_clears(self, name: TierName) -> None:

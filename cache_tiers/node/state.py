@@ -152,6 +152,11 @@ class PendingDeletes:
     def has(self, tier: TierName, address: Address) -> bool:
         return (tier, address) in self._deletes
 
+    def has_failed(self, tier: TierName, address: Address) -> bool:
+        """Return whether a delete was tried, and is to be tried again."""
+        delete = self._deletes.get((tier, address))
+        return delete is not None and delete.when_gone is not None
+
     def is_cleared(self, tier: TierName, header: ExtentHeader) -> bool:
         """Return whether an extent found by the scan of `tier` was cleared."""
         return self._clears[tier].covers(header.tenant, header.session)

@@ -15,9 +15,9 @@ from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.s3 import S3Clears, S3Tier
 from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
-from samovar.configs.sections import S3TierSettings, TierSettings
+from samovar.configs.sections import FaultSettings, S3TierSettings, TierSettings
 from tests.support.inside import clears_of, join_scans, scans_of, state_of
-from tests.support.nodes.node_faults import MemoryTier, SharedBucket
+from tests.support.nodes.node_faults import FAILING, MemoryTier, SharedBucket, faulty
 from tests.support.nodes.node_harness import (
     MIB,
     OTHER_TENANT,
@@ -560,3 +560,48 @@ def test_g12_a_write_under_way_for_a_clear_is_pending_before_the_deletes(tmp_pat
     finally:
         tier.gate.set()
         node.node.close()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_g12_what_is_to_make_room_when_it_is_cleared_does_not_come_back(tmp_path: Path, dies: bool) -> None:
+    """Found by the world (177000000512): what needs the room waits for a worker, and the process dies.
+
+    The books had forgotten what was evicted, so the clear was done without it, and a scan took it in.
+    """
+    path, tier, on_disk = tmp_path / "owed.json", MemoryTier("nvme", MIB), Placement("nvme", ())
+    old, new = sample(1, placement=on_disk), sample(2, tenant=OTHER_TENANT, placement=on_disk)
+    node = bench([tier], pending_path=path, budgets={"nvme": old.record.nbytes})
+    node.store(old)
+    assert node.offer(new) == "taken"
+    assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ()
+    assert tier.bytes_held() == old.record.nbytes
+    if dies:
+        node = bench([tier], pending_path=path, incarnation="again")
+        assert node.look(old).spans == ()
+        assert tier.bytes_held() == 0
+    else:
+        node.node.tick()  # it may be deleted before the room is needed
+        assert node.offer(old, node.look(old)) != "taken"
+        node.work()
+        assert node.load(new) is not None
+    node.node.tick()
+    assert path.read_text() == ""
+    node.node.check_integrity()
+
+
+def test_g12_what_could_not_make_room_is_left_of_a_clear(tmp_path: Path) -> None:
+    """Its tier was asked, and does not answer: a delete of it is tried again, and the clear says so."""
+    path, tier, on_disk = tmp_path / "owed.json", MemoryTier("nvme", MIB), Placement("nvme", ())
+    files = faulty(tier)
+    old, new = sample(1, placement=on_disk), sample(2, tenant=OTHER_TENANT, placement=on_disk)
+    node = bench([files], pending_path=path, budgets={"nvme": old.record.nbytes})
+    node.store(old)
+    assert node.offer(new) == "taken"
+    files.update(FAILING)
+    node.work()
+    cleared = node.node.clear(Clear(TENANT, SESSION))
+    assert (cleared.unreachable, cleared.is_noted) == (("nvme",), True)
+    files.update(FaultSettings())
+    again = bench([tier], pending_path=path, incarnation="again")
+    assert again.look(old).spans == ()
+    assert tier.bytes_held() == 0

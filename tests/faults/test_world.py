@@ -88,6 +88,11 @@ FOUND_BY: tuple[tuple[int | None, str], ...] = (
         "tests/unit/cluster/deploy/test_deploy.py"
         "::test_an_exchange_that_its_deployer_left_is_gone_on_with_once_what_it_began_runs",
     ),
+    (
+        177000000512,
+        "tests/faults/test_g12_forgotten.py"
+        "::test_g12_what_is_to_make_room_when_it_is_cleared_does_not_come_back",
+    ),
 )
 """What the world found: a seed (None: the commit does not say it), and what tests it since."""
 FOUND = tuple(seed for seed, _ in FOUND_BY if seed is not None and seed > 1000)

@@ -49,18 +49,18 @@ def test_the_linter_finds_nothing() -> None:
 
 
 def test_every_base_is_pinned_by_a_tag() -> None:
-    stages = {"image", "torch-${DEVICE}"}
+    stages = set[str]()
     for name, rest in instructions():
         if name == "FROM":
             base, _, stage = rest.partition(" AS ")
-            # With its registry: podman and buildah guess none.
+            # With its registry: podman and buildah guess none, nor which stage a variable names.
             assert base in stages or re.fullmatch(r"docker\.io/[a-z0-9/-]+:[0-9][0-9a-z.-]+", base), base
             stages.add(stage)
-    assert {"torch-cpu", "torch-cuda"} <= stages
 
 
 def test_everything_is_installed_by_hash_or_by_version() -> None:
     installs = [rest for name, rest in instructions() if name == "RUN" and "pip install" in rest]
+    installs = [part for line in installs for part in line.split("pip install")[1:]]
     assert len(installs) == 4
     for line in installs:
         assert "--no-deps" in line
