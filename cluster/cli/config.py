@@ -19,6 +19,7 @@ from samovar.cluster.cli.options import (
     load_or_exit,
     print_table,
     refuse,
+    short_flags,
 )
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def show_config(
         _print_keys(as_json)
         return
     wanted, rest = asked_for(ctx.args)
-    loaded = load_or_exit(config, host, port, replicas, model, rest)
+    loaded = load_or_exit(config, [*short_flags(host, port, replicas, model), *rest])
     rows = config_rows(loaded)
     if wanted is not None:
         _print_one(wanted, rows, as_json)

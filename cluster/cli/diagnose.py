@@ -162,7 +162,7 @@ def doctor(
     """
     from dataclasses import asdict
 
-    settings = load_or_exit(config, None, None, None, None, ctx.args).settings
+    settings = load_or_exit(config, ctx.args).settings
     from samovar.cluster.cli.running import RunningServers
     from samovar.cluster.doctor.check import Checked, doctor_view, run_checks
     from samovar.cluster.doctor.doctor import checks_for_vllm, checks_of

@@ -378,7 +378,7 @@ def _local(config: str | None, work: Any, must_exist: bool = False) -> None:
     from samovar.configs.extras import ExtraMissing
     from samovar.router.context.knowledge import KnowledgeError, open_store, store_file
 
-    settings = load_or_exit(config, None, None, None, None, []).settings
+    settings = load_or_exit(config, []).settings
     path = store_file(settings.knowledge, settings.model.cache_dir)
     if must_exist and settings.knowledge.postgres.url is None and not path.is_file():
         _exit(f"there is no knowledge base {path}. Give the config of its server (--config)", EXIT_REFUSED)

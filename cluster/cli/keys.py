@@ -146,7 +146,7 @@ def _done(config: str | None, args: list[str], work: Callable[[KeyStore], Done],
     from samovar.configs.extras import ExtraMissing
     from samovar.router.identities import KeysRefused, open_keys
 
-    settings = load_or_exit(config, None, None, None, None, args).settings
+    settings = load_or_exit(config, args).settings
     auth = settings.auth
     if auth.keys_file is None:
         refuse(

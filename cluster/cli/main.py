@@ -44,6 +44,7 @@ from samovar.cluster.cli.options import (
     load_or_exit,
     refuse,
     settings_anew,
+    short_flags,
 )
 from samovar.cluster.cli.plan import plan
 
@@ -375,10 +376,14 @@ def serve(
     runs.
     """
     model, args = _with_model(model, ctx.args)
-    rest = [*([] if record is None else [f"--record={Path(record).absolute()}"]), *args]
-    rest = [*([] if engine is None else [f"--engine={engine}"]), *rest]
-    rest = [*(["--engine.fast-start=true"] if fast_start else []), *rest]
-    loaded = load_or_exit(config, host, port, replicas, model, rest)
+    flags = [
+        *short_flags(host, port, replicas, model),
+        *(["--engine.fast-start=true"] if fast_start else []),
+        *([] if engine is None else [f"--engine={engine}"]),
+        *([] if record is None else [f"--record={Path(record).absolute()}"]),
+        *args,
+    ]
+    loaded = load_or_exit(config, flags)
 
     stages = _look_first(loaded.settings, with_s3_demo)
     from samovar.cluster.cli.running import RunningServers
@@ -402,7 +407,7 @@ def serve(
         code = serve_forever(
             loaded.settings,
             with_s3_demo=with_s3_demo,
-            reload=functools.partial(settings_anew, config, host, port, replicas, model, rest),
+            reload=functools.partial(settings_anew, config, flags),
             stages=stages,
             on_ready=functools.partial(servers.announce, tls=loaded.settings.server.tls),
             on_end=servers.withdraw,
@@ -444,7 +449,7 @@ def tiers(
     ] = None,
 ) -> None:
     """Serve cache tiers to other engines on this machine, such as vLLM: docs/vllm.md. Needs no Ray."""
-    settings = load_or_exit(config, None, None, None, None, ctx.args).settings
+    settings = load_or_exit(config, ctx.args).settings
     from samovar.cache_tiers.socket.process import serve_tiers
 
     say = functools.partial(print, flush=True)
@@ -554,7 +559,7 @@ def add_engine(ctx: typer.Context, engine: EngineArgument, config: ConfigOption 
     from samovar.cluster.engines.interpreter import environment_dir, python_of
     from samovar.cluster.serve.stages import StartStages
 
-    settings = load_or_exit(config, None, None, None, None, ctx.args).settings
+    settings = load_or_exit(config, ctx.args).settings
     stages = StartStages(Console(stderr=True))
     try:
         with stages:
@@ -571,7 +576,7 @@ def remove_engine(ctx: typer.Context, engine: EngineArgument, config: ConfigOpti
     """Remove the environment of an engine. Also takes --section.key VALUE."""
     from samovar.cluster.engines.environment import EnvironmentFailed, remove
 
-    settings = load_or_exit(config, None, None, None, None, ctx.args).settings
+    settings = load_or_exit(config, ctx.args).settings
     try:
         was_there = remove(settings)
     except EnvironmentFailed as error:
@@ -588,7 +593,7 @@ def list_engines(ctx: typer.Context, config: ConfigOption = None) -> None:
     from samovar.cluster.cli.options import print_table
     from samovar.cluster.engines.environment import environments
 
-    settings = load_or_exit(config, None, None, None, None, ctx.args).settings
+    settings = load_or_exit(config, ctx.args).settings
     lines = [("vllm", *found, why or "yes", str(python)) for python, found, why in environments(settings)]
     if not lines:
         refuse(f"there is none in {settings.engines_dir}: `samovar engines add vllm` makes one")

@@ -99,47 +99,25 @@ class Group(TyperGroup):
         super().format_help(ctx, formatter)
 
 
-def load_settings(
-    config: str | None,
-    host: str | None,
-    port: str | None,
-    replicas: str | None,
-    model: str | None,
-    rest: Sequence[str],
-) -> LoadedSettings:
-    """Load the settings with the short flags applied. Raises `ConfigError`."""
+def short_flags(host: str | None, port: str | None, replicas: str | None, model: str | None) -> list[str]:
+    """Return the short flags that were given, as flags of settings."""
+    short = {"--host": host, "--port": port, "--replicas": replicas, "--model": model}
+    return [f"{flag}={value}" for flag, value in short.items() if value is not None]
+
+
+def settings_anew(config: str | None, flags: Sequence[str]) -> Settings:
+    """Return the settings as they are found now. Raises `ConfigError`."""
     from samovar.configs.loader import load
 
-    short = {"--host": host, "--port": port, "--replicas": replicas, "--model": model}
-    flags = [f"{flag}={value}" for flag, value in short.items() if value is not None]
-    return load(config, os.environ, [*flags, *rest])
+    return load(config, os.environ, flags).settings
 
 
-def settings_anew(
-    config: str | None,
-    host: str | None,
-    port: str | None,
-    replicas: str | None,
-    model: str | None,
-    rest: Sequence[str],
-) -> Settings:
-    """Return the settings as `load_settings` finds them now. Raises `ConfigError`."""
-    return load_settings(config, host, port, replicas, model, rest).settings
-
-
-def load_or_exit(
-    config: str | None,
-    host: str | None,
-    port: str | None,
-    replicas: str | None,
-    model: str | None,
-    rest: Sequence[str],
-) -> LoadedSettings:
-    """Load as `load_settings`, and exit with all problems if there are any."""
-    from samovar.configs.loader import ConfigError
+def load_or_exit(config: str | None, flags: Sequence[str]) -> LoadedSettings:
+    """Load the settings, and exit with all problems if there are any."""
+    from samovar.configs.loader import ConfigError, load
 
     try:
-        return load_settings(config, host, port, replicas, model, rest)
+        return load(config, os.environ, flags)
     except ConfigError as error:
         refuse(str(error))
 

@@ -20,7 +20,7 @@ import pytest
 needs_infra = pytest.mark.skipif(
     os.environ.get("TESTS_INFRA") != "1",
     reason="infrastructure tests run by `make test-terraform`, `test-ray-up`, `test-multinode`, "
-    "`test-oidc`, `test-dashboards` and `test-chart` (they set TESTS_INFRA=1)",
+    "`test-oidc`, `test-dashboards`, `test-chart` and `test-image` (they set TESTS_INFRA=1)",
 )
 
 
@@ -65,6 +65,8 @@ NEEDS: dict[str, Need] = {
     "mkfs.ext4": _program("mkfs.ext4", apt="e2fsprogs", sbin=True),
     "rsync": _program("rsync", apt="rsync"),
     "ssh": _program("ssh", apt="openssh-client"),
+    "buildah": _program("buildah", apt="buildah"),
+    "debootstrap": _program("debootstrap", apt="debootstrap", sbin=True),
     "promtool": _program("promtool", apt="prometheus"),
     "prometheus": _program("prometheus", apt="prometheus"),
     "grafana sdk": _module("grafana_foundation_sdk", pip="grafana-foundation-sdk"),
