@@ -165,6 +165,9 @@ class TierScans:
             since = self._cleared[guard.name] = ClearSet(self._clears_max)
             for clear, _ in self._state.pending.clears_of(guard.name):
                 since.add(clear)  # it may be settled before this scan comes to what it is about
+            # What a scan that failed had found may be bad by now, or gone. Nobody writes before one ends.
+            is_repeated = guard.name in self._again_s and not tier.is_shared
+            unseen = set(self._state.catalog.hottest(guard.name)) if is_repeated else set[Address]()
         try:
             if tier.take():
                 self._state.taken()
@@ -173,6 +176,7 @@ class TierScans:
                 if self._stopped.is_set():
                     return
                 undeleted += not self._take_in(guard, scanned)
+                unseen.discard(scanned.header.address)
                 found += 1
             self._purge_quarantine(guard)
         except (TierError, BadRecord) as error:
@@ -190,6 +194,9 @@ class TierScans:
         if tier.is_shared and not undeleted:
             self._settle(tier)
         with self._state.lock:
+            for address in unseen:
+                if (eviction := self._state.catalog.lose(address, guard.name)) is not None:
+                    self._state.catalog.dropped(eviction)
             self.unknown.discard(guard.name)
             if tier.is_shared:
                 self._listed_s[guard.name] = self._state.clock()

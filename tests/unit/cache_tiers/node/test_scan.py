@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from samovar.cache_tiers.blocks import Clear
-from samovar.cache_tiers.media import Scanned
+from samovar.cache_tiers.blocks import Clear, Placement, Record, TierError
+from samovar.cache_tiers.media import Deadline, Scanned
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.node.scan import AGAIN_S, NODES_MAX, RescanCoalescer
-from tests.support.inside import join_scans
+from samovar.configs.sections import TierSettings
+from tests.support.inside import join_scans, state_of
 from tests.support.nodes.node_faults import MemoryTier
 from tests.support.nodes.node_harness import MIB, OTHER_TENANT, TENANT, Bench, bench, sample
 
@@ -77,6 +78,36 @@ def test_a_scan_ends_with_its_node(disk: SlowDisk) -> None:
     house.node.close()
     join_scans(house.node, 30.0)
     assert not any(thread.name == "scan-nvme" for thread in threading.enumerate())
+
+
+class Sick(MemoryTier):
+    """Its first look fails behind the first record."""
+
+    is_sick = True
+
+    def scan(self) -> Iterator[Scanned]:
+        for scanned in super().scan():
+            yield scanned
+            if self.is_sick:
+                self.is_sick = False
+                raise TierError("it is sick")
+
+
+def test_what_has_gone_between_two_looks_is_not_held() -> None:
+    """Found by the world (377000000208): a record that the second look put aside stayed in the books."""
+    disk = Sick("nvme", MIB)
+    samples = [sample(number, placement=Placement("nvme", ())) for number in range(2)]
+    for wanted in samples:
+        disk.put(wanted.header.address, Record(wanted.record), deadline=Deadline(1.0))
+    node = bench([disk])
+    assert [node.copies(wanted) for wanted in samples] == [("nvme",), ()]
+    disk.delete(samples[0].header.address)
+    node.clock.now_s += TierSettings().breaker_open_s + 1
+    node.node.tick()
+    join_scans(node.node, 20)
+    assert [node.copies(wanted) for wanted in samples] == [(), ("nvme",)]
+    assert state_of(node.node).catalog.usage("nvme").bytes_accounted == disk.bytes_held()
+    node.node.check_integrity()
 
 
 class World:
