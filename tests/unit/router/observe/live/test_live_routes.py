@@ -81,8 +81,8 @@ async def test_f14_a_tenant_s_stream_and_usage_tell_of_its_own_only() -> None:
             home.replicas.pooled_blocks = 3
             answer = await say_hi(client, "mine", KEY)
             await until(lambda: bool(own.turns and every.turns))
-            state = await seen_by(own, "sess_", "'gpu': 3")
-            await seen_by(every, "sess_")
+            state = await seen_by(own, "sess_", "'gpu': 3", "'requests': 1")
+            await seen_by(every, "sess_", "'requests': 1")
             (turn,), (admins,) = own.turns, every.turns
             usages = [
                 (await client.get("/v1/usage", headers=bearer(key))).json()
