@@ -96,6 +96,10 @@ class Fleet:
         """Return the model's applications of which something runs or is asked for answers."""
         return {one.app for one in (*self.replicas, *self.fronts)}
 
+    def is_less(self) -> bool:
+        """Whether a replica has died and is not back yet."""
+        return any(one.process.is_dead for one in self.replicas)
+
     def _is_wanted(self, name: str, app: App) -> bool:
         return self.apps.get(name) == app
 
@@ -220,9 +224,11 @@ class Rollout:
 
     def _judge_ended(self, apps: dict[str, App]) -> None:
         fleet, ends_s = self._fleet, self._here.now_s + ENDS_S
-        while fleet.versions() != {apps[FRONT_APP].model_app} and self._here.now_s < ends_s:
+        wanted = {apps[FRONT_APP].model_app}
+        while (fleet.versions() != wanted or fleet.is_less()) and self._here.now_s < ends_s:
             self._here.sleep(1.0)
-        if fleet.apps != apps or fleet.versions() != {apps[FRONT_APP].model_app}:
+        self._here.sleep(2 * LISTED_S)  # a replica that has died and is back is known to fronts by then
+        if fleet.apps != apps or fleet.versions() != wanted:
             what = f"{sorted(fleet.apps)} shall run, {sorted(fleet.versions())} do, not {sorted(apps)}"
             self._here.violate("not rolled out", what)
 
