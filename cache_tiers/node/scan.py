@@ -165,7 +165,7 @@ class TierScans:
             since = self._cleared[guard.name] = ClearSet(self._clears_max)
             for clear, _ in self._state.pending.clears_of(guard.name):
                 since.add(clear)  # it may be settled before this scan comes to what it is about
-            # What a scan that failed had found may be bad by now, or gone. Nobody writes before one ends.
+            # What a scan that failed had found may be bad by now, or gone. No store is made before one ends.
             is_repeated = guard.name in self._again_s and not tier.is_shared
             unseen = set(self._state.catalog.hottest(guard.name)) if is_repeated else set[Address]()
         try:

@@ -97,7 +97,7 @@ def exchange(now: Apps, wanted: Apps, target: Target, wait: Callable[[Missing], 
             # Those that another step replaces are not waited for, nor others': one of them may be broken.
             ours = [name for name in apps if is_ours(name) and apps[name] == wanted.get(name)]
             if apps.get(FRONT_APP) != before.get(FRONT_APP) or before.keys() - apps.keys():
-                # What is there already may not run yet: whoever began an exchange may have died in it.
+                # What is there already may not run yet: a deployer may have died in its exchange.
                 wait(partial(target.missing, [name for name in ours if before.get(name) == apps[name]]))
             begun = _put(target, before, apps)
             before = apps
