@@ -23,6 +23,9 @@ from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
+MARKS_S_MAX = 30.0
+"""So long a disk's records wait for what a bucket has marked: it may not answer."""
+
 
 class TierScans:
     """Runs scans and rescans. `wall_clock`: Unix seconds, only for how long ago a record was used.
@@ -46,19 +49,25 @@ class TierScans:
         self._running: dict[TierName, threading.Thread] = {}
         self._starting = threading.Lock()  # many callers may request a rescan at once
         self._stopped = threading.Event()
+        self._heard = threading.Event()
+        """What a bucket has marked as cleared while this node was away is applied; or it did not answer."""
+        if not any(guard.tier.is_shared for guard in state.guards.values()):
+            self._heard.set()
 
     def start(self, wait_s: float = math.inf) -> None:
         """Scan the local tiers; what takes longer than `wait_s`, and shared ones, go on in the background."""
         ends_s = time.monotonic() + wait_s
-        for name, guard in self._state.guards.items():
+        guards = self._state.guards
+        # Shared ones first: the others' records wait for what is marked there.
+        for name in sorted(guards, key=lambda name: name not in TIERS.shared):
             if name in TIERS.shared:
-                guard.ready = True
-                self._run(guard)
-                threading.Thread(target=_warm, args=(guard,), name=f"warm-{name}", daemon=True).start()
+                guards[name].ready = True
+                self._run(guards[name])
+                threading.Thread(target=_warm, args=(guards[name],), name=f"warm-{name}", daemon=True).start()
             elif math.isinf(wait_s):
-                self._scan(guard)
+                self._scan(guards[name])
             else:
-                self._run(guard)
+                self._run(guards[name])
         for name in () if math.isinf(wait_s) else self._state.guards.keys() - TIERS.shared:
             self._running[name].join(max(0.0, ends_s - time.monotonic()))
 
@@ -122,6 +131,7 @@ class TierScans:
     def stop(self, wait_s: float) -> None:
         """End scans at their next record; wait for those of local tiers, which are closed next."""
         self._stopped.set()
+        self._heard.set()
         for name in self._running.keys() - TIERS.shared:
             self._running[name].join(wait_s)
 
@@ -132,8 +142,13 @@ class TierScans:
 
     def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
         """Call `heed` with what scans find marked as cleared."""
+
+        def heard(clears: Sequence[Clear]) -> None:
+            heed(clears)
+            self._heard.set()
+
         for guard in self._state.guards.values():
-            guard.tier.on_marks(heed)
+            guard.tier.on_marks(heard)
 
     def cleared(self, clear: Clear, *, is_marked: bool) -> None:
         """Keep running scans from taking in what is cleared; under the state's lock, with the clear itself.
@@ -189,6 +204,8 @@ class TierScans:
                 self._again_s[guard.name] = self._state.clock() + self._retry_s
             return
         finally:
+            if tier.is_shared:
+                self._heard.set()
             with self._state.lock:
                 self._cleared.pop(guard.name, None)
         if tier.is_shared and not undeleted:
@@ -202,6 +219,8 @@ class TierScans:
                 self._listed_s[guard.name] = self._state.clock()
             else:
                 self._state.pending.scanned(guard.name)
+        if found and not self._heard.wait(MARKS_S_MAX):
+            logger.warning("%s tier: served, though the bucket does not say what was cleared", guard.name)
         guard.ready = True
         logger.info("%s tier: %d records found", guard.name, found)
 

@@ -97,6 +97,11 @@ FOUND_BY: tuple[tuple[int | None, str], ...] = (
         377000000208,
         "tests/unit/cache_tiers/node/test_scan.py::test_what_has_gone_between_two_looks_is_not_held",
     ),
+    (
+        377000000846,
+        "tests/unit/cache_tiers/node/test_scan.py"
+        "::test_what_a_bucket_says_was_erased_meanwhile_is_heard_before_a_disk_is_served",
+    ),
 )
 """What the world found: a seed (None: the commit does not say it), and what tests it since."""
 FOUND = tuple(seed for seed, _ in FOUND_BY if seed is not None and seed > 1000)

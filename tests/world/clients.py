@@ -280,6 +280,8 @@ class Clients:
 
     def ghost(self, conversation: Conversation, machine: Machine) -> None:
         """Look for what was erased."""
+        if machine.name in conversation.away and machine.has_not_listed():
+            return
         found = self._look(conversation, conversation.chain(conversation.turns), machine)
         if found.spans or found.tails:
             tiers = sorted({span.tier for span in found.spans})
@@ -342,7 +344,7 @@ class Clients:
                     self._others_are_clear(one, message, lives)
             if outcome == "done":
                 for one in closed:
-                    one.erased_s = self._here.now_s
+                    one.erased_s, one.away = self._here.now_s, frozenset(self._network.left)
                 return
             self._here.sleep(self._rng.choice((0.2, 3.0)))
 

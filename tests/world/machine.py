@@ -20,7 +20,7 @@ from samovar.cache_tiers.media.s3 import S3Tier
 from samovar.cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
 from samovar.cache_tiers.transport import LazyLink
 from samovar.configs.sections import TierSettings
-from tests.support.inside import state_of
+from tests.support.inside import scans_of, state_of
 from tests.world.disk import Disk
 from tests.world.faults import Faults
 from tests.world.network import Calls, Home, Network
@@ -79,6 +79,11 @@ class Machine(Home):
     @property
     def is_up(self) -> bool:
         return self.node is not None and self.process is not None and not self.process.is_dead
+
+    def has_not_listed(self) -> bool:
+        """Whether the bucket has not told it yet what was erased while it was away."""
+        has_bucket = "s3" in self._shape.bytes_max
+        return has_bucket and self.node is not None and scans_of(self.node).listed_ago_s("s3") is None
 
     def start(self) -> None:
         """Begin a life, in a process of its own; `is_up` when it answers."""

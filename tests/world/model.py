@@ -71,6 +71,8 @@ class Conversation:
     is_closed: bool = False
     erased_s: float | None = None
     """When its erasure was acknowledged: from then on it is nowhere."""
+    away: frozenset[str] = frozenset()
+    """Nodes that had left by then. One that returns with its disk hears of it in the bucket."""
     goes_on: bool = False
     """A door has said that its erasure is not done, and goes on by itself."""
     made: dict[int, Extent] = field(default_factory=dict)

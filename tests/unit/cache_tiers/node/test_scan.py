@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from samovar.cache_tiers.blocks import Clear, Placement, Record, TierError
+from samovar.cache_tiers.blocks import Address, Clear, Placement, Record, TierError
 from samovar.cache_tiers.media import Deadline, Scanned
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.node.scan import AGAIN_S, NODES_MAX, RescanCoalescer
 from samovar.configs.sections import TierSettings
 from tests.support.inside import join_scans, state_of
-from tests.support.nodes.node_faults import MemoryTier
-from tests.support.nodes.node_harness import MIB, OTHER_TENANT, TENANT, Bench, bench, sample
+from tests.support.nodes.node_faults import MemoryTier, SharedBucket
+from tests.support.nodes.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, Bench, bench, sample
 
 
 class SlowDisk(MemoryTier):
@@ -108,6 +108,38 @@ def test_what_has_gone_between_two_looks_is_not_held() -> None:
     assert [node.copies(wanted) for wanted in samples] == [(), ("nvme",)]
     assert state_of(node.node).catalog.usage("nvme").bytes_accounted == disk.bytes_held()
     node.node.check_integrity()
+
+
+class SlowBucket(SharedBucket):
+    """Its first look waits for `gate`."""
+
+    def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
+        self._pass()
+        return super().rescan(is_known)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_a_bucket_says_was_erased_meanwhile_is_heard_before_a_disk_is_served(answers: bool) -> None:
+    """Found by the world (377000000846): a node that had left came back with its disk."""
+    disk, bucket = MemoryTier("nvme", MIB), SlowBucket(MIB)
+    erased, kept = sample(1, placement=Placement("nvme", ())), sample(2, tenant=OTHER_TENANT)
+    for wanted in (erased, kept):
+        disk.put(wanted.header.address, Record(wanted.record), deadline=Deadline(1.0))
+    bucket.mark_cleared([Clear(TENANT, SESSION)], Deadline(1.0))
+    bucket.gate.clear()
+    bucket.down = not answers
+    house = bench([HeapTier(MIB), disk, bucket], scan_s_max=0.0)
+    assert bucket.waiting.acquire(timeout=20)
+    assert state(house) != "up"
+    assert house.tiers_of(erased) == []
+    new = sample(9)
+    assert house.store(new) == "taken", "main memory has nothing that could be old"
+    bucket.gate.set()
+    join_scans(house.node, 20)
+    assert state(house) == "up"
+    assert house.tiers_of(kept) == ["nvme"]
+    assert (house.tiers_of(erased) == []) == answers, "a bucket that is down keeps no disk from serving"
+    house.node.close()
 
 
 class World:
