@@ -57,17 +57,16 @@ class TierScans:
     def start(self, wait_s: float = math.inf) -> None:
         """Scan the local tiers; what takes longer than `wait_s`, and shared ones, go on in the background."""
         ends_s = time.monotonic() + wait_s
-        guards = self._state.guards
         # Shared ones first: the others' records wait for what is marked there.
-        for name in sorted(guards, key=lambda name: name not in TIERS.shared):
+        for name, guard in sorted(self._state.guards.items(), key=lambda row: row[0] not in TIERS.shared):
             if name in TIERS.shared:
-                guards[name].ready = True
-                self._run(guards[name])
-                threading.Thread(target=_warm, args=(guards[name],), name=f"warm-{name}", daemon=True).start()
+                guard.ready = True
+                self._run(guard)
+                threading.Thread(target=_warm, args=(guard,), name=f"warm-{name}", daemon=True).start()
             elif math.isinf(wait_s):
-                self._scan(guards[name])
+                self._scan(guard)
             else:
-                self._run(guards[name])
+                self._run(guard)
         for name in () if math.isinf(wait_s) else self._state.guards.keys() - TIERS.shared:
             self._running[name].join(max(0.0, ends_s - time.monotonic()))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import tempfile
 import time
@@ -86,9 +87,8 @@ def _make_base(buildah: Buildah, root: Path) -> None:
     for marker in root.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
         marker.unlink()  # the image's pip installs beside Debian's
     (root / "usr/bin/python").symlink_to("python3")
-    (root / AUTHORITIES).write_bytes(
-        (Path("/") / AUTHORITIES).read_bytes()
-    )  # this machine's mirrors have theirs
+    # Those that this machine trusts: its way to PyPI may have one of its own.
+    shutil.copyfile(Path("/") / AUTHORITIES, root / AUTHORITIES)
     container = buildah("from", "scratch")
     buildah("add", "--quiet", container, str(root), "/")
     buildah("commit", "--quiet", "--rm", container, "localhost/base:1")

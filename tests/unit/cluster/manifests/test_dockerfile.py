@@ -59,9 +59,11 @@ def test_every_base_is_pinned_by_a_tag() -> None:
 
 
 def test_everything_is_installed_by_hash_or_by_version() -> None:
-    installs = [rest for name, rest in instructions() if name == "RUN" and "pip install" in rest]
-    installs = [part for line in installs for part in line.split("pip install")[1:]]
+    runs = [rest for name, rest in instructions() if name == "RUN"]
+    installs = [part for rest in runs for part in rest.split("pip install")[1:]]
     assert len(installs) == 4
+    for torch in ("torch==$TORCH", "/locks/torch.lock"):  # for each device
+        assert sum(torch in line for line in installs) == 1
     for line in installs:
         assert "--no-deps" in line
         assert "--require-hashes" in line or "torch==$TORCH" in line or "/wheels/*.whl" in line
