@@ -127,9 +127,9 @@ class FaultyTier(TierAround):
         self._begin("is_marked")
         return self.inner.is_marked(address, session, deadline)
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         self._begin("settle")
-        self.inner.settle()
+        return self.inner.settle()
 
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
         self._begin("rescan")

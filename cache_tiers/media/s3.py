@@ -335,6 +335,7 @@ class S3Tier(Tier):
         self._clears = S3Clears(self._objects, self._keys, self._pages, settings)
         self._probes = S3Probes(self._objects, self._keys, self._pages, wall_clock)
         self._unsettled: set[bytes] = set()  # tenants that the last listing did not judge in full
+        self._unread = 0  # headers that the last listing could not read
         self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
         """Called by every scan with what is marked as cleared, before its records are yielded."""
         self._bad_found = BadFound()
@@ -425,11 +426,11 @@ class S3Tier(Tier):
         marks = self._pages(self._keys.clears_of(address.tenant), deadline)
         return self._clears.is_marked(address.tenant, session, put_unix_s, marks)
 
-    def settle(self) -> None:
-        """Delete old marks after the last scan was taken in completely. Raises `TierError`."""
+    def settle(self) -> bool:
         gone = self._clears.settle(self._unsettled)
         if gone:
             logger.info("s3: %d marks of clears have been judged by", gone)
+        return not self._unread
 
     def purge_quarantine(self, tenant: bytes) -> int:
         """Delete the tenant's bad objects, other nodes' too; return how many. Raises `TierError`."""
@@ -457,6 +458,7 @@ class S3Tier(Tier):
                 continue
             except TierError as error:
                 failures += 1
+                self._unread += 1
                 self._unsettled.add(address.tenant)
                 logger.warning("s3: the header of an extent cannot be read: %s", error)
                 if failures >= SCAN_FAILURES_MAX:
@@ -570,7 +572,7 @@ class S3Tier(Tier):
 
         Also returns the tenants that have older, unindexed records, and what is kept as bad, with its times.
         """
-        self._unsettled = set()
+        self._unsettled, self._unread = set(), 0
         with self._lock:
             self._ledger.begin_listing()
         newest: list[tuple[float, str, int]] = []

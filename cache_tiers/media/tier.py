@@ -114,7 +114,7 @@ class Tier(ABC):
     def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         """Store the record: afterwards `read` finds all of it, or (on `TierFull`, `TierError`) nothing.
 
-        Idempotent.
+        Idempotent. After an error it has to be deleted: a restart may find it.
         """
 
     @abstractmethod
@@ -189,11 +189,12 @@ class Tier(ABC):
         """
         return False
 
-    def settle(self) -> None:  # noqa: B027 - optional
-        """Drop the marks of a shared tier that are no longer needed. Raises `TierError`.
+    def settle(self) -> bool:
+        """Drop the marks of a shared tier that are not needed. False: its last scan could not read all.
 
-        Precondition: everything the last scan found was taken in, and what was cleared is deleted.
+        Precondition: what it found is taken in, and what was cleared is deleted. Raises `TierError`.
         """
+        return True
 
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
         """Scan a shared tier again, for what is not known."""
@@ -208,10 +209,7 @@ class Tier(ABC):
         """Mark as used now, across a restart if the medium can (mtime). Cheap, never raises."""
 
     def drop_cache(self, address: Address) -> None:  # noqa: B027 - optional
-        """Make the next read of a record come from the medium, not from the system's cache. For measuring.
-
-        Raises `TierError`.
-        """
+        """Make the next read of a record come from the medium, to measure that. Raises `TierError`."""
 
     @abstractmethod
     def bytes_held(self) -> int:
@@ -270,8 +268,8 @@ class TierAround(Tier):
     def is_marked(self, address: Address, session: bytes, deadline: Deadline) -> bool:
         return self.inner.is_marked(address, session, deadline)
 
-    def settle(self) -> None:
-        self.inner.settle()
+    def settle(self) -> bool:
+        return self.inner.settle()
 
     def bad_found(self) -> BadFound:
         return self.inner.bad_found()

@@ -31,7 +31,7 @@ class TierScans:
     """Runs scans and rescans. `wall_clock`: Unix seconds, only for how long ago a record was used.
 
     A failed scan is retried after `breaker_open_s`; shared tiers are rescanned for other nodes' records
-    every `s3.rescan_s`.
+    every `s3.rescan_s`, and sooner if the last scan failed or left something unread: it may be cleared.
     """
 
     def __init__(self, state: NodeState, wall_clock: Callable[[], float], settings: TierSettings) -> None:
@@ -40,6 +40,7 @@ class TierScans:
         self._retry_s = settings.breaker_open_s
         self._rescan_s = settings.s3.rescan_s
         self._rescan_at_s = state.clock() + self._rescan_s
+        self._soon_s = self._retry_s  # until the next scan after one that was not whole; doubles
         self.unknown: set[TierName] = set(state.guards)
         """Tiers not scanned completely yet. Requires the state's lock."""
         self._clears_max = settings.tombstones_max
@@ -81,11 +82,10 @@ class TierScans:
 
     def rescan(self, *, now: bool) -> None:
         """Rescan shared tiers for other nodes' records, if it is due or `now`."""
-        clock_s = self._state.clock()
-        if not now and clock_s < self._rescan_at_s:
-            return
-        self._rescan_at_s = clock_s + self._rescan_s
-        self._rescan()
+        with self._state.lock:
+            is_due = self._state.clock() >= self._rescan_at_s
+        if now or is_due:
+            self._rescan()
 
     def look(self, wait_s: float) -> bool:
         """Rescan now and wait; True if everything others have put there is known by then."""
@@ -201,21 +201,24 @@ class TierScans:
                 guard.failed()
             with self._state.lock:
                 self._again_s[guard.name] = self._state.clock() + self._retry_s
+                if tier.is_shared:
+                    self._rescan_later(is_whole=False)
             return
         finally:
             if tier.is_shared:
                 self._heard.set()
             with self._state.lock:
                 self._cleared.pop(guard.name, None)
-        if tier.is_shared and not undeleted:
-            self._settle(tier)
+        is_whole = not tier.is_shared or (not undeleted and self._settle(tier))
         with self._state.lock:
             for address in unseen:
                 if (eviction := self._state.catalog.lose(address, guard.name)) is not None:
                     self._state.catalog.dropped(eviction)
             self.unknown.discard(guard.name)
             if tier.is_shared:
-                self._listed_s[guard.name] = self._state.clock()
+                self._rescan_later(is_whole=is_whole)
+                if is_whole:
+                    self._listed_s[guard.name] = self._state.clock()
             else:
                 self._state.pending.scanned(guard.name)
         if found and not self._heard.wait(MARKS_S_MAX):
@@ -230,11 +233,19 @@ class TierScans:
         for tenant in tenants:
             guard.tier.purge_quarantine(tenant)
 
-    def _settle(self, tier: Tier) -> None:
+    def _rescan_later(self, *, is_whole: bool) -> None:
+        """Set when shared tiers are scanned next. Requires the state's lock."""
+        again_s = self._rescan_s if is_whole else min(self._soon_s, self._rescan_s)
+        self._soon_s = self._retry_s if is_whole else 2 * again_s
+        self._rescan_at_s = self._state.clock() + again_s
+
+    def _settle(self, tier: Tier) -> bool:
+        """Drop old marks; return whether the last scan read all that is there, as far as is known."""
         try:
-            tier.settle()
+            return tier.settle()
         except TierError as error:
             logger.info("marks of clears are kept for longer: %s", error)
+            return False
 
     def _take_in(self, guard: GuardedTier, scanned: Scanned) -> bool:
         """Add a scanned record; False: it was cleared, and its delete is pending. Raises `TierError`."""

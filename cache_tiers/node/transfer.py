@@ -225,7 +225,7 @@ class TransferRunner:
                 if self._state.clock() < ends_s:  # else there was no time to make room
                     logger.warning("%s tier: read-only from now on: %s", guard.name, error)
                     guard.read_only = True
-                self.abort(transfer, ends_s)
+                self._undo(transfer, ends_s)  # a name that could not be flushed, nor removed, is there
                 raise
             except (TierError, BadRecord):
                 self._undo(transfer, ends_s)

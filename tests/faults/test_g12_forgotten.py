@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ from tests.support.nodes.node_harness import (
     nvme,
     sample,
 )
+from tests.support.nodes.nvme_harness import SickCalls
 from tests.support.nodes.s3_stub import Answering, Request, Stub, s3_stub
 
 IN_S3 = Placement(first="s3", write_behind=())
@@ -320,6 +323,36 @@ def test_a_node_that_was_away_forgets_what_was_cleared_meanwhile_on_its_own_disk
         one.node.close()
 
 
+def test_g12_what_a_listing_could_not_read_is_looked_at_again_soon(stub: Stub) -> None:
+    """Found by the world (677000001102): it was erased, and lay there until the bucket's next turn."""
+    key, is_away = put(stub, sample(1, placement=IN_S3)), True
+    stub.misbehave = lambda to, request: (
+        to.error(503, "SlowDown") if is_away and request.key == key else stub.behave(to, request)
+    )
+    node = start(stub)
+
+    def listings(after_s: float) -> int:
+        before = sum("list-type" in request.query for request in stub.requests)
+        node.clock.now_s += after_s
+        node.node.tick()
+        join_scans(node.node, 20)
+        return sum("list-type" in request.query for request in stub.requests) - before
+
+    def listed_ago_s() -> float | None:
+        return next(row.listed_ago_s for row in node.node.stats().tiers if row.name == "s3")
+
+    assert node.node.clear(Clear(TENANT, SESSION)).unreachable == (), "it is marked"
+    soon_s = TierSettings().breaker_open_s
+    assert [listings(soon_s) > 0 for _ in range(7)] == [True, False, True, False, False, False, True]
+    assert (records(stub), listed_ago_s()) == ([key], None)
+    is_away = False
+    assert listings(8 * soon_s) > 0
+    assert (records(stub), listed_ago_s()) == ([], 0.0)
+    assert listings(soon_s) == 0, "from now on as often as is set"
+    node.node.check_integrity()
+    node.node.close()
+
+
 def test_s3_marks_go_when_a_listing_was_judged_by_them_whole(stub: Stub) -> None:
     node = start(stub, clears_retention_s=0.001)
     node.node.clear(Clear(TENANT, SESSION))
@@ -605,3 +638,31 @@ def test_g12_what_could_not_make_room_is_left_of_a_clear(tmp_path: Path) -> None
     again = bench([tier], pending_path=path, incarnation="again")
     assert again.look(old).spans == ()
     assert tier.bytes_held() == 0
+
+
+def test_g12_a_name_that_found_no_room_is_left_of_a_clear(tmp_path: Path) -> None:
+    """Found by the world (577000000979): a record has its name, which can be neither flushed nor removed.
+
+    Its write was called off as one of which nothing is there, so nobody deleted it, and a scan took it in.
+    """
+    path, files = tmp_path / "owed.json", nvme(tmp_path / "kv", calls=(calls := SickCalls()))
+    node = bench([files], pending_path=path)
+    wanted = sample(1, placement=Placement("nvme", ()))
+
+    def is_full(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
+        if "rename" in calls.seen and name in ("fsync", "unlink"):
+            raise OSError(errno.ENOSPC, "no room")
+        return calls.really(name, *args)
+
+    calls.arm(is_full, 1, 1_000_000)
+    assert node.store(wanted) == "taken"
+    assert list((tmp_path / "kv").rglob("*.kv")), "the fault did not come about"
+    assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("nvme",)
+    files.close()
+    again = bench([nvme(tmp_path / "kv")], pending_path=path, incarnation="again")
+    assert again.look(wanted).spans == ()
+    again.node.tick()
+    assert not list((tmp_path / "kv").rglob("*.kv"))
+    assert path.read_text() == ""
+    again.node.check_integrity()
+    again.node.close()

@@ -102,6 +102,14 @@ FOUND_BY: tuple[tuple[int | None, str], ...] = (
         "tests/unit/cache_tiers/node/test_scan.py"
         "::test_what_a_bucket_says_was_erased_meanwhile_is_heard_before_a_disk_is_served",
     ),
+    (
+        577000000979,
+        "tests/faults/test_g12_forgotten.py::test_g12_a_name_that_found_no_room_is_left_of_a_clear",
+    ),
+    (
+        677000001102,
+        "tests/faults/test_g12_forgotten.py::test_g12_what_a_listing_could_not_read_is_looked_at_again_soon",
+    ),
 )
 """What the world found: a seed (None: the commit does not say it), and what tests it since."""
 FOUND = tuple(seed for seed, _ in FOUND_BY if seed is not None and seed > 1000)

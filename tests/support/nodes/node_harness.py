@@ -18,6 +18,7 @@ from samovar.cache_tiers.blocks.record import Record
 from samovar.cache_tiers.blocks.tiers import TierName
 from samovar.cache_tiers.catalog.transfers import no_fault
 from samovar.cache_tiers.encryption.tier import Keys
+from samovar.cache_tiers.media.files import Syscalls
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.nvme import NvmeTier
 from samovar.cache_tiers.media.tier import Tier
@@ -181,7 +182,9 @@ class Bench:
         return payload
 
 
-def nvme(path: Path, bytes_max: int = 4 * MIB, *, waits: bool = False) -> NvmeTier:
+def nvme(
+    path: Path, bytes_max: int = 4 * MIB, *, waits: bool = False, calls: Syscalls | None = None
+) -> NvmeTier:
     return NvmeTier(
         path,
         bytes_max=bytes_max,
@@ -189,6 +192,7 @@ def nvme(path: Path, bytes_max: int = 4 * MIB, *, waits: bool = False) -> NvmeTi
         direct_io=False,
         quarantine_bytes_max=MIB,
         wall_clock=lambda: 2000.0,
+        calls=calls,
         waits=waits,
     )
 

@@ -67,8 +67,9 @@ class Memory(Tier):
         self.log.append("is_marked")
         return True
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         self.log.append("settle")
+        return True
 
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
         self.log.append("rescan")
