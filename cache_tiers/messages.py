@@ -299,7 +299,7 @@ class Cleared:
 class TierStats:
     """One row of the tiers table. Counters since the actor's start.
 
-    `listed_ago_s`: age of the last complete listing of a tier that other nodes write to as well; None: it
+    `listed_ago_s`: since the last listing that read all of a tier that other nodes write to began; None: it
     has none yet, or needs none. `medium_free_bytes`: what the disk has left, as of the last write; None: not
     known.
     """

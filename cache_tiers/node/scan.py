@@ -46,7 +46,7 @@ class TierScans:
         self._clears_max = settings.tombstones_max
         self._cleared: dict[TierName, ClearSet] = {}  # since the scan in progress began
         self._again_s: dict[TierName, float] = {}
-        self._listed_s: dict[TierName, float] = {}  # when the last complete scan ended
+        self._listed_s: dict[TierName, float] = {}  # when the last one that read all began
         self._running: dict[TierName, threading.Thread] = {}
         self._starting = threading.Lock()  # many callers may request a rescan at once
         self._stopped = threading.Event()
@@ -122,7 +122,7 @@ class TierScans:
         )
 
     def listed_ago_s(self, name: TierName) -> float | None:
-        """Return the age of what is known of a shared tier; None: it was never scanned completely."""
+        """Return the age of what is known of a shared tier; None: no scan has read all of it."""
         with self._state.lock:
             at_s = self._listed_s.get(name)
         return None if at_s is None else max(0.0, self._state.clock() - at_s)
@@ -174,7 +174,7 @@ class TierScans:
         thread.start()
 
     def _scan(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
-        found, undeleted, tier = 0, 0, guard.tier
+        found, undeleted, tier, began_s = 0, 0, guard.tier, self._state.clock()
         with self._state.lock:
             since = self._cleared[guard.name] = ClearSet(self._clears_max)
             for clear, _ in self._state.pending.clears_of(guard.name):
@@ -218,7 +218,7 @@ class TierScans:
             if tier.is_shared:
                 self._rescan_later(is_whole=is_whole)
                 if is_whole:
-                    self._listed_s[guard.name] = self._state.clock()
+                    self._listed_s[guard.name] = began_s
             else:
                 self._state.pending.scanned(guard.name)
         if found and not self._heard.wait(MARKS_S_MAX):

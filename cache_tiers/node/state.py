@@ -339,6 +339,7 @@ class NodeState:
         self.misses: Counter[str] = Counter()
         self.unpurged: dict[tuple[TierName, bytes], None] = {}
         """Tiers and tenants whose bad records are still to be deleted: `NodeClears` goes on with them."""
+        self._deleting: set[tuple[TierName, Address]] = set()
         self._delete_s_max = delete_s_max
         self._late_pending_path = late_pending_path
         self.pending.not_ours = self.not_ours()
@@ -386,21 +387,34 @@ class NodeState:
         is_clear: bool = False,
         deadline_s: float | None = None,
     ) -> bool:
-        """Delete a record, then call `when_gone` (under the lock); False: both are pending."""
+        """Delete a record, then call `when_gone` (under the lock); False: both are pending.
+
+        A record is deleted by one thread at a time: what another one begins could end after the first has
+        let the address be stored again.
+        """
+        with self.lock:
+            if (tier, address) in self._deleting:
+                self.pending.add(tier, address, cleared=is_clear, when_gone=when_gone)
+                return False
+            self._deleting.add((tier, address))
+        is_gone = False
         try:
             if deadline_s is not None and deadline_s <= 0:
                 raise TierError("no time left for it")
             self.guards[tier].delete(address, self._delete_s_max if deadline_s is None else deadline_s)
+            is_gone = True
         except (TierError, BadRecord) as error:
             logger.info("%s tier: the delete of %s is pending: %s", tier, _prefix(address), error)
+        finally:
             with self.lock:
-                self.pending.add(tier, address, cleared=is_clear, when_gone=when_gone)
-            return False
-        with self.lock:
-            if when_gone is not None:
-                when_gone()
-            self.pending.settle(tier, address)
-        return True
+                self._deleting.discard((tier, address))
+                if not is_gone:
+                    self.pending.add(tier, address, cleared=is_clear, when_gone=when_gone)
+                else:
+                    if when_gone is not None:
+                        when_gone()
+                    self.pending.settle(tier, address)
+        return is_gone
 
     def lost(self, address: Address, tier: TierName, budget_s: float | None = None) -> None:
         """Handle a record missing from its tier; deletes it anyway, as it may just have come back."""
@@ -481,8 +495,9 @@ class NodeState:
                 addresses = self.pending.of(name)[:DELETES_A_TICK]
             for address in addresses:
                 with self.lock:  # a record being written is deleted by its writer
-                    is_writing = self.catalog.transfers.is_writing(name, address)
-                    is_due = self.pending.has(name, address) and not is_writing
+                    is_others = (name, address) in self._deleting
+                    is_others |= self.catalog.transfers.is_writing(name, address)
+                    is_due = self.pending.has(name, address) and not is_others
                 if is_due and not self.delete(name, address):
                     break
         self.save_pending()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -666,3 +667,38 @@ def test_g12_a_name_that_found_no_room_is_left_of_a_clear(tmp_path: Path) -> Non
     assert path.read_text() == ""
     again.node.check_integrity()
     again.node.close()
+
+
+def test_g10_a_record_is_deleted_once_at_a_time(tmp_path: Path) -> None:
+    """Found by the world (778000000581): it was stored again between the ends of two deletes of it.
+
+    What made room was being deleted on a slow disk as its session was erased, so that a second delete began.
+    """
+    tier, on_disk = MemoryTier("nvme", MIB), Placement("nvme", ())
+    asked, goes_on, delete = threading.Semaphore(0), threading.Event(), tier.delete
+
+    def slowly(address: Address) -> None:
+        asked.release()
+        goes_on.wait(20)
+        delete(address)
+
+    node = bench([tier], pending_path=tmp_path / "owed.json")
+    old = sample(1, placement=on_disk)
+    node.store(old)
+    tier.delete = slowly  # type: ignore[method-assign]
+    (address,) = state_of(node.node).catalog.hottest("nvme")
+    first = threading.Thread(target=state_of(node.node).lost, args=(address, "nvme"))
+    first.start()
+    assert asked.acquire(timeout=20)
+    node.node.clear(Clear(TENANT, SESSION))  # it makes the delete pending, as of what was evicted
+    second = threading.Thread(target=node.node.tick)
+    second.start()
+    second.join(20)
+    assert not asked.acquire(blocking=False), "two are at it"
+    assert node.offer(old, node.look(old)) != "taken"
+    goes_on.set()
+    first.join(20)
+    assert node.store(old) == "taken"
+    node.node.tick()
+    assert node.load(old) is not None
+    node.node.check_integrity()

@@ -81,7 +81,7 @@ class Life:
         rng = random.Random(f"settings {seed}")
         self.seed = seed
         self._root = root
-        self._lasts_s = lasts_s
+        self._lasts_s = self._well_s = lasts_s
         nodes, has_bucket = rng.choice((1, 2, 2, 3, 4)), rng.random() < 0.6
         tenants, self._clients_count = rng.choice((2, 3)), rng.choice((2, 4, 8))
         preempt_rate = rng.choice((0.0, 0.02, 0.2))
@@ -289,7 +289,8 @@ class Life:
 
     def _settle(self) -> None:
         """All is well again: everything that waits has to end."""
-        self.faults.is_over = True
+        if not self.faults.is_over:
+            self.faults.is_over, self._well_s = True, self.here.now_s
         problems: list[str] = []
         for _ in range(SETTLES_MAX):
             self.here.sleep(SETTLE_S)
@@ -330,7 +331,8 @@ class Life:
                     yield f"{machine.name}: the bucket is not listed"
 
     def _is_old(self, row: Any) -> bool:
-        return bool(row.listed_ago_s > self.here.now_s - self._lasts_s)
+        """The last listing began while listings may have lagged."""
+        return bool(row.listed_ago_s > self.here.now_s - self._well_s)
 
     def _judge(self) -> None:
         """All is quiet: are the books right, is what was erased gone, and is the rest served?"""
