@@ -389,10 +389,13 @@ class NodeState:
     ) -> bool:
         """Delete a record, then call `when_gone` (under the lock); False: both are pending.
 
-        A record is deleted by one thread at a time: what another one begins could end after the first has
-        let the address be stored again.
+        Without `when_gone` it is one that is pending, and is left alone if it is not any more. A record is
+        deleted by one thread at a time, and not while it is written: else a delete could end after another
+        one has let the address be stored again.
         """
         with self.lock:
+            if when_gone is None and not self._is_due(tier, address):
+                return not self.pending.has(tier, address)
             if (tier, address) in self._deleting:
                 self.pending.add(tier, address, cleared=is_clear, when_gone=when_gone)
                 return False
@@ -494,13 +497,16 @@ class NodeState:
             with self.lock:
                 addresses = self.pending.of(name)[:DELETES_A_TICK]
             for address in addresses:
-                with self.lock:  # a record being written is deleted by its writer
-                    is_others = (name, address) in self._deleting
-                    is_others |= self.catalog.transfers.is_writing(name, address)
-                    is_due = self.pending.has(name, address) and not is_others
+                with self.lock:
+                    is_due = self._is_due(name, address)
                 if is_due and not self.delete(name, address):
                     break
         self.save_pending()
+
+    def _is_due(self, tier: TierName, address: Address) -> bool:
+        """Return whether a delete is pending that no one is at: what is written is deleted by its writer."""
+        is_others = (tier, address) in self._deleting or self.catalog.transfers.is_writing(tier, address)
+        return self.pending.has(tier, address) and not is_others
 
     def save_pending(self) -> bool:
         """Write down what is pending, if it changed; without the lock, because disks hang."""

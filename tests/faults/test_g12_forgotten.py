@@ -700,5 +700,6 @@ def test_g10_a_record_is_deleted_once_at_a_time(tmp_path: Path) -> None:
     first.join(20)
     assert node.store(old) == "taken"
     node.node.tick()
+    assert state_of(node.node).delete("nvme", address), "it was pending when a thread decided so"
     assert node.load(old) is not None
     node.node.check_integrity()
