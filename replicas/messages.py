@@ -185,6 +185,7 @@ class GenerateRequest:
     call, and its events. `keep`: the answer is kept for a while, and may be read again; None: it ends with
     its reader. `stores_all`: its blocks are stored even where computing them again is cheaper.
     `priority`: smaller = sooner, among the tenant's own. `adapter`: its name, of an engine that has any.
+    `is_cleared`: its session was forgotten since the turn began, so that none of its blocks are kept.
     """
 
     request_id: str
@@ -206,6 +207,7 @@ class GenerateRequest:
     stores_all: bool = False
     priority: int = 0
     adapter: str = ""
+    is_cleared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

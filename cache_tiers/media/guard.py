@@ -337,9 +337,15 @@ class GuardedTier:
             raise
         self.count("written_bytes", record.nbytes)
 
-    def delete(self, address: Address, deadline_s: float) -> None:
-        """Delete as `Tier.delete`; success is no evidence of health, since the extent may not be there."""
-        self.call(lambda: self.tier.delete(address), Deadline(deadline_s), counts_as_health=False)
+    def delete(
+        self, address: Address, deadline_s: float, when_late: Callable[[], None] | None = None
+    ) -> None:
+        """Delete as `Tier.delete`; `when_late`: see `call`.
+
+        Success is no evidence of health, since the extent may not be there.
+        """
+        delete = partial(self.tier.delete, address)
+        self.call(delete, Deadline(deadline_s), when_late, counts_as_health=False)
 
     def quarantine(self, address: Address, deadline_s: float, when_late: Callable[[], None]) -> None:
         """Put a bad record aside as `Tier.quarantine`; `when_late`: see `call`."""

@@ -93,7 +93,9 @@ class NodeClears:
         is_noted = self._settle(pending, unreachable | not_ours)
         if not is_noted:
             unreachable |= {eviction.tier for eviction in evictions}
-        unreachable |= self._left_of(clear.tenant, is_noted=is_noted)
+        left = self._left_of(clear.tenant, is_noted=is_noted)
+        unreachable |= left
+        is_noted &= not (left & shared)  # by others, too: this node may not come back
         is_noted &= all(number is not None for _, _, number in pending)
         logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
         return Cleared(
@@ -107,13 +109,17 @@ class NodeClears:
         """Return the tiers that still have something of a tenant to delete, also of earlier clears.
 
         What is being written is deleted by its writer, and what makes room by what needs it, if a restart
-        would know of it, too.
+        would know of it, too; not in a tier that stays where this node does not.
         """
-        state = self._state
+        state, shared = self._state, {name for name, _, _ in self._shared()}
         with state.lock:
             is_busy, has_failed = state.catalog.transfers.is_busy, state.pending.has_failed
             left = state.pending.cleared_of(tenant)
-            return {name for name, at in left if not (is_noted and is_busy(name, at)) or has_failed(name, at)}
+            return {
+                name
+                for name, at in left
+                if name in shared or not (is_noted and is_busy(name, at)) or has_failed(name, at)
+            }
 
     def heed(self, clears: Sequence[Clear]) -> None:
         """Apply clears that other nodes have marked and this one missed, because it was down or is new."""
@@ -162,6 +168,7 @@ class NodeClears:
             is_pending = any(self._state.pending.clears_of(name) for name in shared)
             for name in self._state.guards.keys() - shared - self._scans.unknown:
                 self._drop_clears(name)
+        self._state.save_pending()
         if is_pending:
             self._retrying = threading.Thread(target=self._retry, name="clears", daemon=True)
             self._retrying.start()
@@ -248,9 +255,10 @@ class NodeClears:
                 if self._stopped.is_set():
                     return
                 ends_s = self._state.clock() + self._clear_s_max
-                if self._mark([clear], ends_s) | self._purge([clear], set(), ends_s):
-                    break
-                if guard.tier.keeps_bad and not self._purge_bad(name, clear.tenant, ends_s):
+                is_left = bool(self._mark([clear], ends_s) | self._purge([clear], set(), ends_s))
+                if is_left or (guard.tier.keeps_bad and not self._purge_bad(name, clear.tenant, ends_s)):
+                    if guard.is_up:  # one that always fails keeps none of the others
+                        continue
                     break
                 with self._state.lock:
                     self._state.pending.settle_clear(name, clear, number)
@@ -287,6 +295,9 @@ class NodeClears:
             self._state.guards[name].purge_quarantine(tenant, left_s)
         except (TierError, BadRecord) as error:
             logger.warning("%s tier: bad records could not be deleted yet: %s", name, error)
+            with self._state.lock:  # behind the others
+                if self._state.unpurged.pop((name, tenant), "") is None:
+                    self._state.unpurged[name, tenant] = None
             return False
         with self._state.lock:
             self._state.unpurged.pop((name, tenant), None)

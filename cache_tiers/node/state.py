@@ -91,7 +91,7 @@ class PendingDeletes:
         self._clears = {tier: ClearSet(deletes_max) for tier in TIERS}
         self._elsewhere: dict[str, list[list[Any]]] = {"deletes": [], "clears": []}
         """Rows of tiers that this process was not given: they wait, as written, until it is given them."""
-        self._written: str = ""
+        self._written: str | None = ""  # None: not known
         self.not_ours: frozenset[TierName] = frozenset()
         """Tiers whose directory, where this is kept, is waited for: their clears are kept here until then."""
         self.forgotten = 0
@@ -108,6 +108,8 @@ class PendingDeletes:
         for tier in TIERS:
             for clear in former._clears[tier]:
                 self.add_clear(tier, clear)
+        for what, rows in former._elsewhere.items():
+            self._elsewhere[what] += rows
         self._path, self._written, self.not_ours = path, former._written, frozenset()
         self.read_failed |= former.read_failed
 
@@ -122,8 +124,11 @@ class PendingDeletes:
         cleared: bool,
         when_gone: Callable[[], None] | None = None,
     ) -> None:
-        """Add a delete. `cleared`: it was cleared; otherwise it merely takes up room."""
-        delete = self._deletes.get((tier, address))
+        """Add a delete, behind all others: one that always fails keeps none from being tried.
+
+        `cleared`: it was cleared; otherwise it merely takes up room.
+        """
+        delete = self._deletes.pop((tier, address), None)
         if delete is None and len(self._deletes) >= self._deletes_max and not self._make_room(cleared):
             self.forgotten += 1  # the bytes of its record stay accounted
         elif delete is None:
@@ -131,6 +136,7 @@ class PendingDeletes:
         else:
             delete.is_cleared |= cleared
             delete.when_gone = when_gone or delete.when_gone
+            self._deletes[tier, address] = delete
 
     def add_clear(self, tier: TierName, clear: Clear) -> int | None:
         """Add a clear of `tier`: what its scan finds of it is deleted.
@@ -193,6 +199,7 @@ class PendingDeletes:
             atomic_write(self._path, text.encode("ascii"), calls=self._calls)
         except OSError as error:
             logger.error("pending deletes could not be saved: %s", error)
+            self._written = None  # the new text may be there, and not be flushed
             return False
         self._written = text
         return True
@@ -227,7 +234,7 @@ class PendingDeletes:
             if tier not in self.not_ours
             for clear in clears_of_tier
         ]
-        deletes += self._elsewhere["deletes"]
+        deletes = sorted(deletes) + self._elsewhere["deletes"]  # in no order, so that no retry rewrites them
         clears += self._elsewhere["clears"]
         if not deletes and not clears:
             return ""
@@ -350,7 +357,7 @@ class NodeState:
 
     def taken(self) -> None:
         """Take in what is pending in a directory that has become ours, before it is scanned."""
-        with self.lock:
+        with self._save_lock, self.lock:  # else a text of before is written over what is taken in
             if self._late_pending_path is not None:
                 self.pending.open(self._late_pending_path)
                 self._late_pending_path = None
@@ -365,6 +372,9 @@ class NodeState:
         ends_s = None if budget_s is None else self.clock() + budget_s
         unfinished: set[TierName] = set()
         for eviction in evictions:
+            with self.lock:
+                if not self._is_dropping(eviction.tier, eviction.address):
+                    continue  # it was deleted for this transfer before, and may be stored again
             self.reach("dropping")
             self._count_eviction(eviction)
             left_s = self._delete_s_max if ends_s is None else ends_s - self.clock()
@@ -393,6 +403,12 @@ class NodeState:
         deleted by one thread at a time, and not while it is written: else a delete could end after another
         one has let the address be stored again.
         """
+        is_late = False
+
+        def ended() -> None:
+            with self.lock:
+                self._deleting.discard((tier, address))
+
         with self.lock:
             if when_gone is None and not self._is_due(tier, address):
                 return not self.pending.has(tier, address)
@@ -404,13 +420,16 @@ class NodeState:
         try:
             if deadline_s is not None and deadline_s <= 0:
                 raise TierError("no time left for it")
-            self.guards[tier].delete(address, self._delete_s_max if deadline_s is None else deadline_s)
+            left_s = self._delete_s_max if deadline_s is None else deadline_s
+            self.guards[tier].delete(address, left_s, when_late=ended)
             is_gone = True
         except (TierError, BadRecord) as error:
+            is_late = isinstance(error, TierLate)  # until it has ended, nothing else is to be there
             logger.info("%s tier: the delete of %s is pending: %s", tier, _prefix(address), error)
         finally:
             with self.lock:
-                self._deleting.discard((tier, address))
+                if not is_late:
+                    ended()
                 if not is_gone:
                     self.pending.add(tier, address, cleared=is_clear, when_gone=when_gone)
                 else:
@@ -502,6 +521,10 @@ class NodeState:
                 if is_due and not self.delete(name, address):
                     break
         self.save_pending()
+
+    def _is_dropping(self, tier: TierName, address: Address) -> bool:
+        transfers = self.catalog.transfers
+        return transfers.is_busy(tier, address) and not transfers.is_writing(tier, address)
 
     def _is_due(self, tier: TierName, address: Address) -> bool:
         """Return whether a delete is pending that no one is at: what is written is deleted by its writer."""

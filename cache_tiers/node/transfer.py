@@ -216,8 +216,8 @@ class TransferRunner:
                 return
             except TierLate:
                 raise  # `_undo` runs when the write ends: until then its bytes are accounted
-            except TierDown:
-                self.abort(transfer, ends_s)
+            except TierDown:  # the first of two attempts may have left a name, see below
+                (self._undo if is_retry else self.abort)(transfer, ends_s)
                 raise
             except TierFull as error:
                 if not is_retry and self._squeeze(transfer, ends_s):

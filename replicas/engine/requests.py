@@ -84,6 +84,7 @@ class Intake:
             priority=request.priority,
             grammar=self._open_grammar(params.grammar),
             score_from=_score_from(request),
+            is_cleared=request.is_cleared,
         )
 
 

@@ -28,6 +28,8 @@ UNFINISHED_MAX = 4096
 """Deletions that are gone on with: more are refused with the wish to repeat them."""
 FIRST_PAUSE_S = 2.0
 PAUSE_S_MAX = 300.0
+TAKE_OVER_S = 60.0
+"""How often processes that ended since are looked for: a rollout starts the next before it ends the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +242,33 @@ class Erasures:
 
     async def _go_on(self) -> None:
         clock = asyncio.get_running_loop().time
+        look_s = clock() + TAKE_OVER_S
         while True:
             self._called.clear()
             due_s = min((one.due_s for one in self._unfinished.values()), default=math.inf)
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(None if due_s == math.inf else due_s):
+                async with asyncio.timeout_at(min(due_s, look_s)):
                     await self._called.wait()
+            if clock() >= look_s:
+                await self._take_over()
+                look_s = clock() + TAKE_OVER_S
             for what in [what for what, one in self._unfinished.items() if one.due_s <= clock()]:
                 await self.go_on_with(what)
+
+    async def _take_over(self) -> None:
+        """Go on with what processes that ended since have left."""
+        if self._file is None:
+            return
+        async with self._saving:
+            try:
+                found = await asyncio.to_thread(self._file.take_over, self._items())
+            except OSError as error:
+                logger.warning("what an ingress that ended has left to delete cannot be read: %s", error)
+                return
+            for one in filter(None, map(_unfinished_of, found)):
+                self._note(one)
+            self._saved = None if found else self._saved
+        await self._save()
 
     async def go_on_with(self, what: Erasure) -> None:
         """Ask the places again that are left of a deletion."""

@@ -34,29 +34,41 @@ class UnfinishedFile:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._fd: int | None = None
+        self._full: list[int] = []  # files of others whose content ours has no room for
         self._number = 0
 
     def open(self) -> list[Any]:
         """Take a file, and return what it and the files of others that are gone hold. Raises `OSError`."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found: list[Any] = []
         for number in range(FILES_MAX):
-            path = self._folder / f"{number}.unfinished"
-            if self._fd is not None and not path.exists():
-                continue
-            fd = self._locked(path)
+            fd = self._locked(self._folder / f"{number}.unfinished")
             if fd is None:
                 continue
             number_of, items = _newest(fd)
-            found += items
-            if self._fd is None:
-                os.posix_fallocate(fd, 0, 2 * HALF_BYTES)
-                os.fsync(fd)
-                sync_dir(os, str(self._folder))
-                self._fd, self._number = fd, number_of
-            elif self.save(found):
+            os.posix_fallocate(fd, 0, 2 * HALF_BYTES)
+            os.fsync(fd)
+            sync_dir(os, str(self._folder))
+            self._fd, self._number = fd, number_of
+            return [*items, *self.take_over(items)]
+        return []
+
+    def take_over(self, items: list[Any]) -> list[Any]:
+        """Return what others that are gone have left, once it is in our file beside `items`, our own.
+
+        What has no room there is returned as well, and left where it is: locked, until this process ends.
+        Raises `OSError`.
+        """
+        found: list[Any] = []
+        for path in sorted(self._folder.glob("*.unfinished")) if self._fd is not None else ():
+            fd = self._locked(path)
+            if fd is None:
+                continue
+            found += _newest(fd)[1]
+            if self.save([*items, *found]):
                 path.unlink()
                 os.close(fd)
+            else:
+                self._full.append(fd)
         return found
 
     def _locked(self, path: Path) -> int | None:
@@ -89,10 +101,10 @@ class UnfinishedFile:
 
     def close(self) -> None:
         """Leave the file to another process."""
-        if self._fd is not None:
+        for fd in (*self._full, *(() if self._fd is None else (self._fd,))):
             with suppress(OSError):
-                os.close(self._fd)
-            self._fd = None
+                os.close(fd)
+        self._full, self._fd = [], None
 
 
 def _newest(fd: int) -> tuple[int, list[Any]]:

@@ -264,10 +264,13 @@ class Trials:
 class _Asker:
     """Sends one request until all its answers are complete."""
 
-    def __init__(self, client: ReplicaClient, session_key: str, count: Count) -> None:
+    def __init__(
+        self, client: ReplicaClient, session_key: str, count: Count, is_deleted: Callable[[], bool]
+    ) -> None:
         self._client = client
         self._session_key = session_key
         self._count = count
+        self._is_deleted = is_deleted
 
     async def answers(self, ask: GenerateRequest, trials: Trials) -> Stream:
         """Yield the events of `ask`.
@@ -301,6 +304,8 @@ class _Asker:
         """Yield what one replica sends for `ask`. Raises `ReplicaLost` if no more can be expected from it."""
         avoid = tuple(dict.fromkeys((*ask.route.avoid, *trials.avoid)))
         routed = replace(ask, route=replace(ask.route, avoid=avoid))
+        if self._is_deleted():  # since the turn began: the replicas were told, and take it for a new one
+            routed = replace(routed, keep=None, placement=None, is_cleared=True)
         with closing(BoundedWaits()) as waits:
             now_s = asyncio.get_running_loop().time
             async with aclosing(self._client.generate(routed, self._session_key)) as stream:
@@ -350,7 +355,12 @@ def elsewhere(rest: GenerateRequest, ask: GenerateRequest, said: Sequence[Event]
 
 
 def resuming(
-    client: ReplicaClient, ask: GenerateRequest, session_key: str, settings: RouterSettings, count: Count
+    client: ReplicaClient,
+    ask: GenerateRequest,
+    session_key: str,
+    settings: RouterSettings,
+    count: Count,
+    is_deleted: Callable[[], bool] = lambda: False,
 ) -> Stream:
     """Yield the events of `ask` as one replica would have sent them, from as many replicas as needed.
 
@@ -360,7 +370,7 @@ def resuming(
     reading soon: time counts from the call.
     """
     trials = Trials(settings, deadline_s=_now_s() + settings.resume_s_max)
-    return _Asker(client, session_key, count).answers(ask, trials)
+    return _Asker(client, session_key, count, is_deleted).answers(ask, trials)
 
 
 async def _message(stream: Stream, waits: BoundedWaits, wait_s: float) -> list[Event] | None:

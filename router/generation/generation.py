@@ -266,7 +266,8 @@ class GenerationEndpoint:
         )
         lease.ask(need_of(asks))
         settings = self._service.settings.router
-        return [resuming(client, ask, who.session, settings, self._count_resume) for ask in asks]
+        is_deleted = partial(self._service.is_deleted, who.known)
+        return [resuming(client, ask, who.session, settings, self._count_resume, is_deleted) for ask in asks]
 
     def _count_resume(self, outcome: Outcome) -> None:
         self._service.metrics.failovers.labels(outcome).inc()
@@ -501,7 +502,8 @@ class RequestOpener:
     async def identify(self, lease: RequestLease, headers: Headers, body: bytes) -> Identity:
         """Parse a body, refuse what cannot be served, and say whose it is; nothing is tokenised."""
         service, settings, tenant = self._service, self._service.settings, lease.tenant
-        began_unix_s = time.time()  # a deletion from here on is one of a turn that runs
+        # A deletion from here on is one of a turn that runs.
+        began_unix_s, forgets = time.time(), service.prompts.forgotten.count
         request = await self._dialect.parse(body, tenant)
         service.refuse_other_model(request.model)
         name, request = self._names.name(request, headers, tenant)
@@ -521,7 +523,7 @@ class RequestOpener:
             settings.router.session_ids,
             settings.router.prefix.volatile_lines,
         )
-        owner, forgets = Owner(tenant, session_tag(session)), service.prompts.forgotten.count
+        owner = Owner(tenant, session_tag(session))
         known = SessionTurn(tenant_tag(service.secret, tenant), owner, salt, forgets, began_unix_s)
         turn = turn_context(settings.tiers, tenant, headers, request)
         return Identity(request, name, known, session, where, turn)

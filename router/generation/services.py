@@ -121,9 +121,9 @@ class IngressServices:
         """Return whether a turn's session was deleted since the turn began. Thread-safe."""
         if self.directory.table.cleared_unix_s(turn.tenant, turn.owner.session) >= turn.began_unix_s:
             return True
-        # The table learns late of what another ingress deletes.
-        owner, forgotten = turn.owner, self.prompts.forgotten
-        return self.ingresses is not None and forgotten.since(turn.forgets, owner.tenant, owner.session)
+        # The table learns late of what another ingress deletes, and goes by clocks, which may be set back.
+        owner = turn.owner
+        return self.prompts.forgotten.since(turn.forgets, owner.tenant, owner.session)
 
     @property
     def context_tokens_max(self) -> int:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from samovar.cache_tiers.encryption import Keys, Sealing
 
 REPLIES = "replies"
+ASKED_MAX = 256
+"""Deletions of which it is known which replicas have answered; of others all are asked again."""
 
 
 def unfinished_dir(settings: Settings, secret: bytes) -> Path:
@@ -99,6 +101,7 @@ class _Places:
 
     def __init__(self, service: IngressServices) -> None:
         self._service = service
+        self._asked: dict[Erasure, set[str]] = {}  # replicas that have answered, of the latest wishes
 
     async def keys(self, keys: Keys, what: Erasure) -> Cleared:
         """Destroy the keys of encrypted records."""
@@ -158,9 +161,11 @@ class _Places:
 
     async def replicas(self, what: Erasure) -> Cleared:
         service, readiness = self._service, self._service.readiness
-        if what.is_late and len(readiness.replicas) < readiness.wanted:
+        there = {one.replica_id for one in readiness.replicas}
+        if what.is_late and len(there) < readiness.wanted and there <= self._asked.get(what, set()):
             raise Left("not all replicas are there")  # and those that are have been asked
         counts = await service.client.clear(self._tag(what), what.tags)
+        self._note_asked(what, there if counts.replicas >= len(there) else set())
         cleared = Cleared(
             pages=counts.pages,
             extents=counts.extents,
@@ -175,6 +180,12 @@ class _Places:
             is_noted = "tiers" in service.clears.places["sessions"]  # they are asked themselves, behind
             raise _unreachable(counts.unreachable, cleared, is_noted=is_noted)
         return cleared
+
+    def _note_asked(self, what: Erasure, replica_ids: set[str]) -> None:
+        self._asked.pop(what, None)
+        self._asked[what] = replica_ids
+        while len(self._asked) > ASKED_MAX:
+            del self._asked[next(iter(self._asked))]
 
     async def tiers(self, what: Erasure) -> Cleared:
         """Clear nodes without replicas, too."""

@@ -42,7 +42,9 @@ FETCHES_MAX = 64
 class SharedStore(Protocol):
     """Responses that other ingresses find too."""
 
-    def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
+    def put(
+        self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int, began_unix_s: float
+    ) -> bool:
         """Keep a response; `tell` shares it. See `ResponseStore.put`."""
         ...
 
@@ -92,7 +94,9 @@ class ResponsesDialect(Dialect):
         messages = json_bytes({"messages": [*request.said, answer]})
         items = tuple(item["id"] for item in response["output"])
         stored = StoredResponse(json_bytes(response), messages, session, items)
-        self._store.put(tenant, response["id"], stored, forgets=request.forgets)
+        self._store.put(
+            tenant, response["id"], stored, forgets=request.forgets, began_unix_s=request.began_unix_s
+        )
 
     def renamed(self, error: ApiError) -> ApiError:
         """Return an error with the names that the fields have here."""

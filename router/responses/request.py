@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -63,7 +64,8 @@ class ParsedResponse(ParsedChat):
     `said`: its messages as JSON, without `instructions`. `echo`: the request's fields that a response
     repeats. `names`: of each function in a namespace the (namespace, name) that the client calls it.
     `customs`: functions that stand for tools whose input is text.
-    `tells_thoughts`: reasoning comes as `encrypted_content` too. `forgets`: see `ResponseStore.put`.
+    `tells_thoughts`: reasoning comes as `encrypted_content` too. `forgets`, `began_unix_s`: see
+    `ResponseStore.put`.
     """
 
     said: Sequence[Json] = ()
@@ -73,6 +75,7 @@ class ParsedResponse(ParsedChat):
     is_stored: bool = True
     tells_thoughts: bool = False
     forgets: int = 0
+    began_unix_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -125,7 +128,7 @@ class ResponsesParser:
         check_structure(body, self._limits)
         asked = validated(self._body, body)
         _refuse_unbuilt(asked)
-        forgets = self._store.forgets
+        forgets, began_unix_s = self._store.forgets, time.time()
         said = _Conversation(messages=self._before(asked, tenant))
         if isinstance(asked.input, str):
             said.add({"role": "user", "content": asked.input}, "input")
@@ -163,6 +166,7 @@ class ResponsesParser:
             is_stored=asked.store is not False,
             tells_thoughts=ENCRYPTED in (asked.include or ()),
             forgets=forgets,
+            began_unix_s=began_unix_s,
         )
 
     def _before(self, asked: ResponsesBody, tenant: str) -> list[Json]:

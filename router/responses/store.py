@@ -58,11 +58,20 @@ class ResponseStore:
         """Return how often responses were forgotten on purpose: see `put`."""
         return self._forgotten.count
 
-    def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
+    def put(
+        self,
+        tenant: str,
+        response_id: str,
+        stored: StoredResponse,
+        *,
+        forgets: int,
+        began_unix_s: float = 0.0,
+    ) -> bool:
         """Keep a response; return whether it is kept.
 
         Not one that alone is over the bounds, nor one whose session was forgotten since `forgets` was read,
-        when its request came: what was cleared in between stays cleared. May drop the least recently used.
+        at `began_unix_s`, when its request came: what was cleared in between stays cleared. May drop the
+        least recently used.
         """
         is_forgotten = self._forgotten.since(forgets, tenant, stored.session)
         if is_forgotten or stored.nbytes > self._bytes_max or not self._count_max:

@@ -23,7 +23,16 @@ from samovar.configs.settings import ModelSettings
 from samovar.replicas.messages import Forgotten
 from samovar.router.context.compaction import Summary
 from samovar.router.context.knowledge import KnowledgeError
-from samovar.router.erasure import Cleared, Erasure, ErasureKind, Erasures, Left, NotNoted, UnfinishedFile
+from samovar.router.erasure import (
+    Cleared,
+    Erasure,
+    ErasureKind,
+    Erasures,
+    Left,
+    NotNoted,
+    UnfinishedFile,
+    erasures,
+)
 from samovar.router.ingress.places import forget_here, unfinished_dir
 from samovar.router.ingresses import IngressesCleared
 from samovar.router.openai import ApiError, Unavailable
@@ -294,6 +303,32 @@ async def test_what_a_process_that_is_gone_has_left_is_taken_over(tmp_path: Path
     await until(lambda: not alone.unfinished and len(places.asked) == 2)
     assert len(files_of(tmp_path, "0.unfinished", "1.unfinished")) == 1
     await alone.stop()
+
+
+@pytest.mark.guarantee("G12")
+async def test_what_an_ingress_leaves_whose_successor_runs_already_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout starts the next ingress, and ends the last one then: its file was nobody's until a start."""
+    monkeypatch.setattr(erasures, "TAKE_OVER_S", 0.05)
+    (last, places), (following, its_places) = (clears_in(tmp_path, "one") for _ in range(2))
+    await last.start()
+    await following.start()
+    places.broken = {"one"}
+    what = Erasure("sessions", "tenant", None)
+    with pytest.raises(ApiError):
+        await last.erase(what)
+    await asyncio.sleep(0.2)
+    assert not following.unfinished, "it is not gone yet"
+    its_places.broken = {"one"}
+    await last.stop()
+    await until(lambda: following.unfinished == {what: ("one",)})
+    assert len(files_of(tmp_path, "0.unfinished", "1.unfinished")) == 1
+    await following.stop()  # what it has taken over is its own, also for the one behind it
+    third, places = clears_in(tmp_path, "one")
+    await third.start()
+    await until(lambda: places.asked == ["one"] and not third.unfinished)
+    await third.stop()
 
 
 @pytest.mark.guarantee("G12")

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
-from samovar.cache_tiers.blocks.record import Record, TierError
+from samovar.cache_tiers.blocks.record import Record, TierError, TierFull
+from samovar.cache_tiers.media.guard import TierDown
 from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.s3 import S3Clears, S3Tier
 from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
+from samovar.cache_tiers.node.state import PendingDeletes
 from samovar.configs.sections import FaultSettings, S3TierSettings, TierSettings
-from tests.support.inside import clears_of, join_scans, scans_of, state_of
+from tests.support.inside import clears_of, guards_of, join_scans, scans_of, state_of
 from tests.support.nodes.node_faults import FAILING, MemoryTier, SharedBucket, faulty
 from tests.support.nodes.node_harness import (
     MIB,
@@ -703,3 +705,139 @@ def test_g10_a_record_is_deleted_once_at_a_time(tmp_path: Path) -> None:
     assert state_of(node.node).delete("nvme", address), "it was pending when a thread decided so"
     assert node.load(old) is not None
     node.node.check_integrity()
+
+
+def test_g10_a_delete_that_is_late_is_not_tried_again_before_it_has_ended(tmp_path: Path) -> None:
+    """It could end behind the next one, when the record is stored again; and each takes a thread."""
+    tier = MemoryTier("nvme", MIB)
+    asked, goes_on, delete = threading.Semaphore(0), threading.Event(), tier.delete
+
+    def slowly(address: Address) -> None:
+        asked.release()
+        goes_on.wait(20)
+        delete(address)
+
+    node = bench([tier], pending_path=tmp_path / "owed.json")
+    node.store(old := sample(1, placement=Placement("nvme", ())))
+    state = state_of(node.node)
+    with state.lock:
+        eviction = state.catalog.lose(old.header.address, "nvme")
+    assert eviction is not None
+    tier.delete = slowly  # type: ignore[method-assign]
+    assert state.drop([eviction], budget_s=0.05) == {"nvme"}
+    assert asked.acquire(timeout=20)
+    node.node.tick()
+    assert not asked.acquire(blocking=False)
+    goes_on.set()
+    ends_s = time.monotonic() + 20
+    while len(state.pending) and time.monotonic() < ends_s:
+        node.node.tick()
+    assert not len(state.pending)
+    assert node.store(old) == "taken"
+    assert state.drop([eviction]) == set(), "it was deleted before, and is stored again since"
+    assert node.load(old) is not None
+    node.node.check_integrity()
+
+
+def test_g12_a_record_that_cannot_be_deleted_keeps_no_other_from_it(tmp_path: Path) -> None:
+    tier, path = MemoryTier("nvme", MIB), tmp_path / "owed.json"
+    samples = [sample(number, placement=Placement("nvme", ())) for number in range(3)]
+    stuck, delete = samples[0].header.address, tier.delete
+    node = bench([tier], pending_path=path)
+    for wanted in samples:
+        node.store(wanted)
+
+    def fails(address: Address) -> None:
+        raise TierError("not now")
+
+    def fails_for_one(address: Address) -> None:
+        if address == stuck:
+            raise TierError("not permitted")
+        delete(address)
+
+    tier.delete = fails  # type: ignore[method-assign]
+    assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("nvme",)
+    tier.delete = fails_for_one  # type: ignore[method-assign]
+    for _ in range(20):
+        node.clock.now_s += 60.0
+        node.node.tick()
+    assert tier.bytes_held() == samples[0].record.nbytes
+    assert stuck.extent_id.hex() in path.read_text()
+    node.node.check_integrity()
+
+
+def test_g12_what_a_second_attempt_could_not_write_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one found no room, and left its name; the second was not made: the tier was down by then."""
+
+    class Named(MemoryTier):
+        def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+            super().put(address, record, deadline=deadline)
+            if address == new.header.address:
+                raise TierFull("no room for its name")
+
+    tier, on_disk = Named("nvme", MIB), Placement("nvme", ())
+    old, new = sample(1, placement=on_disk), sample(2, placement=on_disk)
+    node = bench([tier])
+    node.store(old)
+    guard, puts = guards_of(node.node)["nvme"], list[Address]()
+    put = guard.put
+
+    def once(address: Address, *given: Any, **more: Any) -> None:
+        puts.append(address)
+        if len(puts) == 2:
+            raise TierDown("breaker open")
+        put(address, *given, **more)
+
+    monkeypatch.setattr(guard, "put", once)
+    node.store(new)
+    assert puts == [new.header.address] * 2
+    assert tier.bytes_held() == 0, "what made room is gone, and so is what came for it"
+    node.node.check_integrity()
+
+
+def test_g12_what_is_on_its_way_into_a_bucket_is_left_of_a_clear(tmp_path: Path) -> None:
+    """The node that deletes it again may be gone by then, with its disk: the clear is repeated."""
+    tier = SharedBucket(MIB)
+    node = bench([tier], pending_path=tmp_path / "owed.json", workers=1)
+    join_scans(node.node, 20)
+    tier.gate.clear()
+    try:
+        assert node.offer(sample(1, placement=IN_S3)) == "taken"
+        assert tier.waiting.acquire(timeout=20)
+        cleared = node.node.clear(Clear(TENANT, SESSION))
+        assert (cleared.unreachable, cleared.is_noted) == (("s3",), False)
+    finally:
+        tier.gate.set()
+        node.node.close()
+
+
+def test_g12_a_list_whose_name_was_not_flushed_is_written_again(tmp_path: Path) -> None:
+    path, calls = tmp_path / "owed.json", SickCalls()
+    pending, address = PendingDeletes(path, 10, calls), sample(1).header.address
+    pending.add("nvme", address, cleared=True)
+    owed = pending.text()
+    assert pending.save(owed)
+
+    def unflushed(calls: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
+        if "rename" in calls.seen and name == "fsync":
+            raise OSError(errno.EIO, "the disk fails")
+        return calls.really(name, *args)
+
+    calls.arm(unflushed, 1, 1_000_000)
+    pending.settle("nvme", address)
+    assert not pending.save(pending.text())
+    calls.heal()
+    pending.add("nvme", address, cleared=True)
+    assert pending.save(pending.text())
+    assert path.read_text() == owed
+
+
+def test_g12_what_waits_for_a_tier_that_is_away_waits_in_a_directory_that_was_taken_over(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "owed.json"
+    text = json.dumps({"version": 1, "deletes": [], "clears": [["elsewhere", TENANT.hex(), None]]})
+    path.write_text(text)
+    pending = PendingDeletes(None, 10)
+    pending.open(path)
+    assert pending.text() == text

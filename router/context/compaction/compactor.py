@@ -211,20 +211,17 @@ class Compactor(PromptStage):
         return "nothing"
 
     def _keep(self, asked: AskedTurn, link: bytes, summary: Summary) -> bool:
-        """Store a summary; nothing interrupts this, so it is erased again if it must not be.
+        """Store a summary; return whether it is kept.
 
-        That is: if the session was deleted meanwhile, or an entry that it was made of. Who erases an entry
-        looks for summaries afterwards. Returns whether it is kept.
+        Not if the session was deleted meanwhile, or an entry that it was made of: a deletion waits for this
+        write, or was before it.
         """
-        self.fitter.summaries.put((asked.tenant, asked.session), link, summary)
-        is_lasting = False
-        try:
+
+        def may_stay() -> bool:
             is_lasting = self.fitter.is_lasting(asked.tenant, summary)
-        finally:
-            is_kept = is_lasting and not self._errands.is_forgotten(asked)
-            if not is_kept:
-                self.fitter.summaries.forget(asked.tenant, [asked.session])
-        return is_kept
+            return is_lasting and not self._errands.is_forgotten(asked)
+
+        return self.fitter.summaries.put((asked.tenant, asked.session), link, summary, may_stay)
 
     def _part(
         self, asked: AskedTurn, fitted: Fitted, summary: Summary | None, target: int
@@ -498,6 +495,9 @@ def open_compaction(
         rows_max=own.summaries_max,
         busy_s=own.busy_s,
         seal=None if sealing is None else _sealed_summaries(sealing, served.secret),
+        cleared_unix_s=lambda owner: directory.table.cleared_unix_s(
+            tenant_tag(served.secret, owner[0]), owner[1]
+        ),
     )
 
     def count(prompt_tokens: int, written_tokens: int) -> None:

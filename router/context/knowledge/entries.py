@@ -273,8 +273,8 @@ class Tables(Protocol):
         """Begin what is kept as a whole or not at all. `of`: what of the tenant's other writers wait for."""
         ...
 
-    def reading(self, tenant: str) -> AbstractContextManager[Rows]:
-        """Begin what only reads."""
+    def reading(self, tenant: str, of: str = "") -> AbstractContextManager[Rows]:
+        """Begin what only reads. `of`: as in `writing`, within which what is read here is written again."""
         ...
 
     def everyone(self, rows: Rows) -> AbstractContextManager[None]:

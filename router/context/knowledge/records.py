@@ -93,7 +93,7 @@ class StoredRecords:
         if after:
             where += " AND id < (SELECT id FROM records WHERE tenant = ? AND kind = ? AND record = ?)"
             values += [tenant, kind, after]
-        with self._tables.reading(tenant) as db:
+        with self._tables.reading(tenant, "records") as db:
             rows = db.execute(
                 f"SELECT {COLUMNS} FROM records WHERE {where} ORDER BY id DESC LIMIT ?",
                 (*values, ALL if limit is None else limit),

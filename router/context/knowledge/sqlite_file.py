@@ -270,7 +270,7 @@ class SqliteTables:
     def writing(self, tenant: str, of: str = "") -> AbstractContextManager[sqlite3.Connection]:
         return self.file.transaction()  # all writers of a file wait for each other
 
-    def reading(self, tenant: str) -> AbstractContextManager[sqlite3.Connection]:
+    def reading(self, tenant: str, of: str = "") -> AbstractContextManager[sqlite3.Connection]:
         return self.file.reading()
 
     def everyone(self, rows: Rows) -> AbstractContextManager[None]:

@@ -80,6 +80,7 @@ REASONS = {
     "router/context/compaction/compactor.py Compactor.forget_entries": DELETES,
     "router/context/documents/text.py read_pdf": "one document of a tenant at once, within limits",
     "router/erasure/erasures.py Erasures._save": DELETES,
+    "router/erasure/erasures.py Erasures._take_over": DELETES,
     "router/erasure/erasures.py Erasures.start": COMMAND,
     "router/generation/recorder.py IngressRecorder.__init__": "a line a turn, for the file; beyond its bound "
     "none is kept",

@@ -555,8 +555,11 @@ class PostgresTables:
             yield _Statements(db)
 
     @contextmanager
-    def reading(self, tenant: str) -> Iterator[Rows]:
+    def reading(self, tenant: str, of: str = "") -> Iterator[Rows]:
+        is_written_again = of and self._database.is_writing
         with self._database.transaction(tenant, "read") as db:
+            if is_written_again:  # first: else another one may erase it in between
+                take_turns(db, tenant, of)
             yield _Statements(db)
 
     def everyone(self, rows: Rows) -> AbstractContextManager[None]:

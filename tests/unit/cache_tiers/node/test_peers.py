@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -793,9 +794,9 @@ def test_g9_nor_for_the_room_that_is_made_there(monkeypatch: pytest.MonkeyPatch)
     guard, given = guards_of(b.node)["nvme"], list[float]()
     delete = guard.delete
 
-    def deleted(address: Address, deadline_s: float) -> None:
+    def deleted(address: Address, deadline_s: float, when_late: Callable[[], None]) -> None:
         given.append(deadline_s)
-        delete(address, deadline_s)
+        delete(address, deadline_s, when_late)
 
     monkeypatch.setattr(guard, "delete", deleted)
     disk.is_full = True

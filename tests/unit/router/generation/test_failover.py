@@ -14,15 +14,18 @@ import httpx
 import pytest
 import torch
 
+from samovar.cache_tiers.blocks.extent import Placement
 from samovar.configs.settings import RouterSettings
 from samovar.replicas.engine.engine import Engine
 from samovar.replicas.messages import (
+    KEPT_REF_BYTES,
     Admitted,
     Delta,
     Event,
     Failed,
     GenerateRequest,
     Grammar,
+    Keep,
     Receipt,
     Refused,
     Resume,
@@ -223,6 +226,28 @@ async def test_f20_stop_strings_and_characters_that_were_held_back(
     stop = (plain[14:17], plain[9:11] + "no such text")
     await same_texts(engines, request_of(**DRAWN, stop=stop), 12, tiny_is_exact)
     assert (await ask(Engines(engines), request_of(**DRAWN, stop=stop))).finish == {0: "stop"}
+
+
+@pytest.mark.guarantee("G12")
+async def test_g12_what_is_resumed_behind_a_deletion_leaves_nothing_at_its_replica(tiny_llama: Path) -> None:
+    """The replica that is asked then was told of the deletion before, and would take it for a new turn."""
+    engines = [small_engine(tiny_llama).engine for _ in range(2)]
+    client, kept = Engines(engines), Keep(bytes(KEPT_REF_BYTES), b"", 1)
+    client.kills = {0: 5}
+    request = replace(request_of(), placement=Placement(), keep=kept)
+    stream = resuming(
+        cast(ReplicaClient, client), request, "session", PATIENT, [].append, lambda: client.lost > 0
+    )
+    async for _ in stream:
+        continue
+    first, second = client.calls
+    assert (first.placement, first.keep, first.is_cleared) == (Placement(), kept, False)
+    assert (second.placement, second.keep, second.is_cleared) == (None, None, True)
+    for engine, there in zip(engines, (True, False), strict=True):
+        again = Engines([engine])
+        found = [event async for events in again.generate(request_of(), "") for event in events]
+        admitted = next(event for event in found if isinstance(event, Admitted))
+        assert (admitted.cached_tokens > 0) == there
 
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["equal", "bound"])

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 from samovar.cache_tiers.blocks import session_of, tenant_tag
 from samovar.configs.loader import ConfigError, load
 from samovar.replicas.messages import Forgotten
+from samovar.router.erasure import Erasure, Left
 from samovar.router.routing.ray_clients import RayReplicaClient
 from samovar.router.routing.replica_client import ClearCounts
 from tests.support.router.fake_replica import say
@@ -158,6 +159,24 @@ async def test_g12_a_clear_that_did_not_reach_everything_is_an_error(
             assert (response.status_code, error_of(response)["code"]) == (503, "clear_incomplete")
             assert says in error_of(response)["message"]
             assert response.headers["retry-after"] == "1"
+
+
+async def test_g12_the_replicas_that_are_there_are_asked_once_though_others_are_missing() -> None:
+    """A deletion was gone on with by a new process, which waited for all of them before it asked any."""
+    house = House(settings=make_settings(replicas=2))
+    async with house.client():
+        place = house.service.clears.places["sessions"]["replicas"]
+        unheard, heard = (Erasure("sessions", name, None, is_late=True) for name in ("a", "b"))
+        house.replicas.clear_answers = []
+        for asked in (1, 2):
+            with pytest.raises(Left):
+                await place(unheard)
+            assert len(house.replicas.clears) == asked
+        house.replicas.clear_answers = [Forgotten(1, 1, 1)]
+        for _ in range(2):  # what came since is not cleared again and again
+            with pytest.raises(Left):
+                await place(heard)
+            assert len(house.replicas.clears) == 3
 
 
 # The administrator ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -246,6 +247,26 @@ async def test_a_response_that_is_fetched_while_its_tenant_clears_is_not_stored_
         assert (await reading).status_code == 404
         street.link.kept = kept  # type: ignore[method-assign]
         assert (await client.get(f"/v1/responses/{made['id']}")).status_code == 404
+
+
+@pytest.mark.guarantee("G12")
+async def test_what_an_ingress_stores_that_is_not_asked_any_more_is_deleted_by_its_time() -> None:
+    """It ends in a rollout, behind its last answer: deletions do not reach it."""
+    street = Street()
+    made = (await street.post(1, "/v1/responses", {"input": "hi"}, **{"x-session-id": "s"})).json()
+    ending, responses = street.houses[1], street.houses[1].service.responses
+    stored, forgets = responses.get("t", made["id"]), responses.forgets
+    assert stored is not None
+    began_unix_s = time.time()
+    street.houses.remove(ending)
+    async with street.houses[0].client(**AUTH) as client:
+        assert (await client.delete("/v1/sessions/s")).status_code == 200
+        later_unix_s = time.time() + 1.0
+        for name, unix_s in (("resp_late", began_unix_s), ("resp_new", later_unix_s)):
+            assert responses.put("t", name, stored, forgets=forgets, began_unix_s=unix_s)
+            await responses.tell()
+        assert (await client.get("/v1/responses/resp_late")).status_code == 404
+        assert (await client.get("/v1/responses/resp_new")).status_code == 200
 
 
 async def test_it_is_not_said_that_nothing_is_stored_while_nobody_knows() -> None:

@@ -541,12 +541,13 @@ async def test_a_summary_that_is_stored_as_its_session_is_deleted_is_not_left(tm
         store: Any = keeper(made).fitter.summaries
         put = store.put
 
-        def late(*args: Any) -> None:
+        def late(*args: Any) -> bool:
             gone = asyncio.run_coroutine_threadsafe(client.delete("/v1/sessions/s"), loop)
             answer = gone.result(60)
             deleted.append("" if answer.status_code == 200 else answer.text)
-            put(*args)
-            done.append(True)
+            is_kept: bool = put(*args)
+            done.append(is_kept)
+            return is_kept
 
         done = list[bool]()
         store.put = late
@@ -554,7 +555,7 @@ async def test_a_summary_that_is_stored_as_its_session_is_deleted_is_not_left(tm
         while not deleted:
             await guest.talks(1, len(guest.messages), rests=True, compaction={"mode": "summarise"})
         await until(lambda: bool(done) and made.prompts._threads.is_idle)
-        assert set(deleted) == {""}
+        assert (set(deleted), set(done)) == ({""}, {False})
         await until(lambda: b"Rosebud" not in bytes_in(tmp_path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from samovar.replicas.messages import EngineStats, GenerateRequest
 from samovar.router.context.compaction import Summary, SummaryStore
 from samovar.router.context.documents import DocumentShelf
-from samovar.router.context.knowledge import KnowledgeBase
+from samovar.router.context.knowledge import KnowledgeBase, KnowledgeError
 from tests.support.inside import connections_of, file_of
 from tests.support.router.fake_replica import Script
 from tests.support.router.router_harness import House, error_of, keeper, make_settings, spoken
@@ -152,6 +153,45 @@ async def test_a_store_that_fails_is_told_and_the_deletion_can_be_repeated(
         again = await client.delete(f"/v1/knowledge/{entry}")
         assert again.status_code == 404, "the entry itself was erased"
         assert SECRET.encode() not in bytes_in(tmp_path)
+
+
+def test_a_summary_that_may_not_stay_is_never_there(tmp_path: Path) -> None:
+    """It was written, judged and erased again: not if the process died, or the file was busy, in between."""
+    store = SummaryStore(tmp_path / "compaction.sqlite", of_session_max=4, rows_max=100, busy_s=5.0)
+    owner, links = ("t", b"a"), [b"0", b"1", b"2"]
+    assert store.put(owner, b"1", Summary(1, "of before"))
+
+    def fails() -> bool:
+        raise KnowledgeError("the knowledge base is busy")
+
+    assert not store.put(owner, b"1", Summary(1, "of now"), lambda: False)
+    with pytest.raises(KnowledgeError):
+        store.put(owner, b"1", Summary(1, "of now"), fails)
+    assert store.latest(owner, links) == Summary(1, "of before")
+    assert store.put(owner, b"1", Summary(1, "of now"), lambda: store.latest(owner, links) is not None)
+    assert store.latest(owner, links) == Summary(1, "of now")
+
+
+def test_a_summary_of_before_its_session_was_deleted_is_not_read(tmp_path: Path) -> None:
+    """The ingress was not there when all were asked; the session directory knows of the deletion."""
+    now_s, cleared = [100.0], {("t", b"a"): -math.inf, ("t", b"b"): -math.inf}
+    store = SummaryStore(
+        tmp_path / "compaction.sqlite",
+        of_session_max=4,
+        rows_max=100,
+        busy_s=5.0,
+        wall_clock=lambda: now_s[0],
+        cleared_unix_s=cleared.__getitem__,
+    )
+    for owner in cleared:
+        store.put(owner, b"1", Summary(1, SECRET))
+    cleared["t", b"a"], now_s[0] = 150.0, 200.0
+    assert store.latest(("t", b"b"), [b"0", b"1", b"2"]) == Summary(1, SECRET)
+    store.forget("t", [b"b"])
+    store.put(("t", b"a"), b"2", Summary(2, "of now"))
+    assert store.latest(("t", b"a"), [b"0", b"1"]) is None
+    assert SECRET.encode() not in bytes_in(tmp_path)
+    assert store.latest(("t", b"a"), [b"0", b"1", b"2"]) == Summary(2, "of now")
 
 
 def test_summaries_of_before_entries_were_written_down_go_with_any(tmp_path: Path) -> None:

@@ -528,6 +528,37 @@ def test_a_backup_of_one_store_is_restored_to_the_other(
     embedded.store.close()
 
 
+def test_what_is_written_again_is_not_that_which_is_erased_meanwhile(desk: PostgresDesk) -> None:
+    """A candidate that was found before its session was erased, and written behind that, was there again."""
+    records, bounds = desk.store.records, RecordBounds(9, 9999)
+    record = LoopRecord("candidate", "a", "{}", session=b"s")
+    records.put("tea", record, bounds)
+    found: list[LoopRecord] = []
+    is_erasing, goes_on = threading.Event(), threading.Event()
+
+    def erase() -> None:
+        with desk.store.transaction():
+            desk.store.forget_sessions("tea", [b"s"])
+            is_erasing.set()
+            goes_on.wait(20)
+
+    def write_again() -> None:
+        with desk.store.transaction():
+            found.extend(records.find("tea", "candidate", ids=["a"]))
+            for one in found:
+                records.put("tea", one, bounds)
+
+    first, second = threading.Thread(target=erase), threading.Thread(target=write_again)
+    first.start()
+    assert is_erasing.wait(20)
+    second.start()
+    second.join(0.5)
+    goes_on.set()
+    first.join(20)
+    second.join(20)
+    assert (found, records.find("tea", "candidate")) == ([], [])
+
+
 def test_a_restore_that_fails_changes_nothing(desk: PostgresDesk, tmp_path: Path) -> None:
     desk.add("kept", place=1)
     (tmp_path / "junk").write_bytes(b"junk" * 999)
