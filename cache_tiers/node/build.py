@@ -62,6 +62,7 @@ def build_tiers(
         except TierError as error:
             logger.warning("nvme tier: off: %s", error)
             built.off[NVME.name] = str(error)
+            built.unopened.add(NVME.name)
         else:
             _add(built, nvme, settings.nvme.bytes_max, settings.faults.nvme)
             if why := nvme.why_not_ours():

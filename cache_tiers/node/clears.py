@@ -42,7 +42,8 @@ _Pending = tuple[TierName, Clear, int | None]
 class NodeClears:
     """Applies clears to all tiers. `forget` is called for every clear soon after, without the lock.
 
-    `keys`: of encrypted records; None: there are none.
+    `keys`: of encrypted records; None: there are none. `unopened`: tiers that may hold what is cleared, and
+    that this node cannot ask: a clear is not done before it has started with them.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class NodeClears:
         settings: TierSettings,
         forget: Callable[[Clear], None],
         keys: Keys | None,
+        unopened: frozenset[TierName] = frozenset(),
     ) -> None:
         self._state = state
         self._keys = keys
+        self._unopened = unopened
         self._scans = scans
         self._forget = forget
         self._clear_s_max = settings.load_s_max  # for all that one clear deletes
@@ -76,7 +79,7 @@ class NodeClears:
             # Another process's directory is nothing that this node could clear; should it become ours, its
             # scan heeds the clear.
             not_ours = state.not_ours()
-            unreachable = (self._scans.unknown - shared - not_ours) | locked
+            unreachable = (self._scans.unknown - shared - not_ours) | locked | self._unopened
             for name in _lasting(evictions) | self._scans.unknown | shared:
                 numbers = [(name, one, state.pending.add_clear(name, one)) for one in clears]
                 if any(number is None for _, _, number in numbers):
@@ -95,7 +98,7 @@ class NodeClears:
             unreachable |= {eviction.tier for eviction in evictions}
         left = self._left_of(clear.tenant, is_noted=is_noted)
         unreachable |= left
-        is_noted &= not (left & shared)  # by others, too: this node may not come back
+        is_noted &= not (left & shared or self._unopened)  # else nobody here goes on with it
         is_noted &= all(number is not None for _, _, number in pending)
         logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
         return Cleared(

@@ -85,7 +85,7 @@ class NodeMedia:
 
     `pending_path`: file of the pending clears and deletes; None: no directory is ours, nothing is kept.
     `late_pending_path`: that file, if its directory is waited for (`Tier.why_not_ours`); it is read then.
-    `keys`: of records, where they are encrypted.
+    `keys`: of records, where they are encrypted. `unopened`: those that are off though they may hold records.
     """
 
     tiers: dict[TierName, Tier] = field(default_factory=dict)
@@ -94,6 +94,7 @@ class NodeMedia:
     pending_path: Path | None = None
     late_pending_path: Path | None = None
     keys: Keys | None = None
+    unopened: set[TierName] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +408,9 @@ class TierNode:
             make=make_predictor,
             peers=self.peers,
         )
-        self._clears = NodeClears(state, self._scans, settings, self.resumption.clear, media.keys)
+        self._clears = NodeClears(
+            state, self._scans, settings, self.resumption.clear, media.keys, frozenset(media.unopened)
+        )
         self.sessions = NodeSessions(state, self._stores)
         self._drain = NodeDrain(state, self._stores, ports.peer_calls, identity.node_id, settings.io_threads)
 

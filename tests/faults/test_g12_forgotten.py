@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from samovar.cache_tiers.actors.staging import StagingBuffer
 from samovar.cache_tiers.blocks.extent import Address, Clear, Placement
 from samovar.cache_tiers.blocks.record import Record, TierError, TierFull
 from samovar.cache_tiers.media.guard import TierDown
@@ -19,6 +20,8 @@ from samovar.cache_tiers.media.memory import HeapTier
 from samovar.cache_tiers.media.s3 import S3Clears, S3Tier
 from samovar.cache_tiers.media.s3_client import S3Keys
 from samovar.cache_tiers.media.tier import Deadline
+from samovar.cache_tiers.node.build import build_tiers
+from samovar.cache_tiers.node.manager import NodeIdentity, NodePorts, TierNode
 from samovar.cache_tiers.node.state import PendingDeletes
 from samovar.configs.sections import FaultSettings, S3TierSettings, TierSettings
 from tests.support.inside import clears_of, guards_of, join_scans, scans_of, state_of
@@ -32,6 +35,7 @@ from tests.support.nodes.node_harness import (
     Sample,
     bench,
     nvme,
+    records_of,
     sample,
 )
 from tests.support.nodes.nvme_harness import SickCalls
@@ -841,3 +845,25 @@ def test_g12_what_waits_for_a_tier_that_is_away_waits_in_a_directory_that_was_ta
     pending = PendingDeletes(None, 10)
     pending.open(path)
     assert pending.text() == text
+
+
+def test_g12_a_disk_that_could_not_be_opened_is_left_of_a_clear(tmp_path: Path) -> None:
+    """It is off until the node starts again, and may hold what is cleared: nothing had said so."""
+    settings = TierSettings.model_validate({"nvme": {"bytes_max": MIB}})
+    ports = NodePorts(time.monotonic, time.time, records_of(StagingBuffer(MIB, keep_s=1.0), []))
+
+    def started(incarnation: str) -> TierNode:
+        built = build_tiers(settings, tmp_path / "kv", make_cpu=HeapTier, wall_clock=time.time)
+        node = TierNode(settings, built, NodeIdentity("node", incarnation), ports, workers=0)
+        node.start()
+        return node
+
+    (tmp_path / "kv").write_text("no directory")
+    node = started("first")
+    cleared = node.clear(Clear(TENANT, SESSION))
+    assert (cleared.unreachable, cleared.is_noted) == (("nvme",), False)
+    node.close()
+    (tmp_path / "kv").unlink()
+    node = started("again")
+    assert node.clear(Clear(TENANT, SESSION)).unreachable == ()
+    node.close()
