@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from samovar.cache_tiers.blocks import TIERS, BadRecord, Clear, TierError, TierName
 from samovar.cache_tiers.catalog import Eviction
@@ -39,11 +39,17 @@ PURGE_BAD_S_MIN = 1.0
 _Pending = tuple[TierName, Clear, int | None]
 
 
+class Media(Protocol):
+    """`keys`: of encrypted records; None: there are none. `unopened`: tiers that this node cannot ask."""
+
+    keys: Keys | None
+    unopened: set[TierName]
+
+
 class NodeClears:
     """Applies clears to all tiers. `forget` is called for every clear soon after, without the lock.
 
-    `keys`: of encrypted records; None: there are none. `unopened`: tiers that may hold what is cleared, and
-    that this node cannot ask: a clear is not done before it has started with them.
+    A clear is not done before the node has started with what is unopened: it may hold what is cleared.
     """
 
     def __init__(
@@ -52,12 +58,11 @@ class NodeClears:
         scans: TierScans,
         settings: TierSettings,
         forget: Callable[[Clear], None],
-        keys: Keys | None,
-        unopened: frozenset[TierName] = frozenset(),
+        media: Media,
     ) -> None:
         self._state = state
-        self._keys = keys
-        self._unopened = unopened
+        self._keys = media.keys
+        self._unopened = media.unopened
         self._scans = scans
         self._forget = forget
         self._clear_s_max = settings.load_s_max  # for all that one clear deletes

@@ -408,9 +408,7 @@ class TierNode:
             make=make_predictor,
             peers=self.peers,
         )
-        self._clears = NodeClears(
-            state, self._scans, settings, self.resumption.clear, media.keys, frozenset(media.unopened)
-        )
+        self._clears = NodeClears(state, self._scans, settings, self.resumption.clear, media)
         self.sessions = NodeSessions(state, self._stores)
         self._drain = NodeDrain(state, self._stores, ports.peer_calls, identity.node_id, settings.io_threads)
 
