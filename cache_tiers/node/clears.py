@@ -101,9 +101,8 @@ class NodeClears:
         is_noted = self._settle(pending, unreachable | not_ours)
         if not is_noted:
             unreachable |= {eviction.tier for eviction in evictions}
-        left = self._left_of(clear.tenant, is_noted=is_noted)
-        unreachable |= left
-        is_noted &= not (left & shared or self._unopened)  # else nobody here goes on with it
+        unreachable |= self._left_of(clear.tenant, is_noted=is_noted)
+        is_noted &= not self._unopened  # nothing here goes on with it
         is_noted &= all(number is not None for _, _, number in pending)
         logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
         return Cleared(
@@ -117,17 +116,13 @@ class NodeClears:
         """Return the tiers that still have something of a tenant to delete, also of earlier clears.
 
         What is being written is deleted by its writer, and what makes room by what needs it, if a restart
-        would know of it, too; not in a tier that stays where this node does not.
+        would know of it, too.
         """
-        state, shared = self._state, {name for name, _, _ in self._shared()}
+        state = self._state
         with state.lock:
             is_busy, has_failed = state.catalog.transfers.is_busy, state.pending.has_failed
             left = state.pending.cleared_of(tenant)
-            return {
-                name
-                for name, at in left
-                if name in shared or not (is_noted and is_busy(name, at)) or has_failed(name, at)
-            }
+            return {name for name, at in left if not (is_noted and is_busy(name, at)) or has_failed(name, at)}
 
     def heed(self, clears: Sequence[Clear]) -> None:
         """Apply clears that other nodes have marked and this one missed, because it was down or is new."""
@@ -176,7 +171,6 @@ class NodeClears:
             is_pending = any(self._state.pending.clears_of(name) for name in shared)
             for name in self._state.guards.keys() - shared - self._scans.unknown:
                 self._drop_clears(name)
-        self._state.save_pending()
         if is_pending:
             self._retrying = threading.Thread(target=self._retry, name="clears", daemon=True)
             self._retrying.start()

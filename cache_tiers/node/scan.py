@@ -219,6 +219,8 @@ class TierScans:
                 self._rescan_later(is_whole=is_whole)
                 if is_whole:
                     self._listed_s[guard.name] = began_s
+            else:
+                self._state.pending.scanned(guard.name)
         if found and not self._heard.wait(MARKS_S_MAX):
             logger.warning("%s tier: served, though the bucket does not say what was cleared", guard.name)
         guard.ready = True

@@ -799,22 +799,6 @@ def test_g12_what_a_second_attempt_could_not_write_is_deleted(monkeypatch: pytes
     node.node.check_integrity()
 
 
-def test_g12_what_is_on_its_way_into_a_bucket_is_left_of_a_clear(tmp_path: Path) -> None:
-    """The node that deletes it again may be gone by then, with its disk: the clear is repeated."""
-    tier = SharedBucket(MIB)
-    node = bench([tier], pending_path=tmp_path / "owed.json", workers=1)
-    join_scans(node.node, 20)
-    tier.gate.clear()
-    try:
-        assert node.offer(sample(1, placement=IN_S3)) == "taken"
-        assert tier.waiting.acquire(timeout=20)
-        cleared = node.node.clear(Clear(TENANT, SESSION))
-        assert (cleared.unreachable, cleared.is_noted) == (("s3",), False)
-    finally:
-        tier.gate.set()
-        node.node.close()
-
-
 def test_g12_a_list_whose_name_was_not_flushed_is_written_again(tmp_path: Path) -> None:
     path, calls = tmp_path / "owed.json", SickCalls()
     pending, address = PendingDeletes(path, 10, calls), sample(1).header.address
