@@ -193,7 +193,7 @@ def test_a_nodes_files_are_encrypted_and_an_erasure_takes_their_key(tmp_path: Pa
         assert one.payload.tobytes()[:48] not in data
         assert load() == one.record.tobytes()
         ray.kill(actor, no_restart=False)
-        until("it has scanned its files", lambda: _quiet(look))
+        until("its next life has scanned its files", lambda: _quiet(look, since=found.incarnation))
         assert load() == one.record.tobytes()
         cleared = ray.get(actor.clear.remote(Clear(TENANT, SESSION)), timeout=WAIT_S)
         assert cleared.unreachable == ()
@@ -208,8 +208,9 @@ def test_a_nodes_files_are_encrypted_and_an_erasure_takes_their_key(tmp_path: Pa
         ray.kill(staging)
 
 
-def _quiet(look: Callable[[], Any]) -> bool:
+def _quiet(look: Callable[[], Any], since: str) -> bool:
     try:
-        return bool(look().spans)
+        seen = look()
+        return bool(seen.spans) and seen.incarnation != since
     except ray.exceptions.RayActorError:
         return False
