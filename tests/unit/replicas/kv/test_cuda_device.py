@@ -156,14 +156,16 @@ def test_memory_that_stays_is_registered_whole_and_copied_from_directly(
 def test_a_load_is_not_told_behind_a_store_that_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread waited for both directions in turn."""
     Cuda(monkeypatch)
-    device, stores, told = CudaDevice(filled_pool().page_bytes, 0), threading.Event(), threading.Event()
+    device, stores = CudaDevice(filled_pool().page_bytes, 0), threading.Event()
+    told, over = threading.Event(), threading.Event()
     out, into = device.stream(), device.stream()
     monkeypatch.setattr(
         FakeEvent,
         "synchronize",
         lambda event: event.stream is out._stream and stores.wait(10),  # type: ignore[attr-defined]
     )
-    out.mark().then(lambda failure: None)
+    out.mark().then(lambda failure: over.set())
     into.mark().then(lambda failure: told.set())
     assert told.wait(5)
     stores.set()
+    assert over.wait(5), "its thread runs into the next test"
