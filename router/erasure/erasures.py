@@ -215,9 +215,7 @@ class Erasures:
             except OSError as error:
                 logger.error("deletions that are left will be forgotten at a restart: %s", error)
                 found = []
-            for one in filter(None, map(_unfinished_of, found)):
-                self._note(one)  # two processes may have left parts of the same
-            self._saved = None
+            self._take_up(found)
             self._tell_of_those_off()
         self._task = asyncio.create_task(self._go_on())
 
@@ -265,10 +263,14 @@ class Erasures:
             except OSError as error:
                 logger.warning("what an ingress that ended has left to delete cannot be read: %s", error)
                 return
-            for one in filter(None, map(_unfinished_of, found)):
-                self._note(one)
-            self._saved = None if found else self._saved
+            if found:
+                self._take_up(found)
         await self._save()
+
+    def _take_up(self, found: Iterable[Any]) -> None:
+        for one in filter(None, map(_unfinished_of, found)):
+            self._note(one)  # two processes may have left parts of the same
+        self._saved = None
 
     async def go_on_with(self, what: Erasure) -> None:
         """Ask the places again that are left of a deletion."""

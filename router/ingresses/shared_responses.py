@@ -51,15 +51,7 @@ class SharedResponses(ResponseStore):
         self._wall_clock = wall_clock
         self._untold: list[Item] = []
 
-    def put(
-        self,
-        tenant: str,
-        response_id: str,
-        stored: StoredResponse,
-        *,
-        forgets: int,
-        began_unix_s: float = 0.0,
-    ) -> bool:
+    def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
         """Keep a response as `ResponseStore` does; `tell` sends it to the directory.
 
         With the time when its request came: a deletion since then, of which this ingress has not heard (it
@@ -68,7 +60,7 @@ class SharedResponses(ResponseStore):
         if not super().put(tenant, response_id, stored, forgets=forgets):
             return False
         if self._is_on:
-            self._untold += self._items(tenant, response_id, stored, began_unix_s)
+            self._untold += self._items(tenant, response_id, stored)
         return True
 
     async def tell(self) -> None:
@@ -125,9 +117,7 @@ class SharedResponses(ResponseStore):
     def _is_on(self) -> bool:
         return self._settings.kept_bytes_max > 0
 
-    def _items(
-        self, tenant: str, response_id: str, stored: StoredResponse, began_unix_s: float
-    ) -> list[Item]:
+    def _items(self, tenant: str, response_id: str, stored: StoredResponse) -> list[Item]:
         salt, tag = self._salt_of(tenant), self._tag_of(tenant)
         whole = [stored.response, stored.messages, stored.session, list(stored.items)]
         bodies: dict[str, object] = {response_id: whole} | dict.fromkeys(stored.items, response_id)
@@ -138,7 +128,7 @@ class SharedResponses(ResponseStore):
                 "response",
                 _name(salt, one),
                 _packed(salt, body),
-                began_unix_s,
+                stored.began_unix_s,
                 self._wall_clock() + self._settings.kept_s_max,
             )
             for one, body in bodies.items()

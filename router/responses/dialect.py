@@ -42,9 +42,7 @@ FETCHES_MAX = 64
 class SharedStore(Protocol):
     """Responses that other ingresses find too."""
 
-    def put(
-        self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int, began_unix_s: float
-    ) -> bool:
+    def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
         """Keep a response; `tell` shares it. See `ResponseStore.put`."""
         ...
 
@@ -93,10 +91,8 @@ class ResponsesDialect(Dialect):
     ) -> None:
         messages = json_bytes({"messages": [*request.said, answer]})
         items = tuple(item["id"] for item in response["output"])
-        stored = StoredResponse(json_bytes(response), messages, session, items)
-        self._store.put(
-            tenant, response["id"], stored, forgets=request.forgets, began_unix_s=request.began_unix_s
-        )
+        stored = StoredResponse(json_bytes(response), messages, session, items, request.began_unix_s)
+        self._store.put(tenant, response["id"], stored, forgets=request.forgets)
 
     def renamed(self, error: ApiError) -> ApiError:
         """Return an error with the names that the fields have here."""

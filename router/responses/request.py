@@ -64,8 +64,8 @@ class ParsedResponse(ParsedChat):
     `said`: its messages as JSON, without `instructions`. `echo`: the request's fields that a response
     repeats. `names`: of each function in a namespace the (namespace, name) that the client calls it.
     `customs`: functions that stand for tools whose input is text.
-    `tells_thoughts`: reasoning comes as `encrypted_content` too. `forgets`, `began_unix_s`: see
-    `ResponseStore.put`.
+    `tells_thoughts`: reasoning comes as `encrypted_content` too. `forgets`: see `ResponseStore.put`.
+    `began_unix_s`: see `StoredResponse`.
     """
 
     said: Sequence[Json] = ()

@@ -24,13 +24,15 @@ class StoredResponse:
     """A response and the conversation that it ends, each as JSON; `session`: the session's tag.
 
     `messages`: those of a chat request, without `instructions`, which hold for one response only.
-    `items`: ids of its output, by which later requests name it.
+    `items`: ids of its output, by which later requests name it. `began_unix_s`: when its request came; 0: not
+    known here.
     """
 
     response: bytes
     messages: bytes
     session: bytes
     items: tuple[str, ...] = ()
+    began_unix_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -58,20 +60,11 @@ class ResponseStore:
         """Return how often responses were forgotten on purpose: see `put`."""
         return self._forgotten.count
 
-    def put(
-        self,
-        tenant: str,
-        response_id: str,
-        stored: StoredResponse,
-        *,
-        forgets: int,
-        began_unix_s: float = 0.0,
-    ) -> bool:
+    def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
         """Keep a response; return whether it is kept.
 
         Not one that alone is over the bounds, nor one whose session was forgotten since `forgets` was read,
-        at `began_unix_s`, when its request came: what was cleared in between stays cleared. May drop the
-        least recently used.
+        when its request came: what was cleared in between stays cleared. May drop the least recently used.
         """
         is_forgotten = self._forgotten.since(forgets, tenant, stored.session)
         if is_forgotten or stored.nbytes > self._bytes_max or not self._count_max:

@@ -675,12 +675,8 @@ def test_g12_a_name_that_found_no_room_is_left_of_a_clear(tmp_path: Path) -> Non
     again.node.close()
 
 
-def test_g10_a_record_is_deleted_once_at_a_time(tmp_path: Path) -> None:
-    """Found by the world (778000000581): it was stored again between the ends of two deletes of it.
-
-    What made room was being deleted on a slow disk as its session was erased, so that a second delete began.
-    """
-    tier, on_disk = MemoryTier("nvme", MIB), Placement("nvme", ())
+def hold_deletes(tier: MemoryTier) -> tuple[threading.Semaphore, threading.Event]:
+    """From now on each delete releases the first, and waits for the second."""
     asked, goes_on, delete = threading.Semaphore(0), threading.Event(), tier.delete
 
     def slowly(address: Address) -> None:
@@ -688,10 +684,20 @@ def test_g10_a_record_is_deleted_once_at_a_time(tmp_path: Path) -> None:
         goes_on.wait(20)
         delete(address)
 
+    tier.delete = slowly  # type: ignore[method-assign]
+    return asked, goes_on
+
+
+def test_g10_a_record_is_deleted_once_at_a_time(tmp_path: Path) -> None:
+    """Found by the world (778000000581): it was stored again between the ends of two deletes of it.
+
+    What made room was being deleted on a slow disk as its session was erased, so that a second delete began.
+    """
+    tier, on_disk = MemoryTier("nvme", MIB), Placement("nvme", ())
     node = bench([tier], pending_path=tmp_path / "owed.json")
     old = sample(1, placement=on_disk)
     node.store(old)
-    tier.delete = slowly  # type: ignore[method-assign]
+    asked, goes_on = hold_deletes(tier)
     (address,) = state_of(node.node).catalog.hottest("nvme")
     first = threading.Thread(target=state_of(node.node).lost, args=(address, "nvme"))
     first.start()
@@ -714,20 +720,13 @@ def test_g10_a_record_is_deleted_once_at_a_time(tmp_path: Path) -> None:
 def test_g10_a_delete_that_is_late_is_not_tried_again_before_it_has_ended(tmp_path: Path) -> None:
     """It could end behind the next one, when the record is stored again; and each takes a thread."""
     tier = MemoryTier("nvme", MIB)
-    asked, goes_on, delete = threading.Semaphore(0), threading.Event(), tier.delete
-
-    def slowly(address: Address) -> None:
-        asked.release()
-        goes_on.wait(20)
-        delete(address)
-
     node = bench([tier], pending_path=tmp_path / "owed.json")
     node.store(old := sample(1, placement=Placement("nvme", ())))
     state = state_of(node.node)
     with state.lock:
         eviction = state.catalog.lose(old.header.address, "nvme")
     assert eviction is not None
-    tier.delete = slowly  # type: ignore[method-assign]
+    asked, goes_on = hold_deletes(tier)
     assert state.drop([eviction], budget_s=0.05) == {"nvme"}
     assert asked.acquire(timeout=20)
     node.node.tick()

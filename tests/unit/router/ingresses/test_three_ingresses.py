@@ -263,7 +263,7 @@ async def test_what_an_ingress_stores_that_is_not_asked_any_more_is_deleted_by_i
         assert (await client.delete("/v1/sessions/s")).status_code == 200
         later_unix_s = time.time() + 1.0
         for name, unix_s in (("resp_late", began_unix_s), ("resp_new", later_unix_s)):
-            assert responses.put("t", name, stored, forgets=forgets, began_unix_s=unix_s)
+            assert responses.put("t", name, replace(stored, began_unix_s=unix_s), forgets=forgets)
             await responses.tell()
         assert (await client.get("/v1/responses/resp_late")).status_code == 404
         assert (await client.get("/v1/responses/resp_new")).status_code == 200
