@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from tests.support.nodes.node_harness import MIB, SESSION, TENANT, Sample, sampl
 from tests.support.ray_start import start_small_ray
 
 WAIT_S = 60.0
+CALL_S = 10.0
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -71,14 +73,28 @@ def answers(keys: Keys) -> bool:
     return True
 
 
+def restart(actor: Any) -> None:
+    """Kill an actor and wait for its next life: a kill is sent, and the life before answers meanwhile."""
+
+    def process() -> int:
+        with suppress(ray.exceptions.RayError):
+            return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=WAIT_S))
+        return 0
+
+    before = process()
+    assert before
+    ray.kill(actor, no_restart=False)
+    until("its next life is there", lambda: process() not in (0, before))
+
+
 def test_keys_outlive_their_actor_and_destroyed_ones_do_not_come_back(tmp_path: Path, outer: Path) -> None:
-    keys, other = (cluster_keys(outer, tmp_path / "kv", 1.0) for _ in range(2))
+    keys, other = (cluster_keys(outer, tmp_path / "kv", CALL_S) for _ in range(2))
     until("it is there", partial(answers, keys))
     gone, stays = keys.key_for(TENANT, SESSION), keys.key_for(TENANT, b"another!" * 2)
     assert other.key_for(TENANT, SESSION) == gone  # of another process
     assert keys.destroy([Clear(TENANT, SESSION)]) == 1
-    ray.kill(handle(), no_restart=False)
-    fresh = cluster_keys(outer, tmp_path / "kv", 1.0)
+    restart(handle())
+    fresh = cluster_keys(outer, tmp_path / "kv", CALL_S)
 
     def answered() -> object:
         try:
@@ -91,13 +107,13 @@ def test_keys_outlive_their_actor_and_destroyed_ones_do_not_come_back(tmp_path: 
     assert fresh.find(TENANT, b"another!" * 2, stays.key_id) == stays
     outer.unlink()
     with pytest.raises(TierError, match="cannot be read"):
-        cluster_keys(outer, tmp_path / "kv", 1.0).check()
+        cluster_keys(outer, tmp_path / "kv", CALL_S).check()
 
 
 def test_tenants_keys_are_wrapped_by_the_actor_and_its_operators_key_stays_there(
     tmp_path: Path, outer: Path
 ) -> None:
-    sealing = cluster_sealing(outer, tmp_path / "kv", 1.0)
+    sealing = cluster_sealing(outer, tmp_path / "kv", CALL_S)
     until("the actor is there", partial(answers, sealing.sessions))
     tenants = sealing.tenants
     wrapped, proof = tenants.wrap(b"a name", b"secret")
@@ -115,22 +131,21 @@ def test_tenants_keys_are_wrapped_by_the_actor_and_its_operators_key_stays_there
 
 def test_replies_are_sealed_on_the_heads_disk_and_there_after_a_restart(tmp_path: Path, outer: Path) -> None:
     path, body = tmp_path / "kv" / "replies.sqlite", b"the eagle lands at noon"
-    until("the keys are there", partial(answers, cluster_keys(outer, tmp_path / "kv", 1.0)))
+    until("the keys are there", partial(answers, cluster_keys(outer, tmp_path / "kv", CALL_S)))
     bounds = ItemBounds(path=path, sealed_by=outer)
     actor = session_actor(100, 4, 5.0, kept=bounds)
     now_s = time.time()
     one = Item(TENANT, SESSION, "reply", b"r", body, now_s, now_s + 999, is_durable=True)
 
     def recalled() -> Any:
-        with suppress(ray.exceptions.RayError):
-            return ray.get(actor.recall.remote(TENANT, SESSION), timeout=WAIT_S).replies
+        return ray.get(actor.recall.remote(TENANT, SESSION), timeout=WAIT_S).replies
 
     try:
         assert ray.get(actor.keep.remote([one], []), timeout=WAIT_S) == 1
         raw = b"".join(file.read_bytes() for file in path.parent.glob("replies.sqlite*"))
         assert SEALED_MAGIC in raw
         assert body not in raw
-        ray.kill(actor, no_restart=False)
+        restart(actor)
         assert until("it is back", recalled) == (one,)
         ray.get(actor.forget.remote([SessionsCleared(TENANT, SESSION, now_s + 1)]), timeout=WAIT_S)
         assert recalled() == ()
