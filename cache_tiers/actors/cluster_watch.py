@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,7 @@ class ClusterWatch:
         self._end = end
         self._notice = DrainNotice(node_id, drain_s)
         self._met: set[str] = set()
+        self._looks = 0
         self._pause_s = WATCH_S
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
@@ -82,12 +84,19 @@ class ClusterWatch:
         self._pause_s = ALONE_WATCH_S if alive.keys() <= {self._node_id} else WATCH_S
         if self._met - alive.keys():
             self._node.peers.lost.set()  # before its sessions ask for what it left in S3
-        strangers = alive.keys() - self._met - {self._node_id}
-        met = self._node.peers.meet(sorted(strangers))
-        self._met = (self._met & alive.keys()) | met
+        self._heed(alive, gcs_state.get_draining_nodes())
+        self._meet(alive.keys())  # after that: a notice does not wait for nodes that start, or hang
+
+    def _meet(self, alive: Set[str]) -> None:
+        strangers = deque(sorted(alive - self._met - {self._node_id}))
+        strangers.rotate(self._looks)  # one that hangs takes the time of those behind it
+        self._looks += 1
+        met = self._node.peers.meet(strangers)
+        self._met = (self._met & set(alive)) | met
         if met and self._node.resumption.is_new:
             self._node.resumption.start_from(self._node.peers.learned(sorted(met)))
-        draining = gcs_state.get_draining_nodes()
+
+    def _heed(self, alive: Mapping[str, Mapping[str, Any]], draining: Mapping[str, int]) -> None:
         was_draining = self._notice.is_draining
         deadline_s = self._notice.heard(draining, time.time())
         if deadline_s is not None:
@@ -95,7 +104,8 @@ class ClusterWatch:
             self._node.drain_over()  # if it was leaving anyway
             self._node.drain(deadline_s, takers(self._node_id, alive.keys(), draining))
         elif self._notice.is_draining:
-            self._node.drain(0.0, ())  # what replicas have stored since
+            # What replicas have stored since, and what had no place before.
+            self._node.drain(0.0, takers(self._node_id, alive.keys(), draining))
         elif was_draining:
             self._node.drain_over()
         elif self._leave.is_due(time.monotonic()):

@@ -11,51 +11,66 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from samovar.cache_tiers.blocks import SHARED_TIER, TIERS, Address
 from samovar.cache_tiers.messages import PushRequest
 from samovar.cache_tiers.node.state import NodeState
 from samovar.cache_tiers.node.store import NodeStores
-from samovar.cache_tiers.transport import PeerCalls, PeerError
+from samovar.cache_tiers.transport import PeerCalls, PeerError, PeerLate
+from samovar.configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
+AGAIN_S = 1.0
+"""What could not be saved is tried again after so long, then after twice as long, and so on."""
+TRIES_MAX = 6
+"""Until then a breaker has closed, and a node has started again; new takers are tried whenever they come."""
+
 
 class NodeDrain:
-    """Drains a node's extents to S3 or peers. `threads`: extents in flight at a time."""
+    """Drains a node's extents to S3 or peers."""
 
     def __init__(
-        self, state: NodeState, stores: NodeStores, calls: PeerCalls | None, node_id: str, threads: int
+        self,
+        state: NodeState,
+        stores: NodeStores,
+        calls: PeerCalls | None,
+        node_id: str,
+        settings: TierSettings,
     ) -> None:
         self._state = state
         self._stores = stores
         self._calls = calls
         self._node_id = node_id
-        self._threads = threads
+        self._threads = settings.io_threads
+        self._take_s_max = 2 * settings.peer.pull_s_max  # by each of two ways
         self._lock = threading.Lock()
         self._run: _Run | None = None
         self.is_draining = False
         self.counts: Counter[str] = Counter()
-        """Extents by outcome: s3, peer, failed, left."""
+        """Extents by outcome: s3, peer, failed (so far), left."""
 
     def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
         """Save what is held only here, for at most `deadline_s` seconds; return extents by outcome.
 
         Blocks. What is stored meanwhile is saved as well. A call after that, while the node drains, saves
-        what came since, until the first call's deadline: replicas answer, and store, up to their end. One
-        beside another does nothing.
+        what came since, until the first call's deadline: replicas answer, and store, up to their end. It
+        also tries again what failed (`AGAIN_S`), by the `peers` of now, if there are any. One beside another
+        does nothing.
         """
         with self._lock:
             if not self.is_draining or self._run is None:
                 self.is_draining = True
                 ends_s = self._state.clock() + deadline_s
-                self._run = _Run(self._state, self._stores, self._calls, self._node_id, peers, ends_s)
+                calls = None if self._calls is None else _Takers(self._calls, self._node_id, self._take_s_max)
+                self._run = _Run(self._state, self._stores, calls, ends_s)
             run = self._run
         if not run.turn.acquire(blocking=False):
             return dict(self.counts)
         try:
+            run.begin(peers)
             while not run.is_over:
                 todo = [address for address in self._hottest() if address not in run.begun]
                 if not todo:
@@ -72,12 +87,30 @@ class NodeDrain:
             logger.info("drained: %s", dict(self.counts))
         return dict(self.counts)
 
+    def stats(self) -> dict[str, Any]:
+        """Return these fields of `NodeStats`."""
+        counts = dict(self.counts)
+        return {"draining": self.is_draining, "drained": counts, "unsaved": self._unsaved()}
+
     def over(self) -> None:
         """End a drain in progress because the node stays; it may be drained again."""
         with self._lock:
             self.is_draining = False
             if self._run is not None:
                 self._run.stopped.set()
+
+    def _unsaved(self) -> int:
+        """Return how many extents a drain has still to save, but for those that it has given up.
+
+        What is on its way into a tier counts, whichever it is.
+        """
+        with self._lock:
+            run = self._run if self.is_draining else None
+        if run is None or run.is_over:
+            return 0
+        with self._state.lock:
+            coming = self._stores.has_stores + len(self._state.catalog.transfers)
+        return coming + sum(map(run.waits_for, self._hottest()))
 
     def _hottest(self) -> list[Address]:
         with self._state.lock:
@@ -86,102 +119,52 @@ class NodeDrain:
             return [one for one in dict.fromkeys(found) if SHARED_TIER not in catalog.copies(one)]
 
 
-class _Run:
-    """One drain. `todo`: extents not begun yet; `begun`: all that it has seen. `turn`: who carries it out."""
+class _Takers:
+    """The peers that take a drained node's extents: a session's all to one. Thread-safe."""
 
-    def __init__(
-        self,
-        state: NodeState,
-        stores: NodeStores,
-        calls: PeerCalls | None,
-        node_id: str,
-        peers: Sequence[str],
-        ends_s: float,
-    ) -> None:
-        self._state = state
-        self._stores = stores
+    def __init__(self, calls: PeerCalls, node_id: str, take_s_max: float) -> None:
         self._calls = calls
         self._node_id = node_id
-        self._ends_s = ends_s
+        self._take_s_max = take_s_max
         self._lock = threading.Lock()
-        self._peers = [peer for peer in peers if peer != node_id]
+        self._peers: list[str] = []
+        self._named: set[str] = set()
+        self._late: set[str] = set()
         self._turn = itertools.count()
         self._peer_of: dict[bytes, str] = {}  # session -> peer that takes its blocks
-        self.stopped = threading.Event()
-        self.turn = threading.Lock()
-        self.todo: deque[Address] = deque()
-        self.begun: set[Address] = set()
-        self._counts: Counter[str] = Counter()
 
-    @property
-    def is_over(self) -> bool:
-        """Return whether the time is up or the drain was cancelled."""
-        return self.stopped.is_set() or self._state.clock() >= self._ends_s
-
-    def taken_counts(self) -> Counter[str]:
-        """Return extents by outcome since the last call, with those that are left."""
+    def are(self, peers: Sequence[str]) -> bool:
+        """Offer to `peers` from now on, but for those that hang; return whether one was never named."""
         with self._lock:
-            counts, self._counts = self._counts, Counter()
-            counts["left"] += len(self.todo)
-            self.todo.clear()
-        return counts
+            self._peers = [peer for peer in peers if peer != self._node_id and peer not in self._late]
+            has_new = not self._named.issuperset(self._peers)
+            self._named.update(self._peers)
+            return has_new
 
-    def carry_out(self, threads: int) -> None:
-        """Work until `todo` is empty or the time is up; a hanging thread is left behind."""
-        workers = [
-            threading.Thread(target=self._work, name=f"drain-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(max(0.0, self._ends_s - self._state.clock()))
+    def give(self, address: Address, sessions: frozenset[bytes], left_s: Callable[[], float]) -> bool:
+        """Push to the session's peer, else to the next in turn; return whether one has it.
 
-    def _work(self) -> None:
-        while not self.is_over:
-            with self._lock:
-                if not self.todo:
-                    return
-                address = self.todo.popleft()
-            outcome = self._save(address)
-            with self._lock:
-                self._counts[outcome] += 1
-
-    def _save(self, address: Address) -> str:
-        state = self._state
-        with state.lock:
-            info = state.catalog.info(address)
-        if info is None:
-            return "failed"
-        guard = state.guards.get(SHARED_TIER)
-        if guard is not None and guard.is_writable and info.placement.allows(SHARED_TIER):
-            left_s = self._ends_s - state.clock()
-            if left_s > 0 and self._stores.copy_now(address, SHARED_TIER):
-                return SHARED_TIER
-        return "peer" if self._to_peer(address, info.sessions) else "failed"
-
-    def _to_peer(self, address: Address, sessions: frozenset[bytes]) -> bool:
-        """Push to the session's peer, else to the next in turn; drop a peer that does not answer."""
+        One that does not answer is left out until `are` names it again, one that hangs for good: it would
+        take the time of all others.
+        """
         refused: set[str] = set()
-        while self._calls is not None:
-            peer = self._peer(sessions, refused)
-            left_s = self._ends_s - self._state.clock()
-            if peer is None or left_s <= 0:
-                return False
+        while (peer := self._next(sessions, refused)) is not None and (time_s := left_s()) > 0:
+            within_s = min(time_s, self._take_s_max)
             try:
-                outcome = self._calls.take(peer, PushRequest(address, self._node_id, left_s), left_s)
+                outcome = self._calls.take(peer, PushRequest(address, self._node_id, within_s), within_s)
             except PeerError as error:
                 logger.warning("node %s takes nothing: %s", peer[:8], error)
                 with self._lock:
-                    if peer in self._peers:
-                        self._peers.remove(peer)
+                    self._peers = [one for one in self._peers if one != peer]
+                    if isinstance(error, PeerLate):
+                        self._late.add(peer)
                 continue
             if outcome in ("taken", "held"):
                 return True
             refused.add(peer)
         return False
 
-    def _peer(self, sessions: frozenset[bytes], refused: Collection[str]) -> str | None:
+    def _next(self, sessions: frozenset[bytes], refused: Collection[str]) -> str | None:
         with self._lock:
             peers = [peer for peer in self._peers if peer not in refused]
             if not peers:
@@ -192,6 +175,109 @@ class _Run:
                 peer = peers[next(self._turn) % len(peers)]
                 self._peer_of.update(dict.fromkeys(sessions, peer))
             return peer
+
+
+class _Run:
+    """One drain, in passes. `takers`: None: there are no peers.
+
+    `todo`: extents not begun yet; `begun`: all that it has seen. `turn`: who carries out a pass.
+    """
+
+    def __init__(self, state: NodeState, stores: NodeStores, takers: _Takers | None, ends_s: float) -> None:
+        self._state = state
+        self._stores = stores
+        self._takers = takers
+        self._ends_s = ends_s
+        self._lock = threading.Lock()
+        self.stopped = threading.Event()
+        self.turn = threading.Lock()
+        self.todo: deque[Address] = deque()
+        self.begun: set[Address] = set()
+        self._saved: set[Address] = set()
+        self._failed: set[Address] = set()
+        self._tries, self._again_s = 0, 0.0
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the time is up or the drain was cancelled."""
+        return self.stopped.is_set() or self._left_s() <= 0
+
+    def begin(self, peers: Sequence[str]) -> None:
+        """Begin a pass; what failed is tried again if it is time, or if there is a peer that is new."""
+        with self._lock:
+            if peers and self._takers is not None and self._takers.are(peers):
+                self._tries, self._again_s = 0, 0.0
+            if self._tries < TRIES_MAX and self._state.clock() >= self._again_s:
+                self.begun -= self._failed
+
+    def taken_counts(self) -> Counter[str]:
+        """End a pass; return extents by outcome since the last one, with those that are left."""
+        now_s = self._state.clock()
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+            counts["left"] += len(self.todo)
+            self.todo.clear()
+            if self._failed and now_s >= self._again_s:
+                self._again_s = now_s + AGAIN_S * 2**self._tries
+                self._tries += 1
+        return counts
+
+    def waits_for(self, address: Address) -> bool:
+        """Return whether an extent that is held only here is still to be saved, or tried again."""
+        with self._lock:
+            is_given_up = self._tries >= TRIES_MAX and address in self._failed
+            return address not in self._saved and not is_given_up
+
+    def carry_out(self, threads: int) -> None:
+        """Work until `todo` is empty or the time is up; a hanging thread is left behind."""
+        workers = [
+            threading.Thread(target=self._work, name=f"drain-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(max(0.0, self._left_s()))
+
+    def _work(self) -> None:
+        while not self.is_over:
+            with self._lock:
+                if not self.todo:
+                    return
+                address = self.todo.popleft()
+            outcome = self._save(address)
+            with self._lock:
+                self._note(address, outcome)
+
+    def _note(self, address: Address, outcome: str) -> None:
+        had_failed = address in self._failed
+        if outcome != "failed":
+            self._saved.add(address)
+            self._failed.discard(address)
+            self._counts[outcome] += 1
+            if had_failed:
+                self._counts["failed"] -= 1
+        elif not had_failed:
+            self._failed.add(address)
+            self._counts["failed"] += 1
+
+    def _save(self, address: Address) -> str:
+        state = self._state
+        with state.lock:
+            info = state.catalog.info(address)
+        if info is None:
+            return "failed"
+        guard = state.guards.get(SHARED_TIER)
+        may_share = guard is not None and guard.is_writable and info.placement.allows(SHARED_TIER)
+        if may_share and self._left_s() > 0 and self._stores.copy_now(address, SHARED_TIER):
+            return SHARED_TIER
+        takers = self._takers
+        is_given = takers is not None and takers.give(address, info.sessions, self._left_s)
+        return "peer" if is_given else "failed"
+
+    def _left_s(self) -> float:
+        return self._ends_s - self._state.clock()
 
 
 COMPANIONS = frozenset({"TierActor", "ProxyActor", "ServeReplica:samovar:Ingress"})

@@ -410,7 +410,7 @@ class TierNode:
         )
         self._clears = NodeClears(state, self._scans, settings, self.resumption.clear, media)
         self.sessions = NodeSessions(state, self._stores)
-        self._drain = NodeDrain(state, self._stores, ports.peer_calls, identity.node_id, settings.io_threads)
+        self._drain = NodeDrain(state, self._stores, ports.peer_calls, identity.node_id, settings)
 
     @property
     def incarnation(self) -> str:
@@ -564,8 +564,7 @@ class TierNode:
             queue=queue,
             peers=self.peers.stats(),
             transport=self.peers.transport,
-            draining=self._drain.is_draining,
-            drained=dict(self._drain.counts),
+            **self._drain.stats(),
             returns=self.resumption.stats(),
             bad_files=int(state.pending.read_failed),
             pending_deletes=pending,

@@ -220,7 +220,8 @@ class NodePeers:
     def meet(self, nodes: Sequence[str]) -> set[str]:
         """Connect to new nodes in advance, so that the first session from there need not wait.
 
-        Returns those that answer. Blocks; raises nothing for failures of a node or the link.
+        Returns those that answer. Blocks, `MEET_S_MAX` for all of them; raises nothing for failures of a
+        node or the link.
         """
         if self._calls is None or not nodes:
             return set()
@@ -229,11 +230,13 @@ class NodePeers:
                 self._link.get()
             except LinkDown as error:
                 logger.info("there are other nodes, but no link to them: %s", error)
-        met = set()
+        met, ends_s = set(), self._state.clock() + MEET_S_MAX
         nothing = Lookup(bytes(KEY_BYTES), b"", bytes(TAG_BYTES), bytes(TAG_BYTES))
         for node in nodes:
+            if (left_s := ends_s - self._state.clock()) <= 0:
+                break
             try:
-                self._calls.lookup(node, nothing, MEET_S_MAX)
+                self._calls.lookup(node, nothing, left_s)
             except PeerError as error:
                 logger.info("node %s does not answer yet: %s", node[:8], error)
                 continue

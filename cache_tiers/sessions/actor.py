@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -290,19 +290,19 @@ class SessionActor:
                 if self._actors.keys() - actors.keys():
                     asked = set()  # a node is gone: others may have taken its blocks
                 self._actors = actors
-                asked = {node for node in actors if node in asked or self._learn(node, actors[node])}
+                asked = (asked & actors.keys()) | self._learn(actors.keys() - asked)
                 is_settled = len(asked) == len(actors) == 1
             except Exception:  # GCS unavailable, a node just lost: retry at the next look
                 logger.exception("the session directory could not read the cluster's state")
             self._stopped.wait(ALONE_WATCH_S if is_settled else WATCH_S)
 
-    def _learn(self, node: str, actor: Any) -> bool:
-        """Return whether the node has reported what its tiers hold."""
-        answers = rpc.ask_all({node: actor}, "sessions", REBUILD_SESSIONS_MAX, timeout_s=ASK_S_MAX)
-        for held in answers.values():
+    def _learn(self, nodes: Set[str]) -> set[str]:
+        """Return which of the nodes have reported what their tiers hold; asks all at the same time."""
+        answers = self._ask_all("sessions", REBUILD_SESSIONS_MAX, nodes=nodes)
+        for node, held in answers.items():
             with self._lock:
                 self._table.held(node, held, time.time(), self._actors)
-        return node in answers
+        return set(answers)
 
     def _tier_actors(self) -> dict[str, Any]:
         self._actors = self._actors or tier_actors()
@@ -312,7 +312,7 @@ class SessionActor:
         self,
         method: str,
         *args: object,
-        nodes: Sequence[str] | None = None,
+        nodes: Collection[str] | None = None,
         timeout_s: float = ASK_S_MAX,
     ) -> dict[str, Any]:
         """Return the nodes' answers, leaving out those that failed or were late."""

@@ -56,8 +56,8 @@ def still_here(node_id: str) -> str:
     if not actors:
         return ""
     stats = rpc.ask_all(tier_actors(), "stats", timeout_s=ANSWER_S).get(node_id)
-    # `left` is counted when a drain ends.
-    return "" if stats is not None and "left" in stats.drained else "the tiers"
+    # Asked once nothing else is here: a replica hands over the end of its turns as the last thing it does.
+    return "" if stats is not None and stats.draining and not stats.unsaved else "the tiers"
 
 
 def main(seconds: float) -> int:

@@ -7,6 +7,7 @@ and exchanges what is served under traffic (`rollout.py`).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -191,6 +192,8 @@ EXIT_INTERRUPTED = 130
 STATES_S = 5.0
 """How long the tiers may take to say whether they work."""
 DELETE_S = 60.0
+SETTLED_S = 1.0
+"""For the answers of replicas whose time to settle is over."""
 """As long as Serve itself waits for a deployment that is deleted."""
 
 
@@ -539,11 +542,11 @@ class Service:
         deadline_s = time.monotonic() + self.settings.server.graceful_shutdown_s
         handle = serve.get_deployment_handle(INGRESS_DEPLOYMENT, FRONT_APP)
         try:
-            in_flight = sum(handle.broadcast("drain").results(timeout_s=5))
+            in_flight = _in_flight(handle, "drain")
             pause = threading.Event()
             while in_flight and time.monotonic() < deadline_s:
                 pause.wait(POLL_S)  # polled: the streams end in other processes
-                in_flight = sum(handle.broadcast("in_flight").results(timeout_s=5))
+                in_flight = _in_flight(handle, "in_flight")
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("could not drain the ingress: %s", error)
         return in_flight
@@ -555,10 +558,8 @@ class Service:
         with _progress(f"writing conversations to disk (at most {flush_s:g} s, tiers.flush_s)"):
             try:
                 handles = [serve.get_deployment_handle(REPLICA_DEPLOYMENT, app) for app in self._model_apps()]
-                asked = [handle.broadcast("settle", flush_s / 2) for handle in handles]
-                for one in asked:
-                    one.results(timeout_s=flush_s)
-            except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+                asyncio.run(_settle(handles, flush_s / 2))
+            except (RayServeException, ray.exceptions.RayError) as error:
                 logger.warning("the replicas did not hand over all of their blocks: %s", error)
             try:
                 done = flush_tiers(max(0.0, deadline_s - time.monotonic()))
@@ -568,6 +569,32 @@ class Service:
         said = flush_line(done)
         if said:
             Console(stderr=True).print(said, highlight=False)
+
+
+def _in_flight(handle: Any, method: str) -> int:
+    """Return what all ingresses have in flight; what one has that fails, or hangs, is not waited for."""
+    answers = handle.broadcast(method).results(timeout_s=5, return_exceptions=True)
+    for error in answers:
+        if isinstance(error, Exception):
+            logger.warning("an ingress does not say what it has in flight (%s): %s", method, error)
+    return sum(count for count in answers if isinstance(count, int))
+
+
+async def _settle(handles: Sequence[Any], within_s: float) -> None:
+    """Have all replicas hand their blocks over, at the same time: a broadcast begins when it is awaited.
+
+    One that hangs, or died, takes the time of no other, nor of the tiers that write afterwards.
+    """
+    asked = [
+        handle.broadcast("settle", within_s).results_async(
+            timeout_s=within_s + SETTLED_S, return_exceptions=True
+        )
+        for handle in handles
+    ]
+    for answers in await asyncio.gather(*asked, return_exceptions=True):
+        for answer in [answers] if isinstance(answers, BaseException) else answers:
+            if isinstance(answer, BaseException):
+                logger.warning("a replica did not hand over all of its blocks: %r", answer)
 
 
 def _warn(text: str) -> None:

@@ -87,11 +87,11 @@ class Target(Protocol):
 
 
 def exchange(now: Apps, wanted: Apps, target: Target, wait: Callable[[Missing], None]) -> None:
-    """Replace the applications `now` by `wanted`. Raises `StartFailed` after it has restored `now`.
+    """Replace the applications `now` by `wanted`. Raises what failed after it has restored `now`.
 
     `wait`: `Patience.wait`.
     """
-    before = now
+    before = reached = now
     try:
         for apps in steps(now, wanted):
             # Those that another step replaces are not waited for, nor others': one of them may be broken.
@@ -99,13 +99,22 @@ def exchange(now: Apps, wanted: Apps, target: Target, wait: Callable[[Missing], 
             if apps.get(FRONT_APP) != before.get(FRONT_APP) or before.keys() - apps.keys():
                 # What is there already may not run yet: a deployer may have died in its exchange.
                 wait(partial(target.missing, [name for name in ours if before.get(name) == apps[name]]))
+            reached = apps  # perhaps: what a put that fails has done is not known
             begun = _put(target, before, apps)
             before = apps
             wait(partial(target.missing, begun or ours))
-    except StartFailed:
+    except Exception:
         if now:
-            _put(target, before, now)  # without waiting: the old ones have not gone yet
+            _restore(target, reached, now)
         raise
+
+
+def _restore(target: Target, reached: Apps, now: Apps) -> None:
+    """Have Serve run `now` again, without waiting: the old ones have not gone yet."""
+    try:
+        _put(target, reached, now)
+    except Exception:  # what is raised is why it had to be restored
+        logger.exception("could not restore %s", ", ".join(now))
 
 
 def is_ours(name: str) -> bool:
@@ -164,8 +173,11 @@ class LocalServe:
                 logger.warning("could not delete %s: %s", name, error)
 
     def missing(self, names: Collection[str]) -> str | None:
-        """See `Target`."""
-        apps = serve.status().applications
+        """See `Target`. Ray or Serve that does not answer is waited for, too."""
+        try:
+            apps = serve.status().applications
+        except (RayServeException, ray.exceptions.RayError) as error:
+            return f"Serve does not answer: {error}"
         status = {name: app.status.value for name, app in apps.items()}
         return not_running(names, status, {name: app.message for name, app in apps.items()})
 

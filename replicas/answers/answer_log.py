@@ -181,7 +181,7 @@ class AnswerLogs:
             for piece in log.pieces(has):
                 reader.put_packed(piece)
                 yield
-            reader.caught_up(log.choices_open)
+            reader.caught_up(0 if log.is_over else log.choices_open)
             if not log.is_over:
                 log.readers.append(reader)
         finally:

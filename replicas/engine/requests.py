@@ -198,8 +198,12 @@ class OpenRequests:
         return key, event
 
     def _distrust(self, sequence: Sequence) -> None:
-        """Forget the session of a sequence with possibly bad blocks; a retry then starts from nothing."""
+        """Forget the session of a sequence with possibly bad blocks; a retry then starts from nothing.
+
+        Its blocks are forgotten even if others own them, too: they would spoil the retry, and others' turns.
+        """
         self.forget({session_owner(sequence.owner)})
+        self._scheduler.pool.unpublish(sequence.pages)
         if self._offload is not None:
             for suspect in self._offload.suspects(sequence):
                 suspect.condemn()

@@ -78,6 +78,7 @@ class GrammarState:
         self._matcher = build(False)
         self._accepted = array("I")
         self._coming: Future[bytes] | None = None
+        self._mask: bytes | GrammarRefused | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -88,6 +89,7 @@ class GrammarState:
         """Take the answer's next token. Raises `GrammarRefused` if the grammar does not allow it here."""
         if self._coming is not None:
             self.mask()
+        self._mask = None
         if not self._matcher.consume_token(token_id):
             self._renew()
             if not self._matcher.consume_token(token_id):
@@ -96,25 +98,21 @@ class GrammarState:
 
     def begin_mask(self) -> None:
         """Start computing the next mask in another thread; a step's forward pass takes longer."""
-        if self._coming is None:
+        if self._coming is None and self._mask is None:
             self._coming = self._masks.submit(self._bits)
 
     def mask(self) -> NDArray[np.bool_]:
         """Return bool `[vocab]`: the tokens that may come next, at least one.
 
         An id that ends a turn is among them only where the answer may end. Raises `GrammarRefused` where
-        this cannot be computed within the limits.
+        this cannot be computed within the limits. The same until the next `accept`: where it is asked for
+        again, a thread may still be at the one that came too late.
         """
-        coming, self._coming = self._coming, None
-        if coming is None or coming.cancel():  # cancelled: the threads have not come to it
-            bits = self._bits()
-        else:
-            try:
-                bits = coming.result(self._mask_s_max)
-            except TimeoutError:
-                reason = f"the next token took longer than {self._mask_s_max:g} s (grammar.mask_s_max)"
-                raise GrammarRefused(self.grammar.field, reason) from None
-        packed = np.frombuffer(bits, dtype=np.uint8)
+        if self._mask is None:
+            self._mask = self._computed()
+        if isinstance(self._mask, GrammarRefused):
+            raise self._mask
+        packed = np.frombuffer(self._mask, dtype=np.uint8)
         return np.unpackbits(packed, count=self._vocab, bitorder="little").view(np.bool_)
 
     def copy(self) -> GrammarState:
@@ -125,6 +123,16 @@ class GrammarState:
         for token_id in self._accepted:
             copied.accept(token_id)
         return copied
+
+    def _computed(self) -> bytes | GrammarRefused:
+        coming, self._coming = self._coming, None
+        if coming is None or coming.cancel():  # cancelled: the threads have not come to it
+            return self._bits()
+        try:
+            return coming.result(self._mask_s_max)
+        except TimeoutError:
+            reason = f"the next token took longer than {self._mask_s_max:g} s (grammar.mask_s_max)"
+            return GrammarRefused(self.grammar.field, reason)
 
     def _bits(self) -> bytes:
         """Return one bit a token."""

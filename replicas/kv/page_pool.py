@@ -345,7 +345,7 @@ class PagePool:
                 raise OutOfPages(f"all {self.usable} pages are in use")
             page = gone.page
         self._residence.went(1, now_s)
-        self._unpublish(page)
+        self._drop(page)
         self.evictions += 1
         return page
 
@@ -478,11 +478,16 @@ class PagePool:
                     self._owned.remove(owner, page)
                 of.owners = left
                 self._queue.requeue(of)
+        return self.unpublish(gone)
+
+    def unpublish(self, pages: Iterable[int]) -> int:
+        """Let no prompt find these pages any more, with all their owners; return how many were published."""
+        gone = [page for page in pages if page in self._published]
         for page in gone:
             if self._is_cached(page):
                 self._uncache([page])
                 self._free.append(page)
-            self._unpublish(page)
+            self._drop(page)
         return len(gone)
 
     def clear_cache(self) -> int:
@@ -490,11 +495,11 @@ class PagePool:
         cached = [page for page in self._published if self._is_cached(page)]
         self._uncache(cached)
         for page in cached:
-            self._unpublish(page)
+            self._drop(page)
             self._free.append(page)
         return len(cached)
 
-    def _unpublish(self, page: int) -> None:
+    def _drop(self, page: int) -> None:
         self.index.drop_page(page)
         owners = self._published.pop(page).owners
         for owner in owners:
@@ -695,9 +700,9 @@ class AnnouncedPool(PagePool):
         finally:
             self._is_erasing = False
 
-    def _unpublish(self, page: int) -> None:
+    def _drop(self, page: int) -> None:
         entry = self.index.of_page(page)
-        super()._unpublish(page)
+        super()._drop(page)
         self._untold.pop(page, None)
         own = None if entry is None else self._told.pop(entry.number, None)
         if own is not None:

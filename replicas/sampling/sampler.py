@@ -126,8 +126,10 @@ class Sampler:
 
         None: only `sample` can do it. Raises what the device reports, but for memory that is short.
         """
+        if sum(not self.is_plain_greedy(sequence) for _, sequence in picks) > self.rows_max:
+            return None
         draws, failed = self._draws(logits, picks)
-        if failed or len(draws) > self.rows_max:
+        if failed:
             return None
         try:
             begun = BegunSample(logits, [row for row, _ in picks], draws, greedy)

@@ -171,6 +171,12 @@ class PageTables:
         written = self._written(sequence, count)
         return sum(block >= len(pages) or self.pool.refs(pages[block]) > 1 for block in written)
 
+    def is_shared(self, sequence: Sequence, count: int) -> bool:
+        """Return whether one of the next `count` slots is in a page that something else reads."""
+        pages = sequence.pages
+        written = self._written(sequence, count)
+        return any(block < len(pages) and self.pool.refs(pages[block]) > 1 for block in written)
+
     def own(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         """Give a sequence pages of its own for its next `count` slots; what is shared is copied on write."""
         for block in self._written(sequence, count):
@@ -178,7 +184,7 @@ class PageTables:
                 sequence.pages.append(self.pool.allocate())
                 continue
             page = sequence.pages[block]
-            if self.pool.refs(page) > 1:  # shared with a sibling: copy on write
+            if self.pool.refs(page) > 1:  # shared with a sibling, or an audit: copy on write
                 own = self.pool.allocate()
                 plan.copies.append((page, own))
                 self.pool.release([page])

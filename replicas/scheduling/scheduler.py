@@ -223,8 +223,8 @@ class Scheduler:
             return None  # a prompt is not at its end, or a sequence waits for blocks
         if self.admission.has_ready or any(chunk.draft for chunk in plan.chunks):
             return None
-        if any(one.forks > 1 for one in sequences):
-            return None
+        if any(one.forks > 1 or self.tables.is_shared(one, 1) for one in sequences):
+            return None  # `schedule` splits it, or copies the page first
         if sum(self.tables.to_own(one, 1) for one in sequences) > self.pool.available:
             return None
         if all(one.tokens_left <= 1 for one in sequences):
@@ -233,7 +233,6 @@ class Scheduler:
         for one in sequences:
             self.tables.own(one, 1, behind)
             behind.chunks.append(Chunk(one, one.computed, 1))
-        assert not behind.copies, "a page is shared that a decode has written to"
         return behind
 
     def commit_behind(self, chunks: list[Chunk]) -> StepPlan:

@@ -282,6 +282,11 @@ class Answer:
         """Return the prompt that `choice` answers."""
         return self.prompts[choice.index // self._n]
 
+    def resumes_apart(self, events: Sequence[Event]) -> bool:
+        """Return whether these events begin the rest of one choice of several, on a replica of its own."""
+        is_resumed = self._n > 1 and any(isinstance(event, Admitted) for event in events)
+        return is_resumed and any(choice.token_ids for choice in self.choices)
+
     def apply(self, prompt_index: int, events: Sequence[Event]) -> list[tuple[int, Delta]]:
         """Apply events of one prompt; return (choice index, delta) of those that carry tokens or an end.
 

@@ -305,6 +305,8 @@ class _Asker:
         avoid = tuple(dict.fromkeys((*ask.route.avoid, *trials.avoid)))
         routed = replace(ask, route=replace(ask.route, avoid=avoid))
         if self._is_deleted():  # since the turn began: the replicas were told, and take it for a new one
+            if ask.keep is not None and ask.keep.is_attaching:
+                raise AnswerNotKept  # computed again it has other events than the client has seen
             routed = replace(routed, keep=None, placement=None, is_cleared=True)
         with closing(BoundedWaits()) as waits:
             now_s = asyncio.get_running_loop().time
@@ -564,6 +566,14 @@ class EventIds:
         self._ref = name.ref.hex()
         self._after = name.after or 0
         self._number = 0
+        self._are_kept = True
+
+    def resumed_apart(self) -> None:
+        """Name no event any more: replicas that go on with one choice each say them in an order of their own.
+
+        An empty id takes back the last one (https://html.spec.whatwg.org/#event-stream-interpretation).
+        """
+        self._are_kept = False
 
     def encode(self, shape: AnswerShape, chunks: Iterable[dict[str, Any]]) -> bytes:
         """Return the server-sent events of chunks, as far as the client does not have them."""
@@ -590,7 +600,7 @@ class EventIds:
         return self._number > self._after
 
     def _line(self) -> bytes:
-        return b"id: %s-%d\n" % (self._ref.encode(), self._number)
+        return b"id: %s-%d\n" % (self._ref.encode(), self._number) if self._are_kept else b"id:\n"
 
 
 def _digest(secret: bytes, *parts: bytes) -> bytes:

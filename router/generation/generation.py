@@ -341,6 +341,8 @@ class GenerationEndpoint:
         if came is None:
             return None
         was_admitted = answer.is_admitted
+        if exchange.ids is not None and was_admitted and answer.resumes_apart(came[1]):
+            exchange.ids.resumed_apart()
         deltas = answer.apply(*came)
         if exchange.made.is_replayed:
             if answer.is_over:

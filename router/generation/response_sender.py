@@ -14,6 +14,8 @@ from samovar.router.openai import ClientClosedRequest
 
 logger = logging.getLogger(__name__)
 
+PIECE_BYTES = 1 << 14
+
 
 T = TypeVar("T")
 
@@ -80,7 +82,8 @@ class BoundedWaits:
 class ResponseSender:
     """ASGI `send` that records whether the whole response has been sent. Call `close` at the end.
 
-    Waits at most `write_idle_s` for a client that does not read; then raises `ClientClosedRequest`.
+    Waits at most `write_idle_s` for a client that does not read; then raises `ClientClosedRequest`. One that
+    takes `PIECE_BYTES` in that time reads: a body is sent in such pieces.
     """
 
     def __init__(self, send: Send, write_idle_s: float) -> None:
@@ -93,8 +96,15 @@ class ResponseSender:
         self._waits.close()
 
     async def __call__(self, message: Message) -> None:
+        body = message.get("body", b"")
+        last = max(0, len(body) - 1) // PIECE_BYTES * PIECE_BYTES
+        for start in range(0, last, PIECE_BYTES):
+            await self._pass({**message, "body": body[start : start + PIECE_BYTES], "more_body": True})
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.is_complete = True  # set before sending: servers report a disconnect right after it
+        await self._pass({**message, "body": body[last:]} if last else message)
+
+    async def _pass(self, message: Message) -> None:
         try:
             await self._waits.wait(self._send(message), self._write_idle_s)
         except TimeoutError:

@@ -739,6 +739,17 @@ def test_a_request_whose_cached_blocks_hold_nan_fails_once_and_not_for_ever(
     assert engine.run(prompt).ids == uncached(tiny_llama, tmp_path, prompt).ids
 
 
+def test_blocks_that_hold_nan_are_found_by_no_other_session(tiny_llama: Path, tmp_path: Path) -> None:
+    """Whoever owns them: one that is idle would keep them for all that begin as it did."""
+    engine = cpu_only(tiny_llama, tmp_path)
+    prompt = prompt_of(60, seed=5)
+    engine.run(prompt)
+    engine.built.engine.runner.pool.data[1:5] = float("nan")
+    other = b"another!" * 2
+    assert engine.run(prompt, session=other).failed is not None
+    assert engine.run(prompt, session=other).ids == uncached(tiny_llama, tmp_path, prompt).ids
+
+
 def test_the_audit_waits_until_nobody_wants_anything(tiny_llama: Path, tmp_path: Path) -> None:
     engine = cpu_only(
         tiny_llama, tmp_path, settings=tuned(TierSettings(audit_share=1.0), audit_step_tokens=16)

@@ -50,8 +50,11 @@ def test_f27_a_pod_waits_for_its_replica_and_its_blocks(world: Any) -> None:
         until("the blocks are on the other node", lambda: head.look(wanted).spans, 60.0)
         assert still_here(worker.node_id) == "Stand"
         assert not left.done(), "a replica that finishes its answers is waited for"
+        late = worker.store(2)  # what it hands over is the last that it does
+        until("it is stored, or saved already", lambda: worker.look(late).spans)
         ray.kill(worker.stand)
         assert left.result(timeout=60)
+        assert head.look(late).spans
     assert still_here(worker.node_id) == ""
     assert worker.stats().drained["left"] == 0
     head.check()

@@ -214,3 +214,8 @@ def deployment_of(application: Any) -> Any:
 def handled_by(of: Any, request: Any) -> Any:
     """Return what Serve's proxy answers a request with: its `response_generator`."""
     return of._get_response_handler_info(request)
+
+
+def look_of(of: Any) -> None:
+    """Have a cluster's watch look once."""
+    of._look()

@@ -137,6 +137,21 @@ def test_an_answer_that_fails_is_not_kept() -> None:
     book.check_integrity()
 
 
+def test_who_reads_behind_an_answer_that_fails_meanwhile_hears_its_end() -> None:
+    book, first, late = Book(), Heard(), Heard()
+    log = book.begin(1, asked(1), first)
+    book.put(log, Delta(0, "x" * 2 * PIECE_BYTES, (1,)))
+    book.put(log, Delta(0, "y", (2,)))
+    telling = book.attach(log, late, ())
+    next(telling)
+    book.put(log, Failed("gone"))
+    for _ in telling:
+        book.check_integrity()
+    assert late.events[-1] == Failed("gone")
+    assert late.choices_open == 0, "its call would stay open for ever"
+    book.check_integrity()
+
+
 def test_one_larger_than_the_bound_goes_on_for_its_reader_alone() -> None:
     book, reader = Book(), Heard()
     request = asked(1)

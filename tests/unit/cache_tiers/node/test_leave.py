@@ -221,8 +221,7 @@ def test_what_one_node_does_not_take_another_may() -> None:
 
 def test_a_drain_that_is_called_off_ends_soon_and_may_begin_anew() -> None:
     world = World()
-    a, b = home(world, "a"), home(world, "b")
-    a.node._drain._threads = 1
+    a, b = home(world, "a", settings=TierSettings(io_threads=1)), home(world, "b")
     for number in range(4):
         a.store(sample(number, session=session(number)))
     take = world.take

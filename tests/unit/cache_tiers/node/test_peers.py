@@ -26,6 +26,7 @@ from samovar.cache_tiers.messages import (
     Lookup,
     LookupResult,
     PartialBlock,
+    StoreRequest,
     TurnEnded,
 )
 from samovar.cache_tiers.node.drain import DrainNotice, takers
@@ -529,13 +530,13 @@ def test_a_drain_goes_to_s3_where_there_is_one_and_the_placement_allows() -> Non
 
 
 def test_a_drain_saves_the_hottest_first_and_ends_by_its_deadline() -> None:
-    world, a, b = two()
+    world = World()
+    a, b = home(world, "a", settings=TierSettings(io_threads=1)), home(world, "b")
     chains = [sample(number, placement=Placement(write_behind=(), min_ttl_s=0.0)) for number in range(4)]
     for wanted in chains:
         a.store(wanted)
         a.clock.now_s += 10
     a.look(chains[0])  # used last
-    settings = TierSettings(io_threads=1)
     taken: list[int] = []
     take = world.take
 
@@ -545,7 +546,6 @@ def test_a_drain_saves_the_hottest_first_and_ends_by_its_deadline() -> None:
         return take(node, ask, timeout_s)  # type: ignore[arg-type]
 
     world.take = slow  # type: ignore[method-assign]
-    a.node._drain._threads = settings.io_threads
     done = a.node.drain(5.0, ("b",))
     assert taken == [0, 3]
     assert done == {"peer": 2, "left": 2}
@@ -560,6 +560,108 @@ def test_a_peer_that_does_not_take_is_left_out() -> None:
         a.store(sample(number))
     assert a.node.drain(20.0, ("c", "b")) == {"peer": 3, "left": 0}
     assert b.node.stats().tiers[0].extents == 3
+
+
+@pytest.mark.parametrize("fault", [PeerLost("it starts again"), PeerLate("it hangs")])
+def test_f27_what_had_no_place_is_tried_again_while_there_is_time(fault: PeerLost | PeerLate) -> None:
+    """A taker that starts again takes it at a later look; one that hung is not asked any more."""
+    world, a, b = two()
+    wanted = sample(1)
+    a.store(wanted)
+    world.faults["b", "take"] = fault
+    assert a.node.drain(120.0, ("b",)) == {"failed": 1, "left": 0}
+    del world.faults["b", "take"]
+    assert a.node.drain(0.0, ("b",)) == {"failed": 1, "left": 0}, "too soon"
+    assert a.node.stats().unsaved == 1
+    a.clock.now_s += 1.0
+    is_saved = isinstance(fault, PeerLost)
+    done = a.node.drain(0.0, ("b",))
+    assert (done["failed"], done.get("peer", 0)) == ((0, 1) if is_saved else (1, 0))
+    assert a.node.stats().unsaved == 1 - is_saved
+    assert bool(b.holds(wanted)) == is_saved
+
+
+def test_f27_a_node_that_comes_during_a_drain_takes_at_once() -> None:
+    world, a, b = two()
+    wanted = sample(1)
+    a.store(wanted)
+    world.faults["b", "take"] = PeerLost("no such node")
+    assert a.node.drain(120.0, ("b",))["failed"] == 1
+    c = home(world, "c")
+    assert a.node.drain(0.0, ("b", "c"))["peer"] == 1
+    assert c.holds(wanted)
+    assert a.node.stats().drained == {"peer": 1, "failed": 0, "left": 0}
+    assert not b.holds(wanted)
+
+
+def test_f27_a_bucket_that_hiccups_gets_it_when_it_is_back() -> None:
+    world = World()
+    a = home(world, "a", tiers=[HeapTier(4 * MIB), MemoryTier("s3", 4 * MIB)])
+    wanted = sample(1, placement=Placement(write_behind=()))
+    a.store(wanted)
+    guards_of(a.node)["s3"].ready = False
+    assert a.node.drain(120.0, ())["failed"] == 1
+    guards_of(a.node)["s3"].ready = True
+    a.clock.now_s += 1.0
+    assert a.node.drain(0.0, ()) == {"s3": 1, "failed": 0, "left": 0}
+
+
+def test_f27_what_nobody_takes_is_given_up_after_some_tries() -> None:
+    """A pod does not wait all its time for what has no place."""
+    world, a, _ = two()
+    a.store(sample(1))
+    world.faults["b", "take"] = PeerLost("no such node")
+    a.node.drain(1000.0, ("b",))
+    for _ in range(80):
+        a.clock.now_s += 1.0
+        a.node.drain(0.0, ("b",))
+    assert world.calls["take"] == 6
+    assert a.node.stats().unsaved == 0
+    assert a.node.stats().drained == {"failed": 1, "left": 0}
+
+
+def test_f27_a_node_says_what_it_has_still_to_save() -> None:
+    """A pod that is stopped waits for that: a replica stores as the last thing that it does."""
+    _, a, _ = two()
+    early, late = (sample(number, session=bytes([number]) * 16) for number in range(2))
+    a.store(early)
+    assert a.node.stats().unsaved == 0, "it stays"
+    a.node.drain(20.0, ("b",))
+    assert a.node.stats().unsaved == 0
+    a.store(late)
+    assert a.node.stats().unsaved == 1
+    a.node.drain(0.0, ("b",))
+    assert a.node.stats().unsaved == 0
+    a.store(sample(3))
+    a.clock.now_s += 21.0
+    assert a.node.stats().unsaved == 0, "its time is over"
+
+
+def test_f27_an_offer_that_is_on_its_way_is_not_saved_yet() -> None:
+    _, a, _ = two()
+    a.node.drain(20.0, ("b",))
+    wanted = sample(1)
+    found, ticket = a.look(wanted), a.outbox.put(wanted.record)
+    assert ticket is not None
+    offer = StoreRequest(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
+    assert a.node.offer([offer], a.outbox).outcomes == ("taken",)
+    assert a.node.stats().unsaved > 0
+
+
+def test_all_strangers_together_take_no_more_time_than_one() -> None:
+    world, a, _ = two()
+    names = [home(world, name).name for name in "cdef"]
+    lookup, began_s = world.lookup, a.clock.now_s
+
+    def slow(node: str, ask: Lookup, timeout_s: float) -> LookupResult:
+        a.clock.now_s += timeout_s
+        raise PeerLate("it starts")
+
+    world.lookup = slow  # type: ignore[method-assign]
+    assert a.node.peers.meet(["b", *names]) == set()
+    assert a.clock.now_s - began_s == 5.0
+    world.lookup = lookup  # type: ignore[method-assign]
+    assert a.node.peers.meet(["b", *names]) == {"b", *names}
 
 
 def test_a_drain_notice_begins_one_drain() -> None:

@@ -236,6 +236,47 @@ def test_what_does_not_come_up_is_taken_back(
     assert house.running == deployed(NOW), "all is as it was"
 
 
+def test_an_update_that_ray_interrupts_is_taken_back(
+    house: FakeServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a call has done that fails is not known: another model must not stay for ever."""
+    house.running = deployed(NOW)
+    put = house.run_many
+
+    def lost(targets: list[Any], wait_for_applications_running: bool) -> None:
+        put(targets, wait_for_applications_running)
+        monkeypatch.setattr(rollout.serve, "run_many", put)
+        raise RayServeException("the answer was lost")
+
+    monkeypatch.setattr(rollout.serve, "run_many", lost)
+    with pytest.raises(RayServeException, match="the answer was lost"):
+        exchanged(NOW, OTHER)
+    assert house.steps == [("deploy", "samovar-model-2"), ("delete", "samovar-model-2")]
+    assert house.running == deployed(NOW)
+
+
+def test_what_cannot_be_restored_does_not_hide_why(
+    house: FakeServe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.running = deployed(NOW)
+
+    def fails(*_: object, **__: object) -> None:
+        raise RayServeException("Serve is away")
+
+    monkeypatch.setattr(LocalServe, "put", fails)
+    with pytest.raises(RayServeException, match="Serve is away"):
+        exchanged(NOW, OTHER)
+    assert "could not restore" in caplog.text
+
+
+def test_serve_that_does_not_answer_is_waited_for(house: FakeServe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away() -> None:
+        raise RayServeException("no controller")
+
+    monkeypatch.setattr(rollout.serve, "status", away)
+    assert LocalServe().missing(NOW) == "Serve does not answer: no controller"
+
+
 def test_an_old_model_that_cannot_be_deleted_is_no_failure(
     house: FakeServe, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -372,6 +374,9 @@ class FakeServe:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[tuple[str, ...]] = []
         self.settle: Any = [True]
+        self.waited_s: list[float] = []
+        self.lost: list[Exception] = []
+        """What ingresses say, beside the one that has something in flight."""
         self.flush: Any = {"written": 2, "failed": 0, "left": 1}
         self.open_at_end = 0
         self.rounds = 2
@@ -420,15 +425,22 @@ class _Handle:
         self._method = method
         return self
 
-    def results(self, timeout_s: float) -> Any:
-        answer = self._house.settle if self._method == "settle" else [self._house.open_at_end]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def results(self, timeout_s: float, return_exceptions: bool) -> Any:
+        assert return_exceptions, "one that fails must not hide what the others have in flight"
+        return [*self._house.lost, self._house.open_at_end]
+
+    async def results_async(self, timeout_s: float, return_exceptions: bool) -> Any:
+        assert return_exceptions, "one that fails must not keep the others from being waited for"
+        self._house.waited_s.append(timeout_s)
+        await asyncio.sleep(0)
+        self._house.steps.append((self._name, "settled"))
+        if isinstance(self._house.settle, Exception):
+            raise self._house.settle
+        return self._house.settle
 
 
 DELETES = [("delete", FRONT_APP), ("delete", "")]
-IN_ORDER = [("Ingress", "drain"), ("Replica", "settle"), ("flush",), *DELETES]
+IN_ORDER = [("Ingress", "drain"), ("Replica", "settle"), ("Replica", "settled"), ("flush",), *DELETES]
 
 
 def test_memory_is_written_down_after_the_drain_and_before_the_replicas_go(
@@ -447,6 +459,28 @@ def test_what_cannot_be_flushed_does_not_stop_the_stop(monkeypatch: pytest.Monke
     house.settle, house.flush = TimeoutError(), RayActorError()
     app.Service(Settings()).stop()
     assert house.steps == IN_ORDER
+
+
+def test_one_that_hangs_takes_no_time_of_the_tiers_nor_of_another_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house = FakeServe(monkeypatch)
+    house.settle = TimeoutError()
+    service = app.Service(Settings())
+    service.further = {"other": Mock(app="samovar-model-other", settings=service.settings)}
+    service.stop()
+    asked, settled = ("Replica", "settle"), ("Replica", "settled")
+    assert house.steps[1:6] == [asked, asked, settled, settled, ("flush",)]
+    assert max(house.waited_s) <= service.settings.tiers.flush_s / 2 + 1
+
+
+def test_an_ingress_that_is_lost_does_not_hide_what_another_has_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house = FakeServe(monkeypatch)
+    house.lost, house.open_at_end = [RayActorError()], 2
+    app.Service(Settings(server=ServerSettings(graceful_shutdown_s=0))).stop()
+    assert house.rounds == 2, "the applications were waited for, as if there was nothing in flight"
 
 
 def test_all_applications_go_at_once_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,10 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -322,6 +325,57 @@ def test_a_state_is_what_its_tokens_make_of_it(seed: int, cut: int) -> None:
     copied = state.copy()
     assert np.array_equal(copied.mask(), state.mask())
     assert copied.is_complete == state.is_complete
+
+
+class SlowMatcher:
+    """Allows all; its masks come once `goes_on` is set. `begun`: one for each that was asked for."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.masks = 0
+
+    def compute_bitmask(self) -> bytes:
+        self.masks += 1
+        self.begun.release()
+        self.goes_on.wait()
+        return b"\xff" * (VOCAB // 8)
+
+    def is_error(self) -> bool:
+        return False
+
+    def consume_token(self, token_id: int) -> bool:
+        return True
+
+
+def test_a_mask_that_is_too_late_stays_so_while_a_thread_is_at_it() -> None:
+    """The library's matcher may be used by one thread at a time."""
+    matcher: Any = SlowMatcher()
+    with ThreadPoolExecutor(1) as masks:
+        state = GrammarState(grammar("regex", "x"), lambda _: matcher, masks, vocab=VOCAB, mask_s_max=0.01)
+        try:
+            state.begin_mask()
+            matcher.begun.acquire()
+            for _ in range(2):
+                with pytest.raises(GrammarRefused, match=r"grammar\.mask_s_max"):
+                    state.mask()
+        finally:
+            matcher.goes_on.set()
+    assert matcher.masks == 1
+
+
+def test_a_mask_is_computed_once_a_token() -> None:
+    matcher: Any = SlowMatcher()
+    matcher.goes_on.set()
+    with ThreadPoolExecutor(1) as masks:
+        state = GrammarState(grammar("regex", "x"), lambda _: matcher, masks, vocab=VOCAB, mask_s_max=1.0)
+        assert (state.mask() == state.mask()).all()
+        state.begin_mask()
+        assert state.mask().all()
+        assert matcher.masks == 1
+        state.accept(7)
+        assert state.mask().all()
+    assert matcher.masks == 2
 
 
 def test_a_mask_computed_beside_is_the_same() -> None:

@@ -56,6 +56,14 @@ def _plain(one: Sampled | Exception) -> object:
     return type(one) if isinstance(one, Exception) else one
 
 
+def test_more_than_fit_are_left_before_their_draws_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their masks would be computed for nothing, and once more by the engine's own thread."""
+    logits, picks = batch_of(random.Random(1), lambda rng, vocab: {"top_p": 0.9})
+    sampler = Sampler(EOS, rows_max=1)
+    monkeypatch.setattr(sampler, "_draw", lambda *_: pytest.fail("a draw was made"))
+    assert sampler.begin(logits, [picks[0], picks[0]], greedy_of(logits)) is None
+
+
 def test_where_a_token_is_decided_on_the_host_nothing_is_begun() -> None:
     """A flat row on a CPU: the next step would begin with what is no token."""
     torch.manual_seed(0)

@@ -78,10 +78,18 @@ def has_no_pages(replica: Replica, plan: StepPlan) -> None:
     replica.scheduler.pool.allocate()
 
 
-@pytest.mark.parametrize("what", [waits, holds, is_split, is_not_at_its_end, ends, has_no_pages, None])
+def is_audited(replica: Replica, plan: StepPlan) -> None:
+    """Its last page is compared with what computing gives, and must stay as it is."""
+    replica.scheduler.pool.acquire(plan.chunks[0].sequence.pages[-1])
+
+
+@pytest.mark.parametrize(
+    "what", [waits, holds, is_split, is_not_at_its_end, ends, has_no_pages, is_audited, None]
+)
 def test_whatever_is_to_be_decided_is_left_to_schedule(what: object) -> None:
     replica = Replica(pages=5)
-    one, other = replica.send(BLOCK), replica.send(BLOCK)
+    tokens = BLOCK - 2 if what is is_audited else BLOCK
+    one, other = replica.send(tokens), replica.send(tokens)
     plan = replica.scheduler.schedule()
     replica.scheduler.commit(plan)
     assert [chunk.sequence for chunk in plan.chunks] == [one, other]

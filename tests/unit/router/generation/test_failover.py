@@ -37,6 +37,7 @@ from samovar.replicas.serving.served import EventStream, merge_deltas
 from samovar.router.generation import failover
 from samovar.router.generation.answer import Answer
 from samovar.router.generation.failover import (
+    AnswerNotKept,
     Outcome,
     Progress,
     ReplicaFull,
@@ -300,6 +301,30 @@ async def test_before_the_first_token_the_whole_request_is_asked_again() -> None
     assert [call.resume for call in replicas.calls] == [None, None]
     assert replicas.calls[1] == replace(request, route=Route(avoid=("old", "one")))
     assert outcomes == ["resumed"]
+
+
+async def test_what_is_told_again_is_not_computed_anew_behind_a_deletion() -> None:
+    """Its events would be others than those that the client has seen."""
+    keep = Keep(bytes(KEPT_REF_BYTES), b"", 1, is_attaching=True)
+    replicas = FakeReplicas(script_of([Admitted("one", 0, 0.0), Delta(0, "a", (1,), (), "stop")]))
+    stream = resuming(
+        cast(ReplicaClient, replicas), replace(SCRIPTED, keep=keep), "session", QUICK, [].append, lambda: True
+    )
+    with pytest.raises(AnswerNotKept):
+        await anext(stream)
+    assert not replicas.calls
+
+
+def test_choices_that_go_on_apart_have_no_common_order() -> None:
+    """One that begins again before its first token has, and one of its own, too."""
+    admitted, later = Admitted("one", 0, 0.0), [Admitted("two", 0, 0.0)]
+    for n, has_begun, is_apart in ((3, True, True), (3, False, False), (1, True, False)):
+        answer = Answer([Prompt([1, 2, 3], None)], n, 1.0)
+        answer.apply(0, [admitted])
+        if has_begun:
+            answer.apply(0, [Delta(0, "x", (1,))])
+        assert answer.resumes_apart(later) is is_apart
+        assert not answer.resumes_apart([Delta(0, "y", (2,))])
 
 
 async def test_only_unfinished_answers_go_on_each_by_itself() -> None:

@@ -325,6 +325,24 @@ async def test_a_replica_that_was_given_up_and_lives_says_nothing_twice(kind: st
         assert _words(events_of(seen)) == _words(uninterrupted)
 
 
+async def test_choices_that_went_on_apart_are_not_asked_for_by_an_events_number(tiny_llama: Path) -> None:
+    """The replica that was given up keeps them in another order: the client is told to ask for all."""
+    body = asking(**ASKS["several"])
+    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
+        replica.allow(5)
+        async with reading(url, body) as response:
+            lines = response.aiter_lines()
+            seen = [await anext(lines) for _ in range(4)]
+            assert isinstance(house.replicas, TinyReplicaClient)
+            house.replicas.cuts = 1
+            replica.allow(FREE)
+            seen += [line async for line in lines]
+    ids = [line for line in seen if line.startswith("id:")]
+    assert ids[0].startswith("id: ")
+    assert ids[-1] == "id:", "an empty one takes the last one back"
+    assert len(ids) == len(events_of(seen))
+
+
 async def test_two_ingresses_that_lose_a_replica_read_on_at_the_next(tiny_llama: Path) -> None:
     body = asking(temperature=1.0)
     async with tiny_replicas(tiny_llama) as (truth,), ingress([truth]) as (_, url):

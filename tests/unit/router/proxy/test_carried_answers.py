@@ -14,6 +14,7 @@ from samovar.configs.settings import LimitsSettings
 from samovar.configs.tls import CertificateRefused, tls_in
 from samovar.replicas.links import open_inlet
 from samovar.replicas.messages import Admitted, Delta, ReplyTo
+from samovar.router.generation import ResponseSender
 from samovar.router.ingress.app import build_api
 from samovar.router.proxy import are_proxies_guarded, inlet_from_environment, links_environment
 from samovar.router.proxy.proxy_guard import ProxyGuard, proxy_environment
@@ -418,6 +419,28 @@ async def test_a_client_that_reads_slowly_is_not_one_that_reads_nothing() -> Non
     assert (sum(sizes), max(sizes)) == (128 * 8192 + 3, 1 << 14)
     assert waited_for[0] <= 3
     there.close()
+
+
+async def test_a_large_answer_is_written_in_pieces_each_with_its_own_time() -> None:
+    """A client that takes a piece within `write_idle_s` reads, however long the whole takes."""
+    clock, sizes, ends = asyncio.get_running_loop(), list[int](), list[bool]()
+    body = bytes(range(256)) * 1024 + b"end"
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0.05)
+        sizes.append(len(message.get("body", b"")))
+        ends.append(not message.get("more_body", False))
+        got.extend(message.get("body", b""))
+
+    got, began_s = bytearray(), clock.time()
+    sender = ResponseSender(send, 0.5)
+    await sender({"type": "http.response.start", "status": 200, "headers": []})
+    await sender({"type": "http.response.body", "body": body, "more_body": False})
+    assert clock.time() - began_s > 0.5
+    assert bytes(got) == body
+    assert (max(sizes), sender.is_complete) == (1 << 14, True)
+    assert ends[1:] == [False] * 16 + [True]
+    sender.close()
 
 
 async def test_the_live_stream_ends_when_its_reader_leaves() -> None:
