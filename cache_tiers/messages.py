@@ -403,10 +403,9 @@ class NodeStats:
     """One node's cache tiers.
 
     `peers`: other nodes it has dealt with; `transport`: how their blocks come here (nixl | tls |
-    ray: REASON | off). `drained`: extents by outcome, once the node is `draining`;
-    `unsaved`: those that it has still to save. `bad_files`: its own state
-    files that could not be read at its start and were put aside. `pending_deletes`: deletes that failed and
-    are retried;
+    ray: REASON | off). `drained`: extents by outcome, once the node is `draining`; `unsaved`: those that it
+    has still to save. `bad_files`: its own state files that could not be read at its start and were put
+    aside. `pending_deletes`: deletes that failed and are retried;
     `forgotten_deletes`: those there was no room to remember, whose bytes stay accounted until a restart.
     """
 

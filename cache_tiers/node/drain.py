@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from samovar.cache_tiers.blocks import SHARED_TIER, TIERS, Address
@@ -177,6 +178,14 @@ class _Takers:
             return peer
 
 
+@dataclass(slots=True)
+class _Failure:
+    """How often an extent could not be saved, and when that is tried again."""
+
+    tries: int = 0
+    again_s: float = 0.0
+
+
 class _Run:
     """One drain, in passes. `takers`: None: there are no peers.
 
@@ -194,8 +203,7 @@ class _Run:
         self.todo: deque[Address] = deque()
         self.begun: set[Address] = set()
         self._saved: set[Address] = set()
-        self._failed: set[Address] = set()
-        self._tries, self._again_s = 0, 0.0
+        self._failed: dict[Address, _Failure] = {}
         self._counts: Counter[str] = Counter()
 
     @property
@@ -205,29 +213,28 @@ class _Run:
 
     def begin(self, peers: Sequence[str]) -> None:
         """Begin a pass; what failed is tried again if it is time, or if there is a peer that is new."""
+        now_s = self._state.clock()
+        is_new = bool(peers) and self._takers is not None and self._takers.are(peers)
         with self._lock:
-            if peers and self._takers is not None and self._takers.are(peers):
-                self._tries, self._again_s = 0, 0.0
-            if self._tries < TRIES_MAX and self._state.clock() >= self._again_s:
-                self.begun -= self._failed
+            for address, failure in self._failed.items():
+                if is_new:
+                    failure.tries = 0
+                if is_new or (failure.tries < TRIES_MAX and now_s >= failure.again_s):
+                    self.begun.discard(address)
 
     def taken_counts(self) -> Counter[str]:
         """End a pass; return extents by outcome since the last one, with those that are left."""
-        now_s = self._state.clock()
         with self._lock:
             counts, self._counts = self._counts, Counter()
             counts["left"] += len(self.todo)
             self.todo.clear()
-            if self._failed and now_s >= self._again_s:
-                self._again_s = now_s + AGAIN_S * 2**self._tries
-                self._tries += 1
         return counts
 
     def waits_for(self, address: Address) -> bool:
         """Return whether an extent that is held only here is still to be saved, or tried again."""
         with self._lock:
-            is_given_up = self._tries >= TRIES_MAX and address in self._failed
-            return address not in self._saved and not is_given_up
+            failure = self._failed.get(address)
+            return address not in self._saved and (failure is None or failure.tries < TRIES_MAX)
 
     def carry_out(self, threads: int) -> None:
         """Work until `todo` is empty or the time is up; a hanging thread is left behind."""
@@ -251,16 +258,17 @@ class _Run:
                 self._note(address, outcome)
 
     def _note(self, address: Address, outcome: str) -> None:
-        had_failed = address in self._failed
+        failure = self._failed.pop(address, None)
+        if failure is not None:
+            self._counts["failed"] -= 1
+        self._counts[outcome] += 1
         if outcome != "failed":
             self._saved.add(address)
-            self._failed.discard(address)
-            self._counts[outcome] += 1
-            if had_failed:
-                self._counts["failed"] -= 1
-        elif not had_failed:
-            self._failed.add(address)
-            self._counts["failed"] += 1
+            return
+        failure = failure or _Failure()
+        failure.again_s = self._state.clock() + AGAIN_S * 2**failure.tries
+        failure.tries += 1
+        self._failed[address] = failure
 
     def _save(self, address: Address) -> str:
         state = self._state

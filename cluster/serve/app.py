@@ -192,9 +192,9 @@ EXIT_INTERRUPTED = 130
 STATES_S = 5.0
 """How long the tiers may take to say whether they work."""
 DELETE_S = 60.0
+"""As long as Serve itself waits for a deployment that is deleted."""
 SETTLED_S = 1.0
 """For the answers of replicas whose time to settle is over."""
-"""As long as Serve itself waits for a deployment that is deleted."""
 
 
 @dataclass(frozen=True, slots=True)
