@@ -123,6 +123,8 @@ class SessionKeyFile:
         self._free: list[int] = []
         self._doomed: set[int] = set()
         """Slots of destroyed keys that could not be overwritten yet; none of them is in `_slots`."""
+        self._unflushed: set[int] = set()
+        """Slots wrapped again that may not be on the disk: after a failed flush only another write is."""
         self._erased: OrderedDict[tuple[bytes, bytes | None], float] = OrderedDict()  # when, the latest last
         self._untold: list[tuple[Clear, int]] = []  # what is not in the log yet, and how many keys
         self._tenants: dict[bytes, SessionKey] = {}
@@ -252,7 +254,7 @@ class SessionKeyFile:
     def _unwrap(self) -> None:
         """Open the tenants' keys; those that an older outer key wraps are wrapped by the one in use."""
         self._tenants.clear()
-        current, is_rewrapped = self._outer.current, False
+        current = self._outer.current
         for number, slot in list(self._slots.items()):
             wrapper = self._outer.get(slot.wrapper_id)
             secret = slot.opened(wrapper) if slot.kind == OF_TENANT and wrapper else None
@@ -260,13 +262,13 @@ class SessionKeyFile:
                 continue
             key = SessionKey(slot.key_id, secret)
             self._tenants[slot.tenant] = key
-            if slot.wrapper_id != current.key_id:
-                is_rewrapped = True
-                self._write(
-                    number, _wrapped(OF_TENANT, slot.tenant, NO_SESSION, key, current, slot.created_unix_s)
-                )
-        if is_rewrapped:
-            self._calls.fsync(self._fd)  # the older outer key may be thrown away from now on
+            if slot.wrapper_id != current.key_id or number in self._unflushed:
+                again = _wrapped(OF_TENANT, slot.tenant, NO_SESSION, key, current, slot.created_unix_s)
+                self._unflushed.add(number)
+                self._pwrite(number, again.written())  # where that fails, the slot stays as it is known
+                self._slots[number] = again
+        self._calls.fsync(self._fd)  # the older outer key may be thrown away from now on
+        self._unflushed.clear()
         self._current.clear()
         for number, slot in sorted(self._slots.items(), key=lambda item: item[1].created_unix_s):
             tenant = self._tenants.get(slot.tenant)

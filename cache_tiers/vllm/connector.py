@@ -23,15 +23,22 @@ from typing import Any, TypeVar
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from samovar.cache_tiers.blocks import CPU, NVME, PEER, SumsSetup, compile_sums
 from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.vllm.messages import ConnectorOptions, Jobs
-from samovar.cache_tiers.vllm.names.chain import extra_digest
+from samovar.cache_tiers.vllm.names.chain import extra_digests
 from samovar.cache_tiers.vllm.names.identity import Adapters, model_path, namespace_of, weights_digest
 from samovar.cache_tiers.vllm.pages.tensors import open_pages
-from samovar.cache_tiers.vllm.refusals import check_config, check_ranks, check_version
-from samovar.cache_tiers.vllm.replica_turn import ReplicaTurn, ToReplica
+from samovar.cache_tiers.vllm.refusals import (
+    COUNTED_MEDIA,
+    check_config,
+    check_ranks,
+    check_version,
+    counts_media,
+)
+from samovar.cache_tiers.vllm.replica_turn import ToReplica
 from samovar.cache_tiers.vllm.scheduler import FETCHES_AT_ONCE, Hearers, SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.told import (
     SamovarHandshake,
@@ -105,6 +112,7 @@ class _SchedulerCalls:
     _ranks: tuple[int, int]  # tensor parallel, pipeline parallel
     _weights: bytes
     _adapters: Adapters
+    _counts_media: bool
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Take in the layouts of the workers' pages: from now on there is a namespace.
@@ -208,8 +216,12 @@ class _SchedulerCalls:
 
     def _extra_of(self, request: Any) -> Callable[[int], Sequence[bytes]]:
         """Return what names the blocks of a request besides tokens. May take long; raises `ValueError`."""
+        if self._counts_media and request.mm_features:
+            # Their form does not tell: with options of the processor vLLM makes a digest of the number.
+            raise ValueError(f"images are numbered: {COUNTED_MEDIA}")
         adapter = self._adapters.name(request.lora_request)
-        return functools.partial(extra_of, request, adapter, self._block_tokens)
+        keys_of = generate_block_hash_extra_keys
+        return functools.partial(extra_digests, request, adapter, keys_of, self._block_tokens)
 
 
 class _WorkerCalls:
@@ -316,6 +328,7 @@ class SamovarConnector(_SchedulerCalls, _WorkerCalls, KVConnectorBase_V1):  # ty
             known = KNOWN_WEIGHTS.expanduser()
             self._weights = weights_digest(model_path(vllm_config), known)
             self._adapters = Adapters(known)
+            self._counts_media = counts_media(vllm_config)
             self._scheduler = SchedulerHalf(
                 self._options,
                 self._link,
@@ -326,7 +339,9 @@ class SamovarConnector(_SchedulerCalls, _WorkerCalls, KVConnectorBase_V1):  # ty
                 block_tokens=self._block_tokens,
                 pages=self._page_count,
                 extra_of=self._extra_of,
-                hearers=Hearers(self._tells, None if self._replica is None else self._replica.tell),
+                hearers=Hearers(self._tells)
+                if self._replica is None
+                else Hearers(self._tells, self._replica.tell, self._replica.resend),
             )
 
     @guarded(_no_stats)
@@ -375,43 +390,6 @@ def compile_checksums() -> None:
 def machine_id() -> str:
     """Return what tells this machine, as it runs now, from others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def extra_of(request: Any, adapter: tuple[object, ...], block_tokens: int, tokens: int) -> list[bytes]:
-    """Return the extra digest of each block up to a token, shortened by trailing empty ones.
-
-    By vLLM's own rule of what besides tokens a block depends on: images, adapter, salt. `adapter`: what names
-    its content. A replica's turn has a salt of its own for what is stored. Raises `ValueError` for what has
-    no name.
-    """
-    turn = ReplicaTurn.of(request)
-    if turn is not None:
-        request = _Salted(request, turn.salt.hex() or None)
-    if not (request.mm_features or request.lora_request or request.cache_salt):
-        return []
-    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
-    found, image = [], 0
-    for start in range(0, tokens // block_tokens * block_tokens, block_tokens):
-        keys, image = generate_block_hash_extra_keys(request, start, start + block_tokens, image)
-        # Older minors do not say which key is the salt: it could be another image's name.
-        salt = ("salt", request.cache_salt) if request.cache_salt and not start else ()
-        all_keys = (*(keys or ()), *adapter, *salt)
-        found.append(extra_digest(all_keys) if all_keys else b"")
-    while found and not found[-1]:
-        found.pop()
-    return found
-
-
-class _Salted:
-    """A request with another salt."""
-
-    def __init__(self, request: Any, cache_salt: str | None) -> None:
-        self._request = request
-        self.cache_salt = cache_salt
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
 
 
 def step_size(output: Any) -> tuple[int, int]:

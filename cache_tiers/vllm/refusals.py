@@ -52,6 +52,26 @@ def check_cache_dtype(dtype: str) -> None:
         )
 
 
+COUNTED_MEDIA = (
+    "with --mm-processor-cache-gb 0 and --no-enable-prefix-caching vLLM counts images instead of naming them "
+    "by content; leave one of the two out"
+)
+
+
+def counts_media(vllm_config: Any) -> bool:
+    """Return whether vLLM makes no digests of images and their like."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    if media is None:
+        return False
+    return not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching
+
+
+def check_media_names(vllm_config: Any) -> None:
+    """Raise `ValueError` if vLLM's own keys do not name images by content, with the fix."""
+    if counts_media(vllm_config):
+        raise ValueError(f"vLLM's keys do not name images: {COUNTED_MEDIA}")
+
+
 def check_config(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise `ValueError` naming what cannot be stored, and the fix."""
     transfer, cache, parallel = (

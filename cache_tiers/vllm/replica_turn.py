@@ -7,8 +7,11 @@ where the prompt came from: vLLM has no way for either. So a request carries the
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -27,6 +30,9 @@ PARAM = "samovar"
 HEARD_BYTES = 8192
 """Of a datagram; one is about 300."""
 SOCKET_BYTES = 1 << 20
+NO_ROOM = (errno.EAGAIN, errno.ENOBUFS)
+LEFT_MAX = 1024
+"""Datagrams that are kept until the replica has room; its queue holds about ten. The oldest go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,10 @@ class ReplicaTurn:
         said = (getattr(request, "kv_transfer_params", None) or {}).get(PARAM)
         if not isinstance(said, Mapping):
             return None
-        tags = {name: bytes.fromhex(said[name]) for name in ("tenant", "session", "salt")}
+        try:
+            tags = {name: bytes.fromhex(said[name]) for name in ("tenant", "session", "salt")}
+        except (KeyError, TypeError) as error:  # a receipt that came back, or nonsense
+            raise ValueError(f"no turn of a replica: {error!r}") from None
         try:
             turn = _TURN.validate_python({**said, **tags})
         except ValidationError as error:
@@ -64,6 +73,21 @@ class ReplicaTurn:
         if len(turn.tenant) != TAG_BYTES or len(turn.session) != TAG_BYTES:
             raise ValueError(f"tags have {TAG_BYTES} bytes")
         return turn
+
+    def salted(self, request: Any) -> Any:
+        """Return the turn's request as the tiers name it: with the turn's salt."""
+        return _Salted(request, self.salt.hex() or None)
+
+
+class _Salted:
+    """A request with another salt."""
+
+    def __init__(self, request: Any, cache_salt: str | None) -> None:
+        self._request = request
+        self.cache_salt = cache_salt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 _TURN = TypeAdapter(ReplicaTurn)
@@ -105,12 +129,15 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
 
 
 class ToReplica:
-    """Tells a replica, at the socket `path`. Never waits: what finds no room is not told. Thread-safe.
+    """Tells a replica, at the socket `path`. Never waits: what finds no room is kept. Thread-safe.
 
     It is found once, here: its replica may take the path away then.
     """
 
     def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._left: deque[Told] = deque(maxlen=LEFT_MAX)
+        self._stores: StoresTold | None = None  # the newest alone counts, and must not be lost
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -120,11 +147,40 @@ class ToReplica:
             logger.warning("%s: no replica is there, and none is told: %s", path, error)
 
     def tell(self, told: Told) -> None:
-        """Tell it."""
+        """Tell it, behind what found no room before."""
+        with self._lock:
+            if isinstance(told, StoresTold):
+                self._stores = told
+            else:
+                self._left.append(told)
+            self._send()
+
+    def resend(self) -> bool:
+        """Send what found no room before; return whether something of it is left."""
+        with self._lock:
+            return not self._send()
+
+    def _send(self) -> bool:
+        """Send what there is, as far as there is room; return whether nothing is left."""
+        if self._stores is not None:
+            if not self._is_sent(self._stores):
+                return False
+            self._stores = None
+        while self._left:
+            if not self._is_sent(self._left[0]):
+                return False
+            self._left.popleft()
+        return True
+
+    def _is_sent(self, told: Told) -> bool:
+        """Send a datagram; return whether it needs no other try."""
         try:
             self._socket.send(msgpack.packb([type(told).__name__, asdict(told)]))
         except OSError as error:
-            logger.info("the replica was not told: %s", error)
+            if error.errno in NO_ROOM:
+                return False
+            logger.info("the replica was not told: %s", error)  # it has ended
+        return True
 
     def close(self) -> None:
         """Close the socket."""

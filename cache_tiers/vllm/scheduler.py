@@ -121,10 +121,14 @@ class Threads(NamedTuple):
 
 
 class Hearers(NamedTuple):
-    """Who is told: `routers`, what the tiers have; `replica`, of its turns, which then are all there are."""
+    """Who is told: `routers`, what the tiers have; `replica`, of its turns, which then are all there are.
+
+    `resend`: sends the replica again what found no room, and says whether something of it is left.
+    """
 
     routers: bool = False
     replica: Callable[[Told], None] | None = None
+    resend: Callable[[], bool] = lambda: False
 
 
 NO_HEARERS = Hearers()
@@ -217,6 +221,8 @@ class SchedulerHalf:
         self._pages = pages
         self._extra_of = extra_of
         self._tell_replica = hearers.replica
+        self._resend = hearers.resend
+        self._told_saving = 0
         self._clock = clock
         self._turns: dict[str, _Turn] = {}
         self._saving: dict[str, int] = {}  # request -> pages
@@ -246,12 +252,14 @@ class SchedulerHalf:
         ids = request.prompt_token_ids
         if self.namespace is None or ids is None or getattr(request, "prompt_embeds", None) is not None:
             return
-        replica = None if self._tell_replica is None else ReplicaTurn.of(request)
+        # Without a replica a client could say it, and choose a tenant or a salt.
+        replica = None if self._tell_replica is None else _replica_turn(request)
         if self._tell_replica is not None and (replica is None or replica.placement is None):
             return
         owner = self._options.owner_of(request) if replica is None else (replica.tenant, replica.session)
         peers = () if replica is None else replica.peers
-        prompt = self._lookups.open(self.namespace, owner, ids, lambda: self._extra_of(request), peers)
+        named = request if replica is None else replica.salted(request)
+        prompt = self._lookups.open(self.namespace, owner, ids, lambda: self._extra_of(named), peers)
         self._turns[request.request_id] = _Turn(prompt, replica)
 
     def matched(self, request: Any, computed: int) -> int | None:
@@ -328,9 +336,11 @@ class SchedulerHalf:
         `is_idle`: it computes nothing at all; then a lookup or a fetch that is under way is waited for.
         """
         self.worth.step(new_tokens, context_tokens)
+        self._tell_stores()
+        is_awaited = self._resend() or any(turn.is_awaited for turn in self._turns.values())
         jobs, self._jobs = self._jobs, Jobs()
         jobs.may_wait = is_idle
-        if is_idle and not jobs.loads and any(turn.is_awaited for turn in self._turns.values()):
+        if is_idle and not jobs.loads and is_awaited:
             self._idle.wait()
             jobs.may_wait = False
         return jobs
@@ -359,8 +369,8 @@ class SchedulerHalf:
                 loaded.load_s = self._clock() - loaded.load_began_s
                 loaded.tell_prompt(self._tell_replica)
         for request_id in sent:
-            if self._saving.pop(request_id, None) is not None:
-                self._tell_stores()
+            self._saving.pop(request_id, None)
+        self._tell_stores()  # it may be the last step for a while
         if self.announced is not None:
             self.announced.taken(taken, self._lookups.ranks)
 
@@ -391,12 +401,15 @@ class SchedulerHalf:
             return False, {"samovar": receipt}
         self._jobs.stores.append(store)
         self._saving[request.request_id] = len(store.pages)
-        self._tell_stores()
+        if not self._told_saving:  # at once: the replica must not take its last turn for stored
+            self._tell_stores()
         return True, {"samovar": receipt | {"stored_blocks": len(store.pages)}}
 
     def _tell_stores(self) -> None:
-        if self._tell_replica is not None:
-            self._tell_replica(StoresTold(len(self._saving)))
+        """Tell how many turns are being stored, if it was told otherwise."""
+        if self._tell_replica is not None and self._told_saving != len(self._saving):
+            self._told_saving = len(self._saving)
+            self._tell_replica(StoresTold(self._told_saving))
 
     def _count(self, turn: _Turn) -> None:
         for tier, tokens in turn.loaded.items():
@@ -450,7 +463,7 @@ class SchedulerHalf:
             logger.exception("a turn's end was not told")
 
     def clear(self, timeout_s: float) -> bool:
-        """Clear what the connector's own tenant has stored; False: the tiers did not answer.
+        """Clear what the connector's own tenant has stored; return whether all of it is gone for sure.
 
         Nothing that was stored before is found any more, whosoever it was and whether they answered: weights
         may have been changed in place, and then the namespace that was made of their files means nothing.
@@ -460,10 +473,10 @@ class SchedulerHalf:
         if self.announced is not None:
             self.announced.gone()
         try:
-            self._calls.clear(Clear(self._options.tag_of(self._options.tenant)), timeout_s)
+            cleared = self._calls.clear(Clear(self._options.tag_of(self._options.tenant)), timeout_s)
         except TimeoutError:
             return False
-        return True
+        return cleared.is_noted and not cleared.unreachable
 
     @property
     def is_saving(self) -> bool:
@@ -472,8 +485,8 @@ class SchedulerHalf:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether stores are under way, or are over and not announced yet."""
-        return self.is_saving or (self.announced is not None and self.announced.is_waiting)
+        """Whether stores are under way, or are over and not announced yet, or not told to the replica."""
+        return self.is_saving or bool(self.announced and self.announced.is_waiting) or self._resend()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is inconsistent."""
@@ -481,6 +494,14 @@ class SchedulerHalf:
         for request_id in loading & self._turns.keys():
             assert self._turns[request_id].is_loading, f"{request_id} is to be loaded, and is not loading"
         assert all(pages > 0 for pages in self._saving.values()), "a store without pages"
+
+
+def _replica_turn(request: Any) -> ReplicaTurn | None:
+    try:
+        return ReplicaTurn.of(request)
+    except ValueError as error:
+        logger.info("the tiers are not used for a request: %s", error)
+        return None
 
 
 def _turn_ended(

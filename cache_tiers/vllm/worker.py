@@ -68,11 +68,12 @@ class WorkerCalls(Protocol):
 class _LoadRun:
     """A load whose spans are loaded by several threads. `starts`: of each span, the load's blocks before it.
 
-    `good`: by number of span, once it is over, how many of its leading blocks are in their pages.
+    `ends_s`: no span is fetched for longer. `good`: by number of span, once it is over, how many of its
+    leading blocks are in their pages.
     """
 
-    def __init__(self, load: Load, spans: Sequence[BlockRange]) -> None:
-        self.load, self.spans = load, spans
+    def __init__(self, load: Load, spans: Sequence[BlockRange], ends_s: float) -> None:
+        self.load, self.spans, self.ends_s = load, spans, ends_s
         self.starts = [*itertools.accumulate((span.blocks for span in spans), initial=0)][:-1]
         self.good: dict[int, int] = {}
 
@@ -125,10 +126,11 @@ class WorkerHalf:
     def start(self, loads: Iterable[Load], stores: Iterable[Store], until: Callable[[], None]) -> None:
         """Begin a step's loads and stores. `until`: waits, on a thread of the pool, for the step's KV."""
         loads, stores = list(loads), list(stores)
+        ends_s = self._clock() + self._options.load_s_max  # of a load with all its spans, and their queue
         with self._lock:
             self._under_way += len(loads) + len(stores)
         for load in loads:
-            run = _LoadRun(load, load.ranks[self._rank] if load.ranks else ())
+            run = _LoadRun(load, load.ranks[self._rank] if load.ranks else (), ends_s)
             if not run.spans:
                 self._loaded(load, 0)
             for number in range(len(run.spans)):
@@ -176,7 +178,7 @@ class WorkerHalf:
     def _load(self, run: _LoadRun, number: int) -> None:
         good = 0
         try:
-            good = self._load_span(run.load, run.spans[number], run.starts[number])
+            good = self._load_span(run.load, run.spans[number], run.starts[number], run.ends_s)
         except Exception:  # what is not loaded is computed
             logger.exception("a load failed")
             self._count("failed_loads", "error")
@@ -189,12 +191,15 @@ class WorkerHalf:
         if is_over:  # not before: until then a thread may still write to the pages of any
             self._loaded(run.load, run.done)
 
-    def _load_span(self, load: Load, span: BlockRange, done: int) -> int:
+    def _load_span(self, load: Load, span: BlockRange, done: int, ends_s: float) -> int:
         """Return how many blocks of a span are in their pages, and what they should be."""
         began_s = self._clock()
+        if began_s >= ends_s:
+            self._count("failed_loads", "late")
+            return 0
         namespace = rank_name(load.namespace, self._rank)
         room = self._room() if span.tier in TIERS.local and span.tier != TOP_TIER else None
-        reply = self._calls.fetch(fetch_of(namespace, span, self._options.load_s_max), room)
+        reply = self._calls.fetch(fetch_of(namespace, span, ends_s - began_s), room)
         if isinstance(reply, FetchFailed):
             self._count("failed_loads", reply.reason)
             return 0

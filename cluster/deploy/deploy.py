@@ -159,6 +159,8 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
         lambda what: console.print(f"waiting: {what}", highlight=False, soft_wrap=True),
     )
     now = api.deployed().applications
+    if old := stale_tiers(now, wanted):
+        console.print(f"samovar: {old}", style="yellow", highlight=False, soft_wrap=True)
     exchange(now, {**of_others(now), **wanted}, ServeRest(api, settings), patience.wait)
     patience.wait(lambda: unhealthy_here(settings.server))
     deployed = api.deployed()
@@ -229,6 +231,38 @@ def applications(
             **common,
         },
     }
+
+
+def stale_tiers(now: Mapping[str, Application], wanted: Mapping[str, Application]) -> str:
+    """Return which settings of tiers will not be what is wanted, as their actors outlive a deployment.
+
+    Empty: none. Raises `StartFailed` for the key of encryption at rest, which must not seem to be in use.
+    """
+    before, after = (dict(_leaves(_tiers_of(apps), "tiers")) for apps in (now, wanted))
+    changed = sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
+    how = "Ray has to be started again on every node (`samovar down` and `samovar up`)"
+    if (key := "tiers.encryption_key_file") in changed:
+        raise StartFailed(
+            f"{key}={after[key]} would not be used: tiers and keys outlive a deployment, and go on with "
+            f"{before[key]}. {how}"
+        )
+    if not changed:
+        return ""
+    return f"the tiers that run keep what they have of {', '.join(changed)}: for the new ones {how}"
+
+
+def _tiers_of(apps: Mapping[str, Application]) -> Mapping[str, Any]:
+    settings: Mapping[str, Any] = apps.get(FRONT_APP, {}).get("args", {}).get("settings", {})
+    tiers: Mapping[str, Any] = settings.get("tiers", {})
+    return tiers
+
+
+def _leaves(tree: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{name}.{key}")
+        else:
+            yield f"{name}.{key}", value
 
 
 def of_others(apps: Mapping[str, Application]) -> dict[str, Application]:

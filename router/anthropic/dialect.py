@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from samovar.replicas.messages import Delta, FinishReason
 from samovar.replicas.reply import Call, Piece, Reply, finite
-from samovar.router.anthropic.request import FIELDS, MessagesParser, ParsedMessages
+from samovar.router.anthropic.request import MessagesParser, ParsedMessages
 from samovar.router.openai import (
     PING,
     AnswerHead,
@@ -51,9 +51,10 @@ class MessagesDialect(Dialect):
         assert isinstance(request, ParsedMessages)
         return MessagesShape(head, request, self._decode)
 
-    def renamed(self, error: ApiError) -> ApiError:
-        """Return an error with the names that the fields have here."""
-        return rename(error, FIELDS)
+    def renamed(self, error: ApiError, request: ParsedRequest) -> ApiError:
+        """See `Dialect`."""
+        assert isinstance(request, ParsedMessages)
+        return rename(error, request.called)
 
 
 def models_page(cards: Sequence[Json]) -> Json:

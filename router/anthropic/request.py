@@ -7,7 +7,7 @@ gets the name that the field has here. Server tools, which Samovar has none of, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -49,6 +49,7 @@ FIELDS = {
     "enable_thinking": "thinking",
     "chat_template_kwargs.enable_thinking": "thinking",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tool_choice.function.name": "tool_choice.name",
 }
 """Fields of a chat request, and what they are called here."""
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
@@ -61,11 +62,12 @@ class ParsedMessages(ParsedChat):
     """A chat request that came as a Messages request.
 
     `tokens_asked`: its `max_tokens`, before it was lowered to what is left of the context. `is_marked`:
-    something in it has a `cache_control`.
+    something in it has a `cache_control`. `called`: fields of the chat, and what its client calls them.
     """
 
     tokens_asked: int = 0
     is_marked: bool = False
+    called: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -135,7 +137,9 @@ class MessagesParser:
         altered = (place_here(place, names) for place in chat.ignored_fields)
         held["ignored_fields"] = (*(asked.model_extra or {}), *made.ignored, *altered)
         held["is_length_default"] = True  # it is an upper bound, as in Anthropic's own API
-        return ParsedMessages(**held, tokens_asked=asked.max_tokens or 0, is_marked=made.is_marked)
+        return ParsedMessages(
+            **held, tokens_asked=asked.max_tokens or 0, is_marked=made.is_marked, called=names
+        )
 
     def _wishes(self, asked: MessagesBody, has_tools: bool) -> Json:
         """Return the fields about tools, form and reasoning."""

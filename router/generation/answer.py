@@ -330,7 +330,7 @@ def refusal(refused: Refused, retry_after_s: float) -> ApiError:
 
 
 IGNORED_SHOWN_MAX = 32
-HEADER_SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-$")
+HEADER_SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-$[]")
 
 
 def answer_headers(answer: Answer, request: ParsedRequest) -> dict[str, str]:

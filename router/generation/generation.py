@@ -250,7 +250,10 @@ class GenerationEndpoint:
     ) -> _Exchange:
         request_id, span = scope["state"]["request_id"], scope["state"]["span"]
         who = await self._opener.identify(lease, Headers(scope=scope), body)
-        made = await self._opener.prompt(who, body, span)
+        try:
+            made = await self._opener.prompt(who, body, span)
+        except ApiError as error:
+            raise self._dialect.renamed(error, who.request) from None
         answer, shape = self._opener.answer(who, made, request_id)
         timer = RequestTimer(self._service.metrics, now_s)
         ids = None if made.named is None else EventIds(made.named.name, made.named.is_over)
@@ -437,8 +440,8 @@ class GenerationEndpoint:
 
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:
         """End a failed request with an error response, or with the last event of its stream."""
-        error = self._dialect.renamed(error)
         if exchange is not None:
+            error = self._dialect.renamed(error, exchange.request)
             exchange.span.fail(error.code or type(error).__name__)
         if exchange is None or not exchange.is_started or isinstance(error, ClientClosedRequest):
             raise error
@@ -509,7 +512,10 @@ class RequestOpener:
         request = await self._dialect.parse(body, tenant)
         service.refuse_other_model(request.model)
         name, request = self._names.name(request, headers, tenant)
-        request = await self._within(lease, request)
+        try:
+            request = await self._within(lease, request)
+        except ApiError as error:
+            raise self._dialect.renamed(error, request) from None
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
         if service.is_further:  # so that replies of one model are never taken for another's
             salt = hashlib.sha256(b"model" + salt + service.model.encode()).digest()[: len(salt)]

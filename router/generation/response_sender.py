@@ -96,20 +96,19 @@ class ResponseSender:
         self._waits.close()
 
     async def __call__(self, message: Message) -> None:
-        body = message.get("body", b"")
+        body, piece = message.get("body", b""), message
         last = max(0, len(body) - 1) // PIECE_BYTES * PIECE_BYTES
-        for start in range(0, last, PIECE_BYTES):
-            await self._pass({**message, "body": body[start : start + PIECE_BYTES], "more_body": True})
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.is_complete = True  # set before sending: servers report a disconnect right after it
-        await self._pass({**message, "body": body[last:]} if last else message)
-
-    async def _pass(self, message: Message) -> None:
-        try:
-            await self._waits.wait(self._send(message), self._write_idle_s)
-        except TimeoutError:
-            logger.info("a client reads nothing: its connection is closed")
-            raise ClientClosedRequest from None
+        for start in range(0, last + 1, PIECE_BYTES):
+            if last:
+                more = start < last or message.get("more_body", False)
+                piece = {**message, "body": body[start : start + PIECE_BYTES], "more_body": more}
+            if piece["type"] == "http.response.body" and not piece.get("more_body", False):
+                self.is_complete = True  # set before sending: servers report a disconnect right after it
+            try:
+                await self._waits.wait(self._send(piece), self._write_idle_s)
+            except TimeoutError:
+                logger.info("a client reads nothing: its connection is closed")
+                raise ClientClosedRequest from None
 
 
 async def cancel_on_disconnect(

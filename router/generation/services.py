@@ -44,6 +44,7 @@ class IngressServices:
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
     `adapters`: names that stand for one, which answers by that name. `stages`: what chats pass on their way
     to their prompts, in this order, as far as it is switched on. `clears`: what all deletions go through.
+    `bodies`: what bodies of the smaller routes are read within, as answers' are within `concurrency`.
     `shares`, `known`, `responses`: what is shared with the other `ingresses`; None: there is no other.
     `is_further`: the model is not the first of several, so that sessions are kept apart from the first's.
     `models`: of the front before several models, what each is served by, the first one's first.
@@ -62,6 +63,7 @@ class IngressServices:
     metrics: Metrics
     concurrency: ConcurrencyLimit
     reads: ConcurrencyLimit
+    bodies: ConcurrencyLimit
     directory: SessionDirectory
     shares: IngressShares
     known: KnownSessions

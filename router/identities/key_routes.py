@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from samovar.configs.settings import LimitsSettings, TenantName
-from samovar.router.auth import require_admin
+from samovar.configs.settings import TenantName
+from samovar.router.auth import ADMIN, ConcurrencyLimit, require_admin
 from samovar.router.identities.key_file import (
     LASTS_S_MAX,
     KeyIsOver,
@@ -73,10 +73,10 @@ class KeyNotFound(ApiError):
 
 
 def key_routes(
-    store: KeyStore, limits: LimitsSettings, clock: Callable[[], float] = time.time
+    store: KeyStore, bodies: ConcurrencyLimit, clock: Callable[[], float] = time.time
 ) -> list[Route]:
-    """Return the routes over kept keys. `clock`: Unix time."""
-    keys = _KeyRoutes(store, limits, clock)
+    """Return the routes over kept keys. `bodies`: what bodies are read within. `clock`: Unix time."""
+    keys = _KeyRoutes(store, bodies, clock)
     return [
         Route(KEYS, keys.all, methods=["GET"]),
         Route(KEYS, keys.create, methods=["POST"]),
@@ -88,9 +88,9 @@ def key_routes(
 class _KeyRoutes:
     """The handlers. One at a time is at the keys, whose lock others may hold for seconds."""
 
-    def __init__(self, store: KeyStore, limits: LimitsSettings, clock: Callable[[], float]) -> None:
+    def __init__(self, store: KeyStore, bodies: ConcurrencyLimit, clock: Callable[[], float]) -> None:
         self._store = store
-        self._limits = limits
+        self._bodies = bodies
         self._clock = clock
         self._turn = asyncio.Lock()
 
@@ -113,13 +113,13 @@ class _KeyRoutes:
     async def create(self, request: Request) -> Response:
         """Handle POST /v1/keys."""
         require_admin(request.scope)
-        body = await read_model(request, KeyBody, self._limits)
+        body = await read_model(request, KeyBody, self._bodies.limits, self._bodies.lease(ADMIN))
         return self._made(request, await self._done(partial(self._store.create, body.tenant, body.lasts_s)))
 
     async def rotate(self, request: Request) -> Response:
         """Handle POST /v1/keys/{key_id}/rotate."""
         require_admin(request.scope)
-        body = await read_model(request, RotateBody, self._limits)
+        body = await read_model(request, RotateBody, self._bodies.limits, self._bodies.lease(ADMIN))
         key_id = request.path_params["key_id"]
         return self._made(request, await self._done(partial(self._store.rotate, key_id, body.keep_s)))
 
@@ -152,4 +152,4 @@ class _KeyRoutes:
         except (KeysRefused, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             message = f"The API keys (auth.keys_file) cannot be used: {why}."
-            raise Unavailable(message, self._limits.retry_after_s) from None
+            raise Unavailable(message, self._bodies.limits.retry_after_s) from None

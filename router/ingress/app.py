@@ -226,6 +226,7 @@ def build_service(
         metrics=metrics,
         concurrency=concurrency,
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
+        bodies=ConcurrencyLimit(settings.limits, has_keys=settings.auth.has_keys),
         directory=directory,
         shares=shares,
         known=KnownSessions(prompts.replies, directory, settings.ingress),
@@ -408,7 +409,7 @@ def build_api(service: IngressServices, taker: RequestTaker | None = None) -> Fa
 
         keys = open_keys(settings)
         assert keys is not None
-        routes += key_routes(keys, limits)
+        routes += key_routes(keys, service.bodies)
     app.router.routes.extend(routes)
     app.state.live = hub
     app.add_exception_handler(HTTPException, _http_exception)

@@ -366,8 +366,9 @@ class KnowledgeRoutes:
             return await self._base.run(tenant, work, is_long=is_long)
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
-        tenant = tenant_of(request.scope)
-        return tenant, await read_model(request, model, self._service.settings.limits)
+        tenant, service = tenant_of(request.scope), self._service
+        lease = service.bodies.lease(tenant)
+        return tenant, await read_model(request, model, service.settings.limits, lease)
 
 
 def _card(version: EntryVersion) -> dict[str, Any]:

@@ -149,7 +149,8 @@ class SessionRoutes:
     async def hint(self, request: Request) -> Response:
         """Handle POST /v1/sessions/{id}/hint: see `HintBody`."""
         caller: Caller = request.scope["state"]["caller"]
-        body = await read_model(request, HintBody, self._service.settings.limits)
+        service, lease = self._service, self._service.bodies.lease(caller.tenant or ADMIN)
+        body = await read_model(request, HintBody, service.settings.limits, lease)
         if body.event is None and body.expected_return_s is None:
             raise MissingField("event")
         view = self._view(request, caller)
@@ -332,7 +333,8 @@ class CacheRoutes:
         One that has none any more has no replies here; its blocks are cleared by name.
         """
         require_admin(request.scope)
-        body = await read_model(request, ClearBody, self._service.settings.limits)
+        service = self._service
+        body = await read_model(request, ClearBody, service.settings.limits, service.bodies.lease(ADMIN))
         if body.tenant is None and self._service.settings.auth.oidc.issuer is not None:
             raise InvalidValue(
                 "tenant", "Name the tenant: an issuer's tokens name tenants that have no list here."

@@ -7,7 +7,8 @@ routes have vLLM's shapes, with which evaluation harnesses and benchmarks count 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -107,27 +108,29 @@ class TokenizerRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Handle POST /tokenize: the tokens of a text, or of a conversation as it would be prompted."""
-        body, of = await self._body(request)
-        asked = of._parser.tokenize(body)
-        of._check_model(asked.model)
+        with self._lease(request) as tenant:
+            body, of = await self._body(request)
+            asked = of._parser.tokenize(body)
+            of._check_model(asked.model)
 
-        def work() -> bytes:
-            return json_bytes(of._tokens(asked))
+            def work() -> bytes:
+                return json_bytes(of._tokens(asked))
 
-        nbytes = chars_of(asked.chat) if asked.chat is not None else len(asked.text)
-        return await of._worked(request, work, nbytes)
+            nbytes = chars_of(asked.chat) if asked.chat is not None else len(asked.text)
+            return await of._worked(tenant, work, nbytes)
 
     async def count(self, request: Request) -> Response:
         """Handle POST /v1/messages/count_tokens: the tokens of a conversation's prompt."""
-        body, of = await self._body(request)
-        asked = of._messages.count(body)
-        of._check_model(asked.model)
+        with self._lease(request) as tenant:
+            body, of = await self._body(request)
+            asked = of._messages.count(body)
+            of._check_model(asked.model)
 
-        def work() -> bytes:
-            ids = of._service.prompts.tokens_of_chat(asked, add_special_tokens=False)
-            return json_bytes({"input_tokens": len(ids)})
+            def work() -> bytes:
+                ids = of._service.prompts.tokens_of_chat(asked, add_special_tokens=False)
+                return json_bytes({"input_tokens": len(ids)})
 
-        return await of._worked(request, work, chars_of(asked))
+            return await of._worked(tenant, work, chars_of(asked))
 
     def _tokens(self, asked: ParsedTokenize) -> dict[str, Any]:
         prompts, specials = self._service.prompts, asked.add_special_tokens
@@ -144,27 +147,34 @@ class TokenizerRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Handle POST /detokenize: the text of tokens."""
-        body, of = await self._body(request)
-        asked = of._parser.detokenize(body)
-        vocabulary = of._service.prompts.vocabulary
-        of._check_model(asked.model)
-        vocabulary.refuse_unknown(asked.token_ids, "tokens")
+        with self._lease(request) as tenant:
+            body, of = await self._body(request)
+            asked = of._parser.detokenize(body)
+            vocabulary = of._service.prompts.vocabulary
+            of._check_model(asked.model)
+            vocabulary.refuse_unknown(asked.token_ids, "tokens")
 
-        def work() -> bytes:
-            return json_bytes({"prompt": vocabulary.text(asked.token_ids)})
+            def work() -> bytes:
+                return json_bytes({"prompt": vocabulary.text(asked.token_ids)})
 
-        return await of._worked(request, work, len(asked.token_ids))
+            return await of._worked(tenant, work, len(asked.token_ids))
 
     async def info(self, request: Request) -> Response:
         """Handle GET /tokenizer_info: the tokenizer's configuration, chat template included."""
         vocabulary = self._service.prompts.vocabulary
-        return await self._worked(request, lambda: json_bytes(vocabulary.config()), 0)
+        with self._lease(request) as tenant:
+            return await self._worked(tenant, lambda: json_bytes(vocabulary.config()), 0)
 
-    async def _worked(self, request: Request, work: Callable[[], bytes], nbytes: int) -> Response:
+    @contextmanager
+    def _lease(self, request: Request) -> Iterator[str]:
+        """Hold a place of the caller's from before its body is read, as for answers; gives its tenant."""
         caller: Caller = request.scope["state"]["caller"]
         tenant = caller.tenant or ADMIN
         with self._service.concurrency.lease(tenant):
-            body = await self._service.prompts.work(work, nbytes, tenant)
+            yield tenant
+
+    async def _worked(self, tenant: str, work: Callable[[], bytes], nbytes: int) -> Response:
+        body = await self._service.prompts.work(work, nbytes, tenant)
         return Response(body, media_type="application/json")
 
     async def _body(self, request: Request) -> tuple[bytes, TokenizerRoutes]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -51,8 +53,8 @@ class Dialect(ABC):
         """Share what shapes have kept of their answers, before the last bytes of one are sent."""
         return
 
-    def renamed(self, error: ApiError) -> ApiError:
-        """Return an error with the names that this route's fields have."""
+    def renamed(self, error: ApiError, request: ParsedRequest) -> ApiError:
+        """Return an error about a parsed request with the names that its client has called its fields by."""
         return error
 
 
@@ -107,9 +109,12 @@ def with_passed(asked: BaseModel, said: Json, but: Collection[str] = ()) -> Json
 
 def names_here(names: Mapping[str, str], asked: BaseModel) -> dict[str, str]:
     """Return the client's names of a chat's fields, without those that it called as a chat does."""
-    return {
-        place: name for place, name in names.items() if getattr(asked, place.partition(".")[0], None) is None
-    }
+    found = {}
+    for place, name in names.items():
+        field_of_chat = place.partition(".")[0]
+        if name.partition(".")[0] == field_of_chat or getattr(asked, field_of_chat, None) is None:
+            found[place] = name
+    return found
 
 
 def rename(error: ApiError, places: Mapping[str, str]) -> ApiError:
@@ -124,14 +129,21 @@ def rename(error: ApiError, places: Mapping[str, str]) -> ApiError:
     return error
 
 
+PARTS_MAX = 32
+"""Of a field's name that is looked up; no translated one has as many."""
+
+
 def place_here(param: str, places: Mapping[str, str]) -> str:
     """Return the client's name of a translated field.
 
-    `places`: of translated fields, the client's; the longest that fits counts, with what follows it.
+    `places`: of translated fields, the client's; the longest that fits counts, with what follows it. A name
+    has few parts, and a body many places: the former are gone through.
     """
-    fitting = (place for place in places if param == place or param.startswith((f"{place}.", f"{place}[")))
-    place = max(fitting, key=len, default=None)
-    return param if place is None else places[place] + param[len(place) :]
+    ends = [found.start() for found in islice(re.finditer(r"[.\[]", param), PARTS_MAX)]
+    for end in (len(param), *reversed(ends)):
+        if (here := places.get(param[:end])) is not None:
+            return here + param[end:]
+    return param
 
 
 Json = dict[str, Any]

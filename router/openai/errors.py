@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -352,18 +352,40 @@ def _half_character(body: bytes) -> str:
         whole = parse_json(body.decode())
     except ValueError:
         return ""
-    left: list[tuple[str, Any]] = [("", whole)]
+    # A place is told only of what is found: each item's own, below a long key, would be all memory.
+    left: list[tuple[_Place | None, Any]] = [(None, whole)]
     while left:
         place, value = left.pop()
         if isinstance(value, str) and HALF_CHARACTER.search(value):
-            return place
+            return _told(place)
         if isinstance(value, Mapping):
             if any(HALF_CHARACTER.search(key) for key in value):
-                return place or "the body"
-            left += [(f"{place}.{key}".lstrip("."), inner) for key, inner in value.items()]
+                return _told(place) or "the body"
+            left += [(_Place(place, key), inner) for key, inner in value.items()]
         elif isinstance(value, list):
-            left += [(f"{place}[{number}]", inner) for number, inner in enumerate(value)]
+            left += [(_Place(place, number), inner) for number, inner in enumerate(value)]
     return ""
+
+
+class _Place(NamedTuple):
+    """Where in a body something is: `part` of what is at `of`."""
+
+    of: _Place | None
+    part: str | int
+
+
+def _told(place: _Place | None) -> str:
+    parts: list[str | int] = []
+    while place is not None:
+        parts.append(place.part)
+        place = place.of
+    return param_of(reversed(parts))
+
+
+def param_of(parts: Iterable[str | int]) -> str:
+    """Return the name of a field by its keys and numbers; long keys of a client are cut."""
+    named = (f"[{part}]" if isinstance(part, int) else f".{part[:VALUE_CHARS_SHOWN]}" for part in parts)
+    return "".join(named).lstrip(".")
 
 
 def error_of(refused: ValidationError) -> ApiError:
@@ -373,9 +395,11 @@ def error_of(refused: ValidationError) -> ApiError:
         return InvalidJson(f"{found[0]['ctx']['error']}.")
     best = max(found, key=lambda error: (error["type"].endswith("too_long"), len(_path(error["loc"]))))
     path = _path(best["loc"])
+    if not path and best["type"] == "value_error":  # of fields that do not go together
+        return InvalidValue(None, f"{best['ctx']['error']}.")
     if not path:
         return InvalidJson("an object is expected.")
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    param = param_of(path)
     name = next(part for part in reversed(path) if isinstance(part, str))
     if best["type"] == UNBUILT_ERROR:
         instead = INSTEAD.get(name, "Leave it out.")

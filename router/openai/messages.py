@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -195,12 +197,13 @@ def left_out(kind: str) -> str:
 class _Reading:
     """A conversation while its messages are read. `last`: the index of the user's last one.
 
-    `called`: call id -> the tool's name. `open_calls`: ids of calls without a result yet.
+    `called`: call id -> the tool's name. `open_calls`: ids of calls without a result yet, in order; of all
+    under "", and of each tool under its name.
     """
 
     last: int
     called: dict[str, str] = field(default_factory=dict)
-    open_calls: list[str] = field(default_factory=list)
+    open_calls: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     altered: list[str] = field(default_factory=list)
 
     def message(self, at: int, message: Message) -> ChatMessage:
@@ -218,7 +221,8 @@ class _Reading:
             thought = message.reasoning_content or message.reasoning or "".join(thoughts)
             calls = self._calls(message, place)
             self.called.update((call.call_id, call.name) for call in calls)
-            self.open_calls += [call.call_id for call in calls]
+            for call in calls:
+                self.open_calls[""][call.call_id] = self.open_calls[call.name][call.call_id] = None
             return ChatMessage(role, "".join(texts), reasoning=thought, calls=calls)
         if message.tool_calls:
             raise InvalidValue(f"{place}.tool_calls", f"{place}.tool_calls is for the role 'assistant' only.")
@@ -258,10 +262,9 @@ class _Reading:
         if call_id not in self.called:
             if message.role == "tool" or call_id:
                 self.altered.append(f"{place}.tool_call_id")
-            fitting = (one for one in self.open_calls if name in ("", self.called[one]))
-            call_id = next(fitting, call_id or f"call_{place}")
-        if call_id in self.open_calls:
-            self.open_calls.remove(call_id)
+            call_id = next(iter(self.open_calls[name]), call_id or f"call_{place}")
+        for of_name in ("", self.called.get(call_id, "")):
+            self.open_calls[of_name].pop(call_id, None)
         return ChatMessage("tool", text, call_id=call_id, tool=self.called.get(call_id, name))
 
     def _calls(self, message: Message, place: str) -> tuple[ToolCall, ...]:
@@ -357,7 +360,8 @@ def split_front(message: ChatMessage, names: tuple[str, ...]) -> SystemFront:
     found: list[str] = []
     lines: list[str] = []
     while names and (named := _named(names).match(text, at)):
-        part_end = next((cut for cut in message.cuts if cut >= named.end()), len(text))
+        part = bisect_left(message.cuts, named.end())
+        part_end = message.cuts[part] if part < len(message.cuts) else len(text)
         newline = text.find("\n", named.end(), part_end)
         line_end = part_end if newline < 0 else newline
         fields = FIELDS.match(text, named.end(), line_end)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -688,11 +689,17 @@ def check_structure(body: bytes, limits: LimitsSettings, prompt_ids_max: int = 0
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_model(request: Request, model: type[Body], limits: LimitsSettings) -> Body:
-    """Return the body as `model` has it; none at all is an empty object. Raises `ApiError`."""
-    raw = await read_body(request.receive, request.headers, limits)
-    check_structure(raw, limits)
-    return validated(model, raw if raw.strip() else b"{}")
+async def read_model(
+    request: Request, model: type[Body], limits: LimitsSettings, lease: AbstractContextManager[object]
+) -> Body:
+    """Return the body as `model` has it; none at all is an empty object. Raises `ApiError`.
+
+    `lease`: of its tenant, held while the body comes, which takes as long as the client likes.
+    """
+    with lease:
+        raw = await read_body(request.receive, request.headers, limits)
+        check_structure(raw, limits)
+        return validated(model, raw if raw.strip() else b"{}")
 
 
 DIGITS_MAX = 10

@@ -27,7 +27,6 @@ from samovar.router.openai import (
 )
 from samovar.router.responses.custom_tools import InputReader, input_of, input_so_far
 from samovar.router.responses.request import (
-    FIELDS,
     ParsedResponse,
     ResponseNotFound,
     ResponsesParser,
@@ -94,9 +93,10 @@ class ResponsesDialect(Dialect):
         stored = StoredResponse(json_bytes(response), messages, session, items, request.began_unix_s)
         self._store.put(tenant, response["id"], stored, forgets=request.forgets)
 
-    def renamed(self, error: ApiError) -> ApiError:
-        """Return an error with the names that the fields have here."""
-        return rename(error, FIELDS)
+    def renamed(self, error: ApiError, request: ParsedRequest) -> ApiError:
+        """See `Dialect`."""
+        assert isinstance(request, ParsedResponse)
+        return rename(error, request.called)
 
 
 Keep = Callable[[Json, Json], None]

@@ -41,7 +41,7 @@ from samovar.router.responses.body import (
     bounded_responses_body,
 )
 from samovar.router.responses.custom_tools import PARAMETERS
-from samovar.router.responses.store import ResponseStore
+from samovar.router.responses.store import Items, ResponseStore
 
 FIELDS = {
     "messages": "input",
@@ -50,6 +50,7 @@ FIELDS = {
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
     "enable_thinking": "reasoning.effort",
+    "tool_choice.function.name": "tool_choice.name",
 }
 """Fields of a chat request, and what they are called here."""
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -65,7 +66,7 @@ class ParsedResponse(ParsedChat):
     repeats. `names`: of each function in a namespace the (namespace, name) that the client calls it.
     `customs`: functions that stand for tools whose input is text.
     `tells_thoughts`: reasoning comes as `encrypted_content` too. `forgets`: see `ResponseStore.put`.
-    `began_unix_s`: see `StoredResponse`.
+    `began_unix_s`: see `StoredResponse`. `called`: fields of the chat, and what its client calls them.
     """
 
     said: Sequence[Json] = ()
@@ -76,6 +77,7 @@ class ParsedResponse(ParsedChat):
     tells_thoughts: bool = False
     forgets: int = 0
     began_unix_s: float = 0.0
+    called: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -133,7 +135,10 @@ class ResponsesParser:
         if isinstance(asked.input, str):
             said.add({"role": "user", "content": asked.input}, "input")
         given = asked.input if isinstance(asked.input, list) else []
-        items = {f"input[{at}]": self._named(item, tenant, f"input[{at}]") for at, item in enumerate(given)}
+        read: dict[str, Items] = {}
+        items = {
+            f"input[{at}]": self._named(item, tenant, f"input[{at}]", read) for at, item in enumerate(given)
+        }
         said.asked_at = next((place for place in reversed(items) if items[place].role == "user"), "")
         for place, item in items.items():
             _add_item(said, item, place)
@@ -167,6 +172,7 @@ class ResponsesParser:
             tells_thoughts=ENCRYPTED in (asked.include or ()),
             forgets=forgets,
             began_unix_s=began_unix_s,
+            called=here,
         )
 
     def _before(self, asked: ResponsesBody, tenant: str) -> list[Json]:
@@ -179,14 +185,14 @@ class ResponsesParser:
         messages: list[Json] = parse_json(stored.messages)["messages"]
         return messages
 
-    def _named(self, item: InputItem, tenant: str, place: str) -> InputItem:
+    def _named(self, item: InputItem, tenant: str, place: str, read: dict[str, Items]) -> InputItem:
         """Return the item that a reference names, any other as it is; a reference may leave out `type`."""
         is_bare = item.type is None and item.role is None and item.id is not None
         if item.type != "item_reference" and not is_bare:
             return item
         if item.id is None:
             raise MissingField(f"{place}.id")
-        found = self._store.item(tenant, item.id)
+        found = self._store.item(tenant, item.id, read)
         if found is None:
             raise ResponseNotFound(item.id, f"{place}.id", what="item")
         return InputItem.model_validate(found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from samovar.router.prompt import ForgetCount
 # Python's cost of an entry besides its texts: key, tag, object, dict slots.
 ENTRY_OVERHEAD_BYTES = 700
 ITEM_OVERHEAD_BYTES = 200
+
+Items = Mapping[str, dict[str, Any]]
+"""Of a response's output, by id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +89,18 @@ class ResponseStore:
         held.move_to_end(response_id)
         return held[response_id]
 
-    def item(self, tenant: str, item_id: str) -> dict[str, Any] | None:
-        """Return an item of the output of one of a tenant's responses."""
+    def item(self, tenant: str, item_id: str, read: dict[str, Items]) -> dict[str, Any] | None:
+        """Return an item of the output of one of a tenant's responses.
+
+        `read`: the items of responses that were read for the same request, which may name a thousand of one.
+        """
         response_id = self._item_of.get((tenant, item_id))
         stored = None if response_id is None else self.get(tenant, response_id)
-        if stored is None:
+        if response_id is None or stored is None:
             return None
-        items: list[dict[str, Any]] = parse_json(stored.response)["output"]
-        return next(item for item in items if item["id"] == item_id)
+        if response_id not in read:
+            read[response_id] = {item["id"]: item for item in parse_json(stored.response)["output"]}
+        return read[response_id][item_id]
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Drop a tenant's response; return whether there was one."""

@@ -7,9 +7,53 @@ that each process draws.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from samovar.cache_tiers.blocks import ROOT, block_key
+
+DIGEST = re.compile("(?:[0-9a-f]{64}){1,2}")
+"""How vLLM writes a digest: BLAKE3 and SHA-256 have 64 digits, SHA-512 has 128."""
+
+KeysOf = Callable[[Any, int, int, int], tuple[Sequence[object] | None, int]]
+"""vLLM's `generate_block_hash_extra_keys`."""
+
+
+def check_media(request: Any) -> None:
+    """Raise `ValueError` if one of a request's images, or the like of them, is not named by its content.
+
+    vLLM names one by a digest, behind an adapter's name if its KV depends on that. But what a client gives
+    ("uuid") is taken as it is, and where vLLM itself needs no digests it counts, from 1 in each process.
+    """
+    lora = request.lora_request
+    prefix = f"{lora.lora_name}:" if lora else ""
+    for one in request.mm_features or ():
+        if not DIGEST.fullmatch(one.identifier.removeprefix(prefix)):
+            raise ValueError(f"{one.modality} {one.identifier[:80]!r} is not named by its content")
+
+
+def extra_digests(
+    request: Any, adapter: tuple[object, ...], keys_of: KeysOf, block_tokens: int, tokens: int
+) -> list[bytes]:
+    """Return the extra digest of each block up to a token, shortened by trailing empty ones.
+
+    By vLLM's own rule of what besides tokens a block depends on: images, adapter, salt. `adapter`: what names
+    its content. Raises `ValueError` for what has no name.
+    """
+    if not (request.mm_features or request.lora_request or request.cache_salt):
+        return []
+    check_media(request)
+    found, image = [], 0
+    for start in range(0, tokens // block_tokens * block_tokens, block_tokens):
+        keys, image = keys_of(request, start, start + block_tokens, image)
+        # Older minors do not say which key is the salt: it could be another image's name.
+        salt = ("salt", request.cache_salt) if request.cache_salt and not start else ()
+        all_keys = (*(keys or ()), *adapter, *salt)
+        found.append(extra_digest(all_keys) if all_keys else b"")
+    while found and not found[-1]:
+        found.pop()
+    return found
 
 
 def extra_digest(extra: Sequence[object]) -> bytes:

@@ -121,7 +121,7 @@ class ChunkStore:
             cleared = self._link.clear(Clear(self._tenant), within_s)
         except TimeoutError:
             return False
-        return not cleared.unreachable
+        return cleared.is_noted and not cleared.unreachable
 
     def _spans(
         self, link: SocketLink, group: int, some: Sequence[HostChunk]

@@ -42,9 +42,10 @@ from samovar.cache_tiers.blocks import namespace_digest
 from samovar.cache_tiers.socket.client import SocketLink
 from samovar.cache_tiers.vllm.connector import CLEAR_S_MAX, KNOWN_WEIGHTS, config_text, guarded
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
+from samovar.cache_tiers.vllm.names.chain import check_media
 from samovar.cache_tiers.vllm.names.identity import model_path, weights_digest
 from samovar.cache_tiers.vllm.offloading.chunks import ChunkStore, HostChunk
-from samovar.cache_tiers.vllm.refusals import check_cache_dtype, check_version
+from samovar.cache_tiers.vllm.refusals import check_cache_dtype, check_media_names, check_version
 
 logger = logging.getLogger("vllm.samovar")
 
@@ -52,6 +53,8 @@ THREADS = 4
 UNSAFE_HASHES = "xxhash"
 TRIED = "0.32"
 """The minor whose offloading this was tried with."""
+NOTHING = {"max_load_tokens": 0, "max_offload_tokens": 0}
+"""What tells vLLM's offloading to leave a request alone."""
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
@@ -235,12 +238,22 @@ class SamovarOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         if not vllm.__version__.startswith(f"{TRIED}."):
             raise ValueError(f"SamovarTier was tried with vLLM {TRIED}, not {vllm.__version__}: install that")
         check_names(vllm_config)
+        check_media_names(vllm_config)
         if role == KVConnectorRole.SCHEDULER:  # the only one that has secondary tiers
             weights = weights_digest(model_path(vllm_config), KNOWN_WEIGHTS.expanduser())
             parts = ("vllm offloading", vllm.__version__, config_text(vllm_config))
             namespace = namespace_digest(weights, *(part.encode() for part in parts))
             name_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config, namespace)
         super().__init__(vllm_config, role, kv_cache_config)
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin a request. One with an image that has no name is neither stored nor loaded."""
+        try:
+            check_media(request)
+        except ValueError as error:
+            logger.info("samovar: nothing is offloaded for a request: %s", error)
+            request.kv_transfer_params = {**(request.kv_transfer_params or {}), **NOTHING}
+        super().on_new_request(request)
 
     def reset_cache(self) -> bool | None:
         """Reset vLLM's main memory, and clear what this connector's tenant has in the tiers."""

@@ -82,7 +82,7 @@ class DocumentRoutes:
     """Handlers of /v1/documents. They raise `ApiError`. A tenant sees and changes its own documents only."""
 
     def __init__(self, service: IngressServices, shelf: DocumentShelf) -> None:
-        self._limits = service.settings.limits
+        self._bodies = service.bodies
         self._reads: ConcurrencyLimit = service.reads
         self._work: ConcurrencyLimit = service.concurrency
         self._clears = service.clears
@@ -140,7 +140,7 @@ class DocumentRoutes:
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
         tenant = tenant_of(request.scope)
-        return tenant, await read_model(request, model, self._limits)
+        return tenant, await read_model(request, model, self._bodies.limits, self._bodies.lease(tenant))
 
 
 PIECE_CHARS = 4 * 65536

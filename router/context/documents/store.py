@@ -7,12 +7,12 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from samovar.cache_tiers.blocks import SEALED_TEXT
 from samovar.configs.json_text import parse_json
 from samovar.router.context.documents.document import Document, Quota
-from samovar.router.context.knowledge import EntryNotFound, QuotaExceeded, Rows, Tables
+from samovar.router.context.knowledge import EntryNotFound, KnowledgeError, QuotaExceeded, Rows, Tables
 
 FILE_NAME = "documents.sqlite"
 SCHEMA = """
@@ -42,6 +42,7 @@ COLUMNS = (
 LISTED = ", ".join(COLUMNS)
 WRITES = "documents"
 UNKNOWN = "there is no such document"
+T = TypeVar("T")
 
 
 class DocumentStore:
@@ -110,13 +111,25 @@ class DocumentStore:
     def text(self, tenant: str, document: str) -> str | None:
         """Return a document's text; None before it is read. Raises `EntryNotFound`."""
         found: str | None = self._part("text", tenant, document)
-        return found if found is None else self._opened(tenant, document, "text", found)
+        if found is None:
+            return None
+        opened = self._opened(tenant, document, "text", found)
+        return self._without_key(tenant, document, "") if opened is None else opened
 
     def source(self, tenant: str, document: str) -> bytes | None:
         """Return what was sent; None once the text is read. Raises `EntryNotFound`."""
         found: bytes | None = self._part("source", tenant, document)
         sealer = self._tables.sealer
-        return found if found is None or sealer is None else sealer.open(tenant, (document, "source"), found)
+        if found is None or sealer is None:
+            return found
+        opened = sealer.open(tenant, (document, "source"), found)
+        return self._without_key(tenant, document, b"") if opened is None else opened
+
+    def _without_key(self, tenant: str, document: str, nothing: T) -> T:
+        """Return nothing of a document that is being deleted, whose key goes first; refuse any other."""
+        if self.get(tenant, document).state != "deleting":
+            raise KnowledgeError("the key that has sealed this document is gone: send it again")
+        return nothing
 
     def _part(self, name: str, tenant: str, document: str) -> Any:
         with self._tables.reading(tenant) as db:
@@ -297,17 +310,19 @@ class DocumentStore:
         sealer = self._tables.sealer
         return source if sealer is None else sealer.seal(document.tenant, (document.id, "source"), source)
 
-    def _opened(self, tenant: str, document: str, part: str, text: str) -> str:
-        """Return a text as it was; empty if its key is gone."""
+    def _opened(self, tenant: str, document: str, part: str, text: str) -> str | None:
+        """Return a text as it was; None if its key is gone."""
         sealer = self._tables.sealer
         if sealer is None or not text.startswith(SEALED_TEXT):
             return text
-        return sealer.open(tenant, (document, part), b64decode(text[len(SEALED_TEXT) :])).decode()
+        opened = sealer.open(tenant, (document, part), b64decode(text[len(SEALED_TEXT) :]))
+        return None if opened is None else opened.decode()
 
     def _document(self, row: tuple[Any, ...]) -> Document:
         values = dict(zip(COLUMNS, row, strict=True))
         found = Document(**values | {"entries": tuple(parse_json(values["entries"]))})
-        return replace(found, title=self._opened(found.tenant, found.id, "title", found.title))
+        # Without its key it is still there to be deleted.
+        return replace(found, title=self._opened(found.tenant, found.id, "title", found.title) or "")
 
 
 def _check_bytes(nbytes: int, quota: Quota) -> None:

@@ -245,8 +245,8 @@ class RowSealer(Protocol):
         """Return what a row says, sealed for the row of that name."""
         ...
 
-    def open(self, tenant: str, name: Sequence[str], sealed: bytes) -> bytes:
-        """Return what a row says; what is not sealed as it is, and nothing if its key is gone."""
+    def open(self, tenant: str, name: Sequence[str], sealed: bytes) -> bytes | None:
+        """Return what a row says; what is not sealed as it is, and None if its key is gone."""
         ...
 
     def destroy(self, tenant: str) -> None:
@@ -317,6 +317,10 @@ class Records(Protocol):
 
     def of_all(self, kind: RecordKind) -> list[tuple[str, LoopRecord]]:
         """Return the records of a kind, of all tenants, each with its tenant."""
+        ...
+
+    def rewrite(self, tenant: str, record: LoopRecord, body: str) -> bool:
+        """Give a record that was found another body; False if it has changed or gone since."""
         ...
 
     def count(
@@ -497,7 +501,7 @@ class KnowledgeStore(Protocol):
         ...
 
     def restore(self, source: Path) -> None:
-        """Replace all that is in the store by a backup, whole or not at all, while it is in use."""
+        """Replace all but its keys by a backup, whole or not at all, while it is in use: see `keep_keys`."""
         ...
 
     def compact(self) -> None:

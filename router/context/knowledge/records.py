@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,17 @@ class StoredRecords:
             ).fetchall()
         return [(row[0], record_of(row[1:], self._embedder)) for row in rows]
 
+    def rewrite(self, tenant: str, record: LoopRecord, body: str) -> bool:
+        """Give a record that was found another body; False if it has changed or gone since."""
+        nbytes = replace(record, body=body).nbytes
+        with self._tables.writing(tenant) as db:
+            done = db.execute(
+                "UPDATE records SET body = ?, nbytes = ? WHERE tenant = ? AND kind = ? AND record = ?"
+                " AND body = ?",
+                (body, nbytes, tenant, record.kind, record.id, record.body),
+            )
+            return bool(done.rowcount)
+
     def count(
         self,
         tenant: str,
@@ -148,7 +160,8 @@ class StoredRecords:
     ) -> int:
         """Erase records that fit, so that no file holds a byte of them."""
         count = 0
-        with self._tables.writing(tenant) as db:
+        # What another one has found and writes again is there before, or not found any more.
+        with self._tables.writing(tenant, "records") as db:
             for session in [None] if sessions is None else sessions:
                 where, values = self._where(tenant, kind, session, ids=ids, is_live=False)
                 count += db.execute(f"DELETE FROM records WHERE {where}", values).rowcount

@@ -6,7 +6,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -243,6 +243,25 @@ class SqliteFile:
             self._prepare()
         except sqlite3.Error as error:
             raise KnowledgeError(f"the backup {source} could not be restored: {error}") from None
+
+    def replace(self, made: sqlite3.Connection, last: Callable[[], None]) -> None:
+        """Replace all by what another file has, whole or not at all, while it is in use.
+
+        `last`: called once no other can write here, and before anything is replaced; it may change `made`.
+        """
+        is_told = False
+
+        def step(status: int, _left: int, _all: int) -> None:
+            nonlocal is_told
+            if status == sqlite3.SQLITE_OK and not is_told:  # from its first page on the file is locked
+                is_told = True
+                last()
+
+        try:
+            with self._using() as db:
+                made.backup(db, pages=1, progress=step)
+        except sqlite3.Error as error:
+            raise KnowledgeError(f"the backup could not be restored: {error}") from None
 
     def close(self) -> None:
         """Close the connections of all threads, each when what its thread does in it is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,6 +83,26 @@ OLD_PARTS = (
     ("records", "at_s <= %s AND kind <> 'key'"),  # keys go by themselves: they open what stays, too
 )
 """What else leaves, before the entries do, and of which table. Tags of states since then stay."""
+
+
+KEY_COLUMNS = (
+    "tenant, kind, record, turn, session, state, key, at_s, expires_s, nbytes, body, embedder, vector"
+)
+OF_KEYS = f"SELECT {KEY_COLUMNS} FROM records WHERE kind = 'key' ORDER BY id"
+
+
+def keep_keys(backup: sqlite3.Connection, rows: Iterable[Sequence[Any]]) -> None:
+    """Put the keys that a store has, rows of `OF_KEYS`, into a backup that is to replace all of it.
+
+    What some have sealed lies elsewhere and is in no backup, and the operator's key that wrapped a backup's
+    own may be gone.
+    """
+    marks = ", ".join("?" * (KEY_COLUMNS.count(",") + 1))
+    backup.executemany(
+        f"INSERT INTO records({KEY_COLUMNS}) VALUES({marks}) ON CONFLICT(tenant, kind, record)"
+        " DO UPDATE SET body = excluded.body, nbytes = excluded.nbytes",
+        rows,
+    )
 
 
 def copy_tenant(db: sqlite3.Connection, source: Path, tenant: str) -> None:

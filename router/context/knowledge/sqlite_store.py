@@ -16,9 +16,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 import numpy as np
@@ -43,12 +44,14 @@ from samovar.router.context.knowledge.records import StoredRecords
 from samovar.router.context.knowledge.sqlite_file import IN_MEMORY, SqliteFile, SqliteTables
 from samovar.router.context.knowledge.sqlite_schema import (
     COLUMNS,
+    OF_KEYS,
     OLD_ENTRIES,
     OLD_PARTS,
     SCHEMAS,
     WEIGHTS,
     check_integrity,
     copy_tenant,
+    keep_keys,
     make_words,
     of_kinds,
     put_words,
@@ -558,10 +561,8 @@ class SqliteStore:
         self._file.backup(target)
 
     def restore(self, source: Path) -> None:
-        """Replace all that is in the store by a backup, whole or not at all, while it is in use."""
-        self._file.restore(source)
-        with self._file.transaction() as db:  # what others keep of the counts before must not fit
-            db.execute("UPDATE tenants SET changes = changes + abs(random() % 1000000000)")
+        """Replace all that is in the store but its keys by a backup, whole or not at all, while in use."""
+        _restore(self._file, source, self._busy_s)
         with self._lock:
             self._matrices.clear()
 
@@ -577,6 +578,24 @@ class SqliteStore:
         self._file.close()
         with self._lock:
             self._matrices.clear()
+
+
+def _restore(file: SqliteFile, source: Path, busy_s: float) -> None:
+    with TemporaryDirectory(prefix="samovar-") as folder:
+        copy = SqliteFile(Path(folder) / "copy", SCHEMAS, busy_s)
+
+        def keep() -> None:
+            # Not by this thread's own connection: that one is about to see the backup's pages.
+            with closing(sqlite3.connect(file.path, timeout=busy_s)) as now, copy.transaction() as db:
+                keep_keys(db, now.execute(OF_KEYS).fetchall())
+
+        try:
+            copy.restore(source)  # it is whole, and gets what an older format lacks
+            with copy.transaction() as db:  # what others keep of the counts before must not fit
+                db.execute("UPDATE tenants SET changes = changes + abs(random() % 1000000000)")
+            file.replace(copy.db, keep)
+        finally:
+            copy.close()
 
 
 def store_folder(settings: KnowledgeSettings, cache_dir: Path) -> Path:

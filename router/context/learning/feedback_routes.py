@@ -137,8 +137,9 @@ class FeedbackRoutes:
             return await self._base.run(tenant, work, is_long=is_long)
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
-        body = await read_model(request, model, self._service.settings.limits)
-        return tenant_of(request.scope), body
+        tenant, service = tenant_of(request.scope), self._service
+        lease = service.bodies.lease(tenant)
+        return tenant, await read_model(request, model, service.settings.limits, lease)
 
 
 def _one_of(request: Request, name: str, words: tuple[str, ...]) -> str | None:

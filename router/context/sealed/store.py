@@ -19,7 +19,7 @@ import time
 from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeVar, get_args
@@ -80,6 +80,10 @@ Ring = dict[bytes, SessionKey]
 """A tenant's keys by their ids, the newest first."""
 
 
+class _OthersKey(TierError):
+    """The operator's keys that are there have not wrapped a key of a tenant."""
+
+
 class TenantKeys:
     """Makes, finds and destroys keys in `records`; which there are, the store says at each call. Thread-safe.
 
@@ -97,7 +101,7 @@ class TenantKeys:
         self._clock = clock
         self._lock = threading.Lock()  # of what follows
         self._leases: OrderedDict[str, tuple[SessionKey, float]] = OrderedDict()  # by the body of its record
-        self._is_looked_over = False
+        self._look_s = -math.inf  # when all keys are looked at the next time
 
     def ring(self, tenant: str) -> Ring:
         """Return all keys of a tenant."""
@@ -112,7 +116,12 @@ class TenantKeys:
         key = random_key()
         # No turn that a client can name: with an entry go the records of the turn it was learned from.
         turn = f"key_{secrets.token_hex(16)}"
-        self._put(tenant, key, LoopRecord(KIND, key.key_id.hex(), "", turn=turn, state=self._purpose))
+        try:
+            body = self._wrapped(tenant, key)
+        except TierError as error:
+            raise KnowledgeError(str(error)) from error
+        made = LoopRecord(KIND, key.key_id.hex(), body, turn=turn, state=self._purpose)
+        self._records.put(tenant, made, BOUNDS)
         return key
 
     def digest(self, tenant: str, key: bytes) -> bytes:
@@ -131,39 +140,43 @@ class TenantKeys:
     def _look_over(self) -> None:
         """Wrap by the operator's key in use what an older one has wrapped, whatever that is for.
 
-        Once, and after each such find.
+        Once, and whenever such a key is found, whatever is leased; what fails is tried again `LEASE_S` later,
+        and fails no other's request.
         """
         with self._lock:
-            if self._is_looked_over:
+            now_s = self._clock()
+            if now_s < self._look_s:
                 return
-            self._is_looked_over = True
+            self._look_s = math.inf
+        failed: Exception | None = None
         try:
             for tenant, record in self._records.of_all(KIND):
-                with suppress(KnowledgeError):  # of another operator's key: who needs it is told
-                    self._open(tenant, record)
-        except BaseException:
+                try:
+                    self._unwrapped(tenant, record)
+                except _OthersKey:
+                    continue  # who needs it is told
+                except TierError as error:  # one that was changed keeps no other from it
+                    failed = error
+        except KnowledgeError as error:
+            failed = error
+        if failed is not None:
             with self._lock:
-                self._is_looked_over = False
-            raise
+                self._look_s = now_s + LEASE_S
+            logger.warning("not all keys of tenants are wrapped by the operator's key in use: %s", failed)
 
     def _open(self, tenant: str, record: LoopRecord) -> SessionKey:
         with self._lock:
             key, until_s = self._leases.get(record.body, (None, 0.0))
         if key is not None and self._clock() < until_s:
             return key
-        key_id = bytes.fromhex(record.id)
-        wrapped, proof = (b64decode(one) for one in parse_json(record.body))
         try:
-            found = self._wrapper.unwrap(row_name(KIND, tenant, key_id), wrapped, proof)
+            key, is_current = self._unwrapped(tenant, record)
         except TierError as error:
             raise KnowledgeError(str(error)) from error
-        if found is None:
-            raise KnowledgeError("it is sealed with another key than tiers.encryption_key_file has")
-        key = SessionKey(key_id, found.secret)
-        if not found.is_current:
-            self._put(tenant, key, record)
+        if not is_current:
             with self._lock:
-                self._is_looked_over = False  # there may be more
+                self._look_s = -math.inf  # there may be more
+            self._look_over()
             return key
         with self._lock:
             self._leases[record.body] = (key, self._clock() + LEASE_S)
@@ -172,13 +185,24 @@ class TenantKeys:
                 self._leases.popitem(last=False)
         return key
 
-    def _put(self, tenant: str, key: SessionKey, record: LoopRecord) -> None:
-        try:
-            parts = self._wrapper.wrap(row_name(KIND, tenant, key.key_id), key.secret)
-        except TierError as error:
-            raise KnowledgeError(str(error)) from error
-        body = [b64encode(one).decode("ascii") for one in parts]
-        self._records.put(tenant, replace(record, body=json.dumps(body)), BOUNDS)
+    def _unwrapped(self, tenant: str, record: LoopRecord) -> tuple[SessionKey, bool]:
+        """Return a key, and whether the operator's in use had wrapped it; if not, it does now.
+
+        Raises `TierError`, and `KnowledgeError` of the store.
+        """
+        key_id = bytes.fromhex(record.id)
+        wrapped, proof = (b64decode(one) for one in parse_json(record.body))
+        found = self._wrapper.unwrap(row_name(KIND, tenant, key_id), wrapped, proof)
+        if found is None:
+            raise _OthersKey("it is sealed with another key than tiers.encryption_key_file has")
+        key = SessionKey(key_id, found.secret)
+        if not found.is_current:  # one that was destroyed since it was found must not come back
+            self._records.rewrite(tenant, record, self._wrapped(tenant, key))
+        return key, found.is_current
+
+    def _wrapped(self, tenant: str, key: SessionKey) -> str:
+        parts = self._wrapper.wrap(row_name(KIND, tenant, key.key_id), key.secret)
+        return json.dumps([b64encode(one).decode("ascii") for one in parts])
 
 
 class TenantSealer:
@@ -190,13 +214,13 @@ class TenantSealer:
     def seal(self, tenant: str, name: Sequence[str], said: bytes) -> bytes:
         return seal_row(self._keys.current(tenant), row_name(tenant, *name), said)
 
-    def open(self, tenant: str, name: Sequence[str], sealed: bytes) -> bytes:
+    def open(self, tenant: str, name: Sequence[str], sealed: bytes) -> bytes | None:
         key_id = key_id_of(sealed)
         if key_id is None:
             return sealed
         key = self._keys.ring(tenant).get(key_id)
         if key is None:
-            return b""
+            return None
         try:
             return open_row(key, row_name(tenant, *name), sealed)
         except BadSeal as error:
@@ -266,6 +290,10 @@ class SealedRecords:
     def of_all(self, kind: RecordKind) -> list[tuple[str, LoopRecord]]:
         """Return the records of a kind as they are stored: see `Records`."""
         return self._inner.of_all(kind)
+
+    def rewrite(self, tenant: str, record: LoopRecord, body: str) -> bool:
+        """Give a record another body, as it is stored: see `Records`."""
+        return self._inner.rewrite(tenant, record, body)
 
     def similar(
         self, tenant: str, kind: RecordKind, vector: Vector, cosine_min: float, limit: int

@@ -123,13 +123,13 @@ class PostgresStore:
 
     def _changed(self, db: Connection, tenant: str) -> int:
         """Count a change of the tenant's state, let its other writers wait, and return the count before."""
-        row = db.execute(
+        take_turns(db, tenant, "records")  # first, as who looks for a key and then writes: else both wait
+        counted = (
             "INSERT INTO tenants(tenant, changes) VALUES(%s, %s) ON CONFLICT(tenant)"
-            " DO UPDATE SET changes = tenants.changes + 1 RETURNING changes - 1, xmax = 0",
-            (tenant, random.randrange(1, STATE_MAX)),
-        ).fetchone()
-        assert row is not None
-        return 0 if row[1] else int(row[0])
+            " DO UPDATE SET changes = tenants.changes + 1 RETURNING changes - 1, xmax = 0"
+        )
+        before, is_new = _one(db.execute(counted, (tenant, random.randrange(1, STATE_MAX))))
+        return 0 if is_new else int(before)
 
     def _append(self, db: Connection, tenant: str, changes: Sequence[Change]) -> list[EntryVersion]:
         """Write versions, and index the newest one of each entry."""

@@ -20,7 +20,15 @@ from samovar.router.context.knowledge.postgres.index import as_text, index
 from samovar.router.context.knowledge.postgres.schema import TABLES, VECTORS
 from samovar.router.context.knowledge.postgres.words import Tokenizer
 from samovar.router.context.knowledge.sqlite_file import SqliteFile
-from samovar.router.context.knowledge.sqlite_schema import COLUMNS, SCHEMAS, make_words, put_words, version_of
+from samovar.router.context.knowledge.sqlite_schema import (
+    COLUMNS,
+    OF_KEYS,
+    SCHEMAS,
+    keep_keys,
+    make_words,
+    put_words,
+    version_of,
+)
 
 BUSY_S = 5.0
 LONG_S = 24 * 3600.0
@@ -82,14 +90,17 @@ def copy_newest(db: Connection, to: sqlite3.Connection, tenant: str, has_vectors
 
 
 def restore(database: Database, source: Path, tokenizer: Tokenizer) -> None:
-    """Replace all by a backup, whole or not at all; others wait meanwhile."""
+    """Replace all but the keys by a backup, whole or not at all; others wait meanwhile."""
     has_vectors = database.has(VECTORS)
     with tempfile.TemporaryDirectory(prefix="samovar-") as folder:
         copy = SqliteFile(Path(folder) / "copy", SCHEMAS, BUSY_S)
         try:
             copy.restore(source)  # it is whole, and gets what an older format lacks
             with _long(database, "write") as db:
-                db.execute(f"TRUNCATE {', '.join((*TABLES, VECTORS) if has_vectors else TABLES)}")
+                tables = ", ".join((*TABLES, VECTORS) if has_vectors else TABLES)
+                db.execute(f"LOCK TABLE {tables} IN ACCESS EXCLUSIVE MODE")  # no key is made from now on
+                keep_keys(copy.db, db.execute(OF_KEYS).fetchall())
+                db.execute(f"TRUNCATE {tables}")
                 for table, columns in _COPIED.items():
                     _fill(db, table, columns, copy.db.execute(f"SELECT {columns} FROM {table}"))
                 for table, column in (("versions", "seq"), ("turns", "id"), ("records", "id")):

@@ -126,6 +126,25 @@ def test_rotation_wraps_tenants_anew_and_nothing_else(tmp_path: Path) -> None:
     assert [again.find(TENANT, session(n), key.key_id) for n, key in enumerate(made)] == made
 
 
+@pytest.mark.parametrize("failing", [1, 2])  # the write, the flush
+def test_a_disk_that_fails_during_a_rotation_takes_no_key(tmp_path: Path, failing: int) -> None:
+    calls = SickCalls()
+    keys = key_file(tmp_path, OUTER, calls=calls)
+    key = keys.key_for(TENANT, session(1))
+    outer_file(tmp_path, OTHER_OUTER, OUTER)
+    calls.arm(fails(errno.EIO), failing)
+    with pytest.raises(TierError, match="cannot be wrapped again"):
+        keys.find(TENANT, session(1), key.key_id)
+    assert calls.heal()
+    calls.arm(fails(errno.EIO), 99)
+    assert keys.find(TENANT, session(1), key.key_id) == key
+    assert calls.seen == ["pwrite", "fsync"], "after a failed flush only another write is flushed"
+    keys.check_integrity()
+    keys.close()
+    outer_file(tmp_path, OTHER_OUTER)
+    assert key_file(tmp_path).find(TENANT, session(1), key.key_id) == key
+
+
 def test_another_outer_key_opens_nothing_and_destroys_nothing(tmp_path: Path) -> None:
     keys = key_file(tmp_path, OUTER)
     key = keys.key_for(TENANT, session(1))

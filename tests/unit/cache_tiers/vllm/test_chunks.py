@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from samovar.cache_tiers.blocks import header_bytes
+from samovar.cache_tiers.messages import Cleared
 from samovar.cache_tiers.socket.client import Loaded, SocketLink
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
 from samovar.cache_tiers.vllm.offloading import chunks as chunks_module
@@ -155,6 +156,14 @@ def test_without_tiers_there_is_nothing_and_nothing_is_kept(world: World) -> Non
     assert not store.store(at(one, 0))
     assert store.load(at(one, 0)) == []
     assert not store.clear(1.0)
+
+
+@pytest.mark.parametrize("left", [{"unreachable": ("s3",)}, {"is_noted": False}])
+def test_a_clear_that_leaves_something_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch, left: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(world.link, "clear", lambda clear, within_s: Cleared(1, 1, **left))
+    assert not engine(world, rows_of(10)).clear(5.0)
 
 
 def test_a_clear_forgets_the_tenant_and_no_other(world: World) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from samovar.cache_tiers.blocks import CPU
 from samovar.cache_tiers.media import Room
-from samovar.cache_tiers.messages import Fetch, FetchFailed
+from samovar.cache_tiers.messages import BlockRange, Cleared, Fetch, FetchFailed
 from samovar.cache_tiers.socket.client import Loaded
 from samovar.cache_tiers.socket.process import TierProcess
 from samovar.cache_tiers.vllm import idle_wait
+from samovar.cache_tiers.vllm.messages import ConnectorOptions, Load
+from samovar.cache_tiers.vllm.worker import WorkerHalf
 from samovar.configs.loader import load
-from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm, prompt
+from tests.support.fake_vllm import BLOCK_TOKENS, FakePages, FakeVllm, prompt
 
 MIB = 1024 * 1024
 
@@ -331,6 +334,77 @@ def test_after_a_clear_nothing_is_found_whosoever_it_was(engines: Any) -> None:
     assert engine.run(engine.request(ids)) == 0
     assert engine.run(engine.request(ids, **other)) == 0
     assert until_held(engine, ids) == 6 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("left", [{"unreachable": ("s3",)}, {"is_noted": False}])
+def test_a_clear_that_leaves_something_says_so(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, left: dict[str, Any]
+) -> None:
+    """A bucket that does not answer, or a clear that a restart forgets: it has to be asked for again."""
+    engine = engines()
+    monkeypatch.setattr(engine.links[0], "clear", lambda clear, timeout_s: Cleared(1, 1, **left))
+    assert not engine.scheduler.clear(30.0)
+
+
+class SlowTiers:
+    """Tiers whose fetches take so long each, and fail, and a pool that begins when it is told to."""
+
+    def __init__(self, fetch_s: float) -> None:
+        self.now_s = 0.0
+        self.fetch_s = fetch_s
+        self.deadlines_s: list[float] = []
+        self.waiting: list[Callable[[], None]] = []
+        options = ConnectorOptions(Path("/none"), load_s_max=10.0)
+        self.worker = WorkerHalf(
+            options,
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            FakePages(16),
+            block_tokens=BLOCK_TOKENS,
+            clock=lambda: self.now_s,
+        )
+
+    def submit(self, work: Any, *args: Any) -> Future[Any]:
+        self.waiting.append(lambda: work(*args))
+        return Future()
+
+    def fetch(self, fetch: Fetch, room: Room | None = None) -> Loaded | FetchFailed:
+        self.deadlines_s.append(fetch.deadline_s)
+        self.now_s += min(self.fetch_s, fetch.deadline_s)
+        return FetchFailed("timeout")
+
+    def load(self, spans: int, queue_s: float) -> set[int]:
+        """Load a block in each of so many records; return the pages that are bad once all is over."""
+        records = tuple(
+            BlockRange(bytes([at]) * 32, b"t" * 16, at, 0, 1, CPU.name, 100) for at in range(spans)
+        )
+        pages = tuple(range(3, 3 + spans))
+        self.worker.start(
+            [Load("r", b"n" * 32, (records,), 0, (b"k" * 32,) * spans, pages)], (), lambda: None
+        )
+        self.now_s += queue_s
+        for work in self.waiting:
+            assert self.worker.finished() == (set(), set(), set())
+            work()
+        _, received, bad = self.worker.finished()
+        assert received == {"r"}
+        return bad
+
+
+@pytest.mark.parametrize(
+    ("fetch_s", "queue_s", "deadlines_s"),
+    [(6.0, 0.0, [10.0, 4.0]), (2.0, 7.0, [3.0, 1.0]), (1.0, 10.0, []), (1.0, 0.0, [10.0, 9.0, 8.0, 7.0])],
+)
+def test_a_load_has_one_end_for_all_its_records_and_their_queue(
+    fetch_s: float, queue_s: float, deadlines_s: list[float]
+) -> None:
+    tiers = SlowTiers(fetch_s)
+    assert tiers.load(4, queue_s) == {3, 4, 5, 6}
+    assert tiers.deadlines_s == deadlines_s
+    assert tiers.now_s <= 10
+    counts = tiers.worker.counted()
+    assert counts["failed_loads", "late"] == 4 - len(deadlines_s)
+    assert counts["failed_loads", "timeout"] == len(deadlines_s)
 
 
 def test_what_began_before_a_clear_is_neither_loaded_nor_stored(engines: Any) -> None:

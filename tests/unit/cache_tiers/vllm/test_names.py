@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from samovar.cache_tiers.vllm.messages import PageLayout
+from samovar.cache_tiers.vllm.names.chain import check_media, extra_digests
 from samovar.cache_tiers.vllm.names.identity import Adapters, namespace_of
 
 
@@ -51,6 +52,61 @@ def test_an_adapter_whose_files_change_names_nothing(tmp_path: Path, adapters: A
 def test_an_adapter_that_is_not_here_names_nothing(adapters: Adapters, path: str) -> None:
     with pytest.raises(ValueError, match="no local directory"):
         adapters.name(SimpleNamespace(lora_name="n", lora_path=path, lora_int_id=1))
+
+
+def asked(*images: str, adapter: str = "", **fields: Any) -> Any:
+    """A request of vLLM's with an image in each of its blocks."""
+    media = [SimpleNamespace(modality="image", identifier=one) for one in images]
+    lora = SimpleNamespace(lora_name=adapter) if adapter else None
+    return SimpleNamespace(**{"mm_features": media, "lora_request": lora, "cache_salt": None} | fields)
+
+
+def keys_of(request: Any, start: int, end: int, image: int) -> tuple[Any, int]:
+    """vLLM's `generate_block_hash_extra_keys`, with one image in a block and no salt."""
+    some = request.mm_features[image : image + 1]
+    return tuple((one.identifier, end - start) for one in some), image + 1
+
+
+def digests_of(request: Any) -> list[bytes]:
+    return extra_digests(request, (), keys_of, 16, 40)
+
+
+@pytest.mark.parametrize("digits", ["ab" * 32, "0f" * 64])
+def test_an_image_is_named_by_a_digest(digits: str) -> None:
+    check_media(asked(digits, digits))
+    check_media(asked(f"one:name:{digits}", adapter="one:name"))
+    cat, dog = digits, digits[::-1]
+    assert digests_of(asked(cat, dog)) != digests_of(asked(dog, cat))
+    assert len(digests_of(asked(cat))) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("renderer0-mm-1-image-0", "cat.png", "", "ab" * 16, "ab" * 48, "g" * 64, "AB" * 32),
+        *("lora:" + "ab" * 32, "ab" * 32 + "\n", "6ba7b810-9dad-11d1-80b4-00c04fd430c8"),
+    ],
+)
+def test_an_image_that_its_client_or_a_counter_has_named_has_no_name(name: str) -> None:
+    """Another one has this name after a restart: what is stored of this one would be loaded for it."""
+    for request in (
+        asked("ab" * 32, name),
+        asked(name, adapter="other"),
+        asked(f"one:{name}", adapter="one"),
+    ):
+        with pytest.raises(ValueError, match=r"image .* is not named by its content"):
+            digests_of(request)
+
+
+def test_a_request_cannot_say_another_salt() -> None:
+    said = {"samovar": {"key": 1, "tenant": "00" * 16, "session": "00" * 16, "salt": "", "placement": None}}
+    digests = [
+        digests_of(asked(cache_salt=salt, kv_transfer_params=params))
+        for salt, params in (("a", None), ("b", None), ("a", said), (None, None))
+    ]
+    assert digests[0] == digests[2]
+    assert len({*map(tuple, digests)}) == 3
+    assert digests[3] == []
 
 
 def test_a_namespace_has_the_pages_of_all_ranks() -> None:

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
-from samovar.cache_tiers.vllm.refusals import TESTED, UNFIT, check_config, check_ranks, check_version
+from samovar.cache_tiers.vllm.refusals import (
+    TESTED,
+    UNFIT,
+    check_config,
+    check_media_names,
+    check_ranks,
+    check_version,
+    counts_media,
+)
 
 
 def spec_of(name: str, tokens_per_state: int = 1) -> Any:
@@ -77,6 +85,24 @@ def test_what_is_served_is_not_refused(changed: dict[str, Any]) -> None:
 def test_what_has_no_namespace_is_refused(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_config(*configured(**changed))
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "caches_prefixes", "counts"), [(0, False, True), (4, False, False), (0, True, False)]
+)
+def test_images_that_are_counted_are_refused(cache_gb: float, caches_prefixes: bool, counts: bool) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb)),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
+    )
+    assert counts_media(config) == counts
+    if counts:
+        with pytest.raises(ValueError, match="leave one of the two out"):
+            check_media_names(config)
+    else:
+        check_media_names(config)
+    config.model_config.multimodal_config = None  # a model of text alone
+    check_media_names(config)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc2"])

@@ -13,6 +13,7 @@ from samovar.cache_tiers.blocks import TAG_BYTES, Clear, Placement, kept_blocks
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
 from samovar.cache_tiers.vllm.names.chain import chain_keys
 from samovar.cache_tiers.vllm.replica_turn import (
+    LEFT_MAX,
     FromConnector,
     PromptTold,
     ReplicaTurn,
@@ -21,8 +22,10 @@ from samovar.cache_tiers.vllm.replica_turn import (
     ToReplica,
     TurnTold,
 )
+from samovar.cache_tiers.vllm.scheduler import Hearers
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, FakeVllm, prompt
 from tests.unit.cache_tiers.vllm.test_connector_laws import Node, engines, node
+from tests.unit.cache_tiers.vllm.test_scheduler_prices import DEAR, Clock, half
 
 __all__ = ["engines", "node"]
 
@@ -133,7 +136,10 @@ def test_it_is_stored_as_its_tenant_where_its_placement_says_and_cleared_by_its_
     assert link.clear(Clear(TENANT, SESSION), 10).extents > 0
 
 
-@pytest.mark.parametrize("params", [None, {}, turn(1, placement=None)])
+RECEIPT: dict[str, Any] = {"samovar": {"tokens_by_tier": {"cpu": 16}, "missed": ""}}
+
+
+@pytest.mark.parametrize("params", [None, {}, turn(1, placement=None), RECEIPT])
 def test_what_is_none_of_its_turns_or_has_no_placement_is_neither_stored_nor_told(
     engines: Any, node: Node, params: Any
 ) -> None:
@@ -167,16 +173,84 @@ def test_where_no_replica_is_none_is_told(tmp_path: Path) -> None:
     tells.close()
 
 
-def test_what_finds_no_room_is_not_waited_for(tmp_path: Path) -> None:
+class OwnSalt(FakeRequest):
+    cache_salt = "mine"
+
+
+def test_a_salt_is_believed_of_a_replica_alone(engines: Any) -> None:
+    for tell, believed in ((None, "mine"), (list[Told]().append, "01")):
+        seen: list[str] = []
+
+        def extra_of(request: Any, tokens: int, seen: list[str] = seen) -> list[bytes]:
+            seen.append(request.cache_salt)
+            return []
+
+        engine: FakeVllm = engines(tell=tell, extra_of=extra_of)
+        engine.run(OwnSalt("r", prompt(1, 4), kv_transfer_params=turn(1, salt=b"\x01")))
+        assert set(seen) == {believed}
+
+
+def test_how_many_turns_are_stored_is_told_once_a_step_and_the_first_at_once(engines: Any) -> None:
+    telling = Telling(engines)
+    scheduler, requests = telling.engine.scheduler, []
+    for key in range(3):
+        request = telling.engine.request(prompt(key, 4), kv_transfer_params=turn(key))
+        scheduler.begin(request)
+        assert telling.engine.matched(request) == 0
+        requests.append((request, [telling.engine.free.pop() for _ in range(6)]))
+    for request, pages in requests:
+        telling.engine.compute(request, pages, 0, 5, None)
+        assert scheduler.ended(request, pages, "stop")[0]
+
+    def saving() -> list[int]:
+        return [one.saving for one in telling.told if isinstance(one, StoresTold)]
+
+    assert saving() == [1]  # before its replica hears the turn's end
+    scheduler.step(0, 0)
+    scheduler.step(0, 0)
+    assert saving() == [1, 3]
+    scheduler.stepped((), [request.request_id for request, _ in requests], (), {})
+    assert saving() == [1, 3, 0]
+
+
+def test_what_finds_no_room_is_not_waited_for_and_is_told_later(tmp_path: Path) -> None:
     hears = FromConnector(tmp_path / "told.sock")
     tells, began_s = ToReplica(hears.path), time.monotonic()
-    for number in range(5000):
-        tells.tell(PromptTold(number, why="x" * 200))
+    said = [PromptTold(number, why="x" * 200) for number in range(5000)]
+    tells.tell(StoresTold(1))
+    for one in said:
+        tells.tell(one)
+    tells.tell(StoresTold(2))
+    tells.tell(StoresTold(0))
     assert time.monotonic() - began_s < 20
     heard = list(hears.heard())
-    assert 0 < len(heard) < 5000
+    assert 0 < len(heard) < LEFT_MAX
+    assert heard == [StoresTold(1), *said[: len(heard) - 1]]
+    later: list[Told] = []
+    while tells.resend():
+        later += hears.heard()
+    later += hears.heard()
+    assert later == [StoresTold(0), *said[-LEFT_MAX:]]  # the newest, and as many as are kept
     tells.close()
     hears.close()
+
+
+def test_a_connector_that_has_something_left_to_tell_steps_on(tmp_path: Path) -> None:
+    hears = FromConnector(tmp_path / "told.sock")
+    tells, said = ToReplica(hears.path), [PromptTold(number) for number in range(100)]
+    scheduler = half(DEAR, Clock(), hearers=Hearers(False, tells.tell, tells.resend))
+    for one in said:
+        tells.tell(one)
+    heard: list[Told] = []
+    while scheduler.is_waiting:  # else vLLM would not step
+        assert len(heard) < 100
+        heard += hears.heard()
+        scheduler.step(0, 0, is_idle=True)
+    assert [*heard, *hears.heard()] == said
+    hears.close()
+    tells.tell(StoresTold(0))
+    assert not scheduler.is_waiting, "it steps for a replica that has ended"
+    tells.close()
 
 
 def test_the_option_is_checked() -> None:
@@ -190,3 +264,6 @@ def test_a_request_that_says_something_else_is_no_turn() -> None:
     assert ReplicaTurn.of(SimpleNamespace(kv_transfer_params={"samovar": "x"})) is None
     with pytest.raises(ValueError, match="tags"):
         ReplicaTurn.of(SimpleNamespace(kv_transfer_params=ReplicaTurn(1, b"short", SESSION).params()))
+    for said in (RECEIPT, {"samovar": turn(1)["samovar"] | {"salt": 3}}, {"samovar": {}}):
+        with pytest.raises(ValueError, match="no turn of a replica"):
+            ReplicaTurn.of(SimpleNamespace(kv_transfer_params=said))

@@ -16,7 +16,7 @@ from samovar.cache_tiers.pricing import TierPrice
 from samovar.cache_tiers.vllm import lookups
 from samovar.cache_tiers.vllm.lookups import HURRY_S, HURRY_SHARE
 from samovar.cache_tiers.vllm.messages import ConnectorOptions
-from samovar.cache_tiers.vllm.scheduler import SchedulerHalf, Threads
+from samovar.cache_tiers.vllm.scheduler import NO_HEARERS, Hearers, SchedulerHalf, Threads
 from samovar.cache_tiers.vllm.worth import STEPS_UNDER_WAY_MAX
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, prompt
 
@@ -58,7 +58,9 @@ def clock() -> Iterator[Clock]:
     return Clock()
 
 
-def half(price: TierPrice, clock: Clock, lookups: Executor | None = None) -> SchedulerHalf:
+def half(
+    price: TierPrice, clock: Clock, lookups: Executor | None = None, hearers: Hearers = NO_HEARERS
+) -> SchedulerHalf:
     made = SchedulerHalf(
         ConnectorOptions(Path("/none")),
         OneTier(price),  # type: ignore[arg-type]
@@ -66,6 +68,7 @@ def half(price: TierPrice, clock: Clock, lookups: Executor | None = None) -> Sch
         block_tokens=BLOCK_TOKENS,
         pages=64,
         extra_of=lambda request: lambda tokens: [],
+        hearers=hearers,
         clock=clock,
     )
     made.named(b"n" * 32, 1)

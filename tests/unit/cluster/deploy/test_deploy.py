@@ -27,6 +27,7 @@ from samovar.cluster.deploy.deploy import (
     of_others,
     refuse_unfit,
     serve_config,
+    stale_tiers,
     url_of,
 )
 from samovar.cluster.serve import rollout
@@ -311,6 +312,33 @@ class TestRollout:
                 return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {})
 
         assert self.exchange(Broken("RUNNING"), new=OLD) == []
+
+
+def deployed_with(tiers: dict[str, Any]) -> dict[str, Any]:
+    settings = Settings.model_validate(
+        {"cluster": {"ray_address": "auto"}, "tiers": tiers, "server": {"host": "0.0.0.0"}, **SECRETS}
+    )
+    return dict(applications(settings, NEW, Path("~/samovar/secrets.yaml"), "0" * 64))
+
+
+def test_what_the_tiers_will_not_hear_of_is_said() -> None:
+    """They outlive a deployment: what they were made with counts."""
+    before = deployed_with({"cpu": {"bytes_max": 2**30}})
+    assert stale_tiers({}, before) == ""
+    assert stale_tiers(before, before) == ""
+    assert stale_tiers({FRONT_APP: {"name": FRONT_APP}}, before) == "", "of a version that says it elsewhere"
+    after = deployed_with({"cpu": {"bytes_max": 2**31}, "nvme": {"direct_io": False}})
+    said = stale_tiers(before, after)
+    assert "tiers.cpu.bytes_max, tiers.nvme.direct_io" in said
+    assert "samovar down" in said
+
+
+def test_encryption_at_rest_does_not_seem_to_be_in_use() -> None:
+    plain, one, other = ({}, *({"encryption_key_file": name} for name in ("/keys/one", "/keys/other")))
+    for before, after in ((plain, one), (one, other), (one, plain)):
+        with pytest.raises(StartFailed, match=r"tiers\.encryption_key_file=\S+ would not be used"):
+            stale_tiers(deployed_with(before), deployed_with(after))
+    assert stale_tiers(deployed_with(one), deployed_with(one)) == ""
 
 
 def test_what_serve_says_is_read() -> None:

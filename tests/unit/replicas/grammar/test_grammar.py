@@ -328,7 +328,10 @@ def test_a_state_is_what_its_tokens_make_of_it(seed: int, cut: int) -> None:
 
 
 class SlowMatcher:
-    """Allows all; its masks come once `goes_on` is set. `begun`: one for each that was asked for."""
+    """Allows all; its masks come once `goes_on` is set. `begun`: one for each that was asked for.
+
+    As the library's it may be used by one thread at a time.
+    """
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -337,6 +340,8 @@ class SlowMatcher:
 
     def compute_bitmask(self) -> bytes:
         self.masks += 1
+        if self.masks > 1 and not self.goes_on.is_set():
+            raise RuntimeError("Already borrowed")
         self.begun.release()
         self.goes_on.wait()
         return b"\xff" * (VOCAB // 8)
@@ -349,7 +354,6 @@ class SlowMatcher:
 
 
 def test_a_mask_that_is_too_late_stays_so_while_a_thread_is_at_it() -> None:
-    """The library's matcher may be used by one thread at a time."""
     matcher: Any = SlowMatcher()
     with ThreadPoolExecutor(1) as masks:
         state = GrammarState(grammar("regex", "x"), lambda _: matcher, masks, vocab=VOCAB, mask_s_max=0.01)

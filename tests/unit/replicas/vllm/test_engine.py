@@ -443,6 +443,21 @@ async def test_a_replica_that_leaves_waits_for_the_last_stores(connector: FromCo
         teller.close()
 
 
+async def test_a_replica_that_was_busy_still_hears_that_all_is_stored(connector: FromConnector) -> None:
+    """Its socket had no room when the connector told it: it would wait for all of its time."""
+    async with asking(FakeSource(), connector=connector) as asks:
+        teller = ToReplica(connector.path)
+        teller.tell(StoresTold(2))
+        for key in range(30):
+            teller.tell(PromptTold(key))
+        teller.tell(StoresTold(0))
+        assert teller.resend()
+        assert not await asks.engine.hand_over(0.05)
+        teller.resend()  # as the connector does at each step
+        assert await asks.engine.hand_over(0.05)
+        teller.close()
+
+
 async def test_prices_are_learned_from_what_is_computed_alone() -> None:
     source = FakeSource(step_s=0.03)
     async with asking(source) as asks:

@@ -304,6 +304,9 @@ async def test_an_answer_is_continued_where_the_assistant_spoke_last() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "w"}, GET, GET]}, "tools[2].name"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [GET], "tool_choice": {"type": "tool", "name": "none"}}, "tool_choice.name"),
+        ({"stop": ["", 5]}, "stop[0]"),  # as a chat calls it, and so does who sent it
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),

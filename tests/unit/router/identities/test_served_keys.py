@@ -228,6 +228,8 @@ async def test_keys_are_for_the_administrator_and_bad_wishes_change_nothing(file
             refused = await client.post("/v1/keys", json=body, headers=bearer(admin))
             assert refused.status_code == 400, refused.text
             assert error_of(refused)["param"] == param, refused.text
+            owner = "give the tenant whose key it is, or admin: true" in error_of(refused)["message"]
+            assert owner == (param is None)
         for method, path in (("DELETE", "/v1/keys/key_000000000000"), ("POST", "/v1/keys/none/rotate")):
             unknown = await client.request(method, path, headers=bearer(admin))
             assert (unknown.status_code, error_of(unknown)["code"]) == (404, "key_not_found")

@@ -328,6 +328,16 @@ async def test_ignored_fields_are_named_safely() -> None:
     assert response.headers["x-ignored-fields"] == "foo, b??x??y, store"
 
 
+async def test_ignored_parts_are_named_by_their_places() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    said = [{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]
+    answered = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    async with House().client() as client:
+        response = await client.post(CHAT, json={"model": MODEL, "messages": [*said, *answered]})
+    assert response.status_code == 200, response.text
+    assert response.headers["x-ignored-fields"] == "messages[0].content[1]"
+
+
 async def test_a_priority_is_within_its_tenants_right() -> None:
     rights = {"tenant_priorities": {"beta": -5}}
     house = House(settings=make_settings(keys={"alpha": KEY, "beta": OTHER_KEY}, limits=rights))

@@ -115,6 +115,28 @@ async def test_f31_a_slow_body_is_408() -> None:
     assert (response.status_code, error_of(response)["code"]) == (408, "request_timeout")
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens", "/v1/sessions/a/hint"])
+async def test_f31_who_sends_slowly_holds_a_place_meanwhile(path: str) -> None:
+    """Else a tenant's slow bodies are all that the proxies let in, and others wait."""
+    house = House(settings=make_settings(keys={"alpha": KEY}, limits={"concurrent_per_key": 1}))
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> Any:
+        begun.set()
+        yield b"{"
+        await goes_on.wait()
+        yield b"}"
+
+    async with house.client(authorization=f"Bearer {KEY}") as client:
+        first = asyncio.create_task(client.post(path, content=slow()))
+        await begun.wait()
+        second = await client.post(path, content=b"{}")
+        assert (second.status_code, error_of(second)["type"]) == (429, "rate_limit_error")
+        goes_on.set()
+        assert (await first).status_code in (400, 404)
+        assert (await client.post(path, content=b"{}")).status_code in (400, 404)
+
+
 @pytest.mark.parametrize("form", ["[%s]", "[[1], [%s]]", " [ [%s] , [2]]"])
 async def test_f31_far_too_many_token_ids_are_too_long_not_bad_json(form: str) -> None:
     house = House()

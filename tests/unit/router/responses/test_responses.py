@@ -278,6 +278,8 @@ async def test_what_is_stored_is_bounded() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "web_search_call"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),  # as a chat calls it, and so does who sent it
+        ({"tools": [GET], "tool_choice": {"type": "function", "name": "none"}}, "tool_choice.name"),
         ({"temperature": 3.0}, "temperature"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "web_search"}, GET, GET]}, "tools[2].name"),

@@ -36,7 +36,7 @@ def test_each_tenant_stays_within_its_bounds(operations: list[tuple[str, str, in
         if what == "put":
             assert store.put(tenant, name, stored, forgets=store.forgets)
             assert store.get(tenant, name) == stored
-            assert store.item(tenant, f"i{number}") == {"id": f"i{number}"}
+            assert store.item(tenant, f"i{number}", {}) == {"id": f"i{number}"}
         elif what == "late":
             begun = store.forgets
             gone = store.forget(tenant, [bytes([number % 2])])
@@ -49,7 +49,7 @@ def test_each_tenant_stays_within_its_bounds(operations: list[tuple[str, str, in
         elif what == "delete":
             assert store.delete(tenant, name) == (len(store) == before - 1)
             assert store.get(tenant, name) is None
-            assert store.item(tenant, f"i{number}") is None
+            assert store.item(tenant, f"i{number}", {}) is None
         elif what == "forget":
             assert store.forget(tenant, [bytes([number % 2])]) == before - len(store)
         else:

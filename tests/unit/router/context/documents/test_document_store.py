@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from samovar.router.context.documents import Document, DocumentStore, Quota
 from samovar.router.context.documents.document import new_document_id
 from samovar.router.context.documents.store import FILE_NAME, SCHEMAS
-from samovar.router.context.knowledge import EntryNotFound, QuotaExceeded
+from samovar.router.context.knowledge import EntryNotFound, KnowledgeError, QuotaExceeded
 from tests.support.router.knowledge_desks import Desk, PostgresDesk, SqliteDesk
 from tests.support.router.sealed_desks import SealedDesk, SealedPostgresDesk
 
@@ -82,6 +83,37 @@ def test_a_document_is_kept_changed_and_erased(shop: Shop) -> None:
     with pytest.raises(EntryNotFound):
         shop.store.get("tea", first.id)
     assert [one.id for one in shop.store.all("tea", 9)] == [second.id]
+
+
+def test_a_backup_of_before_a_document_takes_no_key_of_it(shop: Shop, tmp_path: Path) -> None:
+    """Documents lie elsewhere, and are in no backup; their key is."""
+    shop.desk.add("in the backup")
+    shop.desk.store.backup(tmp_path / "copy")
+    one, read = shop.add("coffee"), shop.add()
+    shop.store.put_text("tea", read.id, "text", QUOTA)
+    shop.desk.add("new since")
+    shop.desk.store.restore(tmp_path / "copy")
+    for store in (shop.store, shop.open(shop.desk.open())):
+        assert (store.text("tea", read.id), store.source("coffee", one.id)) == ("text", b"text")
+    assert [one.content.text for one in shop.desk.store.heads("tea")] == ["in the backup"]
+    shop.desk.store.check_integrity()
+    shop.store.erase("tea", read.id)
+    assert shop.store.all("tea", 9) == []
+
+
+def test_a_document_without_its_key_is_refused_and_can_be_deleted(shop: Shop) -> None:
+    waiting, read = shop.add(), shop.add()
+    shop.store.put_text("tea", read.id, "text", QUOTA)
+    assert shop.desk.store.records.erase("tea", kind="key") == shop.desk.is_sealed
+    if not shop.desk.is_sealed:
+        return
+    for ask in (partial(shop.store.text, "tea", read.id), partial(shop.store.source, "tea", waiting.id)):
+        with pytest.raises(KnowledgeError, match="key that has sealed this document is gone"):
+            ask()
+    assert {one.title for one in shop.store.all("tea", 9)} == {""}
+    assert shop.store.mark_deleting("tea", read.id).title == shop.store.text("tea", read.id) == ""
+    shop.store.mark_deleting("tea", waiting.id)
+    assert shop.store.source("tea", waiting.id) == b""
 
 
 def test_of_another_tenant_nothing_is_seen_changed_or_counted(shop: Shop) -> None:

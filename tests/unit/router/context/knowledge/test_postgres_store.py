@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -557,6 +558,62 @@ def test_what_is_written_again_is_not_that_which_is_erased_meanwhile(desk: Postg
     first.join(20)
     second.join(20)
     assert (found, records.find("tea", "candidate")) == ([], [])
+
+
+@pytest.mark.parametrize("what", ["records", "entry", "all"])
+def test_what_is_erased_in_any_way_is_not_written_again_meanwhile(desk: PostgresDesk, what: str) -> None:
+    entry = desk.add("learned from it").entry
+    records, bounds = desk.store.records, RecordBounds(9, 9999)
+    records.put("tea", LoopRecord("candidate", "a", "{}", turn=str(ME.turn)), bounds)
+    found: list[LoopRecord] = []
+    is_erasing, goes_on = threading.Event(), threading.Event()
+
+    def erase() -> None:
+        with desk.store.transaction():
+            if what == "records":
+                records.erase("tea", kind="candidate", ids=["a"])
+            else:
+                desk.store.erase("tea", entry if what == "entry" else None)
+            is_erasing.set()
+            goes_on.wait(20)
+
+    def write_again() -> None:
+        with desk.store.transaction():
+            found.extend(records.find("tea", "candidate", ids=["a"]))
+            for one in found:
+                records.put("tea", one, bounds)
+
+    first, second = threading.Thread(target=erase), threading.Thread(target=write_again)
+    first.start()
+    assert is_erasing.wait(20)
+    second.start()
+    second.join(0.5)
+    goes_on.set()
+    first.join(20)
+    second.join(20)
+    assert (found, records.find("tea", "candidate")) == ([], [])
+
+
+@pytest.mark.parametrize("of_all", [True, False])
+def test_who_erases_and_who_writes_behind_a_look_at_records_do_not_wait_for_each_other(
+    desk: PostgresDesk, of_all: bool
+) -> None:
+    """As a sealed store writes: it looks for its key first."""
+    entry, has_looked = desk.add("old").entry, threading.Event()
+
+    def write() -> None:
+        with desk.store.transaction():
+            desk.store.records.find("tea", "key")
+            has_looked.set()
+            time.sleep(0.5)  # the other one has come as far as it can
+            desk.add("new")
+
+    with ThreadPoolExecutor() as pool:
+        writing = pool.submit(write)
+        assert has_looked.wait(20)
+        desk.store.erase("tea", None if of_all else entry)
+        writing.result(20)
+    assert [one.content.text for one in desk.store.heads("tea")] == ([] if of_all else ["new"])
 
 
 def test_a_restore_that_fails_changes_nothing(desk: PostgresDesk, tmp_path: Path) -> None:

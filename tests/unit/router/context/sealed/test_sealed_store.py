@@ -8,19 +8,33 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from samovar.cache_tiers.blocks import SEALED_TEXT, Clear
+from samovar.cache_tiers.blocks import SEALED_TEXT, Clear, TierError
+from samovar.cache_tiers.encryption import TenantWrapper
+from samovar.cache_tiers.encryption.outer import Unwrapped
 from samovar.router.context.compaction import Summary, SummaryStore
 from samovar.router.context.documents import Document, DocumentStore, Quota
 from samovar.router.context.documents.store import FILE_NAME, SCHEMAS
-from samovar.router.context.knowledge import Change, EntryRef, KnowledgeError, LoopRecord, RecordBounds
+from samovar.router.context.knowledge import (
+    Change,
+    EntryRef,
+    KnowledgeError,
+    LoopRecord,
+    RecordBounds,
+    RecordKind,
+    Records,
+    SqliteStore,
+)
 from samovar.router.context.sealed import SealedSummaries
+from samovar.router.context.sealed.store import LEASE_S, TenantKeys
 from samovar.router.ingress.knowledge_routes import refuse_sealed
+from tests.support.clock import Clock
 from tests.support.nodes.encrypted import OTHER_OUTER, OUTER, outer_file
 from tests.support.router.knowledge_desks import LIMITS, ME, SqliteDesk, axis, content
-from tests.support.router.sealed_desks import SealedDesk, tag_of
+from tests.support.router.sealed_desks import KeyRing, SealedDesk, tag_of
 
 MARKER = "the eagle lands at noon: 0123456789abcde"
 SESSION = b"s" * 8 + bytes(8)
@@ -258,6 +272,119 @@ def test_the_operators_key_is_changed_without_a_payload_being_written(desk: Seal
     outer_file(desk.ring.folder).unlink()
     with pytest.raises(KnowledgeError, match="cannot be read"):
         desk.open().head("tea", ref.entry)
+
+
+class Faulty:
+    """What wraps keys of tenants, and fails for those of one. `asked`: how often it was asked for any."""
+
+    def __init__(self, inner: TenantWrapper) -> None:
+        self.wrap, self._inner, self.refused, self.asked = inner.wrap, inner, b"", 0
+
+    def unwrap(self, name: bytes, wrapped: bytes, proof: bytes) -> Unwrapped | None:
+        self.asked += 1
+        if self.refused and self.refused in name:
+            raise TierError("it is away")
+        return self._inner.unwrap(name, wrapped, proof)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Iterator[SqliteStore]:
+    made = SqliteStore(tmp_path / "data" / "knowledge.sqlite")
+    yield made
+    made.close()
+
+
+def by_the_one_in_use(base: SqliteStore, ring: KeyRing, *tenants: str) -> list[str]:
+    """Of which of these tenants the keys open with the first line of the operator's file alone."""
+    first, *_ = lines = ring.outer.read_text().split()
+    outer_file(ring.folder, first)
+    found = []
+    for one in tenants:
+        with suppress(KnowledgeError):
+            found += [one for _ in TenantKeys(base.records, "x", ring.opened().tenants, Clock()).ring(one)]
+    outer_file(ring.folder, *lines)
+    return found
+
+
+def test_a_key_that_is_leased_is_wrapped_again_too_within_a_minute_of_a_rotation(
+    base: SqliteStore, tmp_path: Path
+) -> None:
+    ring, clock = KeyRing(tmp_path / "keys"), Clock()
+    keys = TenantKeys(base.records, "x", ring.opened().tenants, clock)
+    for tenant in ("tea", "coffee"):
+        keys.current(tenant)
+    clock.now_s += LEASE_S / 2
+    keys.ring("coffee")  # leased from now on
+    outer_file(ring.folder, OTHER_OUTER, OUTER)
+    assert by_the_one_in_use(base, ring, "tea", "coffee") == []
+    clock.now_s += LEASE_S / 2
+    assert len(keys.ring("tea")) == 1
+    assert by_the_one_in_use(base, ring, "tea", "coffee") == ["tea", "coffee"]
+
+
+def test_what_could_not_be_wrapped_again_is_tried_a_minute_later_and_fails_no_other(
+    base: SqliteStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring, clock = KeyRing(tmp_path / "keys"), Clock()
+    wrapper = Faulty(ring.opened().tenants)
+    keys = TenantKeys(base.records, "x", wrapper, clock)
+    for tenant in ("coffee", "tea"):
+        keys.current(tenant)
+    outer_file(ring.folder, OTHER_OUTER, OUTER)
+    wrapper.refused, clock.now_s = b"coffee", clock.now_s + LEASE_S
+    assert len(keys.ring("tea")) == 1
+    assert by_the_one_in_use(base, ring, "coffee", "tea") == ["tea"]
+    assert "not all keys of tenants are wrapped by the operator's key in use: it is away" in caplog.text
+    wrapper.refused, wrapper.asked = b"", 0
+    keys.ring("tea")
+    assert wrapper.asked <= 1, "not at each call"
+    clock.now_s += LEASE_S
+    keys.ring("tea")
+    assert by_the_one_in_use(base, ring, "coffee", "tea") == ["coffee", "tea"]
+    wrapper.asked, clock.now_s = 0, clock.now_s + 10 * LEASE_S
+    keys.ring("tea")
+    assert wrapper.asked == 1, "one tenant's request does not unwrap all others' keys each minute"
+
+
+class Late:
+    """Records that are erased by another ingress as soon as they were found."""
+
+    def __init__(self, inner: Records) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def of_all(self, kind: RecordKind) -> list[tuple[str, LoopRecord]]:
+        found = self._inner.of_all(kind)
+        self._inner.erase("coffee", kind=kind)
+        return found
+
+
+@pytest.mark.guarantee("G12")
+def test_a_key_that_is_destroyed_during_a_rotation_does_not_come_back(
+    base: SqliteStore, tmp_path: Path
+) -> None:
+    ring = KeyRing(tmp_path / "keys")
+    for tenant in ("coffee", "tea"):
+        TenantKeys(base.records, "x", ring.opened().tenants, Clock()).current(tenant)
+    outer_file(ring.folder, OTHER_OUTER, OUTER)
+    late = cast(Records, Late(base.records))
+    assert len(TenantKeys(late, "x", ring.opened().tenants, Clock()).ring("tea")) == 1
+    assert [tenant for tenant, _ in base.records.of_all("key")] == ["tea"]
+    assert by_the_one_in_use(base, ring, "tea") == ["tea"]
+
+
+def test_a_backup_of_before_a_rotation_opens_when_the_old_line_is_gone(
+    desk: SealedDesk, tmp_path: Path
+) -> None:
+    ref = desk.add("in the backup")
+    desk.store.backup(tmp_path / "copy")
+    outer_file(desk.ring.folder, OTHER_OUTER, OUTER)
+    desk.open().head("tea", ref.entry)
+    outer_file(desk.ring.folder, OTHER_OUTER)
+    desk.store.restore(tmp_path / "copy")
+    assert desk.open().head("tea", ref.entry).content.text == "in the backup"
 
 
 def test_what_was_written_before_is_read_and_a_service_without_the_key_does_not_start(tmp_path: Path) -> None:
