@@ -171,13 +171,14 @@ def open_binds(
         if found
         else "no Ray is open to the network"
     )
-    if not settings.server.is_loopback:
+    if not settings.server.is_loopback and settings.server.tls is None:
         return (
             "warning",
             f"{said}; the API will listen on {settings.server.host} without TLS",
             "put a proxy with TLS in front, or listen on 127.0.0.1 (server.host)",
         )
-    return "ok", f"{said}; the API listens on {settings.server.host}", ""
+    with_tls = "" if settings.server.tls is None else " with TLS"
+    return "ok", f"{said}; the API listens on {settings.server.host}{with_tls}", ""
 
 
 def _ray_listening() -> Iterable[tuple[str, str, int, bool]]:

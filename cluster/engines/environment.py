@@ -172,12 +172,14 @@ def refuse_small_disk(folder: Path, recipe: Recipe) -> None:
 
 def refuse_in_use(environment: Path, processes: Path = Path("/proc")) -> None:
     """Raise `EnvironmentFailed` if a process has loaded libraries from an environment."""
+    # The kernel tells where they really lie.
+    places = [os.fsencode(f"{path}/") for path in {environment, environment.resolve()}]
     for maps in processes.glob("[0-9]*/maps"):
         try:
             text = maps.read_bytes()
         except OSError:  # it has ended, or is another user's
             continue
-        if os.fsencode(f"{environment}/") in text:
+        if any(place in text for place in places):
             raise EnvironmentFailed(
                 f"pid {maps.parent.name} runs from {environment}. Stop the service that it belongs to first"
             )

@@ -36,7 +36,7 @@ from samovar.cluster.launch.aws import (
     with_server_secret,
 )
 from samovar.cluster.launch.cluster_file import ClusterFile
-from samovar.cluster.launch.commands import command
+from samovar.cluster.launch.commands import DOCKER_MOUNTS, command
 from samovar.cluster.launch.node_setup import RAY_TOKEN_FILE
 from samovar.cluster.launch.render import header, render
 from samovar.cluster.launch.settings import (
@@ -157,9 +157,12 @@ def ssh_words(launch: LaunchSettings, host: str, remote: str) -> list[str]:
 
 def cleaning(launch: LaunchSettings) -> str:
     """Return the shell command that stops Ray, removes secrets and GCS's state, and lists what runs."""
-    files = [f"{NODE_HOME}/{name}" for name in (SECRETS_FILE, TOKEN_FILE, AUTHORITY_FILE)]
+    homes = [NODE_HOME]
+    if launch.image is not None:  # Ray puts a container's files there, and leaves them
+        homes.append(f"{DOCKER_MOUNTS}/{launch.name}/{NODE_HOME}")
+    files = [f"{home}/{name}" for home in homes for name in (SECRETS_FILE, TOKEN_FILE, AUTHORITY_FILE)]
     made = str(tls_in(MADE_TLS_DIR).key)
-    forget = [f"rm -f {command([*files, str(RAY_TOKEN_FILE), made])}"]
+    forget = [f"rm -f {command([*files, str(RAY_TOKEN_FILE), made])} || exit 1"]
     if launch.gcs.storage == "rocksdb":
         forget.append(f"rm -rf {command([str(launch.gcs.dir)])}")
     stop = "bash --login -ic 'ray stop --force' >/dev/null 2>&1 </dev/null || true"
@@ -440,6 +443,8 @@ class ClusterHome:
         authority = self.node_dir / AUTHORITY_FILE
         text = file.text("") + yaml.safe_dump(secrets, sort_keys=True)
         text += authority.read_text() if authority.exists() else ""
+        for wheel in self.node_dir.glob("*.whl"):  # one that was built again may have the same name
+            text += hashlib.sha256(wheel.read_bytes()).hexdigest()
         return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
     def token(self) -> str:

@@ -22,7 +22,10 @@ STOP_SPARE_S = 30
 
 PRIVILEGED_PORTS = 1024
 HOMES = ("/home", "/root", "/run/user")
-WRITTEN = ("server.record", "model.cache_dir", "tiers.nvme.dir", "tiers.predictor.file", "tiers.socket")
+WRITTEN = (
+    *("server.record", "model.cache_dir", "tiers.nvme.dir", "tiers.predictor.file", "tiers.socket"),
+    *("auth.audit_file", "auth.keys_file", "knowledge.dir", "compaction.dir"),
+)
 """Settings whose files the service writes."""
 
 UNIT = """\
@@ -279,6 +282,7 @@ def _given_paths(loaded: LoadedSettings, fields: dict[str, SettingField]) -> Ite
     for key, field in fields.items():
         value = _value(loaded.settings, key)
         is_given = loaded.source[key] != "default" and not key.startswith("launch.")
+        is_given &= key != "auth.keys_file" or not loaded.settings.auth.has_key_table
         if is_given and field.kind is Path and value is not None:
             yield key, Path(value)
     for name, given in loaded.settings.models.items():
@@ -306,7 +310,7 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (dict, list, tuple)):
-        return json.dumps(value)
+        return json.dumps(value, default=str)
     return "" if value is None else str(value)
 
 

@@ -38,6 +38,7 @@ WITHOUT_KV = frozenset(
 # Features that keep more or less than K and V of each layer, in a way that is not counted here.
 UNCOUNTED = ("block_configs", "use_cla", "cla_share_factor", "index_head_dim", "index_topk")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+QUANTIZED = ("quantization_config", "compression_config")
 HYBRID = ("mamba_", "ssm_", "linear_num", "linear_key", "linear_attn", "rwkv", "conv_kernel", "conv_L_cache")
 FIX = "give the shape by hand from the model's paper, or use a model whose config.json states it"
 
@@ -74,7 +75,8 @@ class LayerGroup:
 class KvShape:
     """The size of a model's KV. `layers`: all of them; `other_layers`: those without KV.
 
-    `attention_width`: query heads x head dim.
+    `attention_width`: query heads x head dim. `itemsize`: bytes of an element of KV, and of a weight unless
+    the model `is_quantized`.
     """
 
     kind: str
@@ -84,6 +86,7 @@ class KvShape:
     attention_width: int
     itemsize: int
     is_moe: bool
+    is_quantized: bool = False
     notes: tuple[str, ...] = ()
 
     def token_bytes(self, stored: KvFormat | None = None) -> int:
@@ -115,6 +118,7 @@ def read_shape(path: Path) -> KvShape:
 
 def shape_of(config: Config) -> KvShape:
     """Return the shape of a parsed config.json. Raises `ModelRefused` if it is not known for certain."""
+    is_quantized = any(config.get(key) for key in QUANTIZED)
     if isinstance(config.get("text_config"), dict):  # a multimodal model
         config = {"torch_dtype": config.get("torch_dtype", config.get("dtype")), **config["text_config"]}
     if config.get("is_encoder_decoder"):
@@ -145,7 +149,9 @@ def shape_of(config: Config) -> KvShape:
         notes = (*notes, f"{other} of {layers} layers keep no KV of tokens; their state is not counted")
     itemsize, dtype_note = _itemsize(config)
     is_moe = any((config.get(key) or 0) > 1 for key in EXPERTS)
-    return KvShape(kind, groups, layers, other, width, itemsize, is_moe, (*notes, *dtype_note))
+    is_quantized = is_quantized or any(config.get(key) for key in QUANTIZED)
+    notes = (*notes, *dtype_note)
+    return KvShape(kind, groups, layers, other, width, itemsize, is_moe, is_quantized, notes)
 
 
 def _attention(config: Config, heads: int, layers: int) -> tuple[str, list[tuple[int, int]], int]:

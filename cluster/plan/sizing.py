@@ -130,6 +130,8 @@ def size_model(
     if params is None and shape.is_moe:
         notes.append("a mixture of experts: the number of active parameters per token is not known")
         notes.append("... and a token reads fewer weights than all: decoding alone can be quicker than this")
+    elif params is None and shape.is_quantized:
+        notes.append("a quantized model: its number of parameters is not known from its size")
     elif params is None:
         params = weights_bytes / shape.itemsize
     if not room:

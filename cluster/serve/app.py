@@ -182,6 +182,14 @@ def interrupt_on_signals() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
+_hung_up: list[int] = []
+
+
+def note_hangups() -> None:
+    """Note SIGHUPs from now on: one that comes before there is anything to reload would end the process."""
+    signal.signal(signal.SIGHUP, lambda number, frame: _hung_up.append(number))
+
+
 def _nothing(number: int, frame: FrameType | None) -> None:
     """Do nothing: without a Python handler, the C part would not write to the pipe."""
 
@@ -652,6 +660,8 @@ def serve_forever(
     """
     errors = Console(stderr=True)
     interrupt_on_signals()
+    if reload is not None:
+        note_hangups()
     try:
         with s3_demo(settings) if with_s3_demo else contextlib.nullcontext(settings) as complete:
             service = Service(complete, stages, kind)
@@ -685,7 +695,7 @@ class Run:
         def start(signals: Signals) -> int:
             _say_ready(Console(), self.service)
             on_ready(self.service.url_here)
-            return self._next(signals)
+            return signal.SIGHUP if self.reload is not None and _hung_up else self._next(signals)
 
         return self._run(self.service.start, start)
 
@@ -697,6 +707,7 @@ class Run:
                 raise StartFailed("a process of Ray has ended, and with it the service. Start it again")
             if number != signal.SIGHUP:  # a second one may end it at once
                 interrupt_on_signals()
+                note_hangups()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
             try:
                 join_ray(self.service.settings.cluster, self.address, None)

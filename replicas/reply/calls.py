@@ -37,6 +37,16 @@ _DEEPSEEK_HEAD = re.compile(
 _MARKS = ("<parameter=", "</function>")
 """What may stand behind a parameter."""
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+_TYPE_NAMES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    dict: ("object",),
+    list: ("array",),
+    type(None): ("null",),
+}
+"""JSON Schema's names of the types that values read from JSON have."""
 
 Kind = Literal["content", "reasoning", "call", "arguments", "called"]
 Got = TypeVar("Got")
@@ -69,11 +79,8 @@ class CallText:
         self.text = ""
         self.is_ended = False
         self._at = 0
-        self._form = form
-        self._tools = tools
-        self._parameters = parameters
-        self._captured = captured
-        self._close = form.close
+        self._form, self._close = form, form.close
+        self._tools, self._parameters, self._captured = tools, parameters, captured
 
     @property
     def rest(self) -> str:
@@ -223,7 +230,7 @@ class CallText:
 
     def _json_call(self) -> Steps[None]:
         """Read an object: its arguments are passed on if its name came before them."""
-        begin, name, is_open = self._at, "", False
+        begin, behind, name = self._at, -1, ""  # behind: the arguments that were passed on
         self._at += 1
         char = yield from self._skip()
         while char != "}":
@@ -233,14 +240,14 @@ class CallText:
                     raise NoCall
                 self._at += 1
                 char = yield from self._skip()
-                if name and not is_open and char == "{" and key in ("arguments", "parameters"):
+                if name and behind < 0 and char == "{" and key in ("arguments", "parameters"):
                     yield self._opened(name)
-                    is_open = True
                     if not (yield from self._arguments(self._close)):
                         return
+                    behind = self._at
                 else:
                     value = yield from self._value()
-                    if key == "name" and not is_open:
+                    if key == "name" and behind < 0:
                         name = parse_json(value) if char == '"' else ""
                 char = yield from self._skip()
                 if char not in (",", "}"):
@@ -250,11 +257,14 @@ class CallText:
                     if (char := (yield from self._skip())) == "}":
                         raise NoCall
             except NoCall:
-                if is_open:
-                    return
-                raise
+                if behind < 0:
+                    raise
+                while (place := _behind_call(self, behind, self._at, self._close)) < 0:
+                    yield None
+                self._at = place
+                return
         self._at += 1
-        if not is_open:
+        if behind < 0:
             try:
                 value = parse_json(self.text[begin : self._at])
             except ValueError:  # a number of more digits than Python reads
@@ -376,6 +386,28 @@ class CallText:
             yield None
 
 
+def _behind_call(calls: CallText, behind: int, broken: int, close: str) -> int:
+    """Return where to read on in an object that breaks behind its call's arguments; -1: more text decides.
+
+    That is the close mark, as what stands before it is of the call; without one it is right behind the
+    arguments, so that nothing is lost.
+    """
+    text = calls.text
+    if text.startswith("{", broken) and _BETWEEN.fullmatch(text, behind, broken):
+        return behind  # a bracket too few, and the next call
+    if close:
+        found = text.find(close, broken)
+        if found < 0 and not calls.is_ended:
+            return -1
+        if found < 0:
+            found = text.find(close, behind)  # within a text that has no end
+        if found < 0 and (part := begun(text, close)):
+            found = len(text) - part
+        if found >= 0:
+            return found
+    return broken if broken == len(text) else behind  # cut, it is no text but the rest of a call
+
+
 def _begins(text: str) -> bool:
     """Return whether a text may be the beginning of a mark behind a parameter."""
     return any(mark.startswith(text) for mark in _MARKS)
@@ -437,15 +469,10 @@ def typed(text: str, types: tuple[str, ...]) -> str:
         value = int(value)
     if value in (0, 1) and not isinstance(value, bool) and not {"integer", "number"} & set(types):
         value = bool(value)
-    names = {
-        bool: ("boolean",),
-        int: ("integer", "number"),
-        float: ("number",),
-        dict: ("object",),
-        list: ("array",),
-    }
-    is_one = any(name in types for name in names.get(type(value), ("null",) if value is None else ()))
-    return sendable(value) if is_one else json.dumps(text, ensure_ascii=False)
+    is_one = any(name in types for name in _TYPE_NAMES[type(value)])
+    # Of a text between quotes they are part, as it is a text with or without them.
+    is_text = isinstance(value, str) or not is_one
+    return json.dumps(text, ensure_ascii=False) if is_text else sendable(value)
 
 
 def _types_of(parameters: str, name: str) -> dict[str, tuple[str, ...]]:
@@ -455,18 +482,37 @@ def _types_of(parameters: str, name: str) -> dict[str, tuple[str, ...]]:
         schema = function.get("parameters")
         if function.get("name") == name and isinstance(schema, dict):
             given = schema.get("properties")
-            return {key: _types(one) for key, one in given.items()} if isinstance(given, dict) else {}
+            return {key: _types(one, schema) for key, one in given.items()} if isinstance(given, dict) else {}
     return {}
 
 
-def _types(schema: Any) -> tuple[str, ...]:
-    if not isinstance(schema, dict):
-        return ()
-    given = schema.get("type")
-    types = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]
-    for choices in (schema.get("anyOf"), schema.get("oneOf")):
-        types += [one for choice in choices for one in _types(choice)] if isinstance(choices, list) else []
-    return tuple(dict.fromkeys([*types, *(["null"] if schema.get("nullable") else [])]))
+def _types(schema: Any, root: Any) -> tuple[str, ...]:
+    """Return the types that a schema within `root` says, itself or in what it is put together of."""
+    types, due, seen = list[str](), [schema], set[int]()
+    while due:
+        one = due.pop(0)
+        if not isinstance(one, dict) or id(one) in seen:  # a reference may come back to where it stands
+            continue
+        seen.add(id(one))
+        said = one.get("type")
+        own = [kind for kind in (said if isinstance(said, list) else [said]) if isinstance(kind, str)]
+        if not own:
+            values = [one["const"]] if "const" in one else one.get("enum")
+            own = [_TYPE_NAMES[type(value)][0] for value in values] if isinstance(values, list) else []
+        types += [*own, *(["null"] if one.get("nullable") else [])]
+        due += [_referred(one.get("$ref"), root)]
+        for choices in (one.get("anyOf"), one.get("oneOf"), one.get("allOf")):
+            due += choices if isinstance(choices, list) else []
+    return tuple(dict.fromkeys(types))
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """Return what a reference names within a schema; None: nothing there."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for part in reference.split("/")[1:]:
+        root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+    return root
 
 
 DEPTH_MAX = 200

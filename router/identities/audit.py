@@ -45,6 +45,8 @@ SCRAPED = frozenset({"/metrics", "/health"})
 """Asked by machines every few seconds: only refusals are written."""
 CLEARS = frozenset({"/cache/clear", "/reset_prefix_cache"})
 OPERATORS = CLEARS | {"/cache/stats"}
+SHOWS_ALL = frozenset({"/v1/live"})
+"""Shows an administrator every tenant, also one who has a tenant; a tenant only itself."""
 KEY_ROUTES = frozenset({KEYS, KEY_ROUTE, ROTATE_ROUTE})
 
 Line = Mapping[str, Any]
@@ -223,7 +225,7 @@ def event_of(caller: Caller | None, method: str, route: str, status: int) -> str
         return "admin" if method == "GET" else "keys"
     if method == "DELETE" or route in CLEARS:
         return "erased"
-    is_administrators = caller.is_admin and caller.tenant is None
+    is_administrators = caller.is_admin and (caller.tenant is None or route in SHOWS_ALL)
     return "admin" if is_administrators or route in OPERATORS else None
 
 

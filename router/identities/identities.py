@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from samovar.configs.settings import AuthSettings
 from samovar.router.auth import Caller
-from samovar.router.identities.key_file import USED_STEP_S, KeyRecord, KeysRefused, KeyStore
+from samovar.router.identities.key_file import LOCK_S, USED_STEP_S, KeyRecord, KeysRefused, KeyStore
 from samovar.router.identities.tokens import IssuerKeys, TokenVerifier, is_token
 from samovar.router.openai import AuthenticationFailed, Unavailable
 
@@ -26,26 +26,37 @@ LOOK_S = 1.0
 WRITE_S = 60.0
 """Time between two writes of last uses: they come together."""
 STOP_S = 5.0
+SLOW_S = 4.0
+"""How long a look may take on a slow disk, beside the wait for a lock."""
+HANGS = "reading them does not end"
 
 
 class FollowedKeys:
     """The keys of a store as they are now. `look` reads what has changed; all else only looks into memory.
 
     One that cannot be read for longer than its `grace_s` has no keys: what it may have revoked is not known.
-    `clock`: Unix time.
+    Neither has one where a look does not end. `clock`: Unix time. `monotonic`: seconds since some moment.
     """
 
-    def __init__(self, store: KeyStore, retry_after_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: KeyStore,
+        retry_after_s: float,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
         self._retry_after_s = retry_after_s
         self._clock = clock
+        self._monotonic = monotonic
         self._mark: tuple[int, ...] | None = None
-        self._read_s = -math.inf  # when it could be read
+        self._read_s = -math.inf  # when it could be read, by `monotonic`
+        self._is_followed = False
         self._keys: Mapping[bytes, KeyRecord] | None = None  # by their digests; None: they are not known
         self._used: dict[str, float] = {}
         self._write_s = 0.0
         self._problem = ""
-        self.look()
+        self._read()
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -57,7 +68,7 @@ class FollowedKeys:
 
         Raises `AuthenticationFailed` if it is over, `Unavailable` if the keys are not known.
         """
-        keys, now_s = self._keys, self._clock()
+        keys, now_s = self._known(), self._clock()
         if keys is None:
             raise Unavailable("The API keys (auth.keys_file) cannot be read.", self._retry_after_s)
         digest = hashlib.sha256(secret).digest()
@@ -71,23 +82,40 @@ class FollowedKeys:
         self._used[key.id] = now_s
         return Caller(key.tenant, is_admin=key.tenant is None, credential=key.id)
 
+    def _known(self) -> Mapping[bytes, KeyRecord] | None:
+        """Return the keys by their digests; None: they are not known, or were not read for too long."""
+        # A mount or a database that hangs raises nothing. Without a look there is none to wait for.
+        good_s = self._store.grace_s + LOOK_S + LOCK_S + SLOW_S
+        if self._keys is None or not self._is_followed or self._monotonic() - self._read_s <= good_s:
+            return self._keys
+        if self._problem != HANGS:
+            self._problem = HANGS
+            logger.error("no key of auth.keys_file is accepted: %s", HANGS)
+        return None
+
     def look(self) -> None:
         """Read the keys if they have changed, and write down last uses if that is due. Never raises."""
+        self._is_followed = True
+        if self._read():
+            self._note_used()
+
+    def _read(self) -> bool:
+        """Read the keys if they have changed; return whether that was possible."""
         try:
             mark = self._store.mark()
             if mark != self._mark or self._keys is None:
                 self._keys = {bytes.fromhex(key.sha256): key for key in self._store.read()}
                 self._mark = mark  # from before: what was written since is read at the next look
-            self._problem, self._read_s = "", self._clock()
+            self._problem, self._read_s = "", self._monotonic()
         except (OSError, KeysRefused) as error:
-            left_s = self._read_s + self._store.grace_s - self._clock()
+            left_s = self._read_s + self._store.grace_s - self._monotonic()
             if left_s <= 0:
                 self._keys = None
             if str(error) != self._problem:  # not once a second
                 logger.error("in %.0f s no key of auth.keys_file is accepted: %s", max(left_s, 0.0), error)
             self._problem = str(error)
-            return
-        self._note_used()
+            return False
+        return True
 
     def _note_used(self) -> None:
         now_s, keys = self._clock(), self._keys or {}

@@ -11,6 +11,8 @@ const live = await import(new URL("base/live.js", PAGE));
 const { survivalAt, returnsWithin } = await import(new URL("cache/forecast.js", PAGE));
 const { cellsOf, countsOf } = await import(new URL("cache/blocks.js", PAGE));
 const { TokenHistory, TurnHistory } = await import(new URL("cache/history.js", PAGE));
+const { lanesOf } = await import(new URL("cache/sessions.js", PAGE));
+const sources = await import(new URL("cache/sources.js", PAGE));
 const { gainOf, wordsOf } = await import(new URL("cache/turns.js", PAGE));
 const diagnosis = await import(new URL("advice/diagnosis.js", PAGE));
 const memory = await import(new URL("advice/memory.js", PAGE));
@@ -156,6 +158,27 @@ test("a turn says what it gained only where it reused something", () => {
   assert.equal(gainOf(turn), "16× sooner than computing it all.");
   assert.match(wordsOf({ ...turn, miss: "late" }), /^640 of 660 prompt tokens reused: 640 RAM, 20 Computed\. .*because: late\.$/);
   assert.equal(wordsOf({ tokens: { compute: 30 }, ttft_ms: 50, recompute_ms: 60 }), "All 30 prompt tokens were computed.");
+});
+
+test("tokens of a further tier count, and are named before what was computed", () => {
+  const tokens = { compute: 20, gpu: 1, tape: 300, cpu: 4 };
+  assert.deepEqual([sources.cachedOf(tokens), sources.allOf(tokens)], [305, 325]);
+  assert.deepEqual([sources.cachedOf({}), sources.allOf({})], [0, 0]);
+  assert.deepEqual(sources.sourcesOf(tokens), ["gpu", "cpu", "nvme", "s3", "peer", "tape", "compute"]);
+  assert.equal(sources.inWords(tokens), "1 GPU pages, 4 RAM, 300 tape, 20 Computed");
+  assert.match(wordsOf({ tokens: { tape: 300, compute: 20 }, ttft_ms: 1, recompute_ms: 9 }), /^300 of 320 .* reused: 300 tape, 20 Computed\./);
+  const history = new TokenHistory(10, 1);
+  for (const tape of [1, 8]) history.add(5, { since_unix_s: 1, tokens: { tape } });
+  assert.deepEqual(history.buckets(5)[0].tokens, { tape: 7 });
+  assert.deepEqual(["gpu", "compute", "none", "tape"].map(sources.styleOf), ["gpu", "compute", "none", "other"]);
+});
+
+test("blocks of a further tier have a lane, above those without a copy", () => {
+  const lineage = { blocks: { gpu: 1 }, runs: [["s3", 1], ["tape", 2], ["none", 1]] };
+  const lanes = lanesOf({ nodes: { n: { tiers: { disc: { state: "up" }, peer: { state: "off" } } } } }, [["s", { lineages: { l: lineage } }]]);
+  assert.deepEqual(lanes, ["gpu", "cpu", "nvme", "s3", "disc", "tape", "none"]);
+  for (const place of Object.keys(countsOf(4, lineage))) assert.ok(lanes.includes(place), place);
+  assert.deepEqual(lanesOf(null, []), ["gpu", "cpu", "nvme", "none"]);
 });
 
 /** The browser's storage, as far as the page uses it; `isFull` makes it refuse. */
@@ -418,7 +441,7 @@ test("a change is said with the value that is set now, a deed without", () => {
 const SIZED = {
   bytes_per_token: 49152,
   contexts: [{ tokens: 2048, sequences: 8 }, { tokens: 4096, sequences: 4 }, { tokens: 8192, sequences: 2 }, { tokens: 16384 }],
-  tiers: { s3: {}, nvme: { wins_from: 1200 }, cpu: { wins_from: 1 } },
+  tiers: { tape: {}, s3: {}, nvme: { wins_from: 1200 }, cpu: { wins_from: 1 } },
 };
 
 test("memory is told for the contexts that the model can have", () => {
@@ -434,5 +457,6 @@ test("each tier says from which length on it is sooner than computing, the hotte
     { name: "cpu", when: "always" },
     { name: "nvme", when: "from 1,200 tokens on" },
     { name: "s3", when: "never, in this context" },
+    { name: "tape", when: "never, in this context" },
   ]);
 });

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 from samovar.cache_tiers.blocks import tenant_tag
 from samovar.cache_tiers.messages import NodeGlance
@@ -56,6 +57,7 @@ class LiveHub:
         self._replicas: list[ReplicaGlance] = []
         self._pace: LookPace | None = None  # outlives the task: who comes and goes hurries nothing
         self._next_s = 0.0
+        self._tags: dict[str, bytes] = {}
         self._advice: Json = {}
         self._advise_at_s = -math.inf
         self.looks = 0
@@ -156,7 +158,7 @@ class LiveHub:
             nodes=nodes,
             homes=service.directory.nodes,
             routing=service.directory.outcomes,
-            names={tenant_tag(service.secret, name): name for name in service.tenants},
+            names=self._names() if with_stats else {},
             advice=self._advised(replicas, nodes) if with_stats else {},
         )
         changed = [
@@ -164,6 +166,14 @@ class LiveHub:
             for feed, one in shown.items()
         ]
         return any(changed)
+
+    def _names(self) -> dict[bytes, str]:
+        """Return the tenants' names by tag. A tag stays as it is, and an HMAC each at every look adds up."""
+        secret, known = self._service.secret, self._tags
+        self._tags = {
+            name: known[name] if name in known else tenant_tag(secret, name) for name in self._service.tenants
+        }
+        return {tag: name for name, tag in self._tags.items()}
 
     def _advised(self, replicas: list[ReplicaGlance], nodes: dict[str, NodeGlance] | None) -> Json:
         """Return the advice to who sees the cluster: the last one, if it is new enough.
@@ -175,8 +185,11 @@ class LiveHub:
             return self._advice
         service, settings = self._service, self._settings
         self._advise_at_s = now_s + settings.advice_period_s
-        service.metrics.set_sessions(*service.directory.counts(), service.prompts.salts_changed)
-        front, _ = ingress_counts(service.metrics.ingress())
+        _, states, unsynced = service.directory.counts()
+        for one in service.each_model:
+            told = ({}, 0) if one.is_further else (states, unsynced)  # sessions are no model's: told once
+            one.metrics.set_sessions(one.directory.outcomes, *told, one.prompts.salts_changed)
+        front, _ = ingress_counts(chain.from_iterable(one.metrics.ingress() for one in service.each_model))
         snapshot = Snapshot(
             now_s,
             tuple(one.stats for one in replicas),

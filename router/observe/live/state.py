@@ -167,14 +167,11 @@ def _model(infos: Sequence[ReplicaInfo]) -> Json:
 
 def _sessions(shown: Shown, seen: Seen, settings: LiveSettings, before: Json) -> Json:
     """Return the sessions by name, the latest used first."""
-    held = _pooled(seen.replicas)
+    pools = _pooled(seen.replicas, seen.infos)
 
-    def of_pools(row: SessionRow) -> int | None:
-        return None if held is None else held[owner_of(row)]
+    def of_pools(row: SessionRow) -> tuple[int, int] | None:
+        return None if pools is None else (pools[0][owner_of(row)], pools[1][owner_of(row)])
 
-    block_bytes = 0
-    if seen.infos:
-        block_bytes = seen.infos[0].block_tokens * seen.infos[0].bytes_per_token
     found: Json = {}
     for view in shown.views:
         name = session_name(view.session)
@@ -185,7 +182,7 @@ def _sessions(shown: Shown, seen: Seen, settings: LiveSettings, before: Json) ->
                 (tag := row.session[SESSION_BYTES:].hex()): {
                     "main": row is view.main,
                     **_row(row),
-                    **_places(row, seen, of_pools(row), block_bytes, old.get(tag, {})),
+                    **_places(row, seen, of_pools(row), old.get(tag, {})),
                 }
                 for row in rows_of(view, settings.lineages_max)
             },
@@ -210,20 +207,29 @@ def _row(row: SessionRow) -> Json:
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _pooled(replicas: Iterable[ReplicaGlance]) -> Counter[bytes] | None:
-    """Return the blocks of each lineage in all pools; None: an engine does not say whose its pages are."""
-    held: Counter[bytes] = Counter()
+def _pooled(
+    replicas: Iterable[ReplicaGlance], infos: Sequence[ReplicaInfo]
+) -> tuple[Counter[bytes], Counter[bytes]] | None:
+    """Return the blocks and bytes of each lineage in all pools; None: an engine does not say whose pages are.
+
+    A replica without an `infos` entry yet counts as the first: most services have one model.
+    """
+    sizes = {info.replica_id: info.block_tokens * info.bytes_per_token for info in infos}
+    first = next(iter(sizes.values()), 0)
+    held, nbytes = Counter[bytes](), Counter[bytes]()
     for replica in replicas:
         if replica.blocks is None:
             return None
         held.update(replica.blocks)
-    return held
+        size = sizes.get(replica.stats.replica_id, first)
+        nbytes.update({owner: blocks * size for owner, blocks in replica.blocks.items()})
+    return held, nbytes
 
 
-def _places(row: SessionRow, seen: Seen, pooled: int | None, block_bytes: int, before: Json) -> Json:
+def _places(row: SessionRow, seen: Seen, pooled: tuple[int, int] | None, before: Json) -> Json:
     """Return where a lineage's blocks are, and when it is expected; nothing while the directory is silent.
 
-    `pooled`: its blocks in the pools, None where it is not known.
+    `pooled`: its blocks and bytes in the pools, None where it is not known.
     """
     if seen.nodes is None:
         return {"running": False}
@@ -237,11 +243,11 @@ def _places(row: SessionRow, seen: Seen, pooled: int | None, block_bytes: int, b
             blocks[place] = max(blocks[place], more) if tier in TIERS.shared else blocks[place] + more
             nbytes[place] = max(nbytes[place], size) if tier in TIERS.shared else nbytes[place] + size
     places = (*TIERS, PEER)
+    in_pools, pool_bytes = (None, None) if pooled is None else pooled
     told: Json = {
         "running": any(glance.is_running for glance in glances.values()),
-        "blocks": {"gpu": pooled} | {place: blocks[place] for place in places},
-        "bytes": {"gpu": None if pooled is None else pooled * block_bytes}
-        | {place: nbytes[place] for place in places},
+        "blocks": {"gpu": in_pools} | {place: blocks[place] for place in places},
+        "bytes": {"gpu": pool_bytes} | {place: nbytes[place] for place in places},
         "runs": _runs(glances, row),
     }
     expected = next((glance for glance in glances.values() if glance.survival), None)

@@ -57,6 +57,34 @@ def test_a_good_pair_passes_and_the_pinned_certificate_is_trusted_alone(tea: Aut
         shake(other.open(), files.pin())
 
 
+def test_the_pinned_certificate_is_trusted_beside_no_authority_of_the_system(
+    tea: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, other = tea.issue("server"), Authority(tea.folder, "coffee")
+    monkeypatch.setenv("SSL_CERT_FILE", str(other.file))
+    shake(other.issue("public").open(), ssl.create_default_context())  # the system does trust it
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake(other.issue("public").open(), files.pin())
+    shake(files.open(), files.pin())
+
+
+def test_a_chain_in_the_file_is_shown_and_certifies_no_other(tea: Authority) -> None:
+    files, sibling = tea.issue("server"), tea.issue("sibling")
+    whole = files.key.read_bytes() + files.certificate.read_bytes() + tea.file.read_bytes()
+    files.certificate.write_bytes("Grüße\n".encode() + whole)
+    files.check()
+    shake(files.open(), files.pin())
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake(sibling.open(), files.pin())
+
+
+def test_a_file_without_a_certificate_pins_none(tea: Authority) -> None:
+    files = tea.issue("server")
+    files.certificate.write_bytes(files.key.read_bytes())
+    with pytest.raises(CertificateRefused, match=r"server\.pem: it has no certificate"):
+        files.pin()
+
+
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
 def test_old_versions_are_refused(tea: Authority, version: ssl.TLSVersion) -> None:
     files = tea.issue("server")

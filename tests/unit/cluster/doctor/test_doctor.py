@@ -258,6 +258,16 @@ PLANTED: dict[str, tuple[Planted, CheckState, str, str]] = {
         ),
         *("warning", "0.0.0.0 without TLS", "proxy with TLS"),
     ),
+    "an API open to the network by HTTPS": (
+        lambda make, tmp: safety.open_binds(
+            make(
+                server={"host": "0.0.0.0", "tls_certificate": "/c.pem", "tls_key": "/k.pem"},
+                auth={"api_keys": {"a": "0123456789abcdef"}},
+            ),
+            lambda: [],
+        ),
+        *("ok", "0.0.0.0 with TLS", ""),
+    ),
     "a server's secret that others can read": (
         lambda make, tmp: safety.secrets_files(
             _with(make(), lambda: open_file(tmp / "cache" / "server-secret", 0o640))

@@ -179,6 +179,23 @@ def test_one_that_runs_is_neither_replaced_nor_removed(
     assert remove(settings)
 
 
+def test_one_that_runs_behind_a_link_is_seen(
+    settings: Settings, env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache on another disk: the kernel tells where the libraries really lie."""
+    add(settings, Heard(), RECIPE, env)
+    real = tmp_path / "big"
+    settings.engines_dir.rename(real)
+    settings.engines_dir.symlink_to(real)
+    maps = tmp_path / "proc" / "4711" / "maps"
+    maps.parent.mkdir(parents=True)
+    maps.write_text(f"7f00-7f01 r-xp 0 0:0 1 {real}/vllm/lib/x.so\n")
+    refuse = environment.refuse_in_use
+    monkeypatch.setattr(environment, "refuse_in_use", lambda path: refuse(path, tmp_path / "proc"))
+    with pytest.raises(EnvironmentFailed, match="pid 4711 runs from"):
+        remove(settings)
+
+
 def test_removed_it_is_gone(settings: Settings, env: dict[str, str]) -> None:
     assert not remove(settings)
     add(settings, Heard(), RECIPE, env)

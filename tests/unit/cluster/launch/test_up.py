@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import time
 from collections.abc import Callable
@@ -255,6 +256,11 @@ def test_the_wheel_goes_along(world: World, tmp_path: Path) -> None:
     up(world.launch(rack(f"--launch.wheel={wheel}")))
     node_dir = world.files("samovar").node_dir
     assert (node_dir / wheel.name).read_bytes() == b"PK"
+    up(world.launch(rack(f"--launch.wheel={wheel}")))
+    assert "--no-restart" in world.calls()[-2], "the same wheel again"
+    wheel.write_bytes(b"PK2")
+    up(world.launch(rack(f"--launch.wheel={wheel}")))
+    assert "--no-restart" not in world.calls()[-2], "processes that run have what it was"
     up(world.launch(rack()))
     assert not list(node_dir.glob("*.whl"))
 
@@ -272,9 +278,13 @@ def test_cleaning_removes_secrets_and_what_the_head_remembers() -> None:
     gone = " ".join(
         (*(f"~/samovar/{name}" for name in secrets), "~/.ray/auth_token", "~/samovar-tls/tls.key")
     )
-    assert f"rm -f {gone}; rm -rf ~/samovar-gcs;" in text
+    assert f"rm -f {gone} || exit 1; rm -rf ~/samovar-gcs;" in text
     assert "ray stop" in text
     assert "samovar-gcs" not in cleaning(rack("--launch.gcs.storage=memory").launch)
+    image = rack(f"--launch.image=docker.io/me/samovar@sha256:{'0' * 64}").launch
+    mounted = f"/tmp/ray_tmp_mount/{image.name}/~/samovar"
+    for name in secrets:
+        assert f"{mounted}/{name}" in shlex.split(cleaning(image).replace(";", " ;"))
     words = ssh_words(rack("--launch.ssh.proxy-command=nc %h %p").launch, "10.0.0.2", "true")
     assert words[-2:] == ["ubuntu@10.0.0.2", "true"]
     assert "ProxyCommand=nc %h %p" in words

@@ -104,10 +104,22 @@ def test_exit_codes_are_those_of_serve() -> None:
         (("--model=/home/me/m",), "ProtectHome", ["read-only"]),
         (("--tiers.nvme.dir=/mnt/kv", "--record=/srv/t/x.jsonl"), "ReadWritePaths", ["/srv/t", "/mnt/kv"]),
         (("--tiers.nvme.dir=/var/lib/samovar/kv",), "ReadWritePaths", []),
+        (("--auth.audit-file=/var/log/s/audit.jsonl",), "ReadWritePaths", ["/var/log/s"]),
+        (("--auth.keys-file=/srv/keys/k.json",), "ReadWritePaths", ["/srv/keys"]),
+        (("--knowledge.dir=/srv/kb", "--compaction.dir=/srv/s"), "ReadWritePaths", ["/srv/kb", "/srv/s"]),
     ],
 )
 def test_only_what_the_settings_need_is_allowed(flags: tuple[str, ...], key: str, wanted: list[str]) -> None:
     assert values(unit(*flags), key) == wanted
+
+
+def test_keys_in_a_database_are_no_file_and_paths_may_be_in_a_table(tmp_path: Path) -> None:
+    database = str(tmp_path / "database.yaml")
+    Path(database).write_text("knowledge: {enabled: true, postgres: {url: 'postgresql://db/x'}}\n")
+    text = unit("--auth.keys-file=postgres:", config=database)
+    assert values(text, "ReadWritePaths") == []
+    (start,) = values(unit('--engine.vllm.adapters={"a":"/srv/a"}', "--engine.kind=vllm"), "ExecStart")
+    assert r"{\"a\": \"/srv/a\"}" in start
 
 
 def test_the_words_arrive_as_they_were_given() -> None:

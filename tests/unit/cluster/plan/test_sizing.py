@@ -43,6 +43,18 @@ DEEPSEEK: dict[str, Any] = {
 GIB = 1 << 30
 
 
+def test_a_quantized_models_size_says_nothing_of_its_parameters() -> None:
+    options = SizingOptions()
+    for config in (
+        {**MHA_7B, "quantization_config": {"quant_method": "awq", "bits": 4}},
+        {"text_config": MHA_7B, "compression_config": {"format": "x"}},
+    ):
+        sized = size_model(shape_of(config), 4 * GIB, 80 * GIB, [8192], options)
+        assert sized.contexts[0].compute_s is None
+        assert any("a quantized model" in note for note in sized.notes)
+    assert size_model(shape_of(MHA_7B), 14 * GIB, 80 * GIB, [8192], options).contexts[0].compute_s is not None
+
+
 def test_the_seed_examples_come_out() -> None:
     qwen = shape_of(QWEN_32B)
     assert (qwen.kind, qwen.token_bytes()) == ("GQA", 262_144)

@@ -109,6 +109,25 @@ def test_the_s3_demo_starts_first_and_stops_last(stage: Stage, tmp_path: Path) -
     assert stage.settings.tiers.s3.bucket == "demo"
 
 
+def test_a_reload_that_is_asked_for_before_it_is_ready_is_done_once_it_is(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As systemd does that takes a process for started at once: it would end, and stay ended."""
+    monkeypatch.setattr(app, "_hung_up", [])
+    monkeypatch.setattr(app, "_update", lambda *_: stage.steps.append("reload"))
+    monkeypatch.setattr(app, "_say_ready", lambda *_: None)
+    monkeypatch.setattr(app.Run, "_next", lambda run, signals: signal.SIGTERM)
+    start = app.Service.start
+
+    def hung_up(service: app.Service) -> None:
+        start(service)
+        signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setattr(app.Service, "start", hung_up)
+    assert serve_forever(Settings(), reload=Settings) == 0
+    assert stage.steps == ["start", "reload", "stop", "ray stops"]
+
+
 def test_without_the_flag_there_is_no_demo(stage: Stage) -> None:
     assert serve_forever(Settings()) == 0
     assert stage.steps == ["start", "stop", "ray stops"]

@@ -110,6 +110,37 @@ def test_a_format_is_followed_or_told(name: str) -> None:
             '{"x": 2}',
             ["propertyNames"],
         ),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"enum": ["a", "B"], "pattern": "^[a-z]$"},
+                "additionalProperties": {"const": 1},
+            },
+            '{"a": 1}',
+            '{"c": 1}',
+            ["propertyNames"],
+        ),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"$ref": "#/$defs/E", "maxLength": 3},
+                "additionalProperties": {"const": 1},
+                "$defs": COLOURS,
+            },
+            '{"red": 1}',
+            '{"green": 1}',
+            ["propertyNames"],
+        ),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"title": "Colour", "description": "one of two", **COLOURS["E"]},
+                "additionalProperties": {"const": 1},
+            },
+            '{"red": 1}',
+            '{"green": 1}',
+            [],
+        ),
         ({"type": "object", "propertyNames": {"type": "string"}}, '{"x": 1}', "1", []),
         ({"oneOf": [CAT, DOG], "discriminator": KIND}, '{"k": "dog"}', '{"k": "cow"}', []),
         (
@@ -199,6 +230,9 @@ def test_a_value_that_llguidance_would_round_is_exact(shape: int, number: int) -
         {"type": "array", "items": {"enum": [9007199254740993]}, "minItems": 2},
         {"type": "object", "additionalProperties": {"const": 9007199254740993}},
         {"enum": [9007199254740993], "minimum": 3},
+        {"oneOf": [{"const": 9007199254740993}, {"type": "integer"}]},
+        {"oneOf": [{"enum": [9007199254740993, 1]}, {"enum": [2, 1.0]}]},
+        {"oneOf": [{"enum": [9007199254740993, [1]]}, {"const": [1]}]},
         {"$defs": {"A": {"items": {"$ref": "#/$defs/A"}, "const": 9007199254740993}}, "$ref": "#/$defs/A"},
     ],
 )
@@ -208,6 +242,15 @@ def test_where_it_cannot_be_exact_it_is_refused_with_its_digits(schema: dict[str
     assert "9007199254740993" in caught.value.reason
     with pytest.raises(ValueError, match="9007199254740993"):
         embedded_json(schema)
+
+
+def test_one_of_values_that_no_two_parts_list_is_exact() -> None:
+    """Numbers that two parts list are valid under none, and were written."""
+    parts = [{"const": 9007199254740993}, {"$ref": "#/$defs/E"}, {"type": "null"}, {"enum": [1]}]
+    schema = {"oneOf": parts, "$defs": COLOURS}
+    for text in ("9007199254740993", '"red"', "null", "1"):
+        assert allows(schema, text)
+    assert not allows(schema, "9007199254740992")
 
 
 @pytest.mark.parametrize("number", [2**53, 2**53 + 2, -(2**53) - 2, 2**62, 10**18, 0, True])

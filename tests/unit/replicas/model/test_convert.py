@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from samovar.replicas.messages import ModelRefused
 from samovar.replicas.model.gguf import convert_gguf
 from samovar.replicas.model.spec import inspect_model
+from samovar.replicas.model.tokenizer import load_tokenizer
 from tests.support.engines.tiny_models import EOS_ID, PAD_ID, make_tiny_model, make_tiny_tokenizer
 
 GGUF_NAMES = {
@@ -61,8 +62,14 @@ def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
 
 
 def write_gguf(
-    path: Path, model: Any, edit: Edit | None = None, arch: str = "llama", pre: str = "smollm"
+    path: Path,
+    model: Any,
+    edit: Edit | None = None,
+    arch: str = "llama",
+    pre: str = "smollm",
+    more: tuple[str, ...] = (),
 ) -> Path:
+    """Write a model with the tiny tokenizer, and `more` tokens that no merge makes."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(4096)
     writer.add_block_count(2)
@@ -76,14 +83,17 @@ def write_gguf(
     vocab = backend["model"]["vocab"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3))
+    writer.add_token_list([*sorted(vocab, key=vocab.__getitem__), *more])
+    normal = len(vocab) - 3 + len(more)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * normal)
     writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(EOS_ID)
     writer.add_pad_token_id(PAD_ID)
     writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     tensors = gguf_tensors(model)
+    rows = tensors["token_embd.weight"]
+    tensors["token_embd.weight"] = np.concatenate([rows, rows[: len(more)]])
     if edit is not None:
         edit(writer, tensors)
     for name, values in tensors.items():
@@ -178,6 +188,20 @@ def test_another_kind_comes_back_exactly(tmp_path: Path, arch: Literal["qwen2", 
     assert tokenizer("e\u0301").input_ids == tokenizer("\u00e9").input_ids
     pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 12")
     assert [piece for piece, _ in pieces] == ["a", "Ġ", "1", "2"]
+
+
+@pytest.mark.parametrize(("pre", "is_whole"), [("llama-bpe", True), ("tekken", True), ("dbrx", False)])
+def test_a_piece_of_text_that_is_a_token_is_that_one(
+    model: torch.nn.Module, tmp_path: Path, pre: str, is_whole: bool
+) -> None:
+    """Llama 3 has tokens that no merge makes: they were taken apart, and the model read other tokens."""
+    (tmp_path / "out").mkdir()
+    source = write_gguf(tmp_path / "m.gguf", model, pre=pre, more=("\u0120Vi\u00e1\u00bb\u0129t",))  # " Việt"
+    convert_gguf(source, tmp_path / "out")
+    tokenizer = load_tokenizer(tmp_path / "out")
+    ids = tokenizer.encode("tea Vi\u1ec7t", add_special_tokens=False)
+    assert (ids[-1] == len(tokenizer) - 1) is is_whole
+    assert tokenizer.decode(ids) == "tea Vi\u1ec7t"
 
 
 def test_text_that_is_split_in_an_unknown_way_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:

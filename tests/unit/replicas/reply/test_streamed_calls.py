@@ -189,6 +189,37 @@ def test_an_object_with_a_comma_too_many_is_no_call() -> None:
     assert read_reply(reading("hermes"), text) == Reply(text)
 
 
+CALL = '{"name": "f", "arguments": {"a": 1}'
+CLOSED = "</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("hermes", f'<tool_call>{CALL},"x":oops}}{CLOSED}', "", 1),
+        ("hermes", f'<tool_call>{CALL},"x":oops}}{CLOSED} Done.', "Done.", 1),
+        ("hermes", f'<tool_call>{CALL},"x":"{CLOSED}" oops}}{CLOSED} Done.', "Done.", 1),
+        ("hermes", f'<tool_call>{CALL},"x":"oops}}{CLOSED} Done.', "Done.", 1),
+        ("hermes", f"<tool_call>{CALL},}}{CLOSED} Done.", "Done.", 1),
+        ("hermes", f'<tool_call>{CALL},"x":oops}}</tool_c', "", 1),
+        ("hermes", f'<tool_call>{CALL},"x":oops}} and more', ',"x":oops} and more', 1),
+        ("hermes", f'<tool_call>{CALL},"x":[1', "", 1),
+        ("hermes", f"<tool_call>{CALL}, {CALL}}}{CLOSED}", "", 2),
+        ("hermes", f"<tool_call>{CALL}\n{CALL}}}{CLOSED}", "", 2),
+        ("llama3_json", f'{CALL}, "x": oops}}', ', "x": oops}', 1),
+        ("llama3_json", f'{CALL}, "x": "cut', "", 1),
+    ],
+)
+def test_what_breaks_behind_a_calls_arguments_is_lost_nowhere_and_leaks_no_mark(
+    name: str, text: str, content: str, calls: int
+) -> None:
+    """A part of it was lost, and the rest was an answer's text, with the close mark."""
+    whole = read_reply(reading(name), text)
+    assert (whole.content.strip(), [one.value for one in whole.calls]) == (content, [{"a": 1}] * calls)
+    for step in (1, 3):
+        assert streamed(reading(name), text, step)[0] == whole
+
+
 @pytest.mark.parametrize("name", ["mistral", "deepseek_v3"])
 def test_a_head_that_is_too_long_is_none_however_it_comes(name: str) -> None:
     before = {"mistral": "[TOOL_CALLS]f", "deepseek_v3": written("deepseek_v3", {}).split("{")[0]}[name]
@@ -306,3 +337,53 @@ def test_what_is_no_json_is_seen_at_once(text: str) -> None:
     scan = JsonScan()
     scan.feed(text)
     assert scan.is_broken, text
+
+
+NESTED = {
+    "type": "object",
+    "$defs": {
+        "Place": {"type": "object", "properties": {"near": {"$ref": "#/$defs/Place"}}},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/a~1b"}]},
+        "a/b": {"type": "integer"},
+    },
+    "properties": {
+        "place": {"$ref": "#/$defs/Place"},
+        "all": {"allOf": [{"$ref": "#/$defs/Place"}], "description": "pydantic 1"},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}], "default": None},
+        "level": {"enum": [1, 2.5, None]},
+        "flag": {"const": True},
+        "word": {"enum": ["1", "2"]},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "same": {"$ref": "#"},
+        "gone": {"$ref": "#/$defs/none"},
+        "far": {"$ref": "https://example.com/x.json"},
+        "odd": {"$ref": 5, "allOf": [7], "enum": 1},
+    },
+}
+"""As pydantic and MCP servers describe parameters."""
+
+
+def test_values_are_of_the_types_that_a_reference_a_part_or_a_list_says() -> None:
+    """Nested models came as strings of JSON."""
+    tools = json.dumps([{"type": "function", "function": {"name": "f", "parameters": NESTED}}])
+    asked = reading("qwen3_xml", parameters=tools)
+    place = {"near": {"near": None}, "n": [1, "x"]}
+    for maybe in (None, place):
+        arguments = {
+            **{"place": place, "all": place, "maybe": maybe, "level": 1, "flag": True, "word": "1"},
+            **{"loop": 3, "same": {}, "gone": "{}", "far": "1", "odd": "2"},
+        }
+        call = written("qwen3_xml", arguments)
+        assert [one.value for one in read_reply(asked, call).calls] == [arguments]
+        (full,) = read_reply(asked, call).calls
+        for at in range(len(call) + 1):
+            whole = read_reply(asked, call[:at])
+            assert streamed(asked, call[:at], 1)[0] == whole
+            for one in whole.calls:
+                assert full.arguments.startswith(one.arguments)
+    other = written("qwen3_xml", {"level": None, "maybe": "near"})
+    assert read_reply(asked, other).calls[0].value == {"level": None, "maybe": "near"}
+
+
+def test_a_text_between_quotes_keeps_them() -> None:
+    assert json.loads(typed('"x"', ("string", "null"))) == '"x"'

@@ -104,6 +104,9 @@ async def test_a_credential_of_the_file_is_named_by_its_id(tmp_path: Path) -> No
         (Caller("t", True), "POST", "/cache/clear", 200, "erased"),
         (Caller("t", True), "GET", "/cache/stats", 200, "admin"),
         (Caller("t", True), "GET", "/v1/models", 200, None),
+        (Caller("t", True), "GET", "/v1/live", 200, "admin"),  # it shows every tenant
+        (Caller("t", True), "GET", "/v1/usage", 200, None),  # it shows its own
+        (Caller("t"), "GET", "/v1/live", 200, None),
         (Caller(None, True), "GET", "/v1/usage", 200, "admin"),
     ],
 )

@@ -214,6 +214,58 @@ def test_a_file_that_cannot_be_read_has_no_keys(
     assert asks(who, key) == Caller("kitchen")
 
 
+class Hanging(KeyFile):
+    """A file on a mount that stops to answer, and raises nothing; `grace_s` as of a database."""
+
+    def __init__(self, path: Path, clock: Clock, grace_s: float) -> None:
+        super().__init__(path, clock)
+        self.grace_s = grace_s
+        self.answers = threading.Event()
+        self.answers.set()
+        self.asked = threading.Event()
+
+    def mark(self) -> tuple[int, int, int]:
+        self.asked.set()
+        assert self.answers.wait(60)
+        return super().mark()
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 300.0])
+def test_keys_are_not_good_for_ever_while_a_read_of_them_hangs(
+    file: KeyFile, clock: Clock, grace_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, passed = Hanging(file.path, clock, grace_s), Clock()
+    record, key = file.create("kitchen")
+    followed = FollowedKeys(store, 1.0, clock, passed)
+    store.answers.clear()
+    store.asked.clear()
+    looking = threading.Thread(target=followed.look)
+    looking.start()
+    try:
+        assert store.asked.wait(60)
+        file.revoke(record.id)
+        passed.now_s += grace_s + 10.0  # a look each second, one that waits for a lock, and a slow disk
+        assert followed.owner(key.encode()) == Caller("kitchen", credential=record.id)
+        passed.now_s += 0.1
+        for _ in range(3):
+            with pytest.raises(Unavailable, match=r"auth\.keys_file"):
+                followed.owner(key.encode())
+        assert caplog.messages == ["no key of auth.keys_file is accepted: reading them does not end"]
+    finally:
+        store.answers.set()
+        looking.join()
+    with pytest.raises(AuthenticationFailed, match="revoked"):
+        followed.owner(key.encode())
+
+
+def test_keys_that_are_not_followed_yet_are_those_of_the_beginning(file: KeyFile, clock: Clock) -> None:
+    record, key = file.create("kitchen")
+    passed = Clock()
+    followed = FollowedKeys(file, 1.0, clock, passed)
+    passed.now_s += DAY_S
+    assert followed.owner(key.encode()) == Caller("kitchen", credential=record.id)
+
+
 def test_without_the_file_nobody_is_let_in() -> None:
     """Whatever way an authenticator is made: settings with a file of keys are never an open endpoint."""
     who = Authenticator(AuthSettings(keys_file=Path("nowhere")))

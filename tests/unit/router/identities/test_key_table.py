@@ -176,7 +176,7 @@ def test_while_the_database_is_away_known_keys_are_good_for_a_while(clock: Clock
     try:
         table = KeyTable(postgres_settings(server.url(), "keys", retry_s=0.0).postgres, 5.0, clock)
         _, key = table.create("kitchen")
-        followed = FollowedKeys(table, 1.0, clock)
+        followed = FollowedKeys(table, 1.0, clock, clock)
         server.stop()
         clock.now_s += GRACE_S - 1
         followed.look()

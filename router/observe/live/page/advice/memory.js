@@ -1,6 +1,6 @@
 import { byId, el, say } from "../base/dom.js";
 import { bytes, count, duration, plural } from "../base/format.js";
-import { SOURCES, nameOf } from "../cache/sources.js";
+import { inOrder, nameOf } from "../cache/sources.js";
 
 /** Name a context's length: 2048 is 2k. */
 export function lengthOf(tokens) {
@@ -31,7 +31,7 @@ export function winsInWords(memory) {
 }
 
 function tiersOf(memory) {
-  return Object.keys(memory.tiers).sort((a, b) => SOURCES.indexOf(a) - SOURCES.indexOf(b));
+  return inOrder(Object.keys(memory.tiers));
 }
 
 /** What `samovar plan --live` says: what fits at each length, how fast it decodes, and what loading takes. */

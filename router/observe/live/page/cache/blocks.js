@@ -1,6 +1,6 @@
 import { el, mark } from "../base/dom.js";
 import { plural } from "../base/format.js";
-import { PLACES, meaningOf, nameOf } from "./sources.js";
+import { inOrder, meaningOf, nameOf, styleOf } from "./sources.js";
 
 /** Blocks are drawn one by one up to this many; longer chains by as many equal parts. */
 export const CELLS_MAX = 64;
@@ -93,11 +93,11 @@ export class BlockLanes {
     }
     main.style.transitionDelay = `${Math.round((STAGGER_MS_MAX * number) / count)}ms`;
     main.style.setProperty("--lane", lanes.indexOf(place));
-    main.className = `cell at-${place}`;
+    main.className = `cell at-${styleOf(place)}`;
     const isCopied = below !== "none" && below !== place;
     copy.hidden = !isCopied;
     if (isCopied) {
-      copy.className = `cell copy at-${below}`;
+      copy.className = `cell copy at-${styleOf(below)}`;
       copy.style.setProperty("--lane", lanes.indexOf(below));
     }
   }
@@ -106,7 +106,7 @@ export class BlockLanes {
 function said(chain, lineage) {
   if (!lineage.blocks) return `${plural(chain, "block")}; where they lie is not known now`;
   const counts = countsOf(chain, lineage);
-  const parts = PLACES.filter((place) => counts[place]).map((place) => `${counts[place]} ${nameOf(place)}`);
+  const parts = inOrder(Object.keys(counts)).map((place) => `${counts[place]} ${nameOf(place)}`);
   const unknown = lineage.blocks.gpu === null ? "; the engine does not say what is in the pool" : "";
   return `${plural(chain, "block")} by nearest tier: ${parts.join(", ") || "none"}${unknown}`;
 }

@@ -1,5 +1,5 @@
 import uPlot from "../vendor/uplot-1.6.32.esm.js";
-import { SOURCES } from "./sources.js";
+import { sourcesOf, styleOf } from "./sources.js";
 
 const FONT = "11px system-ui, sans-serif";
 const TILE = 6;
@@ -18,8 +18,13 @@ class Chart {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#make());
   }
 
-  show(data) {
+  /** Draw data; `isOther`: of other series than the last, which uPlot cannot exchange. */
+  show(data, isOther = false) {
     this.#data = data;
+    if (isOther) {
+      this.#plot?.destroy();
+      this.#plot = null;
+    }
     if (this.#plot) this.#plot.setData(data);
     else this.#make();
   }
@@ -57,6 +62,7 @@ function axis(colour, more) {
 /** Bars of tokens by source over time, stacked: `times` are the buckets' starts, `counts` by source. */
 export class SourcesOverTime {
   #chart;
+  #sources = sourcesOf({});
 
   constructor(box, bucketS) {
     const bars = uPlot.paths.bars({ size: [0.82, 30], align: 1 });
@@ -68,10 +74,10 @@ export class SourcesOverTime {
       ],
       series: [
         {},
-        ...[...SOURCES].reverse().map((id) => ({
+        ...[...this.#sources].reverse().map((id) => ({
           paths: bars,
           points: { show: false },
-          stroke: colour(`src-${id}`),
+          stroke: colour(`src-${styleOf(id)}`),
           width: 0,
           fill: () => pattern(id, colour),
         })),
@@ -82,8 +88,11 @@ export class SourcesOverTime {
   /** Draw buckets `{t, tokens}`, the earliest first. */
   show(buckets) {
     const sums = buckets.map(() => 0);
-    const stacked = SOURCES.map((id) => buckets.map(({ tokens }, place) => (sums[place] += tokens[id] ?? 0)));
-    this.#chart.show([buckets.map(({ t }) => t), ...stacked.reverse()]);
+    const sources = sourcesOf(Object.assign({}, ...buckets.map(({ tokens }) => tokens)));
+    const isOther = sources.join() !== this.#sources.join();
+    this.#sources = sources;
+    const stacked = sources.map((id) => buckets.map(({ tokens }, place) => (sums[place] += tokens[id] ?? 0)));
+    this.#chart.show([buckets.map(({ t }) => t), ...stacked.reverse()], isOther);
   }
 }
 
@@ -119,7 +128,7 @@ export class Calibration {
 
 /** Return a fill with the pattern that the same source has in style.css. */
 function pattern(id, colour) {
-  const main = colour(`src-${id}`);
+  const main = colour(`src-${styleOf(id)}`);
   const tile = document.createElement("canvas");
   const scale = Math.max(1, Math.round(devicePixelRatio));
   tile.width = tile.height = TILE * scale;
@@ -140,6 +149,7 @@ function pattern(id, colour) {
   if (id === "cpu" || id === "compute") diagonal(pen);
   if (id === "nvme") line(pen, 0, TILE / 2, TILE, TILE / 2);
   if (id === "s3") line(pen, TILE / 2, 0, TILE / 2, TILE);
+  if (styleOf(id) === "other") line(pen, 0, TILE, TILE, 0);
   if (id === "peer") pen.arc(TILE / 2, TILE / 2, 1.2, 0, 7);
   pen.stroke();
   return pen.createPattern(tile, "repeat");

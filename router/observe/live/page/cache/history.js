@@ -1,5 +1,3 @@
-import { SOURCES } from "./sources.js";
-
 /** Tokens by source over time, in buckets: what the counters of `totals` grew by between two states. */
 export class TokenHistory {
   #bucketS;
@@ -21,8 +19,8 @@ export class TokenHistory {
     this.#last = totals.tokens;
     if (last === null) return;
     const start = this.#startOf(t);
-    for (const id of SOURCES) {
-      const grown = (totals.tokens[id] ?? 0) - (last[id] ?? 0);
+    for (const [id, tokens] of Object.entries(totals.tokens)) {
+      const grown = tokens - (last[id] ?? 0);
       if (grown > 0) {
         if (!this.#buckets.has(start)) this.#buckets.set(start, {});
         const bucket = this.#buckets.get(start);

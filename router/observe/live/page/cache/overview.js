@@ -2,7 +2,7 @@ import { byId, el, keyed, mark, say } from "../base/dom.js";
 import { bytes, count, duration, percent, plural, share, short } from "../base/format.js";
 import { Calibration, SourcesOverTime } from "./charts.js";
 import { TokenHistory } from "./history.js";
-import { SOURCES, allOf, nameOf, swatch } from "./sources.js";
+import { allOf, inOrder, nameOf, sourcesOf, styleOf, swatch } from "./sources.js";
 
 const BUCKET_S = 10;
 const BUCKETS = 30;
@@ -49,7 +49,7 @@ export class Overview {
     const held = Object.entries(usage.bytes_held ?? {}).map(([name, size]) => ({ name, size }));
     const most = Math.max(1, ...held.map(({ size }) => size));
     keyed(byId("held"), this.#held, held, (item) => item.name, () => meter((item) => ({
-      source: item.name, name: nameOf(item.name), share: item.size / most, value: bytes(item.size),
+      source: item.name, style: styleOf(item.name), name: nameOf(item.name), share: item.size / most, value: bytes(item.size),
     })));
     byId("held-unknown").hidden = held.length > 0;
   }
@@ -76,7 +76,7 @@ export class Overview {
     const since = duration((this.#last.t ?? 0) - totals.since_unix_s);
     say(byId("hit-caption"), all > 0 ? `of ${count(all)} prompt tokens were not computed again` : "no prompt has come yet");
     say(byId("saved"), totals.saved_s > 0 ? `${duration(totals.saved_s)} of computing saved in ${since}` : `counted since ${since}`);
-    keyed(byId("legend"), this.#legend, SOURCES.map((id) => ({ id, part: totals.tokens[id] ?? 0, all })), (item) => item.id, (item) => {
+    keyed(byId("legend"), this.#legend, sourcesOf(totals.tokens).map((id) => ({ id, part: totals.tokens[id] ?? 0, all })), (item) => item.id, (item) => {
       const value = el("span", { class: "legend-value" });
       const name = el("span", { class: "legend-name" });
       const node = el("li", { "data-source": item.id }, swatch(item.id), name, value);
@@ -111,7 +111,7 @@ export class Overview {
         sums.set(name, sum);
       }
     }
-    const order = [...sums.values()].sort((a, b) => SOURCES.indexOf(a.name) - SOURCES.indexOf(b.name));
+    const order = inOrder(sums.keys()).map((name) => sums.get(name));
     const pages = Object.values(this.#last.replicas ?? {}).map((replica) => replica.pages ?? {});
     const total = pages.reduce((sum, page) => sum + (page.total ?? 0), 0);
     const used = pages.reduce((sum, page) => sum + (page.active ?? 0) + (page.cached ?? 0), 0);
@@ -174,7 +174,7 @@ function againstLru(nodes) {
   return `Against least recently used: ${size} of the prompt tokens asked for (${count(gained)} gained, ${count(regretted)} regretted).${verdict}${hints}`;
 }
 
-/** A line with a name, a bar and a value; `rowOf(item)` returns them as `{name, share, value, source, note}`. */
+/** A line with a name, a bar and a value; `rowOf(item)` returns them as `{name, share, value, source, style, note}`. */
 function meter(rowOf) {
   const name = el("span", { class: "meter-name" });
   const fill = el("span", { class: "meter-fill" });
@@ -187,7 +187,7 @@ function meter(rowOf) {
     say(value, row.value);
     node.title = row.note ?? "";
     node.dataset.source = row.source ?? "";
-    fill.className = `meter-fill src-${row.source ?? "plain"}`;
+    fill.className = `meter-fill src-${row.style ?? row.source ?? "plain"}`;
     fill.style.width = row.share > 0 ? `${Math.min(100, Math.max(2, 100 * row.share)).toFixed(1)}%` : "0";
     node.classList.toggle("off", row.off === true);
     node.classList.toggle("trouble", row.trouble === true);
@@ -199,7 +199,7 @@ function tierRow({ name, pages, used, limit, off, problems }) {
   const trouble = problems.size > 0;
   const filled = pages ? `${count(used)} of ${count(limit)} pages` : `${bytes(used)} of ${bytes(limit)}`;
   const value = off ? "off" : trouble ? [...problems].join(", ") : filled;
-  return { source: name, name: nameOf(name), share: share(used, limit), value, off, trouble, note: filled };
+  return { source: name, style: styleOf(name), name: nameOf(name), share: share(used, limit), value, off, trouble, note: filled };
 }
 
 function replicaRow({ name, replica }) {

@@ -2,7 +2,7 @@ import { byId, el, keyed, say } from "../base/dom.js";
 import { bytes, count, duration, plural, short } from "../base/format.js";
 import { BlockLanes } from "./blocks.js";
 import { SurvivalCurve } from "./forecast.js";
-import { PLACES, allOf, cachedOf } from "./sources.js";
+import { allOf, cachedOf, inOrder } from "./sources.js";
 import { TurnBars, gainOf, longestMs } from "./turns.js";
 
 const ROWS_FIRST = 8;
@@ -72,7 +72,7 @@ function exampleOf(model) {
 }
 
 /** Return the lanes to draw: places that this service has or that some conversation uses. */
-function lanesOf(state, sessions) {
+export function lanesOf(state, sessions) {
   const used = new Set(["gpu", "cpu", "nvme", "none"]);
   for (const node of Object.values(state?.nodes ?? {})) {
     for (const [name, tier] of Object.entries(node.tiers ?? {})) if (!tier.state.startsWith("off")) used.add(name);
@@ -82,7 +82,7 @@ function lanesOf(state, sessions) {
       for (const [place] of lineage.runs ?? []) used.add(place);
     }
   }
-  return PLACES.filter((place) => used.has(place));
+  return inOrder(used);
 }
 
 class Row {

@@ -1,14 +1,11 @@
 import { el } from "../base/dom.js";
 import { count, share } from "../base/format.js";
 
-/**
- * Where the KV of a prompt's tokens comes from, hottest first. Each has a colour and a pattern (style.css
- * `.src-ID`) and is always named beside it.
- */
-export const SOURCES = ["gpu", "cpu", "nvme", "s3", "peer", "compute"];
+/** Where every service may have KV, hottest first: each has a colour and a pattern (style.css `.src-ID`). */
+const KNOWN = ["gpu", "cpu", "nvme", "s3", "peer"];
 
-/** Where a conversation's blocks lie. */
-export const PLACES = ["gpu", "cpu", "nvme", "s3", "peer", "none"];
+/** What is no place of KV: tokens that were computed, blocks without a copy. */
+const NOWHERE = ["compute", "none"];
 
 const NAMES = {
   gpu: "GPU pages",
@@ -45,24 +42,44 @@ export function meaningOf(id) {
   return MEANINGS[id] ?? "";
 }
 
+/** Return whose colour and pattern a source or a place has: further tiers share one, as the names tell them apart. */
+export function styleOf(id) {
+  return KNOWN.includes(id) || NOWHERE.includes(id) ? id : "other";
+}
+
+/** Return names of sources or places, each once: hottest first, then further tiers as they come, then nowhere. */
+export function inOrder(ids) {
+  return [...new Set(ids)].sort((a, b) => rankOf(a) - rankOf(b));
+}
+
+function rankOf(id) {
+  if (NOWHERE.includes(id)) return KNOWN.length + 1;
+  return KNOWN.includes(id) ? KNOWN.indexOf(id) : KNOWN.length;
+}
+
+/** Return the sources that are always named, and those of these tokens, in order. */
+export function sourcesOf(tokens) {
+  return inOrder([...KNOWN, ...Object.keys(tokens), "compute"]);
+}
+
 /** Return a sample of a source's colour and pattern. */
 export function swatch(id) {
-  return el("span", { class: `swatch src-${id}`, "aria-hidden": "true" });
+  return el("span", { class: `swatch src-${styleOf(id)}`, "aria-hidden": "true" });
 }
 
 /** Return how many tokens did not have to be computed. */
 export function cachedOf(tokens) {
-  return SOURCES.reduce((sum, id) => sum + (id === "compute" ? 0 : (tokens[id] ?? 0)), 0);
+  return allOf(tokens) - (tokens.compute ?? 0);
 }
 
 /** Return the sum over all sources. */
 export function allOf(tokens) {
-  return SOURCES.reduce((sum, id) => sum + (tokens[id] ?? 0), 0);
+  return Object.values(tokens).reduce((sum, part) => sum + part, 0);
 }
 
 /** Say in words where tokens came from: `640 RAM, 152 NVMe, 20 Computed`. */
 export function inWords(tokens) {
-  const parts = SOURCES.filter((id) => tokens[id] > 0).map((id) => `${count(tokens[id])} ${nameOf(id)}`);
+  const parts = sourcesOf(tokens).filter((id) => tokens[id] > 0).map((id) => `${count(tokens[id])} ${nameOf(id)}`);
   return parts.join(", ") || "no tokens";
 }
 
@@ -74,13 +91,14 @@ export class SourceBar {
   show(tokens) {
     const all = allOf(tokens);
     this.node.setAttribute("aria-label", `Tokens by source: ${inWords(tokens)}`);
-    for (const id of SOURCES) {
+    const sources = inOrder([...sourcesOf(tokens), ...this.#parts.keys()]);
+    for (const [place, id] of sources.entries()) {
       const part = tokens[id] ?? 0;
       if (!this.#parts.has(id)) {
         const text = el("span", {});
-        const made = el("span", { class: `part src-${id}`, "data-source": id }, text);
+        const made = el("span", { class: `part src-${styleOf(id)}`, "data-source": id }, text);
         this.#parts.set(id, { node: made, text });
-        this.node.append(made);
+        this.node.insertBefore(made, this.node.children[place] ?? null);
       }
       const { node, text } = this.#parts.get(id);
       node.hidden = part === 0;

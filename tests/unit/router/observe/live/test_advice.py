@@ -25,6 +25,7 @@ from tests.support.router.live_reader import reading
 from tests.support.router.router_harness import ADMIN_KEY, KEY, House, chat, make_settings, until
 from tests.support.router.router_harness import NODE as NODE_ID
 from tests.support.router.snapshots import HEALTHY, NODE, NVME, OFF, PLANTED, REPLICA, SERVING, with_tiers
+from tests.unit.router.ingress.test_several_models import TwoModels
 
 CHARS = LiveSettings().advice_chars_max
 CLUSTER, TENANT = Audience(None, sees_all=True), Audience("a", sees_all=False)
@@ -160,6 +161,25 @@ async def test_the_stream_says_what_diagnose_says_of_stats_and_metrics() -> None
     assert (changes["state"], "of 6 prompts left" in changes["evidence"]) == ("holds", True)
     assert changes["cause"].startswith("The system prompt changes")
     assert told["memory"]["contexts"][0]["tokens"] == CONTEXTS[0]
+
+
+async def test_with_several_models_the_stream_says_what_diagnose_says_of_the_metrics_of_all() -> None:
+    settings = make_settings(keys={"a": KEY}, admin_key=ADMIN_KEY)
+    home = TwoModels(settings.model_copy(update={"live": LiveSettings(period_s=0.1, advice_period_s=0.1)}))
+    home.replicas.stats_now, home.replicas.nodes = [REPLICA], [NODE]
+    home.link.shows = {NODE_ID: NodeGlance(stats=NODE)}
+    for _ in range(9):
+        home.small.metrics.prefixes_left.labels("system").inc()
+    admin = {"authorization": f"Bearer {ADMIN_KEY}"}
+    async with home.client() as client:
+        async with reading(home.app, ADMIN_KEY) as reader:
+            await until(lambda: "diagnosis" in reader.state if reader.body else False)
+            told = reader.state["diagnosis"]
+        stats = (await client.get("/cache/stats", headers=admin)).text
+        metrics = (await client.get("/metrics", headers=admin)).text
+    assert told == advice_of(snapshot_of(json.loads(stats), metrics, 1.0), CHARS)["diagnosis"]
+    changes = told["conditions"]["prompt_changes"]
+    assert (changes["state"], changes["evidence"].startswith("9 of ")) == ("holds", True)
 
 
 @pytest.mark.guarantee("G2", "F14")

@@ -13,6 +13,7 @@ from samovar.cache_tiers.messages import LineageGlance, NodeGlance, NodeStats
 from samovar.cache_tiers.pricing import PrefillPrice
 from samovar.configs.optional_sections import LiveSettings
 from samovar.replicas.messages import Receipt
+from samovar.router.observe.live import hub as hub_module
 from samovar.router.observe.live.feed import Json
 from samovar.router.observe.live.hub import LiveHub
 from samovar.router.observe.live.routes import LiveRoutes
@@ -228,6 +229,28 @@ async def test_streams_of_one_audience_share_a_look_and_only_cluster_streams_ask
             await seen_by(admin, "cluster")
     assert link.glances[-1][1]
     hub(home).check_integrity()
+
+
+async def test_a_tenant_s_stream_draws_its_own_tag_and_an_operator_s_each_tenant_s_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[str] = []
+
+    def counted(secret: bytes, tenant: str) -> bytes:
+        drawn.append(tenant)
+        return tenant_tag(secret, tenant)
+
+    monkeypatch.setattr(hub_module, "tenant_tag", counted)
+    home = house()
+    async with home.client():
+        async with reading(home.app, KEY):
+            await until(lambda: hub(home).looks >= 3)
+        assert set(drawn) == {"a"}
+        drawn.clear()
+        looks = hub(home).looks
+        async with reading(home.app, ADMIN_KEY):
+            await until(lambda: hub(home).looks >= looks + 3)
+    assert sorted(drawn) == ["a", "b"]
 
 
 async def test_pools_are_asked_again_only_after_turns() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
+import subprocess
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from samovar.cluster.cli.conversation import TOY_PENALTY
 from samovar.configs.model_reference import DEFAULT_NAME
 from samovar.router.observe.live.routes import FOLDER, POLICY, TYPES
+from tests.support.pages import ROOT
 
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 VENDORED = [path for path in FILES if path.parent.name == "vendor"]
@@ -23,6 +26,7 @@ DIGESTS = {  # npm's own files of these versions
     "uplot-1.6.32.esm.js": "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba",
     "uplot-1.6.32.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
 }
+PURE = ROOT / "tests/page/pure.test.mjs"
 SVG_NAMESPACE = "http://www.w3.org/2000/svg"
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc"
@@ -115,6 +119,14 @@ def test_every_element_that_scripts_look_for_is_there_once() -> None:
     assert [name for name, count in ids.items() if count > 1] == []
     referred = [*PAGE.values("for"), *PAGE.values("aria-controls"), *PAGE.values("aria-labelledby")]
     assert set(referred) <= ids.keys()
+
+
+def test_what_needs_no_browser_counts_and_names_as_it_should() -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed: make test-page needs it")
+    done = subprocess.run([node, "--test", PURE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_vendored_files_are_those_of_their_version_with_their_licences() -> None:

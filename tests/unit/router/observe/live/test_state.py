@@ -89,6 +89,21 @@ def test_what_a_pool_holds_of_it_is_none_where_an_engine_does_not_say() -> None:
     assert lineage(built(shown(one), replace(at, replicas=[])))["blocks"]["gpu"] == 0
 
 
+def test_bytes_in_pools_are_those_of_each_replica_s_own_model() -> None:
+    one, other = row(), row(2)
+    infos = [INFO, replace(INFO, replica_id="replica-2", block_tokens=32, bytes_per_token=3)]
+    pools = [
+        ReplicaGlance(EngineStats("replica-1"), {owner_of(other): 1}),
+        ReplicaGlance(EngineStats("replica-2"), {owner_of(one): 4, owner_of(other): 2}),
+    ]
+    at = replace(seen({"n1": {}}), infos=infos, replicas=pools)
+    told = lineage(built(shown(one), at))
+    assert (told["blocks"]["gpu"], told["bytes"]["gpu"]) == (4, 4 * 32 * 3)
+    assert lineage(built(shown(other), at))["bytes"]["gpu"] == 16 + 2 * 32 * 3
+    unknown = replace(at, infos=infos[:1])
+    assert lineage(built(shown(one), unknown))["bytes"]["gpu"] == 4 * 16
+
+
 def test_what_only_another_node_holds_is_a_peer_s() -> None:
     one = row()
     far = LineageGlance({"cpu": 10}, {"cpu": 1}, (("none", 1), ("cpu", 1)))
