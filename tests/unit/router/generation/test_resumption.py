@@ -307,36 +307,33 @@ async def test_an_answer_goes_on_on_another_replica_and_is_kept_there(tiny_llama
         assert one.generated + other.generated <= TOKENS + 1
 
 
+async def given_up_and_alive(model: Path, body: dict[str, Any]) -> list[str]:
+    """Return the lines of a stream whose link is cut in the middle, while its replica lives on."""
+    async with tiny_replicas(model) as (replica,), ingress([replica]) as (house, url):
+        replica.allow(5)
+        async with reading(url, body) as response:
+            lines = response.aiter_lines()
+            seen = [await anext(lines) for _ in range(4)]
+            assert isinstance(house.replicas, TinyReplicaClient)
+            house.replicas.cuts = 1
+            replica.allow(FREE)
+            return [*seen, *[line async for line in lines]]
+
+
 @pytest.mark.parametrize("kind", ASKS)
 async def test_a_replica_that_was_given_up_and_lives_says_nothing_twice(kind: str, tiny_llama: Path) -> None:
     """Its answer goes on without a reader, and the reader that comes back has its begin."""
     body = asking(**ASKS[kind])
     async with tiny_replicas(tiny_llama) as (truth,), ingress([truth]) as (_, url):
         uninterrupted = await whole(url, body)
-    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
-        replica.allow(5)
-        async with reading(url, body) as response:
-            lines = response.aiter_lines()
-            seen = [await anext(lines) for _ in range(4)]
-            assert isinstance(house.replicas, TinyReplicaClient)
-            house.replicas.cuts = 1
-            replica.allow(FREE)
-            seen += [line async for line in lines]
-        assert _words(events_of(seen)) == _words(uninterrupted)
+    seen = await given_up_and_alive(tiny_llama, body)
+    assert _words(events_of(seen)) == _words(uninterrupted)
 
 
 async def test_choices_that_went_on_apart_are_not_asked_for_by_an_events_number(tiny_llama: Path) -> None:
     """The replica that was given up keeps them in another order: the client is told to ask for all."""
     body = asking(**ASKS["several"])
-    async with tiny_replicas(tiny_llama) as (replica,), ingress([replica]) as (house, url):
-        replica.allow(5)
-        async with reading(url, body) as response:
-            lines = response.aiter_lines()
-            seen = [await anext(lines) for _ in range(4)]
-            assert isinstance(house.replicas, TinyReplicaClient)
-            house.replicas.cuts = 1
-            replica.allow(FREE)
-            seen += [line async for line in lines]
+    seen = await given_up_and_alive(tiny_llama, body)
     ids = [line for line in seen if line.startswith("id:")]
     assert ids[0].startswith("id: ")
     assert ids[-1] == "id:", "an empty one takes the last one back"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -529,17 +529,20 @@ def test_a_backup_of_one_store_is_restored_to_the_other(
     embedded.store.close()
 
 
-def test_what_is_written_again_is_not_that_which_is_erased_meanwhile(desk: PostgresDesk) -> None:
-    """A candidate that was found before its session was erased, and written behind that, was there again."""
-    records, bounds = desk.store.records, RecordBounds(9, 9999)
-    record = LoopRecord("candidate", "a", "{}", session=b"s")
-    records.put("tea", record, bounds)
-    found: list[LoopRecord] = []
+BOUNDS = RecordBounds(9, 9999)
+
+
+def written_again_beside(desk: PostgresDesk, erase: Callable[[], object]) -> list[LoopRecord]:
+    """Find the candidate of "tea" and write it again, as another one who erases it has not committed yet.
+
+    Return what was found.
+    """
+    records, found = desk.store.records, list[LoopRecord]()
     is_erasing, goes_on = threading.Event(), threading.Event()
 
-    def erase() -> None:
+    def erase_slowly() -> None:
         with desk.store.transaction():
-            desk.store.forget_sessions("tea", [b"s"])
+            erase()
             is_erasing.set()
             goes_on.wait(20)
 
@@ -547,9 +550,9 @@ def test_what_is_written_again_is_not_that_which_is_erased_meanwhile(desk: Postg
         with desk.store.transaction():
             found.extend(records.find("tea", "candidate", ids=["a"]))
             for one in found:
-                records.put("tea", one, bounds)
+                records.put("tea", one, BOUNDS)
 
-    first, second = threading.Thread(target=erase), threading.Thread(target=write_again)
+    first, second = threading.Thread(target=erase_slowly), threading.Thread(target=write_again)
     first.start()
     assert is_erasing.wait(20)
     second.start()
@@ -557,40 +560,29 @@ def test_what_is_written_again_is_not_that_which_is_erased_meanwhile(desk: Postg
     goes_on.set()
     first.join(20)
     second.join(20)
+    return found
+
+
+def test_what_is_written_again_is_not_that_which_is_erased_meanwhile(desk: PostgresDesk) -> None:
+    """A candidate that was found before its session was erased, and written behind that, was there again."""
+    records = desk.store.records
+    records.put("tea", LoopRecord("candidate", "a", "{}", session=b"s"), BOUNDS)
+    found = written_again_beside(desk, lambda: desk.store.forget_sessions("tea", [b"s"]))
     assert (found, records.find("tea", "candidate")) == ([], [])
 
 
 @pytest.mark.parametrize("what", ["records", "entry", "all"])
 def test_what_is_erased_in_any_way_is_not_written_again_meanwhile(desk: PostgresDesk, what: str) -> None:
-    entry = desk.add("learned from it").entry
-    records, bounds = desk.store.records, RecordBounds(9, 9999)
-    records.put("tea", LoopRecord("candidate", "a", "{}", turn=str(ME.turn)), bounds)
-    found: list[LoopRecord] = []
-    is_erasing, goes_on = threading.Event(), threading.Event()
+    entry, records = desk.add("learned from it").entry, desk.store.records
+    records.put("tea", LoopRecord("candidate", "a", "{}", turn=str(ME.turn)), BOUNDS)
 
     def erase() -> None:
-        with desk.store.transaction():
-            if what == "records":
-                records.erase("tea", kind="candidate", ids=["a"])
-            else:
-                desk.store.erase("tea", entry if what == "entry" else None)
-            is_erasing.set()
-            goes_on.wait(20)
+        if what == "records":
+            records.erase("tea", kind="candidate", ids=["a"])
+        else:
+            desk.store.erase("tea", entry if what == "entry" else None)
 
-    def write_again() -> None:
-        with desk.store.transaction():
-            found.extend(records.find("tea", "candidate", ids=["a"]))
-            for one in found:
-                records.put("tea", one, bounds)
-
-    first, second = threading.Thread(target=erase), threading.Thread(target=write_again)
-    first.start()
-    assert is_erasing.wait(20)
-    second.start()
-    second.join(0.5)
-    goes_on.set()
-    first.join(20)
-    second.join(20)
+    found = written_again_beside(desk, erase)
     assert (found, records.find("tea", "candidate")) == ([], [])
 
 
