@@ -15,9 +15,11 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
+from pydantic import BaseModel
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import Scope
 
 from samovar.cache_tiers.sessions import Use
@@ -29,6 +31,9 @@ from samovar.router.openai import (
     InvalidValue,
     TooManyRequests,
     Unavailable,
+    check_structure,
+    read_body,
+    validated,
 )
 
 OPEN_PATH = "/health"
@@ -372,3 +377,18 @@ class RequestLease:
         """
         self._limit.check(self, need)
         self.need = need
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_model(request: Request, model: type[Body], bodies: ConcurrencyLimit) -> Body:
+    """Return the body as `model` has it; none at all is an empty object. Raises `ApiError`.
+
+    Its caller holds one of `bodies` while it comes, which takes as long as the client likes.
+    """
+    caller: Caller = request.scope["state"]["caller"]
+    with bodies.lease(caller.tenant or ADMIN):
+        raw = await read_body(request.receive, request.headers, bodies.limits)
+        check_structure(raw, bodies.limits)
+        return validated(model, raw if raw.strip() else b"{}")

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from samovar.configs.settings import TenantName
-from samovar.router.auth import ADMIN, ConcurrencyLimit, require_admin
+from samovar.router.auth import ConcurrencyLimit, read_model, require_admin
 from samovar.router.identities.key_file import (
     LASTS_S_MAX,
     KeyIsOver,
@@ -29,7 +29,6 @@ from samovar.router.openai import (
     InvalidValue,
     Unavailable,
     page_limit,
-    read_model,
 )
 from samovar.router.paths import KEY_ROUTE, KEYS, ROTATE_ROUTE
 
@@ -113,13 +112,13 @@ class _KeyRoutes:
     async def create(self, request: Request) -> Response:
         """Handle POST /v1/keys."""
         require_admin(request.scope)
-        body = await read_model(request, KeyBody, self._bodies.limits, self._bodies.lease(ADMIN))
+        body = await read_model(request, KeyBody, self._bodies)
         return self._made(request, await self._done(partial(self._store.create, body.tenant, body.lasts_s)))
 
     async def rotate(self, request: Request) -> Response:
         """Handle POST /v1/keys/{key_id}/rotate."""
         require_admin(request.scope)
-        body = await read_model(request, RotateBody, self._bodies.limits, self._bodies.lease(ADMIN))
+        body = await read_model(request, RotateBody, self._bodies)
         key_id = request.path_params["key_id"]
         return self._made(request, await self._done(partial(self._store.rotate, key_id, body.keep_s)))
 

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from samovar.configs.settings import Settings
 from samovar.replicas.turns import TenantThreads
-from samovar.router.auth import tenant_of
+from samovar.router.auth import read_model, tenant_of
 from samovar.router.context.knowledge import (
     KINDS,
     Candidate,
@@ -53,7 +53,6 @@ from samovar.router.openai import (
     cursor,
     no_such_cursor,
     page_limit,
-    read_model,
     shown,
     whole_number,
 )
@@ -366,9 +365,8 @@ class KnowledgeRoutes:
             return await self._base.run(tenant, work, is_long=is_long)
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
-        tenant, service = tenant_of(request.scope), self._service
-        lease = service.bodies.lease(tenant)
-        return tenant, await read_model(request, model, service.settings.limits, lease)
+        tenant = tenant_of(request.scope)
+        return tenant, await read_model(request, model, self._service.bodies)
 
 
 def _card(version: EntryVersion) -> dict[str, Any]:

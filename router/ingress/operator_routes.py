@@ -22,7 +22,7 @@ from samovar.cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, TIERS, root_tok
 from samovar.cache_tiers.forecast import HintEvent
 from samovar.cache_tiers.sessions import Move, SessionRow, SessionState, SessionView
 from samovar.configs.settings import TenantName
-from samovar.router.auth import ADMIN, Caller, require_admin, tenant_of
+from samovar.router.auth import ADMIN, Caller, read_model, require_admin, tenant_of
 from samovar.router.erasure import Cleared
 from samovar.router.generation import IngressServices
 from samovar.router.ingress.places import of_sessions
@@ -32,7 +32,6 @@ from samovar.router.openai import (
     MissingField,
     SessionNotFound,
     page_limit,
-    read_model,
 )
 from samovar.router.routing import (
     SESSION_PREFIX,
@@ -149,8 +148,7 @@ class SessionRoutes:
     async def hint(self, request: Request) -> Response:
         """Handle POST /v1/sessions/{id}/hint: see `HintBody`."""
         caller: Caller = request.scope["state"]["caller"]
-        service, lease = self._service, self._service.bodies.lease(caller.tenant or ADMIN)
-        body = await read_model(request, HintBody, service.settings.limits, lease)
+        body = await read_model(request, HintBody, self._service.bodies)
         if body.event is None and body.expected_return_s is None:
             raise MissingField("event")
         view = self._view(request, caller)
@@ -333,8 +331,7 @@ class CacheRoutes:
         One that has none any more has no replies here; its blocks are cleared by name.
         """
         require_admin(request.scope)
-        service = self._service
-        body = await read_model(request, ClearBody, service.settings.limits, service.bodies.lease(ADMIN))
+        body = await read_model(request, ClearBody, self._service.bodies)
         if body.tenant is None and self._service.settings.auth.oidc.issuer is not None:
             raise InvalidValue(
                 "tenant", "Name the tenant: an issuer's tokens name tenants that have no list here."

@@ -76,7 +76,6 @@ from samovar.router.openai.parse import (
     no_such_cursor,
     page_limit,
     read_body,
-    read_model,
     whole_number,
 )
 from samovar.router.openai.schema import (
@@ -166,7 +165,6 @@ __all__ = [
     "passed_fields",
     "place_here",
     "read_body",
-    "read_model",
     "readable_arguments",
     "rename",
     "retry_after_header",

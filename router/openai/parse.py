@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import Receive
 
 from samovar.configs.sections import ProfileName
@@ -684,22 +682,6 @@ def check_structure(body: bytes, limits: LimitsSettings, prompt_ids_max: int = 0
         f"it holds more strings, objects or list items than a request within limits.messages_max="
         f"{limits.messages_max} and limits.prompts_max={limits.prompts_max} can need. Send fewer."
     )
-
-
-Body = TypeVar("Body", bound=BaseModel)
-
-
-async def read_model(
-    request: Request, model: type[Body], limits: LimitsSettings, lease: AbstractContextManager[object]
-) -> Body:
-    """Return the body as `model` has it; none at all is an empty object. Raises `ApiError`.
-
-    `lease`: of its tenant, held while the body comes, which takes as long as the client likes.
-    """
-    with lease:
-        raw = await read_body(request.receive, request.headers, limits)
-        check_structure(raw, limits)
-        return validated(model, raw if raw.strip() else b"{}")
 
 
 DIGITS_MAX = 10

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from samovar.configs.settings import Settings
-from samovar.router.auth import ConcurrencyLimit, tenant_of
+from samovar.router.auth import ConcurrencyLimit, read_model, tenant_of
 from samovar.router.context.documents.document import ForgetBlocks, ForgetEntries, Format, Wanted
 from samovar.router.context.documents.prefill import Front, Prefill
 from samovar.router.context.documents.shelf import DocumentShelf
@@ -31,7 +31,6 @@ from samovar.router.openai import (
     StrictModel,
     cursor,
     page_limit,
-    read_model,
 )
 from samovar.router.paths import DOCUMENT_ROUTE, DOCUMENTS, PREFILL_ROUTE
 from samovar.router.prompt import PromptBuilder
@@ -140,7 +139,7 @@ class DocumentRoutes:
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
         tenant = tenant_of(request.scope)
-        return tenant, await read_model(request, model, self._bodies.limits, self._bodies.lease(tenant))
+        return tenant, await read_model(request, model, self._bodies)
 
 
 PIECE_CHARS = 4 * 65536

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from samovar.router.auth import tenant_of
+from samovar.router.auth import read_model, tenant_of
 from samovar.router.context.knowledge import KnowledgeBase
 from samovar.router.context.learning.bodies import (
     ConfirmBody,
@@ -27,7 +27,6 @@ from samovar.router.openai import (
     InvalidValue,
     cursor,
     page_limit,
-    read_model,
     shown,
 )
 
@@ -137,9 +136,8 @@ class FeedbackRoutes:
             return await self._base.run(tenant, work, is_long=is_long)
 
     async def _body(self, request: Request, model: type[Body]) -> tuple[str, Body]:
-        tenant, service = tenant_of(request.scope), self._service
-        lease = service.bodies.lease(tenant)
-        return tenant, await read_model(request, model, service.settings.limits, lease)
+        tenant = tenant_of(request.scope)
+        return tenant, await read_model(request, model, self._service.bodies)
 
 
 def _one_of(request: Request, name: str, words: tuple[str, ...]) -> str | None:
