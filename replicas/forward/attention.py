@@ -359,7 +359,9 @@ def _paged_attention(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     step.backend.write(layer_kv, keys, values, step.meta)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    form = AttentionForm(scale, sliding_window, softcap, s_aux)
+    # Qwen2-MoE's layers do not pass their window: they rely on a mask, which there is none of here.
+    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
+    form = AttentionForm(scale, window, softcap, s_aux)
     out = step.backend.attend(query[0].transpose(0, 1), keys, values, layer_kv, step.meta, form)
     return out[None], None
 

@@ -41,7 +41,8 @@ def attention_forms(model: torch.nn.Module, head_dim: int) -> list[AttentionForm
     """Return the forms of attention that the model's layers have: their own scales, and one layer's sinks."""
     config: Any = model.config
     sinks = [one.detach() for name, one in model.named_parameters() if name.endswith(".sinks")]
-    windows = dict.fromkeys((None, getattr(config, "sliding_window", None)))
+    # Some families say 0 for a model without windows.
+    windows = dict.fromkeys((None, getattr(config, "sliding_window", None) or None))
     softcap = getattr(config, "attn_logit_softcapping", None)
     of_layers = (getattr(one, "scaling", None) for one in model.modules() if hasattr(one, "layer_idx"))
     scales = dict.fromkeys(float(scale) for scale in of_layers if scale is not None)

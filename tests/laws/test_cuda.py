@@ -74,7 +74,7 @@ def test_logits_are_those_of_transformers(family: str, exact: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["as computed", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", SERVED_TYPES)
 def test_the_kernel_serves(family: str, dtype: torch.dtype, is_int8: bool, tmp_path: Path) -> None:
     """Compared with SDPA at the start, it is not refused: windows, soft caps and sinks included."""
     spec = inspect_model(make_tiny_model(tmp_path / family, family))  # type: ignore[arg-type]

@@ -19,9 +19,8 @@ from samovar.replicas.model.spec import FAMILIES, SERVED_TYPES
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.forward_bench import Bench
 from tests.support.engines.other_cpu import is_played
-from tests.support.engines.tiny_models import Family, make_tiny_model
+from tests.support.engines.tiny_models import WINDOWED, Family, make_tiny_model
 
-WINDOWED = ("mistral", "phi3", "mixtral", "qwen2", "qwen3")
 MEMBERS = [*((family, False) for family in SERVED_TYPES), *((family, True) for family in WINDOWED)]
 NAMES = [f"{family}{' window' * window}" for family, window in MEMBERS]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -67,12 +67,15 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS,
     "gpt_oss": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-_WINDOWED: dict[str, dict[str, Any]] = {
+WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "phi3": {"sliding_window": 24},
     "mixtral": {"sliding_window": 24},
     "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "qwen3": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "qwen2_moe": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 24},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 24},
 }
 """Families whose members may attend in a window, or not."""
 
@@ -164,7 +167,7 @@ def tiny_config(
         del common["head_dim"]  # they have no such field: it is hidden / heads
     if bias:
         common["attention_bias"] = True
-    own = _OWN.get(family, {}) | (_WINDOWED[family] if window else {})
+    own = _OWN.get(family, {}) | (WINDOWED[family] if window else {})
     # What it says of each layer, it says of two.
     common |= {name: (of * layers)[:layers] if isinstance(of, list) else of for name, of in own.items()}
     return AutoConfig.for_model(family, **common)

@@ -39,9 +39,10 @@ from samovar.replicas.forward.inputs import (
     splits_of,
 )
 from samovar.replicas.kv.kv_pool import KvGeometry, KvPool
+from samovar.replicas.model.spec import SERVED_TYPES
 from samovar.replicas.scheduling.sequence import bare_sequence
 from samovar.replicas.scheduling.step import Chunk
-from tests.support.engines.tiny_models import Family, tiny_config
+from tests.support.engines.tiny_models import WINDOWED, Family, tiny_config
 
 CPU = torch.device("cpu")
 DECODE, PREFILL = TileShape(16, 64, 4, 3, 3), TileShape(128, 64, 8, 2, 1)
@@ -176,10 +177,13 @@ def test_the_forms_are_those_of_the_models_layers() -> None:
     assert form.sinks is not None
 
 
-@pytest.mark.parametrize("family", ["llama", "granite", "gemma2", "gemma3_text", "gpt_oss"])
-def test_the_scale_that_is_compared_is_the_one_that_layers_ask_for(family: Family) -> None:
-    """Some are not the root of the head's size: scores are as sharp as they will be."""
-    asked = set[float]()
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["", "window"])
+@pytest.mark.parametrize("family", SERVED_TYPES)
+def test_what_is_compared_is_what_layers_ask_for(family: Family, is_windowed: bool) -> None:
+    """Some scales are not the root of the head's size, and some windows are told by the layer alone."""
+    if is_windowed and family not in WINDOWED:
+        pytest.skip("it has no members with a window and without")
+    asked = set[tuple[float, int | None]]()
 
     class Told:
         name, tiling = "told", None
@@ -188,14 +192,14 @@ def test_the_scale_that_is_compared_is_the_one_that_layers_ask_for(family: Famil
             pass
 
         def attend(self, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-            asked.add(rest[-1].scale)
+            asked.add((rest[-1].scale, rest[-1].window))
             return query
 
         def layer(self, number: int) -> None:
             return None
 
     register()
-    config = tiny_config(family)
+    config: Any = tiny_config(family, window=is_windowed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
     ids, told = torch.arange(3)[None], Told()
     with torch.inference_mode():
@@ -205,8 +209,14 @@ def test_the_scale_that_is_compared_is_the_one_that_layers_ask_for(family: Famil
             use_cache=False,
             step=PagedStep(told, None, told),  # type: ignore[arg-type]
         )
-    assert {form.scale for form in attention_forms(model, 16)} == asked
-    assert (asked == {0.2}) == (family == "granite")
+    forms = {(form.scale, form.window) for form in attention_forms(model, 16)}
+    assert asked <= forms
+    # Besides, each scale without a window; what no layer asks for might compute nothing.
+    assert {scale for scale, _ in forms} == {scale for scale, _ in asked}
+    assert {window for _, window in forms} <= {None, *(window for _, window in asked)}
+    assert ({scale for scale, _ in asked} == {0.2}) == (family == "granite")
+    windows = getattr(config, "layer_types", None) or ()
+    assert not is_windowed or "sliding_attention" not in windows or any(window for _, window in asked)
 
 
 SHAPES = [(0, 90), (37, 50), (80, 1), (300, 64), (5, 2)]
