@@ -214,7 +214,9 @@ class PageTables:
 
     def short(self, sequence: Sequence) -> int:
         """Return how many pages are missing for the sequence's prompt."""
-        hits = self.resident(sequence)
+        return self._short(sequence, self.resident(sequence))
+
+    def _short(self, sequence: Sequence, hits: list[PrefixEntry]) -> int:
         revived = sum(self.pool.refs(entry.page) == 0 for entry in hits)  # no longer evictable then
         return self.pool.pages_for(len(sequence.tokens)) - len(hits) + revived - self.pool.available
 
@@ -222,15 +224,18 @@ class PageTables:
         """Return how many pages become free when a sequence loses its own."""
         return sum(self.pool.refs(page) == 1 for page in sequence.pages)
 
-    def reserve(self, sequence: Sequence) -> bool:
-        """Share the cached prefix and own pages for the rest, or change nothing and return False."""
+    def reserve(self, sequence: Sequence) -> int:
+        """Share the cached prefix and own pages for the rest; or return how many pages are missing.
+
+        Then nothing is touched: a long prompt that waits is tried in every step.
+        """
         hits = self.resident(sequence)
+        pages_short = self._short(sequence, hits)
+        if pages_short > 0:
+            return pages_short
         shared = [entry.page for entry in hits]
         self.pool.acquire(*shared)
         missing = self.pool.pages_for(len(sequence.tokens)) - len(hits)
-        if missing > self.pool.available:
-            self.pool.release(shared)
-            return False
         self.pool.own(sequence.owner, *shared)
         own = [self.pool.allocate() for _ in range(missing)]
         sequence.pages = page_table([*shared, *own])
@@ -240,7 +245,7 @@ class PageTables:
         sequence.published_blocks = len(hits)
         if hits:
             sequence.chain_entry = hits[-1].number
-        return True
+        return 0
 
     def fork(self, sequence: Sequence, index: int) -> Sequence:
         """Return another choice of a sequence whose prompt is computed; both share its pages."""

@@ -496,8 +496,9 @@ class Admission:
         if turns.held_up and not queues.shares().may_pass(sequence, needed, turns.held_up):
             return False
         places_short = max(0, sequence.forks - queues.free_places)
-        if places_short or not self._tables.reserve(sequence):
-            pages_short = self._tables.short(sequence) - queues.pages_leaving()
+        pages_short = self._tables.short(sequence) if places_short else self._tables.reserve(sequence)
+        if places_short or pages_short > 0:
+            pages_short -= queues.pages_leaving()
             if places_short <= 0 and pages_short <= 0:
                 return False  # there is room for it as soon as others' blocks have been copied out
             gone = self._victims_for(sequence, needed, (places_short, pages_short), plan)
@@ -506,7 +507,7 @@ class Admission:
             lost = {victim.tenant for victim in gone if victim.tenant != sequence.tenant}
             turns.lost |= lost
             turns.held_up |= lost
-            if not gone or not self._tables.reserve(sequence):
+            if not gone or self._tables.reserve(sequence) > 0:
                 return False
         sequence.shared_step_s = turns.room.shared_step_s(sequence.pending, sequence.computed)
         if queues.restorer is not None:

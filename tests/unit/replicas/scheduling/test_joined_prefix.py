@@ -77,3 +77,39 @@ def test_what_cannot_be_shared_is_not_waited_for(why: str) -> None:
 def test_who_waited_for_one_that_is_gone_computes_the_rest() -> None:
     first, second = prompt(1, 40 * BT), prompt(2, 40 * BT)
     assert computed([first, second], lost=first) == 40 * BT + 40
+
+
+def test_a_prompt_that_waits_for_pages_moves_none_of_its_own() -> None:
+    """It is tried in each step: thousands of blocks that are taken and given back are a step's time."""
+    moved = list[int]()
+
+    class Told(PagePool):
+        def acquire(self, *pages: int) -> None:
+            moved.append(len(pages))
+            super().acquire(*pages)
+
+    pool = Told(1 + 40, BT)
+    scheduler = Scheduler(pool, budget=StepBudget(STEP), sequences_max=8, policy=DropNewest())
+
+    def run(sequence: Sequence) -> None:
+        scheduler.add(sequence)
+        while sequence not in scheduler.running or sequence.computed < len(sequence.tokens):
+            scheduler.commit(scheduler.schedule())
+
+    history, other = prompt(1, 10 * BT), prompt(2, 0, own=29 * BT)
+    run(history)
+    scheduler.queues.finish(history)
+    run(other)
+    returned = prompt(1, 10 * BT, own=3 * BT)
+    scheduler.add(returned)
+    moved.clear()
+    for _ in range(5):
+        other.tokens.append(7)
+        plan = scheduler.schedule()
+        assert [chunk.sequence for chunk in plan.chunks] == [other]
+        scheduler.commit(plan)
+    assert not [pages for pages in moved if pages], "it waits, and its blocks are shared with nothing"
+    scheduler.queues.finish(other)
+    run(returned)
+    assert returned.resident_tokens >= 8 * BT
+    pool.check_integrity()
